@@ -41,7 +41,7 @@ MESH = {"dp": 2, "tp": 2}
 EPISODES, EPOCHS, MINIBATCHES, MICROBATCHES = 16, 4, 4, 2
 STEPS = EPOCHS * MINIBATCHES  # optimizer steps for each round of episodes
 UNITS, DISCOUNT, CLIP, RATE, MAX_NORM = 64, 0.99, 0.2, 0.01, 0.5
-STRUCK = {"kill": {"dp": 1}, "stop": {"dp": 0, "tp": 1}, "exception": {"dp": 1, "tp": 1}}  # whom a failure befalls
+STRUCK = {"kill": {"dp": 1}, "stop": {"dp": 0, "tp": 1}, "exception": {"dp": 1, "tp": 1}}  # the rank that fails
 
 Episodes = dict[str, torch.Tensor]
 

@@ -4,7 +4,7 @@
     python examples/ray_train.py /tmp/ray-train --fault sleep
     python examples/ray_train.py /tmp/ray-train --fault stop
 
-The last line is the same each time: a digest of the weights. Ray Train alone would wait for the hung worker for ever.
+The last line is the same each time: a digest of the weights. Ray Train alone would wait for the hung worker forever.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def strike(config: dict[str, Any], rank: int, iteration: int) -> None:
     print(f"rank {rank} (pid {os.getpid()}) hangs in iteration {iteration}", flush=True)
     if config["fault"] == "sleep":
         time.sleep(3600)
-    while True:  # whoever looks at its stacks wakes it for a moment
+    while True:  # reading its stacks wakes it for a moment
         os.kill(os.getpid(), signal.SIGSTOP)
 
 

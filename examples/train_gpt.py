@@ -6,9 +6,9 @@ Runs unchanged, on CPUs or GPUs, with one or many ranks::
     torchrun --nproc-per-node 4 examples/train_gpt.py --checkpoint-dir /tmp/gpt
     python examples/train_gpt.py --checkpoint-dir /tmp/gpt
 
-Started again with the same folder, it goes on from the newest generation. However often it was killed and restarted in
+Started again with the same folder, it resumes from the newest generation. However often it was killed and restarted in
 between, and whatever NaNs and flipped bits befell it, the result is bit-identical to that of an undisturbed run with as
-many ranks. ``--config outlast.toml`` says more than a folder: two tiers, comparing replicas, a plan of faults.
+many ranks. ``--config outlast.toml`` sets more than a folder: two tiers, comparing replicas, a plan of faults.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def main() -> None:
     ddp = model
     if run.world_size > 1:
         ddp = nn.parallel.DistributedDataParallel(model)
-        # DDP sorts its buckets anew after a process's first backward pass, and a gradient's place in them decides in
+        # DDP sorts its buckets again after a process's first backward pass, and a gradient's place in them decides in
         # which order the ranks' shares are added. So that restarts change no bit, the first pass is one for nothing.
         ddp(text[None, :CONTEXT].long().to(run.device)).sum().backward()
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)

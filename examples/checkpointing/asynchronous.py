@@ -1,4 +1,4 @@
-"""Save without stopping: training goes on between the copy of its state and the commit.
+"""Save without stopping: training continues between the copy of its state and the commit.
 
 Runs unchanged with one or many ranks::
 
@@ -7,7 +7,7 @@ Runs unchanged with one or many ranks::
 
 What to look for: iterations between ``iteration 100`` and the line ``saved iteration 100 to global``, which says what
 is saved, to which tiers, and how long that took.
-Started again with the same folder and more ``--iterations``, it goes on from the newest generation.
+Started again with the same folder and more ``--iterations``, it resumes from the newest generation.
 """
 
 import argparse

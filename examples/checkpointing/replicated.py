@@ -1,4 +1,4 @@
-"""Save to each node's own disk with a copy on another node, lose a node, and go on from the copy.
+"""Save to each node's own disk with a copy on another node, lose a node, and resume from the copy.
 
     python examples/checkpointing/replicated.py /tmp/replicated
 
@@ -58,7 +58,7 @@ def lose_a_node(folder: Path) -> int:
         restored = [event for event in cluster.events() if event.kind == EventKind.RESTORED]
     for event in sorted(restored, key=lambda event: event.rank or 0):
         read = ", ".join(f"{num_bytes:,} bytes from {tier}" for tier, num_bytes in event.data["bytes_read"].items())
-        print(f"rank {event.rank} on {event.node} went on from iteration {event.iteration}: {read}")
+        print(f"rank {event.rank} on {event.node} resumed from iteration {event.iteration}: {read}")
     print("exit codes: " + ", ".join(f"{name} {code}" for name, code in codes.items()))
     return max(code for name, code in codes.items() if name != lost)
 

@@ -1,10 +1,10 @@
-"""Let a rank fail, and see the others go on in their processes.
+"""Let a rank fail, and see the others continue in their processes.
 
     python examples/in_process/restart.py /tmp/in-process --fault raise
     python examples/in_process/restart.py /tmp/in-process --fault kill
     python examples/in_process/restart.py /tmp/in-process --fault hang
 
-starts four ranks and a spare on this machine. The README says what to look for. On real machines each of them runs
+starts four ranks and a spare on this machine. The README describes what to look for. On real machines each of them runs
 the same line, and what is below ``train`` is the whole script::
 
     outlast run --nnodes=2 --nproc-per-node=8 --rdzv-endpoint=$HEAD:29400 --rdzv-id=my-run \\
@@ -67,7 +67,7 @@ def train(folder: Path, fault: str, call: inprocess.Handle) -> None:
         begun = False
         for iteration in run.steps({"model": model, "optim": optim}, total=ITERATIONS):
             if not begun and call.iteration > 0:
-                print(f"rank {run.global_rank} (pid {os.getpid()}) goes on from iteration {iteration}", flush=True)
+                print(f"rank {run.global_rank} (pid {os.getpid()}) resumes from iteration {iteration}", flush=True)
             begun = True
             batch = torch.randn(16, WIDTH)
             optim.zero_grad()
@@ -87,7 +87,7 @@ def show(folder: Path, fault: str) -> int:
         codes = ranks.wait(timeout_s=120)
         for rank in range(RANKS + 1):
             for line in ranks.output(rank).splitlines():
-                if "goes on from" in line or "finished" in line or "resuming from memory" in line:
+                if "resumes from" in line or "finished" in line or "resuming from memory" in line:
                     print(line)
     killed = [rank for rank, code in enumerate(codes) if code == -signal.SIGKILL]
     print(f"exit codes {codes}")
@@ -98,7 +98,7 @@ def main() -> int:
     """Show it, or train as a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where everything is written")
-    parser.add_argument("--fault", choices=FAULTS, default="raise", help="what befalls rank 2 at iteration 35")
+    parser.add_argument("--fault", choices=FAULTS, default="raise", help="how rank 2 fails at iteration 35")
     parser.add_argument("--train", action="store_true", help="be a rank; without it, ranks are started here")
     options = parser.parse_args()
     if not options.train:

@@ -4,8 +4,8 @@
     python examples/invalid_results/nan.py /tmp/nan --plant bad-batch
     python examples/invalid_results/nan.py /tmp/nan --plant broken-device
 
-starts a node and a spare on this machine. The README says what to look for. On real machines each of them runs the same
-line, and what is below ``train`` is the whole script::
+starts a node and a spare on this machine. The README describes what to look for. On real machines each of them runs the
+same line, and what is below ``train`` is the whole script::
 
     outlast run --nnodes=1:2 --nproc-per-node=8 --rdzv-endpoint=$HEAD:29400 --rdzv-id=my-run \\
         examples/invalid_results/nan.py --train /shared/my-run
@@ -33,7 +33,7 @@ FAULTS = ("none", "transient", "bad-batch", "broken-device")
 
 
 def draw(plant: str) -> Iterator[torch.Tensor]:
-    """Yield batches for ever; the same ones in each process, so that a restart only has to count."""
+    """Yield batches forever; the same ones in each process, so that a restart only has to count."""
     for number in itertools.count():
         batch = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number))
         if plant == "bad-batch" and number == STRUCK:

@@ -1,10 +1,10 @@
-"""Train, be told to leave, and go on where that was.
+"""Train, save and exit on a notice, and resume there.
 
     python examples/preemption/leave_in_time.py /tmp/leave &
     kill -TERM %1                    # or: touch /tmp/leave/please-leave
     python examples/preemption/leave_in_time.py /tmp/leave
 
-The README says what to look for. With several ranks, on several machines, it is the same script::
+The README describes what to look for. With several ranks, on several machines, it is the same script::
 
     outlast run --nnodes=2 --nproc-per-node=8 --rdzv-endpoint=$HEAD:29400 \\
         examples/preemption/leave_in_time.py /shared/leave
@@ -30,7 +30,7 @@ class Squares(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def main() -> None:
-    """Train until told to leave, or to the end."""
+    """Train until a notice comes, or to the end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="where checkpoints and the run directory go")
     parser.add_argument("--iterations", type=int, default=5000)

@@ -6,7 +6,7 @@ starts four ranks on this machine with ``outlast run``. Any launcher does::
 
     torchrun --nproc-per-node=8 examples/straggler_detection/straggler_detection_example.py --report-interval 60
 
-The README says what to look for.
+The README describes what to look for.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def train(args: argparse.Namespace) -> None:
             optim.step()
         report = detector.report_if_due()
         if report is not None and report.should_stop:
-            # All ranks are told the same, so all of them leave here; a real training would save first.
+            # All ranks have the same report, so all of them end here; a real training would save first.
             break
     detector.close()
     dist.destroy_process_group()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def count(number: int, noun: str) -> str:
     """Return ``1 iteration``, ``2 iterations``; the noun's plural ends with an ``s``."""
@@ -20,3 +22,14 @@ def duration(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / unit:.0f} {name}"
     return f"{seconds / 86400:.0f} days"
+
+
+def number_ranges(numbers: Iterable[int]) -> list[str]:
+    """Return numbers in few words: ``0-3`` and ``7``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [str(first) if first == last else f"{first}-{last}" for first, last in runs]

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import outlast.bench
 from outlast.bench import heartbeat
-from outlast.bench.result import Bar, BenchResult
+from outlast.bench.measuring import Bar, BenchResult
 from outlast.cli.bench import bench
 from outlast.cli.main import main
 from outlast.errors import OutlastError

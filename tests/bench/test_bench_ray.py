@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from outlast.bench import ray as bench
-from outlast.bench.measuring import MarkWriter, read_marks
+from outlast.bench.measuring import Bar, BenchResult, MarkWriter, read_marks
 from outlast.bench.ray import RecoveryTiming, when_all, when_rank
-from outlast.bench.result import Bar, BenchResult
 
 STRUCK, VICTIM = 6, 1
 
@@ -49,11 +48,7 @@ def test_a_line_that_a_death_cut_short_is_left_out(tmp_path: Path) -> None:
 
 def test_a_rank_fails_once_and_only_where_it_is_to(tmp_path: Path) -> None:
     """Neither another rank, nor another step, nor the same step done again is struck."""
-    pytest.importorskip("ray.train", reason="what fails are actors and workers of Ray")
-    from outlast.bench import ray_workers
-
-    assert (ray_workers.STRUCK, ray_workers.VICTIM) == (STRUCK, VICTIM)
-    fault = ray_workers.BenchFault(str(tmp_path), "kill")
+    fault = bench.BenchFault(str(tmp_path), "kill")
     fault.strike(VICTIM + 1, STRUCK)
     fault.strike(VICTIM, STRUCK - 1)
     (tmp_path / "struck").touch()

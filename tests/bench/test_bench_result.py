@@ -8,8 +8,7 @@ import re
 
 from rich.console import Console
 
-from outlast.bench.measuring import median, run_rounds
-from outlast.bench.result import Bar, BenchResult
+from outlast.bench.measuring import Bar, BenchResult, median, run_rounds
 
 KEPT = Bar(name="heartbeat_us", value=0.18649, unit="us", bar=1.0, peer="TCPStore.set", peer_value=4.6)
 MISSED = Bar(name="section_us", value=2.5, unit="us", bar=2.0)

@@ -22,7 +22,7 @@ from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.cli.main import main
 from outlast.errors import CheckpointError, ConfigError
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 
 @dataclass(frozen=True)

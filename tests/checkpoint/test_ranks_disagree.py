@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from saving_ranks import start
+from torch.distributed import HashStore
 
-from outlast.checkpoint.lane import SaveExchange, SaveOutcome, deadline
-from outlast.checkpoint.places import OwnStore
+from outlast.checkpoint.lane import SaveExchange, SaveOutcome
 
 OUTCOMES = """
 def outcome(save):
@@ -201,7 +201,7 @@ manager.close()
         assert "rank 1" in told["rejected"][0]
 
 
-class _GoneStore(OwnStore):
+class _GoneStore(HashStore):
     """A store whose host leaves when it is told to."""
 
     is_gone = False
@@ -233,6 +233,6 @@ def test_a_store_that_goes_after_the_outcome_changes_nothing(last: str) -> None:
     if last == "forget":
         exchange.forget(1)
     else:
-        exchange.part(0, 2, deadline(60.0))
+        exchange.part(0, 2, timeout_s=60.0)
     store.is_gone = False
-    assert exchange.receive(0, "outcome", SaveOutcome, deadline(60.0)) == SaveOutcome()
+    assert exchange.receive(0, "outcome", SaveOutcome, timeout_s=60.0) == SaveOutcome()

@@ -24,6 +24,7 @@ from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.manager import open_manager
 from outlast.checkpoint.state import capture, decode, flatten
+from outlast.checkpoint.verification import VerifiedFiles
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
@@ -298,7 +299,7 @@ def test_quantised_tensors_come_back_bit_by_bit(saved: Path) -> None:
         assert {name: bits(tensor) for name, tensor in live["w"].items()} == expected
     live = {"w": state_of(50)}
     directory = GlobalDirectory.open(str(saved / "global"))
-    load_resharded(directory, 1, directory.manifest(1), live).apply()
+    load_resharded(VerifiedFiles(directory, directory.manifest(1)), live).apply()
     assert {name: bits(tensor) for name, tensor in live["w"].items()} == expected
 
 
@@ -390,9 +391,9 @@ def test_shards_of_quantised_tensors_come_back_to_the_same_layout_only(tmp_path:
         directory = GlobalDirectory.open(str(folder / "global"))
         if all_of_them:
             with pytest.raises(CheckpointError, match=r"tensor w\.scaled was saved in shards of .*Scaled"):
-                load_resharded(directory, 1, directory.manifest(1), live)
+                load_resharded(VerifiedFiles(directory, directory.manifest(1)), live)
         else:
-            load_resharded(directory, 1, directory.manifest(1), live).apply()
+            load_resharded(VerifiedFiles(directory, directory.manifest(1)), live).apply()
             assert {name: bits(tensor) for name, tensor in live["w"].items()} == expected
 
 

@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed import HashStore
+
 from outlast.checkpoint.arena import Arena, Stager
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import NEW, Claim, SaveAttempt
 from outlast.checkpoint.manifest import topology_digest
-from outlast.checkpoint.places import OwnStore, Places, Replication
+from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import Save, SaveHandle
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, flatten
@@ -176,7 +178,7 @@ class Lanes:
     lanes: list[GlobalLane] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        store = OwnStore()
+        store = HashStore()
         self.directory = GlobalDirectory.open(self.url)
         self._images: dict[int, Image] = {}
         self._outcomes: dict[int, CheckpointError | None] = {}

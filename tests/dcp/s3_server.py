@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 READY_S = 120.0
 

@@ -24,6 +24,7 @@ from outlast.checkpoint.dcp.reader import read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.state import capture, decode, meshes_of
+from outlast.checkpoint.verification import VerifiedFiles
 from outlast.policy.checkpoint_plan import RetentionRules
 
 
@@ -118,7 +119,7 @@ def main() -> None:
         train(state)
     else:
         directory = GlobalDirectory.open(folder)
-        loaded = load_resharded(directory, to_load, directory.manifest(to_load), state)
+        loaded = load_resharded(VerifiedFiles(directory, directory.manifest(to_load)), state)
         assert content(state) == before, "something live was touched"
         loaded.apply()
     told = {"content": content(state)}
@@ -126,9 +127,9 @@ def main() -> None:
         save(folder, state, to_save)
         dist.barrier()
         directory = GlobalDirectory.open(folder)
-        mine = read_rank(directory, to_save, directory.manifest(to_save), rank)
+        mine = read_rank(VerifiedFiles(directory, directory.manifest(to_save)), rank)
         meshes = meshes_of(capture(state))
-        again = decode(mine.tree, mine.tensor, meshes)
+        again = decode(mine.tree, mine.tensors.__getitem__, meshes)
         told["again"] = content(again["state"])
         told["rank"] = again["random"]["rank"]
     # It trains on: optimizer states have the right layout.

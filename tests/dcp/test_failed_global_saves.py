@@ -18,6 +18,7 @@ from outlast.checkpoint.dcp.reader import read_rank
 from outlast.checkpoint.dcp.store import ObjectStore
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.state import decode
+from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Incomplete, Untrusted
 
 
@@ -26,8 +27,8 @@ def _flat(value: float = 1.0):
 
 
 def _value_of(directory: GlobalDirectory, iteration: int) -> float:
-    found = read_rank(directory, iteration, directory.manifest(iteration), 0)
-    return float(decode(found.tree, found.tensor)["state"]["w"][0])
+    found = read_rank(VerifiedFiles(directory, directory.manifest(iteration)), 0)
+    return float(decode(found.tree, found.tensors.__getitem__)["state"]["w"][0])
 
 
 def test_one_ranks_failure_fails_the_save_for_all(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from outlast.checkpoint.dcp.reader import VerifiedReader, read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.state import capture, decode
+from outlast.checkpoint.verification import VerifiedFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -74,8 +75,8 @@ def test_a_rank_gets_back_exactly_what_it_had(tmp_path: Path) -> None:
         assert lanes.save(flats, 12) == [None, None, None]
         manifest = lanes.directory.manifest(12)
         for rank, state in enumerate(states):
-            found = read_rank(lanes.directory, 12, manifest, rank)
-            saved = decode(found.tree, found.tensor)
+            found = read_rank(VerifiedFiles(lanes.directory, manifest), rank)
+            saved = decode(found.tree, found.tensors.__getitem__)
             expected = decode(flats[rank].tree, {named.name: named.tensor for named in flats[rank].tensors}.__getitem__)
             assert saved["random"]["seed"] == rank
             assert torch.equal(saved["random"]["torch"], expected["random"]["torch"])
@@ -159,7 +160,7 @@ def test_another_number_of_ranks_takes_it_into_untouched_objects(tmp_path: Path)
     with Lanes(str(tmp_path), 2) as lanes:
         assert lanes.save([flat_state(capture(state))] * 2, 3) == [None, None]
         fresh, untouched = _fresh(), _fresh()
-        loaded = load_resharded(lanes.directory, 3, lanes.directory.manifest(3), fresh)
+        loaded = load_resharded(VerifiedFiles(lanes.directory, lanes.directory.manifest(3)), fresh)
         for name, value in untouched["model"].state_dict().items():
             assert torch.equal(fresh["model"].state_dict()[name], value)
         assert fresh["optim"].state_dict()["state"] == {}

@@ -24,6 +24,7 @@ from outlast.checkpoint.dcp.reader import VerifiedReader, read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.dcp.store import ObjectStore
 from outlast.checkpoint.state import decode
+from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.lease import LeaseOwner
 from outlast.runtime.lease import InUse, Lease, decode_owner
@@ -70,8 +71,8 @@ def _state(value: float = 1.0) -> dict[str, object]:
 
 
 def _value_of(lanes: Lanes, iteration: int) -> float:
-    found = read_rank(lanes.directory, iteration, lanes.directory.manifest(iteration), 1)
-    saved = decode(found.tree, found.tensor)["state"]
+    found = read_rank(VerifiedFiles(lanes.directory, lanes.directory.manifest(iteration)), 1)
+    saved = decode(found.tree, found.tensors.__getitem__)["state"]
     assert torch.equal(saved["model"]["weight"], torch.full((64, 64), saved["epoch"]))
     assert torch.equal(saved["model"]["bias"], torch.arange(64.0))
     return float(saved["epoch"])
@@ -86,7 +87,7 @@ def test_a_generation_goes_to_s3_and_comes_back(server: S3Server, url: str) -> N
         assert (lanes.directory.run(), lanes.directory.latest()) == ("r", 7)
         assert _value_of(lanes, 7) == 2.0
         live = {"model": {"weight": torch.zeros(64, 64), "bias": torch.zeros(64)}, "epoch": 0.0}
-        load_resharded(lanes.directory, 7, lanes.directory.manifest(7), live).apply()
+        load_resharded(VerifiedFiles(lanes.directory, lanes.directory.manifest(7)), live).apply()
         assert live["epoch"] == 2.0
         assert torch.equal(live["model"]["weight"], torch.full((64, 64), 2.0))
     names = set(server.objects(url.removeprefix(f"s3://{BUCKET}/")))
@@ -257,16 +258,16 @@ def test_damage_in_the_bucket_is_seen(server: S3Server, url: str) -> None:
         data[len(data) // 2] ^= 1
         client.put_object(Bucket=BUCKET, Key=key, Body=bytes(data))
         with pytest.raises(Corrupt, match=f"{name}: chunk 0"):
-            read_rank(lanes.directory, 10, manifest, 0)
+            read_rank(VerifiedFiles(lanes.directory, manifest), 0)
         client.put_object(Bucket=BUCKET, Key=key, Body=bytes(data[:100]))
         with pytest.raises(Incomplete, match=name):
-            read_rank(lanes.directory, 10, manifest, 0)
+            read_rank(VerifiedFiles(lanes.directory, manifest), 0)
         client.put_object(Bucket=BUCKET, Key=key, Body=b"")
         with pytest.raises(Incomplete, match=name):
-            read_rank(lanes.directory, 10, manifest, 0)
+            read_rank(VerifiedFiles(lanes.directory, manifest), 0)
         client.delete_object(Bucket=BUCKET, Key=key)
         with pytest.raises(Incomplete, match=f"{name} is missing"):
-            read_rank(lanes.directory, 10, manifest, 0)
+            read_rank(VerifiedFiles(lanes.directory, manifest), 0)
         with pytest.raises(Incomplete, match="no manifest"):
             VerifiedReader(f"{url}/step-11")
 

@@ -22,8 +22,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.state import blocks_of
+from outlast.checkpoint.verification import VerifiedFiles
 from outlast.env import WorkerEnv
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 SCRIPT = Path(__file__).parent / "parallel_ranks.py"
 
@@ -83,7 +84,7 @@ def test_one_process_reads_both_layouts(told: tuple[Path, list[dict[str, Any]]],
     folder, ranks = told
     state = plain()
     directory = GlobalDirectory.open(str(folder / "global"))
-    load_resharded(directory, 1, directory.manifest(1), state).apply()
+    load_resharded(VerifiedFiles(directory, directory.manifest(1)), state).apply()
     assert content(state) == ranks[0]["trained"]
     state = plain()
     manager = manage(folder, WorkerEnv(node="elsewhere"))

@@ -17,6 +17,7 @@ from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.reader import VerifiedReader, read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
+from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -64,7 +65,7 @@ def _read_all(folder: Path) -> None:
     if manifest.iteration != 20:
         raise Untrusted(f"is the manifest of iteration {manifest.iteration}")  # as the callers do
     for rank in range(2):
-        read_rank(directory, 20, manifest, rank)
+        read_rank(VerifiedFiles(directory, manifest), rank)
 
 
 def _drop_manifest(folder: Path) -> str:
@@ -156,7 +157,7 @@ def test_each_kind_of_damage_is_refused_by_name(
     assert type(raised.value) is kind or kind is CheckpointError
     directory = GlobalDirectory.open(damaged)
     for rank in range(2):
-        assert read_rank(directory, 10, directory.manifest(10), rank).num_bytes_read > 0
+        assert read_rank(VerifiedFiles(directory, directory.manifest(10)), rank).num_bytes_read > 0
 
 
 def test_nothing_live_is_touched_by_a_damaged_generation(damaged: Path) -> None:
@@ -165,7 +166,7 @@ def test_nothing_live_is_touched_by_a_damaged_generation(damaged: Path) -> None:
     directory = GlobalDirectory.open(damaged)
     live = {"model": {"a": torch.zeros(3000), "b": torch.zeros(5000)}, "n": 0}
     with pytest.raises(Corrupt):
-        load_resharded(directory, 20, directory.manifest(20), live)
+        load_resharded(VerifiedFiles(directory, directory.manifest(20)), live)
     assert live["n"] == 0
     assert not live["model"]["a"].any()
     assert not live["model"]["b"].any()

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from written_events import written
 
-from outlast.demo.account import account_for, count_cycles, unnoticed
+from outlast.demo.outcome import account_for, count_cycles, unnoticed
 from outlast.demo.plan import Deed
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
 from outlast.policy.rerun import Diagnosis, Finding

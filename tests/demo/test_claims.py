@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outlast.demo.account import Account, Sources
-from outlast.demo.outcome import unkept
+from outlast.demo.outcome import Account, Sources, unkept
 from outlast.demo.plan import Deed
 from outlast.incidents import IncidentKind
 from outlast.policy.rerun import Finding

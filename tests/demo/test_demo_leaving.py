@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from written_events import written
 
-from outlast.demo.account import find_strikes
-from outlast.demo.outcome import Leaving, find_leaving, unkept_of_leaving
+from outlast.demo.outcome import Leaving, find_leaving, find_strikes, unkept_of_leaving
 from outlast.demo.plan import Deed
 from outlast.incidents import Event, EventKind
 

@@ -15,8 +15,7 @@ from rich.console import Console
 from terminal import seen
 from written_events import written
 
-from outlast.demo.plan import Shape
-from outlast.demo.scene import Loss, RankScene, Scene
+from outlast.demo.plan import Loss, RankScene, Scene, Shape
 from outlast.demo.view import LiveView, PlainView, SilentView
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
 

@@ -9,9 +9,8 @@ import json
 import pytest
 from rich.console import Console
 
-from outlast.demo.account import Account, Sources
-from outlast.demo.outcome import DemoOutcome, Leaving, Slowed, differences
-from outlast.demo.tables import render, write_details
+from outlast.demo.outcome import Account, DemoOutcome, Leaving, Slowed, Sources, differences
+from outlast.demo.view import render, write_details
 from outlast.incidents import IncidentKind
 
 RESULT = {"iterations": 100, "final_loss": 2.5, "weights": "aa", "optimizer": "bb", "losses": "cc"}

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from written_events import written
 
-from outlast.demo.plan import Deed, DemoFault
-from outlast.demo.scene import RankScene, Scene, is_time
+from outlast.demo.plan import Deed, DemoFault, RankScene, Scene, is_time
 from outlast.incidents import Event, EventKind, IncidentKind, Rung
 
 KILL = DemoFault(deed=Deed.KILL, iteration=12, rank=1)

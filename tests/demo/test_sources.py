@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from written_events import written
 
-from outlast.demo.account import count_bytes, find_sources, newest_global
+from outlast.demo.outcome import count_bytes, find_sources, newest_global
 from outlast.incidents import Event, EventKind, Incident, IncidentKind
 
 

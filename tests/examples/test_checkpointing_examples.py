@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "checkpointing"
 AWS = {
@@ -68,10 +68,10 @@ def test_a_lost_nodes_rank_goes_on_from_the_copy_on_another_node(tmp_path: Path)
     well."""
     output = _run("replicated.py", str(tmp_path))
     first = re.search(
-        r"^rank 0 on (\S+) went on from iteration (\d+): [\d,]+ bytes from (?:memory|local)$", output, re.MULTILINE
+        r"^rank 0 on (\S+) resumed from iteration (\d+): [\d,]+ bytes from (?:memory|local)$", output, re.MULTILINE
     )
     second = re.search(
-        r"^rank 1 on (\S+) went on from iteration (\d+): [\d,]+ bytes from replica$", output, re.MULTILINE
+        r"^rank 1 on (\S+) resumed from iteration (\d+): [\d,]+ bytes from replica$", output, re.MULTILINE
     )
     assert first, output
     assert second, output

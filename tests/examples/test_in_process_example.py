@@ -37,7 +37,7 @@ def test_the_others_go_on_in_their_processes(fault: str, killed: int, tmp_path: 
     )
     output = ended.stdout
     assert ended.returncode == 0, output
-    resumed = re.findall(r"^rank (\d) \(pid \d+\) goes on from iteration (\d+)$", output, re.MULTILINE)
+    resumed = re.findall(r"^rank (\d) \(pid \d+\) resumes from iteration (\d+)$", output, re.MULTILINE)
     assert sorted(resumed) == [(str(rank), "35") for rank in range(4)], output
     assert re.search(r"^finished 60 iterations, loss ", output, re.MULTILINE), output
     codes = re.search(r"^exit codes \[(.*)\]$", output, re.MULTILINE)

@@ -23,8 +23,7 @@ from outlast.health.node import (
     SharedMemoryCheck,
     StoreCheck,
 )
-from outlast.health.prober import Prober
-from outlast.health.result import Check, CheckOutcome
+from outlast.health.probing import Check, CheckOutcome, Prober
 from outlast.runtime.board import Board
 
 HUGE = 1 << 60
@@ -133,7 +132,7 @@ def test_shared_memory_of_outlast_has_no_file() -> None:
     """A board and a staged image are memory without a name, which no size of /dev/shm bounds: only therefore may it be
     as small as it likes."""
     vault = Vault()
-    with contextlib.closing(Board.create_anonymous(num_ranks=2)) as board, contextlib.closing(vault):
+    with contextlib.closing(Board.create(num_ranks=2)) as board, contextlib.closing(vault):
         image = vault.take(0, 1 << 20, (), may_steal=False)
         assert image is not None
         for path in (board.path, f"/proc/self/fd/{image.fd}"):

@@ -10,7 +10,7 @@ import pytest
 
 from outlast.health import Status
 from outlast.health.node import CommandCheck
-from outlast.health.prober import Prober
+from outlast.health.probing import Prober
 
 pytestmark = pytest.mark.process
 

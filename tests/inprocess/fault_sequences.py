@@ -30,7 +30,7 @@ from outlast import InProcessRestartConfig, clock
 from outlast.errors import RestartAbort
 from outlast.inprocess import Handle, RankLeft, RetryController, State, Wrapper
 from outlast.inprocess import rank as _loaded_before_forks  # noqa: F401
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 ACTIVE, SPARES = 4, 2
 WORLD_SIZE = ACTIVE + SPARES

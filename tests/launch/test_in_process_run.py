@@ -23,12 +23,13 @@ pytestmark = [pytest.mark.process]
 WORKER = """
 import os, pathlib, signal, sys, time
 from outlast.incidents import IncidentKind
-from outlast.runtime.in_process_mark import InProcessFault, InProcessMark
+from outlast.policy.inprocess_protocol import InProcessState
+from outlast.runtime.board import InProcessFault, InProcessMark
 
 rank, cycle = int(os.environ["RANK"]), int(os.environ["OUTLAST_CYCLE"])
 size = int(os.environ["WORLD_SIZE"])
 here = pathlib.Path(sys.argv[1])
-mark = InProcessMark.open(os.environ["OUTLAST_BOARD"], int(os.environ["LOCAL_RANK"]))
+mark = InProcessMark(os.environ["OUTLAST_BOARD"], int(os.environ["LOCAL_RANK"]))
 deadline = time.monotonic() + 150
 
 def say(name):
@@ -45,13 +46,13 @@ everybody = range(size)
 def arm(patience_s=60.0):
     mark.arm(0, patience_s=patience_s)
     meet("armed", everybody)
-    mark.activate(0)
+    mark.set(InProcessState.ACTIVE, 0)
     meet("active", everybody)
 
 def restart(iteration, ranks, *faults):
-    mark.restart(iteration, faults)
+    mark.set(InProcessState.RESTARTING, iteration, faults)
     meet(f"left-{iteration}", ranks)
-    mark.activate(iteration, faults)
+    mark.set(InProcessState.ACTIVE, iteration, faults)
     meet(f"began-{iteration}", ranks)
 
 def die():
@@ -78,9 +79,9 @@ def await_text(path, text):
         time.sleep(0.005)
 
 def finish(ranks):
-    mark.complete()
+    mark.set(InProcessState.COMPLETED)
     meet("completed", ranks)
-    mark.finish()
+    mark.set(InProcessState.RETURNED)
 """
 
 
@@ -169,9 +170,9 @@ if cycle == 0:
     while not any('"worker_died"' in path.read_text() for path in (here / "run" / "journal").glob("*.jsonl")):
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    mark.restart(1)
+    mark.set(InProcessState.RESTARTING, 1)
     meet("gave up", (0, 2))
-    mark.give_up()
+    mark.set(InProcessState.GAVE_UP)
     raise SystemExit(1)
 finish(everybody)
 """
@@ -210,7 +211,7 @@ monitor.report_progress()
 restart(1, everybody, InProcessFault(rank=0, kind=IncidentKind.WORKER_FAILED, summary="again"))
 await_text(here / "run" / "ladder.json", f'"restarts_total": {2 * cycle + 1}')
 meet("charged", everybody)
-mark.give_up()
+mark.set(InProcessState.GAVE_UP)
 raise SystemExit(1)
 """
     with cluster(tmp_path, code, nproc=2) as job:
@@ -309,14 +310,14 @@ def test_spares_and_ranks_that_leave_are_not_missed(tmp_path: Path) -> None:
 mark.arm(0, patience_s=0.0 if rank == 2 else 60.0)
 meet("armed", everybody)
 if rank == 2:
-    mark.wait(0)
+    mark.set(InProcessState.SPARE, 0)
     meet("placed", everybody)
     die()
-mark.activate(0)
+mark.set(InProcessState.ACTIVE, 0)
 meet("placed", everybody)
 await_end_of(2)
 if rank == 1:
-    mark.leave()
+    mark.set(InProcessState.LEFT)
     raise SystemExit(0)
 await_end_of(1)
 restart(1, (0,), InProcessFault(rank=1, kind=IncidentKind.WORKER_FAILED, summary="its health check failed"))
@@ -339,7 +340,7 @@ for _ in range(2):
     with monitor.section("step"):
         pass
 monitor.start_section("step")
-mark.restart(1)
+mark.set(InProcessState.RESTARTING, 1)
 time.sleep(4.5)
 restart(1, everybody, InProcessFault(rank=1, kind=IncidentKind.WORKER_HUNG, summary="it slept"))
 with monitor.section("step"):
@@ -359,7 +360,7 @@ def test_a_restart_that_takes_too_long_is_a_hang(tmp_path: Path) -> None:
     code = """
 arm(patience_s=0.5 if cycle == 0 else 60.0)
 if cycle == 0:
-    mark.restart(1)
+    mark.set(InProcessState.RESTARTING, 1)
     time.sleep(600)
 finish(everybody)
 """
@@ -374,16 +375,16 @@ def test_spares_do_not_keep_a_preempted_job_from_having_saved(tmp_path: Path) ->
     """A notice ends spares, which have nothing to save; the others saved, and the job says so with 75."""
     code = """
 def save(*_):
-    mark.complete()
-    mark.finish()
+    mark.set(InProcessState.COMPLETED)
+    mark.set(InProcessState.RETURNED)
     raise SystemExit(75)
 
 mark.arm(0, patience_s=60.0)
 meet("armed", everybody)
 if rank == 2:
-    mark.wait(0)
+    mark.set(InProcessState.SPARE, 0)
 else:
-    mark.activate(0)
+    mark.set(InProcessState.ACTIVE, 0)
     signal.signal(signal.SIGTERM, save)
 say("runs")
 time.sleep(600)

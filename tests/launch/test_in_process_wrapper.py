@@ -17,7 +17,7 @@ import torch
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Rung
 from outlast.testing import Cluster
-from outlast.testing.reaping import TOKEN, end_processes, processes_with
+from outlast.testing.ranks import TOKEN, end_processes, processes_with
 
 pytestmark = [pytest.mark.process]
 

@@ -46,7 +46,7 @@ def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
     """A worker that the others continued without has no part in a later hang: it did not finish before them, and a
     spare may have its rank."""
     processes = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
-    board, postmortem = Board.create_anonymous(num_ranks=3), Postmortem(3)
+    board, postmortem = Board.create(num_ranks=3), Postmortem(3)
     try:
         workers = {key: WorkerProcess(local_rank=key, global_rank=key, pid=processes[key].pid) for key in range(3)}
         for worker in workers.values():

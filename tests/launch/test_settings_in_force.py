@@ -25,8 +25,8 @@ from outlast.launch.membership import JobSettings
 from outlast.launch.node_agent import AgentState, NodeAgent
 from outlast.launch.options import parse_options
 from outlast.launch.workers import InProcessRecovery, WorkerProcess
-from outlast.monitor import RankMonitor
-from outlast.monitor.learned_timeouts import LearnedTimeouts
+from outlast.monitor.rank_monitor import PlacedRankMonitor
+from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import Board
 from outlast.runtime.postmortem import Postmortem
@@ -123,7 +123,7 @@ def make_cycle(tmp_path: Path) -> Any:
         parts["start"] = SimpleNamespace(cycle=0, node_rank=0, num_nodes=1)
         parts["logs"] = SimpleNamespace(start=lambda: None, stop=lambda **_: None)
         parts["workers"] = {key: WorkerProcess(local_rank=key, global_rank=key) for key in range(2)}
-        parts["board"] = board = Board.create_anonymous(num_ranks=2)
+        parts["board"] = board = Board.create(num_ranks=2)
         parts["in_process"] = InProcessRecovery(
             board=board, workers=parts["workers"], is_alone=True, job="job", cycle=0, node="n"
         )
@@ -141,7 +141,7 @@ def make_cycle(tmp_path: Path) -> Any:
 def attach_only(cycle: Cycle, config: FaultToleranceConfig | None = None, local_rank: int = 0) -> None:
     """Have a rank come and go, as far as the board and the agent's channel show."""
     place = WorkerEnv(local_rank=local_rank, board=cycle.board.path, config_file="")
-    RankMonitor(place, config).close()
+    PlacedRankMonitor(place, config).close()
 
 
 def attach(cycle: Cycle, config: FaultToleranceConfig | None = None, local_rank: int = 0) -> None:

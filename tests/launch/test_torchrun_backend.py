@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outlast.testing import RankProcesses
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 pytestmark = pytest.mark.process
 

@@ -15,7 +15,7 @@ from outlast.launch.options import RunOptions, parse_options
 from outlast.launch.run_parser import make_parser, make_torchrun_parser
 from outlast.launch.verdicts import save_ladder
 from outlast.policy.ladder import LadderState
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 
 @pytest.fixture(autouse=True)

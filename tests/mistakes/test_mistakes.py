@@ -20,7 +20,7 @@ import pytest
 
 from outlast.incidents import EventKind
 from outlast.testing import Cluster
-from outlast.testing.reaping import TOKEN, end_processes, free_port, processes_with
+from outlast.testing.ranks import TOKEN, end_processes, free_port, processes_with
 
 pytestmark = [pytest.mark.process]
 

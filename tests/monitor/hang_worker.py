@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.env import WorkerEnv
-from outlast.monitor.rank_monitor import RankMonitor
+from outlast.monitor.rank_monitor import PlacedRankMonitor
 
 
 def load_batch(kind: str) -> torch.Tensor:
@@ -33,7 +33,7 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     board, rendezvous, bad_rank, kind, at = sys.argv[1:]
     torch.set_num_threads(1)
-    monitor = RankMonitor(WorkerEnv(global_rank=rank, local_rank=rank, board=board))
+    monitor = PlacedRankMonitor(WorkerEnv(global_rank=rank, local_rank=rank, board=board))
     with monitor.section("setup"):
         dist.init_process_group(
             "gloo",
@@ -48,7 +48,7 @@ def main() -> None:
         hangs = rank == int(bad_rank) and iteration == int(at)
         with monitor.section("step"):
             if kind == "mismatch" and iteration == int(at) - 1:
-                while not os.path.exists(f"{board}-go"):
+                while not os.path.exists(f"{rendezvous}-go"):
                     time.sleep(0.02)  # every rank is equally slow
             batch = load_batch(kind if hangs else "none")
             if kind == "mismatch" and hangs:

@@ -38,13 +38,12 @@ def _time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["stop", "sleep", "gil"])
 def test_hang_names_culprit(kind: str, tmp_path: Path) -> None:
     """The report names the one rank that all wait for, its section, iteration and the line it hangs on."""
-    board = Board.create(str(tmp_path / "board"), num_ranks=WORLD_SIZE)
+    board = Board.create(num_ranks=WORLD_SIZE)
     reports: queue.Queue[HangReport] = queue.Queue()
     timeouts = Timeouts(sections={"setup": 200.0, "step": 5.0}, num_warmup_iterations=1)
     watchdog = Watchdog(board, timeouts, node="worker-1", on_hang=reports.put)
     arguments = (board.path, str(tmp_path / "rendezvous"), str(BAD_RANK), kind, str(AT))
     with ExitStack() as stack:
-        stack.callback(board.unlink)
         ranks = stack.enter_context(RankProcesses(WORKER, *arguments, world_size=WORLD_SIZE))
         watchdog.start()
         try:
@@ -78,16 +77,15 @@ def test_hang_names_culprit(kind: str, tmp_path: Path) -> None:
 def test_nobody_is_named_where_the_script_is_at_fault(tmp_path: Path) -> None:
     """Equal slowness is nobody's, whoever exceeds the timeout first; of mismatched collectives it is said who is in
     which."""
-    board = Board.create(str(tmp_path / "board"), num_ranks=WORLD_SIZE)
+    board = Board.create(num_ranks=WORLD_SIZE)
     arguments = (board.path, str(tmp_path / "rendezvous"), str(BAD_RANK), "mismatch", str(AT))
     with ExitStack() as stack:
-        stack.callback(board.unlink)
         ranks = stack.enter_context(RankProcesses(WORKER, *arguments, world_size=WORLD_SIZE))
         examine_until(board, lambda one: one.iteration == AT - 1 and "in main" in str(one.stack_line))
         late = {"subject": Subject.SECTION, "section": "step", "timeout_s": 1.0, "elapsed_s": 1.1}
         first = Expired(**late, local_rank=0, global_rank=0, pid=ranks.pid(0), since_ns=0, iteration=AT - 1)
         slow = examine(board, node="worker-1", stacks_dir=None, expired=[first])
-        Path(f"{board.path}-go").touch()
+        (tmp_path / "rendezvous-go").touch()
         stuck = examine_until(board, lambda one: one.iteration == AT and one.waiting_in is not None)
 
     assert sum(one.expired for one in slow) == 1

@@ -20,7 +20,7 @@ WORKER = """
 import logging, os, signal, sys, time
 from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
-from outlast.monitor import RankMonitor
+from outlast.monitor.rank_monitor import PlacedRankMonitor
 
 logging.basicConfig()
 what, run_dir, ending = sys.argv[1:]
@@ -28,7 +28,7 @@ timeout_s = 0.5 if what in ("sleep", "stop") else 60.0
 config = FaultToleranceConfig(
     rank_section_timeouts={"step": timeout_s}, num_warmup_iterations=0, rank_termination_signal=ending
 )
-monitor = RankMonitor(WorkerEnv(global_rank=3, cycle=1, node="n"), config, run_dir)
+monitor = PlacedRankMonitor(WorkerEnv(global_rank=3, cycle=1, node="n"), config, run_dir)
 assert "torch" not in sys.modules
 monitor.set_iteration(6)
 print("guard process:", monitor._watch.pid, flush=True)

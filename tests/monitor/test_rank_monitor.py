@@ -10,9 +10,9 @@ import pytest
 from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
-from outlast.monitor import RankMonitor
 from outlast.monitor.examination import examine
-from outlast.monitor.learned_timeouts import LearnedTimeouts
+from outlast.monitor.rank_monitor import PlacedRankMonitor
+from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.runtime.board import Board
 
 CONFIG = FaultToleranceConfig(rank_section_timeouts={"setup": 600.0, "step": 180.0}, num_warmup_iterations=2)
@@ -20,10 +20,9 @@ CONFIG = FaultToleranceConfig(rank_section_timeouts={"setup": 600.0, "step": 180
 
 @pytest.fixture
 def board(tmp_path):
-    board = Board.create(str(tmp_path / "board"), num_ranks=2)
+    board = Board.create(num_ranks=2)
     yield board
     board.close()
-    board.unlink()
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def monitor(board, caplog):
     place = WorkerEnv(
         global_rank=5, local_rank=1, cycle=2, node="n", board=board.path, fault_tolerance=CONFIG.to_json()
     )
-    monitor = RankMonitor(place, FaultToleranceConfig(rank_section_timeouts={"step": 1.0}, safety_factor=3.0))
+    monitor = PlacedRankMonitor(place, FaultToleranceConfig(rank_section_timeouts={"step": 1.0}, safety_factor=3.0))
     yield monitor
     monitor.close()
 
@@ -66,7 +65,7 @@ def test_settings_that_are_too_long_are_said_and_not_cut(board, caplog):
     """Settings beyond the board's room are not half taken: the agent gets none, and one line says where to put them."""
     sections = {f"section {number:031}": 1.0 for number in range(200)}
     place = WorkerEnv(local_rank=0, board=board.path)
-    with closing(RankMonitor(place, FaultToleranceConfig(rank_section_timeouts=sections))):
+    with closing(PlacedRankMonitor(place, FaultToleranceConfig(rank_section_timeouts=sections))):
         assert board.settings(0) == ""
     assert "give them to outlast run, by --config" in caplog.text
 
@@ -130,7 +129,7 @@ def test_section_without_timeout_is_said_once(monitor, board, caplog):
     assert (record.levelno, "'eval'" in record.message) == (logging.DEBUG, True)
     monitor.close()
     caplog.clear()
-    first = RankMonitor(WorkerEnv(board=board.path, fault_tolerance=CONFIG.to_json()))
+    first = PlacedRankMonitor(WorkerEnv(board=board.path, fault_tolerance=CONFIG.to_json()))
     first.section("eval"), first.section("eval"), first.section("step")
     first.close()
     (record,) = [record for record in caplog.records if "has no timeout" in record.message]
@@ -165,9 +164,9 @@ def test_second_monitor_is_refused_until_the_first_is_closed(monitor, board):
     """Two monitors would fight for one page; a closed one gives it free."""
     place = WorkerEnv(local_rank=0, board=board.path)
     with pytest.raises(OutlastError, match="has a RankMonitor already"):
-        RankMonitor(place)
+        PlacedRankMonitor(place)
     monitor.close()
-    again = RankMonitor(place)
+    again = PlacedRankMonitor(place)
     again.close()
 
 
@@ -217,13 +216,13 @@ def test_wrong_board_is_an_error_at_once(tmp_path):
     """A path that is no board, or a rank that it does not have, ends the script with a clear line."""
     (tmp_path / "x").write_text("x" * 8192)
     with pytest.raises(OutlastError, match="is not a board"):
-        RankMonitor(WorkerEnv(board=str(tmp_path / "x")))
+        PlacedRankMonitor(WorkerEnv(board=str(tmp_path / "x")))
 
 
 def test_nothing_to_enforce_starts_nothing(caplog):
     """Without agent and timeouts there is no guard process, and one line says so."""
     caplog.set_level(logging.INFO)
-    monitor = RankMonitor(WorkerEnv())
+    monitor = PlacedRankMonitor(WorkerEnv())
     try:
         assert "is not watched: no timeout is set" in caplog.text
         assert "guard process" not in caplog.text
@@ -235,14 +234,14 @@ def test_timeouts_are_learned_without_an_agent(tmp_path, caplog):
     """A plain run that ends in order leaves its durations, and the next one uses them."""
     caplog.set_level(logging.DEBUG, logger="outlast")
     config = FaultToleranceConfig(calc_ft_timeouts=True, num_warmup_iterations=0)
-    first = RankMonitor(WorkerEnv(), config, tmp_path)
+    first = PlacedRankMonitor(WorkerEnv(), config, tmp_path)
     for _ in range(16):
         with first.section("step"):
             pass
     first.finish()
     first.close()
     assert LearnedTimeouts.load(tmp_path).learned.sections == {"step": 1.0}
-    second = RankMonitor(WorkerEnv(cycle=1), config, tmp_path)
+    second = PlacedRankMonitor(WorkerEnv(cycle=1), config, tmp_path)
     try:
         assert second.config.rank_section_timeouts == {"step": 1.0}
         assert "section timeouts: step 1.0 s" in caplog.text

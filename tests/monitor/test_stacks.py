@@ -12,7 +12,7 @@ import pytest
 
 import outlast
 from outlast.monitor import stacks
-from outlast.monitor.collectives import Books, count_collectives, waits_in
+from outlast.monitor.examination import Books, count_collectives, waits_in
 from outlast.policy.causes import Collective
 
 DUMP = """main thread 0x00007f0000000001

@@ -10,9 +10,9 @@ import pytest
 from outlast.monitor import watchdog as module
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.deadlines import Subject, Timeouts
+from outlast.policy.inprocess_protocol import InProcessState
 from outlast.runtime import board as board_page
-from outlast.runtime.board import Board
-from outlast.runtime.in_process_mark import InProcessMark
+from outlast.runtime.board import Board, InProcessMark
 
 S = 1_000_000_000
 
@@ -35,7 +35,7 @@ def clock(monkeypatch) -> FakeClock:
 
 @pytest.fixture
 def board():
-    board = Board.create_anonymous(num_ranks=2)
+    board = Board.create(num_ranks=2)
     yield board
     board.close()
 
@@ -223,10 +223,10 @@ def test_a_watchdog_that_enforces_nothing_is_woken_for_a_restart(board):
     reports: queue.Queue[HangReport] = queue.Queue()
     dog = Watchdog(board, Timeouts(), node="worker-1", on_hang=reports.put)
     dog.start()
-    mark = InProcessMark.open(board.path, 1)
+    mark = InProcessMark(board.path, 1)
     try:
         mark.arm(0, patience_s=0.05)
-        mark.restart(1)
+        mark.set(InProcessState.RESTARTING, 1)
         dog.look()
         assert reports.get(timeout=60).expired[0].subject == Subject.RESTART_IN_PROCESS
     finally:

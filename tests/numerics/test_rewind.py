@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outlast.numerics.replay import Rewinder
-from outlast.runtime.random_numbers import RandomSnapshot
+from outlast.runtime.device import RandomSnapshot
 
 
 class Counting(torch.nn.Module):

@@ -30,7 +30,7 @@ from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.incidents import EventKind
 from outlast.journal import read
 from outlast.session import session as _too  # noqa: F401
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 LIMIT_S = 120.0
 """Within this all ranks must have left; undisturbed it takes about a second."""

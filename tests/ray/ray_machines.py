@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
 from outlast import clock
-from outlast.testing.reaping import TOKEN, end_processes
+from outlast.testing.ranks import TOKEN, end_processes
 
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
 _PYTHONPATH = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))

@@ -93,7 +93,12 @@ def fit(folder, *, total, faults, max_no_progress_cycles=3):
         fault_tolerance=FaultToleranceConfig(
             rank_section_timeouts={"step": STEP_TIMEOUT_S}, max_no_progress_cycles=max_no_progress_cycles
         ),
-        checkpoint=CheckpointConfig(directory=str(folder / "checkpoints"), save_interval=2, async_save=False),
+        checkpoint=CheckpointConfig(
+            directory=str(folder / "checkpoints"),
+            save_interval=2,
+            async_save=False,
+            resume_from_other_run=True,  # one test continues from a copy of another run's directory
+        ),
         run_dir=str(folder / "run"),
     )
     return TorchTrainer(

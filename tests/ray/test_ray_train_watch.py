@@ -18,9 +18,9 @@ PATIENCE_S = 100.0
 WORKER = """
 import ctypes, os, threading
 from outlast.env import WorkerEnv
-from outlast.monitor import RankMonitor
+from outlast.monitor.rank_monitor import PlacedRankMonitor
 rank, iteration = int(os.environ["RANK"]), int(os.environ["AT"])
-monitor = RankMonitor(WorkerEnv(global_rank=rank, world_size=2, board=input(), node=f"machine-{rank}"))
+monitor = PlacedRankMonitor(WorkerEnv(global_rank=rank, world_size=2, board=input(), node=f"machine-{rank}"))
 monitor.set_iteration(iteration)
 print("attached", flush=True)
 input()

@@ -66,11 +66,8 @@ class Node:
 
     def __init__(self, name: str, key: bytes | None) -> None:
         self.memory = Memory()
-        self.key = key
         self.refused: list[tuple[str, str]] = []
-        self.server = ReplicaServer(
-            self.memory, host="127.0.0.1", key=lambda: self.key, on_refused=lambda *what: self._refuse(what)
-        )
+        self.server = ReplicaServer(self.memory, host="127.0.0.1", key=key, on_refused=lambda *what: self._refuse(what))
         self.target = Target(name, "127.0.0.1", self.server.port)
         self._change = threading.Condition()
 

@@ -27,7 +27,7 @@ def main() -> None:
             write_all(fd, data, offset)
 
         service.write_all = stop_midway
-    server = ReplicaServer(Memory(), host="127.0.0.1", key=lambda: key, on_refused=lambda *_: None)
+    server = ReplicaServer(Memory(), host="127.0.0.1", key=key, on_refused=lambda *_: None)
     print(server.port, flush=True)
     sys.stdin.read()
     server.close()

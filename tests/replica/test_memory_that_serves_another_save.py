@@ -63,7 +63,7 @@ def serve() -> Iterator[Callable[[Vault], Target]]:
     servers: list[tuple[ReplicaServer, Vault]] = []
 
     def make(vault: Vault) -> Target:
-        server = ReplicaServer(vault, host="127.0.0.1", key=lambda: KEY, on_refused=lambda *what: None)
+        server = ReplicaServer(vault, host="127.0.0.1", key=KEY, on_refused=lambda *what: None)
         servers.append((server, vault))
         return Target("other", "127.0.0.1", server.port)
 

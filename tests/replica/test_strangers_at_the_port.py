@@ -79,7 +79,7 @@ def test_a_node_without_a_key_lets_nobody_in(make_node, hold: Callable[[bytes], 
     with pytest.raises(ReplicaError, match="rejected this run's key"):
         ping(node.target, b"", timeout_s=10)
     assert node.await_refusal()[1] == "this node has no key yet"
-    node.key = KEY
+    node.server.key = KEY
     assert_unharmed(node, hold)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from outlast.runtime import connections, gloo_waits
+from outlast.runtime import connections
 from outlast.runtime.process_groups import Group
 
 HOW, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -97,7 +97,7 @@ def leave_a_stopped_one() -> None:
     except RuntimeError as error:
         print("left:", type(error).__name__, flush=True)
     say("out")
-    print("at rest:", connections.wait_until_at_rest(10.0), len(gloo_waits.waiting_threads()), flush=True)
+    print("at rest:", connections.wait_until_at_rest(10.0), len(connections.waiting_threads()), flush=True)
     dist.destroy_process_group()
     print("destroyed", connections.num_open(), flush=True)
     os._exit(0)
@@ -126,7 +126,7 @@ def close_beside_a_stopped_one() -> None:
     group.cut()
     receiver.join()
     group.close()
-    print("closed", len(gloo_waits.waiting_threads()), flush=True)
+    print("closed", len(connections.waiting_threads()), flush=True)
     os._exit(0)
 
 

@@ -6,7 +6,6 @@ import struct
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -17,11 +16,10 @@ from outlast.runtime.board import MAX_DEPTH, MAX_NAMES, OTHER, Board, LoadedCopy
 
 
 @pytest.fixture
-def board(tmp_path):
-    made = Board.create(str(tmp_path / "board"), num_ranks=2)
+def board():
+    made = Board.create(num_ranks=2)
     yield made
     made.close()
-    made.unlink()
 
 
 @pytest.fixture
@@ -233,7 +231,7 @@ def test_writer_stopped_in_an_update_is_read_all_the_same(board, page):
     """A writer that never finishes its update costs the reader a bounded time, and the rest is still told."""
     page.set_iteration(9)
     page.enter("step")
-    board._page(1)[layout.BEGUN] += 1
+    board.page(1)[layout.BEGUN] += 1
     state = board.read(1)
     assert state.torn
     assert (state.iteration, names(state)) == (9, ["step"])
@@ -251,19 +249,6 @@ def test_finished_rank_says_so(board, page):
     state = board.read(1)
     assert state.finished
     assert state.longest_s[""] > 0
-
-
-def test_existing_file_is_refused(board):
-    """A board never takes over another cycle's file."""
-    with pytest.raises(OutlastError, match="exists already"):
-        Board.create(board.path, num_ranks=2)
-    assert board.read(0).pid == 0
-
-
-def test_folder_that_cannot_hold_a_board_is_named(tmp_path):
-    """A missing folder is an error that names the path."""
-    with pytest.raises(OutlastError, match="none/board cannot be made"):
-        Board.create(str(tmp_path / "none" / "board"), num_ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -291,20 +276,9 @@ def test_missing_board_and_rank_are_named(board, tmp_path):
         board.read(2)
 
 
-def test_file_goes_with_its_maker(board, tmp_path):
-    """Only the maker removes the file, and more than once does no harm."""
-    opened = Board.open(board.path)
-    opened.unlink()
-    assert Path(board.path).exists()
-    board.unlink()
-    board.unlink()
-    assert not Path(board.path).exists()
-    opened.close()
-
-
-def test_anonymous_board_has_no_file(tmp_path):
-    """A board without a file is shared by its path while its maker lives, and leaves nothing behind."""
-    made = Board.create_anonymous()
+def test_board_has_no_file():
+    """A board has no file: it is shared by its path while its maker lives, and leaves nothing behind."""
+    made = Board.create()
     page = made.rank(0)
     page.attach(pid=1, global_rank=0, cycle=0)
     opened = Board.open(made.path)
@@ -313,7 +287,6 @@ def test_anonymous_board_has_no_file(tmp_path):
     opened.close()
     path = made.path
     made.close()
-    made.unlink()
     with pytest.raises(OutlastError):
         Board.open(path)
 

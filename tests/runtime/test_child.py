@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from outlast.runtime.child import ChildProcess
+from outlast.runtime.processes import ChildProcess
 
 pytestmark = [pytest.mark.cold, pytest.mark.process]
 
 CHILD = """
 import os, sys, msgspec
 import outlast
-from outlast.runtime.child import channel_to_parent
+from outlast.runtime.processes import channel_to_parent
 
 class Task(msgspec.Struct, tag=True):
     secret: str

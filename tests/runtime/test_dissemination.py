@@ -59,7 +59,7 @@ def test_all_ranks_get_the_largest(world_size: int) -> None:
             answers = []
             for number in range(20):
                 one.start([(rank + number) % world_size, -rank, 2**63 - 1 - rank, number])
-                answers.append(one.finish())
+                answers.append(one.result())
             return answers
 
         expected = [[world_size - 1, 0, 2**63 - 1, number] for number in range(20)]
@@ -76,7 +76,7 @@ def test_a_rank_that_left_is_missed_by_those_who_need_it() -> None:
                 raise OutlastError("left")
             one.start([rank])
             try:
-                return one.finish()
+                return one.result()
             finally:
                 one.cut()  # as the session does when it ends on an error
 
@@ -89,7 +89,7 @@ def test_a_peer_that_does_not_come_is_said_to_be_late() -> None:
     with ranks_of(2, timeout_s=0.05) as world:
         world[0].start([1])
         with pytest.raises(PeerLost, match="did not come in time"):
-            world[0].finish()
+            world[0].result()
 
 
 def test_ranks_that_ask_different_things_are_told() -> None:
@@ -98,7 +98,7 @@ def test_ranks_that_ask_different_things_are_told() -> None:
 
         def work(rank: int, one: Dissemination) -> list[int]:
             one.start([1] * (rank + 1))
-            return one.finish()
+            return one.result()
 
         first, second = everywhere(world, work)
         assert "agrees on 1 numbers, another one on 2" in str(first)

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-
 import msgspec
 import pytest
-
 from outlast.incidents import IncidentKind
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.runtime.board import Board
-from outlast.runtime.in_process_mark import Change, InProcessFault, InProcessMark, address
+from outlast.runtime.board import InProcessFault
+from outlast.runtime.board import InProcessMark
+from outlast.runtime.board import MarkChanged
+from outlast.runtime.board import agent_address
+
+
 
 
 @pytest.fixture
 def board() -> Iterator[Board]:
-    board = Board.create_anonymous(num_ranks=2)
+    board = Board.create(num_ranks=2)
     yield board
     board.close()
 
 
 @pytest.fixture
 def mark(board: Board) -> Iterator[InProcessMark]:
-    mark = InProcessMark.open(board.path, 1)
+    mark = InProcessMark(board.path, 1)
     yield mark
     mark.close()
 
@@ -31,9 +34,9 @@ def mark(board: Board) -> Iterator[InProcessMark]:
 def test_the_agent_reads_state_restart_and_patience(board: Board, mark: InProcessMark) -> None:
     """What the process says is on its page, with the time, and on nobody else's."""
     mark.arm(2, patience_s=124.0)
-    mark.activate(0)
+    mark.set(InProcessState.ACTIVE, 0)
     before = board.read(1).in_process_since_ns
-    mark.restart(1)
+    mark.set(InProcessState.RESTARTING, 1)
     state = board.read(1)
     assert state.in_process == InProcessState.RESTARTING
     assert (state.in_process_call, state.in_process_restart_count, state.in_process_patience_s) == (2, 1, 124.0)
@@ -44,21 +47,21 @@ def test_the_agent_reads_state_restart_and_patience(board: Board, mark: InProces
 def test_the_last_state_is_kept_to_the_end(board: Board, mark: InProcessMark) -> None:
     """Completing, finishing, leaving and giving up keep the restart."""
     mark.arm(0, patience_s=1.0)
-    mark.wait(3)
-    for say, expected in (
-        (mark.complete, InProcessState.COMPLETED),
-        (mark.finish, InProcessState.RETURNED),
-        (mark.leave, InProcessState.LEFT),
-        (mark.give_up, InProcessState.GAVE_UP),
+    mark.set(InProcessState.SPARE, 3)
+    for expected in (
+        InProcessState.COMPLETED,
+        InProcessState.RETURNED,
+        InProcessState.LEFT,
+        InProcessState.GAVE_UP,
     ):
-        say()
+        mark.set(expected)
         assert (board.read(1).in_process, board.read(1).in_process_restart_count) == (expected, 3)
 
 
 def test_attaching_to_the_page_keeps_the_mark(board: Board, mark: InProcessMark) -> None:
     """A monitor made in the wrapped function clears the page of all but the mark, which was there before it."""
     mark.arm(0, patience_s=9.0)
-    mark.activate(4)
+    mark.set(InProcessState.ACTIVE, 4)
     page = board.rank(1)
     page.attach(pid=7, global_rank=5, cycle=0)
     state = board.read(1)
@@ -70,12 +73,14 @@ def test_attaching_to_the_page_keeps_the_mark(board: Board, mark: InProcessMark)
 def test_the_agent_is_told_with_the_faults(board: Board, mark: InProcessMark) -> None:
     """A listening agent gets each change at once, with the faults behind it, cut to a bounded size."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
-        agent.bind(address(board.token))
+        agent.bind(agent_address(board.token))
         agent.settimeout(5.0)
         mark.arm(0, patience_s=1.0)
         agent.recv(1 << 16)
-        mark.activate(1, [InProcessFault(rank=3, kind=IncidentKind.WORKER_DIED, summary="x" * 9999)] * 20)
-        change = msgspec.msgpack.decode(agent.recv(1 << 16), type=Change)
+        mark.set(
+            InProcessState.ACTIVE, 1, [InProcessFault(rank=3, kind=IncidentKind.WORKER_DIED, summary="x" * 9999)] * 20
+        )
+        change = msgspec.msgpack.decode(agent.recv(1 << 16), type=MarkChanged)
     assert (change.local_rank, change.restart_count, change.state) == (1, 1, InProcessState.ACTIVE)
     assert len(change.faults) == 8
     assert change.faults[0].rank == 3
@@ -85,5 +90,5 @@ def test_the_agent_is_told_with_the_faults(board: Board, mark: InProcessMark) ->
 def test_a_mark_works_without_a_listener(board: Board, mark: InProcessMark) -> None:
     """An agent that is gone, or too busy to listen, stops nobody."""
     mark.arm(0, patience_s=1.0)
-    mark.activate(0)
+    mark.set(InProcessState.ACTIVE, 0)
     assert board.read(1).in_process == InProcessState.ACTIVE

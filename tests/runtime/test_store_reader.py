@@ -12,8 +12,8 @@ import pytest
 from outlast.errors import RendezvousError
 from outlast.runtime import store as stores
 from outlast.runtime.addresses import Endpoint
-from outlast.runtime.store_reader import read_key
-from outlast.testing.reaping import free_port
+from outlast.runtime.store import read_key
+from outlast.testing.ranks import free_port
 
 LONG_S = 60.0
 

@@ -138,7 +138,7 @@ def test_nothing_larger_than_the_limit_passes(pair: Pair) -> None:
 def test_a_silent_peer_costs_only_the_timeout(pair: Pair) -> None:
     """A receiver gives up when nothing has moved for its timeout, and a sender to whom nobody listens, too."""
     one, other = pair
-    one.set_timeout(0.05)
+    one.timeout_s = 0.05
     with pytest.raises(TimeoutError, match=r"nothing came for 0\.05 s"):
         one.receive()
     with pytest.raises(TimeoutError):
@@ -182,7 +182,7 @@ def test_abort_ends_another_threads_wait(pair: Pair) -> None:
             pass
         ended.set()
 
-    one.set_timeout(None)
+    one.timeout_s = None
     thread = threading.Thread(target=wait)
     thread.start()
     while not ended.is_set():

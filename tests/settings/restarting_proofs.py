@@ -298,7 +298,7 @@ def incarnation() -> Incarnation:
 
 
 def progress() -> _Progress:
-    return _Progress(method="", begun_at=None, first=incarnation())
+    return _Progress(method="", first=incarnation())
 
 
 def recover(scene: Scene, config: RecoveryConfig, *, spares: tuple[Any, ...] = ()) -> Any:
@@ -380,7 +380,7 @@ def gives_a_call_time_to_end(scene: Scene) -> None:
         RecoveryConfig(abort_timeout=3.0, examine_timeout=2.0),
     ):
         one, _, _, waits = recover(scene, config)
-        aborted = recovery.Aborted(call_ended=True, iteration=1, took_s=0.0)
+        aborted = recovery.Aborted(call_ended=True, iteration=1)
         answers = recovery.await_replies
 
         def abort(refs: dict[Any, Any], timeout_s: float, answers: Any = answers, aborted: Any = aborted) -> Any:

@@ -52,6 +52,7 @@ class Scene:
             if run is not None:
                 if run._saves is not None:
                     run._saves.manager.close()
+                run._preemption._outlives_session = False  # a run that left keeps its deadline, which would end pytest
                 run._preemption.close()
                 run._let_go()
             elif rank_monitor._open_monitor is not None:  # it was refused on the way

@@ -39,7 +39,7 @@ from outlast.inprocess import Wrapper
 from outlast.journal import read
 from outlast.numerics.validation import ErrorInjector, StepValidation
 from outlast.policy.rerun import StepRun
-from outlast.runtime.diagnoses import read_diagnosis
+from outlast.runtime.postmortem import read_diagnosis
 from outlast.session import preemption
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.session.saves import MIN_TIMED_STEPS, DueSave, SaveSchedule

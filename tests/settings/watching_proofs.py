@@ -13,8 +13,9 @@ from outlast.chaos.armed import arm_configured, simulated_fault
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
 from outlast.config.sources import LayeredSettings
 from outlast.env import WorkerEnv
-from outlast.health import check_gpu, check_node
-from outlast.health.result import CheckResult, Status
+from outlast.health.devices import probe_devices
+from outlast.health.node import probe_node
+from outlast.health.probing import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import NodeRefused, Timers
@@ -22,9 +23,9 @@ from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
 from outlast.launch.options import parse_options
-from outlast.monitor import RankMonitor, rank_guard
-from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts, Observation
-from outlast.monitor.watchdog import HangReport
+from outlast.monitor import rank_guard
+from outlast.monitor.rank_monitor import PlacedRankMonitor
+from outlast.monitor.watchdog import FILE_NAME, HangReport, LearnedTimeouts, Observation
 from outlast.policy import ladder
 from outlast.policy.deadlines import BoardSection, Expired, Subject, Timeouts, deadlines
 from outlast.policy.ladder import CycleEnd, LadderState
@@ -51,7 +52,7 @@ def learns_only_when_told(scene: Scene) -> None:
     """Durations are kept in ft_state.json with calc_ft_timeouts alone."""
     for config in (FaultToleranceConfig(), FaultToleranceConfig(calc_ft_timeouts=True)):
         assert not (scene.folder / FILE_NAME).exists()
-        monitor = RankMonitor(WorkerEnv(), config, scene.folder)
+        monitor = PlacedRankMonitor(WorkerEnv(), config, scene.folder)
         monitor.finish()
         monitor.close()
     assert (scene.folder / FILE_NAME).exists()
@@ -75,7 +76,7 @@ def ends_a_hung_rank_with_the_signal(scene: Scene) -> None:
         timeout_s=1, elapsed_s=2, since_ns=0, iteration=0,
     )  # fmt: skip
     for config in (FaultToleranceConfig(), FaultToleranceConfig(rank_termination_signal="SIGTERM")):
-        board = Board.create_anonymous()
+        board = Board.create()
         task = rank_guard.HangWatchTask(
             pid=os.getpid(),
             node="n",
@@ -147,7 +148,7 @@ def beats_as_often_as_told(scene: Scene) -> None:
 
 def leaves_within_the_agents_grace(scene: Scene) -> None:
     """Under an agent a session has ended within the time that the agent gives."""
-    board = Board.create_anonymous()
+    board = Board.create()
     scene.patch.setenv("OUTLAST_RUN_ID", "run")
     scene.patch.setenv("OUTLAST_BOARD", board.path)
     with scene.session(Config(fault_tolerance=FaultToleranceConfig(shutdown_grace=7.0))) as run:
@@ -206,13 +207,13 @@ class Asked:
 
 def asked_of_node(config: HealthConfig) -> Any:
     prober: Any = Asked()
-    check_node(config, places=("/tmp",), node="n", prober=prober)
+    probe_node(prober, config, places=("/tmp",), node="n")
     return prober.questions
 
 
 def asked_of_gpu(config: HealthConfig) -> Any:
     prober: Any = Asked()
-    check_gpu(config=config, node="n", prober=prober)
+    assert list(probe_devices(prober, config, node="n"))
     return prober.questions
 
 

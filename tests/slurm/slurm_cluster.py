@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 NODES = ("n1", "n2", "n3")
 KEEPER = Path(__file__).with_name("slurm_keeper.py")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import slurm_train
 from slurm_cluster import SlurmCluster
 
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 OUTLAST = Path(sys.executable).with_name("outlast")
 TRAIN = Path(__file__).with_name("slurm_train.py")

@@ -28,7 +28,7 @@ from outlast.runtime.journal import Journal
 from outlast.runtime.processes import describe_self
 from outlast.status.report import StatusReport
 from outlast.testing import Cluster
-from outlast.testing.reaping import free_port
+from outlast.testing.ranks import free_port
 
 Command = Callable[..., tuple[int, str, str]]
 LONG_S = 100.0

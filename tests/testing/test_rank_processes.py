@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import DeadlineExceeded
-from outlast.testing import RankProcesses, reaping
-from outlast.testing.reaping import free_port
+from outlast.testing import RankProcesses
+from outlast.testing import ranks as reaping
+from outlast.testing.ranks import free_port
 
 SCRIPT = """
 import os, signal, subprocess, sys

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from outlast.bench.measuring import MeasuredRounds
-from outlast.bench.result import Bar
+from outlast import clock
+from outlast.bench.measuring import MeasuredRounds, installed_version, timed
 
-__all__ = [
-    "NUM_TENSORS",
-    "TENSOR_BYTES",
-    "CheckpointState",
-    "Found",
-    "compared",
-    "holds",
-    "missing_peers",
-    "rounds_of",
-    "times",
-]
-
+T = TypeVar("T")
 Found = dict[str, float]
 """Seconds by name."""
 NUM_TENSORS = 64
@@ -99,19 +90,21 @@ def rounds_of(measures: Iterable[Callable[[], Found]], num_rounds: int) -> Itera
         yield found
 
 
-def compared(rounds: MeasuredRounds, name: str, ours: str, peer: str, bar: float, called: str) -> Bar:
-    """Return the bar of a ratio.
+def time_save(
+    save: Callable[[], T], finish: Callable[[T], object], guard: Callable[[T], object] | None = None
+) -> tuple[float, float, float]:
+    """Return the seconds of a save's stall, of a wait right after it, and until it was finished.
 
     Args:
-        rounds: What was measured.
-        name: The bar's.
-        ours: Name of what is ours in the rounds.
-        peer: Name of what it is compared with.
-        bar: What the ratio may reach.
-        called: The peer's name for people.
+        save: Begins the save.
+        finish: Waits until it is written.
+        guard: Waits until the optimizer may change the state; ``None`` = it may at once.
     """
-    value, peer_value = rounds.ratio(ours, peer), rounds.median(peer)
-    return Bar(name=name, value=value, unit="x", bar=bar, peer=f"{called} (s)", peer_value=peer_value)
+    begin_ns = clock.now_ns()
+    stall_s, handle = timed(save)
+    guard_s = 0.0 if guard is None else timed(lambda: guard(handle))[0]
+    finish(handle)
+    return stall_s, guard_s, (clock.now_ns() - begin_ns) / 1e9
 
 
 def times(rounds: MeasuredRounds, called: Mapping[str, str]) -> list[str]:
@@ -131,8 +124,57 @@ def missing_peers(*, measured: bool) -> list[str]:
         measured: Whether torch-checkpointing was.
     """
     lines = [] if measured else ["torch-checkpointing is not installed (make bench-peers)"]
-    try:
-        version = importlib.metadata.version(_NEEDS_CUDA)
-    except importlib.metadata.PackageNotFoundError:
+    if (version := installed_version(_NEEDS_CUDA)) is None:
         return [*lines, f"{_NEEDS_CUDA} is not installed (make bench-peers)"]
     return [*lines, f"{_NEEDS_CUDA} {version} is not measured: it waits for CUDA even where all tensors are in memory"]
+
+
+class MetaCheckpointing:
+    """``torch_checkpointing``, where it is installed: stages beside training, writes in a process of its own.
+
+    Args:
+        module: The library.
+        saved: The state.
+        folder: Where; removed after every save.
+    """
+
+    def __init__(self, module: Any, saved: CheckpointState, folder: Path) -> None:
+        # Its direct writes are not aligned, which some disks refuse (EINVAL) in the middle of a save.
+        storage = importlib.import_module("torch_checkpointing.storage.filesystem")
+        buffered = storage.LocalFileSystemStorageConfig(use_direct_io=False)
+        self._manager = module.CheckpointManager(module.CheckpointManager.Config(storage_config=buffered))
+        self._saved, self._folder = saved, folder
+
+    @classmethod
+    def find(cls, saved: CheckpointState, folder: Path) -> MetaCheckpointing | None:
+        """Return it; ``None``: it is not installed."""
+        try:
+            return cls(importlib.import_module("torch_checkpointing"), saved, folder)
+        except ImportError:
+            return None
+
+    def save(self) -> Found:
+        """Save; the guard is its lock, which it has one take around the optimizer's step."""
+        stall_s, guard_s, total_s = time_save(
+            lambda: self._manager.save(str(self._folder), self._saved.state_dict()),
+            finish=lambda written: written.result(),
+            guard=self._pass_lock,
+        )
+        shutil.rmtree(self._folder)
+        return {"meta": stall_s, "meta_guard": guard_s, "meta_total": total_s}
+
+    def save_only(self) -> None:
+        """Save, and keep what is saved. Blocks: until it is written."""
+        self._manager.save(str(self._folder), self._saved.state_dict()).result()
+
+    def load(self, into: dict[str, Any]) -> Any:
+        """Load what was saved into tensors; return it."""
+        return self._manager.load(str(self._folder), into)
+
+    def close(self) -> None:
+        """End its process."""
+        self._manager.close()
+
+    def _pass_lock(self, _written: object) -> None:
+        with self._manager.lock():
+            pass

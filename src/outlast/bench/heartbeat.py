@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from itertools import repeat
 from time import perf_counter_ns
 
 from outlast import env
-from outlast.bench.measuring import ONE_THREAD, Progress, measure_in_process, median
-from outlast.bench.result import Bar, BenchResult
+from outlast.bench.measuring import BenchResult, Progress, measure_rounds, median, seconds_per_call, take_turns
 from outlast.monitor import RankMonitor
 from outlast.runtime import store as stores
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.board import Board
-
-__all__ = ["measure", "measure_calls"]
 
 _TIMEOUT_S = 120.0
 _BATCHES = 50
@@ -33,62 +29,43 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """
     hosted = stores.host(Endpoint("127.0.0.1", 0), timeout_s=30.0)
     assert hosted is not None, "port 0 is never taken"
-    with closing(Board.create_anonymous(num_ranks=1)) as board:
+    with closing(Board.create(num_ranks=1)) as board:
         worker = {env.BOARD: board.path, env.RUN_ID: "bench", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         progress(f"heartbeat, section and TCPStore.set in turns, {repeats} rounds and one that is dropped")
-        found = measure_in_process(
-            measure_calls,
-            hosted.port,
-            repeats=repeats,
-            progress=progress,
-            timeout_s=_TIMEOUT_S,
-            variables={**worker, **ONE_THREAD},
+        found = measure_rounds(
+            measure_calls, hosted.port, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S, variables=worker
         )
-    return BenchResult(
-        bench="heartbeat",
-        bars=(
-            Bar(
-                name="heartbeat_us",
-                value=found.median("heartbeat"),
-                unit="us",
-                bar=1.0,
-                peer="TCPStore.set",
-                peer_value=found.median("store"),
-            ),
-            Bar(name="section_us", value=found.median("section"), unit="us", bar=2.0),
-        ),
-    )
+    heartbeat = found.bar("heartbeat_us", "heartbeat", "us", 1.0, called="TCPStore.set", peer="store")
+    return BenchResult("heartbeat", (heartbeat, found.bar("section_us", "section", "us", 2.0)))
 
 
 def measure_calls(num_rounds: str, port: str) -> Iterator[dict[str, float]]:
-    """Yield microseconds per call of each measure, in a worker with a board, as under an agent.
+    """Yield microseconds by name, in a worker with a board, as under an agent.
 
     Args:
         num_rounds: Rounds.
         port: Of a store on this machine.
     """
     store = stores.connect(Endpoint("127.0.0.1", int(port)), timeout_s=10.0, call_timeout_s=30.0)
+
+    def seconds_per_set() -> float:
+        found_s = seconds_per_call(lambda: store.set("heartbeat", "1"), _STORE_CALLS)
+        store.check(["heartbeat"])  # nothing of this batch is under way in the next
+        return found_s
+
     with closing(RankMonitor()) as monitor:
+        batches = {
+            "heartbeat": lambda: seconds_per_call(monitor.heartbeat, _CALLS),
+            "section": lambda: _seconds_per_section(monitor),
+            "store": seconds_per_set,
+        }
         for _ in range(int(num_rounds)):
-            batches: dict[str, list[float]] = {"heartbeat": [], "section": [], "store": []}
-            for _ in range(_BATCHES):
-                batches["heartbeat"].append(_us_per_call(monitor.heartbeat, _CALLS))
-                batches["section"].append(_us_per_section(monitor, _CALLS))
-                batches["store"].append(_us_per_call(lambda: store.set("heartbeat", "1"), _STORE_CALLS))
-                store.check(["heartbeat"])  # nothing of this batch is under way in the next
-            yield {name: median(values) for name, values in batches.items()}
+            yield {name: median(seconds) * 1e6 for name, seconds in take_turns(batches, _BATCHES).items()}
 
 
-def _us_per_call(call: Callable[[], object], num_calls: int) -> float:
-    start = perf_counter_ns()
-    for _ in repeat(None, num_calls):
-        call()
-    return (perf_counter_ns() - start) / num_calls / 1e3
-
-
-def _us_per_section(monitor: RankMonitor, num_calls: int) -> float:
-    start = perf_counter_ns()
-    for _ in repeat(None, num_calls):
+def _seconds_per_section(monitor: RankMonitor) -> float:
+    begin_ns = perf_counter_ns()
+    for _ in range(_CALLS):  # no call around it: that would cost a good part of what is measured
         with monitor.section("step"):
             pass
-    return (perf_counter_ns() - start) / num_calls / 1e3
+    return (perf_counter_ns() - begin_ns) / _CALLS / 1e9

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,15 +30,26 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from outlast import InProcessRestartConfig, clock, env
-from outlast.bench.measuring import Mark, MarkWriter, MeasuredRounds, Progress, measure_in_two_ranks, median, read_marks
-from outlast.bench.numerics import SmallTraining, cost_in_percent
-from outlast.bench.result import Bar, BenchResult
+from outlast.bench.measuring import (
+    Bar,
+    BenchResult,
+    Mark,
+    MarkWriter,
+    MeasuredRounds,
+    Progress,
+    cost_in_percent,
+    describe_round,
+    measure_rounds,
+    median,
+    read_marks,
+    select_marks,
+    take_turns,
+    worker_ranks,
+)
+from outlast.bench.numerics import SmallTraining
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.inprocess import Handle, Wrapper
-from outlast.testing.ranks import RankProcesses
-from outlast.testing.reaping import free_port
-
-__all__ = ["FaultTiming", "fault_timings", "measure", "measure_steps", "run_rank"]
+from outlast.testing.ranks import RankProcesses, free_port
 
 _PEER = "nvidia_resiliency_ext"
 _ACTIVE, _SPARES = 4, 1
@@ -104,32 +116,35 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     peers: list[FaultTiming] = []
     weights: set[float] = set()
     for number in range(repeats + 1):
-        dropped = " (dropped: the first)" if number == 0 else ""
         for faults in _OURS:
-            found = _run_ours(faults, weights)
-            progress(f"round {number}/{repeats}: outlast: {_describe(found)}{dropped}")
+            found, marks = _run_ours(faults)
+            weights.update(mark.facts["weights"] for mark in select_marks(marks, "done", len(faults)))
+            if len(weights) != 1:
+                raise OutlastError(f"outlast's final weights differ between ranks or runs ({faults}): {weights}")
+            progress(describe_round(number, repeats, f"outlast: {_describe(found)}"))
             ours += found if number else []
         for faults in _PEERS:
             if found := peer.run(faults):
-                progress(f"round {number}/{repeats}: {_PEER}: {_describe(found)}{dropped}")
+                progress(describe_round(number, repeats, f"{_PEER}: {_describe(found)}"))
             peers += found if number else []
     progress(f"{_NUM_RESTARTS} restarts in a row")
     growth = _restart_often()
     progress("growth after the fifth restart: " + ", ".join(f"{name} {value:.2f} %" for name, value in growth.items()))
     progress(f"steps in turns with the wrapper and without it, {repeats} rounds and one that is dropped")
-    quiet = measure_in_two_ranks(
-        measure_steps, free_port(), repeats=repeats, progress=progress, timeout_s=_QUIET_ROUND_S * (repeats + 1)
+    limit_s = _QUIET_ROUND_S * (repeats + 1)
+    quiet = measure_rounds(
+        measure_steps, free_port(), repeats=repeats, progress=progress, timeout_s=limit_s, num_ranks=2
     )
     return BenchResult(
-        bench="inprocess",
-        bars=(
+        "inprocess",
+        (
             *_fault_bars(ours, peers),
-            Bar(name="quiet_step_overhead_pct", value=quiet.median("wrapped_pct"), unit="%", bar=0.2),
-            Bar(name="rss_growth_50_pct", value=growth["rss_bytes"], unit="%", bar=2.0),
-            Bar(name="fd_growth_50_pct", value=growth["num_fds"], unit="%", bar=2.0),
-            Bar(name="thread_growth_50_pct", value=growth["num_threads"], unit="%", bar=2.0),
+            quiet.bar("quiet_step_overhead_pct", "wrapped_pct", "%", 0.2),
+            Bar("rss_growth_50_pct", growth["rss_bytes"], "%", 2.0),
+            Bar("fd_growth_50_pct", growth["num_fds"], "%", 2.0),
+            Bar("thread_growth_50_pct", growth["num_threads"], "%", 2.0),
         ),
-        notes=(*_notes(ours, peers, quiet), *peer.notes),
+        (*_notes(ours, peers, quiet), *peer.notes),
     )
 
 
@@ -137,8 +152,8 @@ def fault_timings(marks: Sequence[Mark], faults: Faults) -> list[FaultTiming] | 
     """Return what followed each fault, from what the ranks marked; ``None``: not all has followed yet."""
     found = []
     for iteration, (kind, rank) in enumerate(faults):
-        before, fault = _of(marks, "entered", iteration), _of(marks, "fault", iteration)
-        entered, stepped = _of(marks, "entered", iteration + 1), _of(marks, "stepped", iteration + 1)
+        before, fault = select_marks(marks, "entered", iteration), select_marks(marks, "fault", iteration)
+        entered, stepped = select_marks(marks, "entered", iteration + 1), select_marks(marks, "stepped", iteration + 1)
         if not fault or len(stepped) < _ACTIVE:
             return None
         at_ns = min(mark.at_ns for mark in fault)
@@ -154,39 +169,32 @@ def fault_timings(marks: Sequence[Mark], faults: Faults) -> list[FaultTiming] | 
     return found
 
 
-def _of(marks: Sequence[Mark], name: str, iteration: int) -> list[Mark]:
-    return [mark for mark in marks if (mark.name, mark.iteration) == (name, iteration)]
-
-
 # -- runs with faults ------------------------------------------------------------------------------------------------
 
 
-def _group(library: str, faults: Faults, folder: str) -> RankProcesses:
-    return RankProcesses(
-        "outlast.bench.measuring",
-        *(f"{__name__}:{run_rank.__name__}", library, folder, json.dumps(faults), str(free_port())),
-        world_size=_ACTIVE + _SPARES,
-        directory=Path(folder, "logs"),
-        module=True,
-    )
+@contextmanager
+def _group(library: str, faults: Faults) -> Iterator[tuple[RankProcesses, Path]]:
+    """Run the ranks of a library; give them and the folder of their marks."""
+    with tempfile.TemporaryDirectory(prefix="outlast-bench-") as folder:
+        arguments = (library, folder, json.dumps(faults), free_port())
+        with worker_ranks(run_rank, *arguments, num_ranks=_ACTIVE + _SPARES, directory=Path(folder, "logs")) as ranks:
+            yield ranks, Path(folder)
 
 
-def _run_ours(faults: Faults, weights: set[float]) -> list[FaultTiming]:
-    """Run one group of outlast's to its end and check all that must have been kept."""
-    with tempfile.TemporaryDirectory(prefix="outlast-bench-") as folder, _group("outlast", faults, folder) as ranks:
-        codes = ranks.wait(_RUN_TIMEOUT_S)
-        marks = read_marks(Path(folder))
+def _run_ours(faults: Faults, timeout_s: float = _RUN_TIMEOUT_S) -> tuple[list[FaultTiming], list[Mark]]:
+    """Run one group of outlast's to its end; check that it recovered, and lost only ranks with a fatal fault."""
+    with _group("outlast", faults) as (ranks, folder):
+        codes = ranks.wait(timeout_s)
+        marks = read_marks(folder)
         found = fault_timings(marks, faults)
         doomed = sum(kind in _FATAL for kind, _ in faults)
         if found is None or sorted(codes) != [-signal.SIGKILL] * doomed + [0] * (len(codes) - doomed):
-            raise OutlastError(f"outlast did not recover from {faults}; exit codes {codes}\n{ranks.tails()}")
+            shown = faults if len(faults) < _NUM_RESTARTS else f"{len(faults)} faults"
+            raise OutlastError(f"outlast did not recover from {shown}; exit codes {codes}\n{ranks.tails()}")
     for one in found:
         if one.num_lost != (one.kind in _FATAL):
             raise OutlastError(f"outlast lost {one.num_lost} ranks in a fault of one ({one.name}); look at its journal")
-    weights.update(mark.facts["weights"] for mark in _of(marks, "done", len(faults)))
-    if len(weights) != 1:
-        raise OutlastError(f"outlast's final weights differ between ranks or runs ({faults}): {weights}")
-    return found
+    return found, marks
 
 
 class _Peer:
@@ -202,9 +210,9 @@ class _Peer:
         """Run one group of its; empty: it did not recover, or is not there."""
         if not self._is_there or self._failures.get(faults, 0) >= _MOST_FAILURES:
             return []
-        with tempfile.TemporaryDirectory(prefix="outlast-bench-") as folder, _group("nvrx", faults, folder) as ranks:
+        with _group("nvrx", faults) as (ranks, folder):
             try:  # not to the end: its processes take seconds more
-                return ranks.wait_until(lambda: fault_timings(read_marks(Path(folder)), faults), _PEER_TIMEOUT_S)
+                return ranks.wait_until(lambda: fault_timings(read_marks(folder), faults), _PEER_TIMEOUT_S)
             except DeadlineExceeded as error:
                 name = faults[0][0] if faults[0] != ("kill", 0) else "kill 0"
                 self._failures[faults] = self._failures.get(faults, 0) + 1
@@ -217,15 +225,11 @@ class _Peer:
 def _restart_often() -> dict[str, float]:
     """Return by how many percent a rank's resources grew from the fifth restart to the last, the worst rank's."""
     faults = [("exception", number % _ACTIVE) for number in range(_NUM_RESTARTS)]
-    with tempfile.TemporaryDirectory(prefix="outlast-bench-") as folder, _group("outlast", faults, folder) as ranks:
-        codes = ranks.wait(2 * _RUN_TIMEOUT_S)
-        marks = read_marks(Path(folder))
-        if any(codes) or fault_timings(marks, faults) is None:
-            raise OutlastError(f"outlast did not recover {_NUM_RESTARTS} times; exit codes {codes}\n{ranks.tails()}")
+    _, marks = _run_ours(faults, 2 * _RUN_TIMEOUT_S)
     growth = {}
     for resource in ("rss_bytes", "num_fds", "num_threads"):
-        after = {mark.pid: mark.facts[resource] for mark in _of(marks, "stepped", _NUM_RESTARTS)}
-        before = {mark.pid: mark.facts[resource] for mark in _of(marks, "stepped", _SETTLED)}
+        after = {mark.pid: mark.facts[resource] for mark in select_marks(marks, "stepped", _NUM_RESTARTS)}
+        before = {mark.pid: mark.facts[resource] for mark in select_marks(marks, "stepped", _SETTLED)}
         growth[resource] = max(100 * (after[pid] / before[pid] - 1) for pid in after)
     return growth
 
@@ -243,7 +247,7 @@ def run_rank(library: str, folder: str, faults: str, port: str) -> None:
         port: Of a store that the peer needs.
     """
     torch.set_num_threads(1)
-    function = _StruckFunction(MarkWriter(Path(folder)), json.loads(faults))
+    function = _StruckFunction(MarkWriter(folder), json.loads(faults))
     wrapped = _wrap_ours(function) if library == "outlast" else _wrap_nvrx(function, int(port))
     wrapped()
 
@@ -369,13 +373,9 @@ def measure_steps(num_rounds: str, port: str) -> Iterator[dict[str, float]]:
     torch.set_num_threads(1)
     blocks = _Blocks(env.read_worker().global_rank, int(port))
     kinds = {"plain": blocks.plain, "wrapped": blocks.wrapped}
-    names, order = list(kinds), random.Random(0)  # the same on both ranks
+    order = random.Random(0)  # the same on both ranks
     for _ in range(int(num_rounds)):
-        found_s: dict[str, list[float]] = {name: [] for name in kinds}
-        for _ in range(_NUM_TURNS):
-            order.shuffle(names)
-            for name in names:
-                found_s[name].append(kinds[name]())
+        found_s = take_turns(kinds, _NUM_TURNS, order)
         yield {
             "plain_ms": median(found_s["plain"]) * 1e3,
             "wrapped_ms": median(found_s["wrapped"]) * 1e3,
@@ -450,23 +450,16 @@ def _fault_bars(ours: Sequence[FaultTiming], peers: Sequence[FaultTiming]) -> li
 
     def bar(name: str, kind: str, limit: float, figure: str) -> Bar:
         peer_value = of(peers, kind, figure)
-        peer = None if peer_value is None else _PEER
-        return Bar(name=name, value=of(ours, kind, figure), unit="s", bar=limit, peer=peer, peer_value=peer_value)
+        return Bar(name, of(ours, kind, figure), "s", limit, None if peer_value is None else _PEER, peer_value)
 
     beyond_s = [of(ours, kind, "beyond_s") for kind in _TIMEOUTS_S]
+    longest_s = max(value for value in beyond_s if value is not None)
     peer_s = of(peers, "sleep", "beyond_s")
     return [
         bar("exception_s", "exception", 0.2, "entered_s"),
         bar("sigkill_s", "kill", 0.4, "stepped_s"),
         bar("sigkill_rank0_s", "kill 0", 0.4, "stepped_s"),
-        Bar(
-            name="hang_beyond_timeout_s",
-            value=max(value for value in beyond_s if value is not None),
-            unit="s",
-            bar=0.5,
-            peer=None if peer_s is None else f"{_PEER}, sleep",
-            peer_value=peer_s,
-        ),
+        Bar("hang_beyond_timeout_s", longest_s, "s", 0.5, None if peer_s is None else f"{_PEER}, sleep", peer_s),
     ]
 
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -26,31 +23,20 @@ from outlast.bench.checkpoint_state import (
     TENSOR_BYTES,
     CheckpointState,
     Found,
-    compared,
+    MetaCheckpointing,
     holds,
     missing_peers,
     rounds_of,
     times,
 )
-from outlast.bench.measuring import (
-    Progress,
-    describe_place,
-    measure_in_process,
-    plain_environment,
-    timed,
-    worker_command,
-)
-from outlast.bench.result import BenchResult
-from outlast.bench.save_peers import MetaCheckpointing
+from outlast.bench.measuring import BenchResult, Progress, describe_place, measure_rounds, timed, worker_ranks
 from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.manager import open_manager
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import CheckpointConfig
-from outlast.errors import OutlastError
+from outlast.errors import DeadlineExceeded, OutlastError
 
-__all__ = ["measure", "measure_loads", "save_and_wait"]
-
-_SAVED = "saved"
+_SAVED = "saved with all libraries"
 _TIMEOUT_S = 600.0
 _READ_BYTES = 8 << 20
 _SECONDS = {
@@ -91,25 +77,24 @@ def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS)
             agent = {env.WRITER: writer.address}
             _save_and_kill(name, num_tensors, agent)
             progress("saved by all libraries; the process that did is killed")
-            rounds = measure_in_process(
-                measure_loads,
-                name,
-                num_tensors,
+            rounds = measure_rounds(
+                *(measure_loads, name, num_tensors),
                 repeats=repeats,
                 progress=progress,
                 timeout_s=_TIMEOUT_S,
+                one_thread=False,
                 variables=agent,
             )
     finally:
         writer.close()
     return BenchResult(
-        bench="load",
-        bars=(
-            compared(rounds, "load_verified_vs_torch_load", "local", "torch_load", 0.5, "torch.load"),
-            compared(rounds, "load_verified_vs_dcp_load", "local", "dcp_load", 0.6, "dcp.load"),
-            compared(rounds, "load_memory_vs_torch_load", "memory", "torch_load", 0.5, "torch.load"),
+        "load",
+        (
+            rounds.ratio_bar("load_verified_vs_torch_load", "local", "torch_load", 0.5, "torch.load"),
+            rounds.ratio_bar("load_verified_vs_dcp_load", "local", "dcp_load", 0.6, "dcp.load"),
+            rounds.ratio_bar("load_memory_vs_torch_load", "memory", "torch_load", 0.5, "torch.load"),
         ),
-        notes=(
+        (
             f"{num_tensors} tensors of 16 MiB, {place}, all in the page cache; the values are compared after each load",
             *times(rounds, _SECONDS),
             *missing_peers(measured="meta" in rounds),
@@ -119,23 +104,11 @@ def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS)
 
 def _save_and_kill(folder: str, num_tensors: int, variables: dict[str, str]) -> None:
     """Have a process save with all libraries, and kill it once everything is durable."""
-    with subprocess.Popen(
-        worker_command(save_and_wait, folder, num_tensors),
-        env=plain_environment() | variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as saver:
-        killer = threading.Timer(_TIMEOUT_S, saver.kill)
-        killer.start()
+    with worker_ranks(save_and_wait, folder, num_tensors, variables=variables, stdin=True) as saver:
         try:
-            assert saver.stdout is not None
-            printed = saver.stdout.readline().strip()
-        finally:
-            killer.cancel()
-            saver.kill()
-    if printed != _SAVED:
-        raise OutlastError("the process that saves failed, or was too slow; its output is above")
+            saver.next_line(0, _TIMEOUT_S, containing=_SAVED)
+        except DeadlineExceeded as error:
+            raise OutlastError(f"the process that saves failed, or was too slow: {error}") from error
 
 
 def save_and_wait(folder: str, num_tensors: str) -> None:
@@ -209,70 +182,63 @@ class _Loads:
 
     def measures(self) -> list[Callable[[], Found]]:
         """Return all of them, in the order of a round."""
+        files, saved = self._files, self._saved
+
+        def mapped() -> None:
+            saved.load_state_dict(torch.load(files.torch, weights_only=True, mmap=True))
+
+        def dcp() -> None:
+            state_dict_loader.load(state, checkpoint_id=files.dcp, no_dist=True)
+
+        state = saved.state_dict()  # of the live tensors, which stay the same
         return [
-            self.ours_from_disk,
+            lambda: self._ours("local", with_agent=False),
             self.torch_load,
-            self.dcp_load,
-            self.ours_from_memory,
-            self.safetensors,
-            self.torch_mapped,
+            lambda: self._into_live("dcp_load", dcp),
+            lambda: self._ours("memory", with_agent=True),
+            lambda: self._into_live("safetensors", self._load_safetensors),
+            lambda: self._into_live("torch_mapped", mapped),
             *([] if self._meta is None else [self.meta]),
         ]
 
-    def ours_from_disk(self) -> Found:
-        """Every byte is compared with its digest before any tensor is touched, and again where it lies."""
-        return self._ours("local", with_agent=False)
-
-    def ours_from_memory(self) -> Found:
-        """The same, from the memory of the agent's writer; who saved it was killed."""
-        return self._ours("memory", with_agent=True)
-
     def torch_load(self) -> Found:
         """Into new tensors, and then into the live ones."""
-        seconds, loaded = self._timed(lambda: torch.load(self._files.torch, weights_only=True))
+        self._saved.forget()
+        seconds, loaded = timed(lambda: torch.load(self._files.torch, weights_only=True))
         self._check("torch.load", holds(loaded["model"]))
         applied_s, _ = timed(lambda: self._saved.load_state_dict(loaded))
         self._check("torch.load", self._saved.is_right())
         return {"torch_load": seconds, "torch_load_applied": seconds + applied_s}
 
-    def torch_mapped(self) -> Found:
-        """``torch.load`` of a mapped file, and a copy into the live tensors."""
-        seconds, _ = self._timed(
-            lambda: self._saved.load_state_dict(torch.load(self._files.torch, weights_only=True, mmap=True))
-        )
-        self._check("torch.load, mapped", self._saved.is_right())
-        return {"torch_mapped": seconds}
-
-    def dcp_load(self) -> Found:
-        """Into the live tensors."""
-        state = self._saved.state_dict()
-        seconds, _ = self._timed(lambda: state_dict_loader.load(state, checkpoint_id=self._files.dcp, no_dist=True))
-        self._check("dcp.load", self._saved.is_right())
-        return {"dcp_load": seconds}
-
-    def safetensors(self) -> Found:
-        """A mapped file, and a copy into the live tensors."""
-        from safetensors.torch import load_file
-
-        def load() -> None:
-            loaded = load_file(self._files.safetensors)
-            for name, tensor in self._saved.tensors().items():
-                tensor.copy_(loaded[name])
-
-        seconds, _ = self._timed(load)
-        self._check("safetensors", self._saved.is_right())
-        return {"safetensors": seconds}
-
     def meta(self) -> Found:
         """``torch_checkpointing``, into the live tensors."""
         meta, into = self._meta, self._saved.state_dict()
         assert meta is not None, "only measured where it has saved"
-        seconds, loaded = self._timed(lambda: meta.load(into))
+        self._saved.forget()
+        seconds, loaded = timed(lambda: meta.load(into))
         self._saved.load_state_dict(loaded)
-        self._check("torch-checkpointing", self._saved.is_right())
+        self._check("meta", self._saved.is_right())
         return {"meta": seconds}
 
+    def _load_safetensors(self) -> None:
+        """Map a file, and copy it into the live tensors."""
+        from safetensors.torch import load_file
+
+        loaded = load_file(self._files.safetensors)
+        for name, tensor in self._saved.tensors().items():
+            tensor.copy_(loaded[name])
+
+    def _into_live(self, name: str, load: Callable[[], object]) -> Found:
+        self._saved.forget()
+        seconds, _ = timed(load)
+        self._check(name, self._saved.is_right())
+        return {name: seconds}
+
     def _ours(self, tier: str, *, with_agent: bool) -> Found:
+        """Load from the local tier, or from the memory of the agent's writer; who saved it was killed.
+
+        Every byte is compared with its digest before any tensor is touched, and again where it lies.
+        """
         place = env.read_worker()
         if not with_agent:
             place = dataclasses.replace(place, writer=None)
@@ -286,10 +252,6 @@ class _Loads:
             raise SystemExit(f"nothing was loaded from {tier}: {restored}")
         self._check(tier, self._saved.is_right())
         return {tier: seconds, f"{tier}_opened": opened_s}
-
-    def _timed(self, load: Callable[[], Any]) -> tuple[float, Any]:
-        self._saved.forget()
-        return timed(load)
 
     def _check(self, who: str, is_right: bool) -> None:
         if not is_right:

@@ -1,57 +1,201 @@
-"""How benchmarks measure: rounds in which ours and the peer's take turns, in this process or in processes that measure.
+"""How benchmarks measure, and how their results are shown.
 
-What the machine does meanwhile then meets both alike. The first round is dropped: caches and imports are cold in it.
+Ours and the peer's take turns in rounds: what else the machine does then affects both alike. The first round is
+dropped: caches and imports are cold in it. A round is measured in this process (:func:`run_rounds`), or in processes
+that run one function (:func:`measure_rounds`): ``python -m outlast.bench.measuring MODULE:FUNCTION ROUNDS
+ARGUMENT...``. The function yields what each round gave, values by name; each round is printed as JSON.
 
-A process that measures runs one function, which its command line names: ``python -m outlast.bench.measuring
-MODULE:FUNCTION ROUNDS ARGUMENT...``. It yields what each round gave, values by name; each round is printed as JSON.
+The JSON form of a result is the same for all benchmarks::
+
+    {"bench": ..., "machine": {...}, "bars": [{"name", "value", "unit", "peer", "peer_value", "bar", "ok"}]}
+
+``"notes": [...]`` has lines for people, and ``"details": {...}`` what the figures are made of, where there are any.
 """
 
 from __future__ import annotations
 
+import datetime
 import importlib
+import importlib.metadata
 import json
+import math
 import os
+import platform
+import random
 import statistics
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import psutil
 
 from outlast import clock, env
 from outlast.decoding import from_json
-from outlast.errors import OutlastError
+from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.testing.ranks import RankProcesses
+from outlast.version import __version__
 
-__all__ = [
-    "GROUP_TIMEOUT_S",
-    "ONE_THREAD",
-    "Mark",
-    "MarkWriter",
-    "MeasuredRounds",
-    "Progress",
-    "describe_place",
-    "measure_in_process",
-    "measure_in_two_ranks",
-    "median",
-    "plain_environment",
-    "process_group",
-    "read_marks",
-    "run_rounds",
-    "timed",
-    "worker_command",
-]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 T = TypeVar("T")
 Progress = Callable[[str], None]
 """Is called with a line of progress, for people."""
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+Measure = Callable[..., Iterator[Mapping[str, float]]]
+"""Is called in a process that measures, with the number of rounds and arguments, as text; yields rounds by name."""
 GROUP_TIMEOUT_S = 60.0
-_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+NO_RANK = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+"""For a process that is no rank of a group: its variables that :class:`RankProcesses` is to remove."""
+_ROUND = "outlast bench round: "
+"""Before the values of a round, in the output of a process that measures."""
+_PEERS = ("nvidia-resiliency-ext", "torch-checkpointing", "ray")
+"""Packages that some benchmarks measure beside ours, where they are installed."""
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; ``None``: it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what the figures depend on: day, processor, memory, load, versions of ours and of the peers installed."""
+    return {
+        "date": datetime.datetime.fromtimestamp(clock.wall_ns() / 1e9, datetime.UTC).date().isoformat(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "outlast": __version__,
+        **{peer: version for peer in _PEERS if (version := installed_version(peer))},
+    }
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""  # no such file on this machine: the architecture is all that is known
+    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One figure and the limit that it must keep."""
+
+    name: str
+    value: float | None
+    """Median of what was measured; ``None``: it could not be."""
+    unit: str
+    """Unit of ``value`` and ``bar``; ``x``: a ratio (ours / the peer's, or as in the name)."""
+    bar: float
+    """Highest value that is good; with ``is_floor`` the lowest."""
+    peer: str | None = None
+    """What was measured beside it, in the same run; its unit in parentheses where ``unit`` is ``x``."""
+    peer_value: float | None = None
+    """Median of the peer's; in the unit of ``value``, or in the one that ``peer`` names."""
+    is_floor: bool = field(default=False, kw_only=True)
+    """Whether more is better, as for rates."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the bar is kept; never without a value."""
+        if self.value is None:
+            return False
+        return self.value >= self.bar if self.is_floor else self.value <= self.bar
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields of the JSON form."""
+        fields = asdict(self) | {"value": _round(self.value), "peer_value": _round(self.peer_value), "ok": self.ok}
+        del fields["is_floor"]
+        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """What a benchmark found."""
+
+    bench: str
+    bars: Sequence[Bar]
+    notes: Sequence[str] = ()
+    """Lines for people: breakdowns, runs that failed and were repeated."""
+    machine: Mapping[str, Any] = field(default_factory=describe_machine)
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """For programs, what the figures are made of; empty = nothing."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every bar is kept."""
+        return all(bar.ok for bar in self.bars)
+
+    def to_json(self) -> str:
+        """Return the JSON form, on one line."""
+        bars = [bar.to_fields() for bar in self.bars]
+        fields = {"bench": self.bench, "machine": dict(self.machine), "bars": bars}
+        more = {"notes": list(self.notes), "details": dict(self.details)}
+        return json.dumps(fields | {name: value for name, value in more.items() if value}, allow_nan=False)
+
+    def render(self) -> RenderableType:
+        """Return the table and the notes, for a terminal or a file."""
+        from rich import box
+        from rich.console import Group
+        from rich.markup import escape
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=f"outlast bench {self.bench}", title_justify="left", box=box.SIMPLE_HEAD)
+        table.add_column("figure", no_wrap=True)
+        table.add_column("outlast", justify="right", no_wrap=True)
+        table.add_column("bar", justify="right", no_wrap=True)
+        table.add_column("")
+        table.add_column("peer")
+        table.add_column("its figure", justify="right", no_wrap=True)
+        for bar in self.bars:
+            table.add_row(
+                bar.name,
+                _show(bar.value, bar.unit),
+                f"{'>=' if bar.is_floor else '<='} {_show(bar.bar, bar.unit)}",
+                "[green]kept[/]" if bar.ok else "[bold red]missed[/]",
+                escape(bar.peer or "-"),
+                _show(bar.peer_value, "" if bar.unit == "x" else bar.unit),
+            )
+        machine = ", ".join(f"{name} {value}" for name, value in self.machine.items())
+        return Group(table, *(Text(f" {note}") for note in self.notes), Text(f" {machine}", style="dim"))
+
+
+def _round(value: float | None) -> float | None:
+    """Return the value with four significant digits; ``None`` for what is no number."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+
+
+def _show(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:.3g} {unit}".rstrip()
+
+
+def describe_place(folder: Path) -> str:
+    """Return a line on the file system under ``folder``."""
+    done = subprocess.run(
+        ["stat", "--file-system", "--format=%T", str(folder)], capture_output=True, text=True, timeout=10, check=False
+    )
+    return f"files in {folder} ({done.stdout.strip() or 'unknown file system'})"
+
+
+# -- rounds ----------------------------------------------------------------------------------------------------------
 
 
 class MeasuredRounds:
@@ -67,6 +211,10 @@ class MeasuredRounds:
     def __contains__(self, name: str) -> bool:
         return all(name in one for one in self._rounds)
 
+    def __getitem__(self, name: str) -> float:
+        """Return the median of a measure that all rounds have."""
+        return median([one[name] for one in self._rounds])
+
     def median(self, name: str) -> float | None:
         """Return the median of a measure; ``None``: it was not measured."""
         return median([one[name] for one in self._rounds]) if name in self else None
@@ -76,6 +224,15 @@ class MeasuredRounds:
         if ours not in self or peer not in self:
             return None
         return median([one[ours] / one[peer] for one in self._rounds])
+
+    def bar(self, name: str, ours: str, unit: str, bar: float, **options: Any) -> Bar:
+        """Return the bar of a measure's median; with ``called`` and ``peer``, the name for people and in the rounds."""
+        called, peer = options.pop("called", None), options.pop("peer", None)
+        return Bar(name, self.median(ours), unit, bar, called, peer and self.median(peer), **options)
+
+    def ratio_bar(self, name: str, ours: str, peer: str, bar: float, called: str) -> Bar:
+        """Return the bar of the ratio of two measures in seconds; ``called`` is the peer's name for people."""
+        return Bar(name, self.ratio(ours, peer), "x", bar, f"{called} (s)", self.median(peer))
 
 
 def run_rounds(measures: Mapping[str, Callable[[], T]], *, repeats: int, progress: Progress) -> dict[str, list[T]]:
@@ -94,108 +251,94 @@ def run_rounds(measures: Mapping[str, Callable[[], T]], *, repeats: int, progres
         for name, measure in measures.items():
             value = measure()
             shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-            progress(f"round {number}/{repeats}: {name}: {shown}{_dropped(number)}")
+            progress(describe_round(number, repeats, f"{name}: {shown}"))
             if number > 0:
                 found[name].append(value)
     return found
 
 
-def measure_in_process(
-    work: Callable[..., Iterator[Mapping[str, float]]],
+def describe_round(number: int, repeats: int, text: str) -> str:
+    """Return a line of progress; round 0 is the one that is dropped."""
+    return f"round {number}/{repeats}: {text}{'' if number else ' (dropped: the first)'}"
+
+
+def measure_rounds(
+    work: Measure,
     *arguments: object,
     repeats: int,
     progress: Progress,
     timeout_s: float,
-    variables: Mapping[str, str] | None = None,
+    num_ranks: int = 1,
+    one_thread: bool = True,
+    variables: Mapping[str, str | None] | None = None,
 ) -> MeasuredRounds:
-    """Measure ``repeats`` rounds, and one before them that is dropped, in a process of their own.
+    """Measure ``repeats`` rounds, and one before them that is dropped, in processes of their own.
 
     Args:
-        work: A module's function that is called with the number of rounds and the arguments, as text.
+        work: A module's function that measures; rank 0 reports the rounds.
         arguments: Its arguments.
         repeats: Rounds that count.
         progress: Is called with a line for every round.
         timeout_s: Longest time for all of it.
+        num_ranks: Ranks of a group; 1 = one process without any launcher's variables.
+        one_thread: Give each process one OpenMP thread; otherwise as many as this process has.
         variables: What to add to the environment.
 
     Raises:
-        OutlastError: It failed, or was too slow.
-
-    Blocks: up to ``timeout_s``.
-    """
-    process = subprocess.Popen(
-        worker_command(work, repeats + 1, *arguments),
-        env={**plain_environment(), **(variables or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    killer = threading.Timer(timeout_s, process.kill)
-    killer.start()
-    found: list[Mapping[str, float]] = []
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            found.append(_read_round(line, len(found), repeats, progress))
-        code = process.wait()
-    except ValueError as error:
-        raise OutlastError(f"{_name_of(work)} printed what is no round ({error}); its output is above") from error
-    finally:
-        killer.cancel()
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-    if code or len(found) != repeats + 1:
-        raise OutlastError(
-            f"{_name_of(work)} ended with exit code {code} after {len(found)} rounds; its output is above"
-        )
-    return MeasuredRounds(found[1:])
-
-
-def measure_in_two_ranks(
-    work: Callable[..., Iterator[Mapping[str, float]]],
-    *arguments: object,
-    repeats: int,
-    progress: Progress,
-    timeout_s: float,
-) -> MeasuredRounds:
-    """Measure as :func:`measure_in_process` does, in two ranks with one thread each; rank 0 reports the rounds.
-
-    Raises:
-        OutlastError: A rank failed, or was too slow; the message holds the end of its output.
+        OutlastError: A process failed, or was too slow; the message holds the end of its output.
 
     Blocks: up to ``timeout_s``.
     """
     deadline_s = clock.now_s() + timeout_s
-    words = [_name_of(work), str(repeats + 1), *map(str, arguments)]
-    with RankProcesses("outlast.bench.measuring", *words, world_size=2, module=True) as ranks:
-        found = []
-        for number in range(repeats + 1):
-            line = ranks.next_line(0, deadline_s - clock.now_s(), containing='{"')
-            found.append(_read_round(line, number, repeats, progress))
-        if any(codes := ranks.wait(max(0.0, deadline_s - clock.now_s()))):
-            raise OutlastError(f"{words[0]} ended with exit codes {codes}\n{ranks.tails()}")
+    if not one_thread:
+        variables = {"OMP_NUM_THREADS": env.environ().get("OMP_NUM_THREADS"), **(variables or {})}
+    found: list[Mapping[str, float]] = []
+    with worker_ranks(work, repeats + 1, *arguments, num_ranks=num_ranks, variables=variables) as ranks:
+        try:
+            for number in range(repeats + 1):
+                line = ranks.next_line(0, deadline_s - clock.now_s(), containing=_ROUND)
+                values: dict[str, float] = json.loads(line.partition(_ROUND)[2])
+                found.append(values)
+                shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+                progress(describe_round(number, repeats, shown))
+            codes = ranks.wait(max(0.0, deadline_s - clock.now_s()))
+        except DeadlineExceeded as error:
+            raise OutlastError(f"{_name_of(work)} stopped after {len(found)} rounds: {error}") from error
+        if any(codes):
+            raise OutlastError(f"{_name_of(work)} ended with exit codes {codes}\n{ranks.tails()}")
     return MeasuredRounds(found[1:])
 
 
-def worker_command(work: Callable[..., Any], *arguments: object) -> list[str]:
-    """Return the command of a process that runs a module's function with arguments, as text."""
-    return [sys.executable, "-m", "outlast.bench.measuring", _name_of(work), *map(str, arguments)]
+def worker_ranks(
+    work: Callable[..., Any],
+    *arguments: object,
+    num_ranks: int = 1,
+    variables: Mapping[str, str | None] | None = None,
+    **options: Any,
+) -> RankProcesses:
+    """Return processes that run a module's function; see :class:`RankProcesses`.
+
+    Args:
+        work: The function.
+        arguments: Its arguments, which it gets as text.
+        num_ranks: Ranks of a group; 1 = one process without any launcher's variables.
+        variables: What to add to the environment, or to remove from it.
+        options: More arguments of :class:`RankProcesses`.
+    """
+    own = {**(NO_RANK if num_ranks == 1 else {}), **(variables or {})}
+    words = [_name_of(work), *map(str, arguments)]
+    return RankProcesses(
+        "outlast.bench.measuring", *words, world_size=num_ranks, module=True, environments=[own] * num_ranks, **options
+    )
 
 
-def plain_environment() -> dict[str, str]:
-    """Return the environment without variables of launchers: a process in it is one rank, with no agent."""
-    return {
-        name: value
-        for name, value in env.environ().items()
-        if name not in _OF_LAUNCHERS and not name.startswith(("OUTLAST_", "TORCHELASTIC_", "SLURM_"))
-    }
+def _name_of(work: Callable[..., Any]) -> str:
+    return f"{work.__module__}:{work.__qualname__}"
 
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Be in a gloo group of the ranks of :func:`measure_in_two_ranks`, on one thread each. Collective: both ranks."""
+    """Be in a gloo group of all ranks of :func:`measure_rounds`, on one thread each. Collective: all ranks."""
     from datetime import timedelta
 
     import torch
@@ -206,6 +349,57 @@ def process_group() -> Iterator[None]:
     yield
     dist.barrier()
     dist.destroy_process_group()
+
+
+# -- within a round --------------------------------------------------------------------------------------------------
+
+
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """Return the seconds that ``work`` took, and what it returned."""
+    begin_ns = clock.now_ns()
+    result = work()
+    return (clock.now_ns() - begin_ns) / 1e9, result
+
+
+def seconds_per_call(call: Callable[[], object], num_calls: int) -> float:
+    """Return the mean seconds of a call, of several in a row."""
+    begin_ns = clock.now_ns()
+    for _ in repeat(None, num_calls):
+        call()
+    return (clock.now_ns() - begin_ns) / num_calls / 1e9
+
+
+def take_turns(
+    kinds: Mapping[str, Callable[[], float]], num_turns: int, order: random.Random | None = None
+) -> dict[str, list[float]]:
+    """Measure each kind once a turn and return what each gave.
+
+    Args:
+        kinds: What is measured, by name.
+        num_turns: Turns.
+        order: Draws each turn's order; where several ranks measure, the same on all. ``None`` = as given.
+    """
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    names = list(kinds)
+    for _ in range(num_turns):
+        if order is not None:
+            order.shuffle(names)
+        for name in names:
+            found[name].append(kinds[name]())
+    return found
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median of at least one value."""
+    return float(statistics.median(values))
+
+
+def cost_in_percent(ours: Sequence[float], plain: Sequence[float]) -> float:
+    """Return by how many percent ours are longer than the plain ones, turn by turn."""
+    return 100 * median(a - b for a, b in zip(ours, plain, strict=True)) / median(plain)
+
+
+# -- marks -----------------------------------------------------------------------------------------------------------
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,8 +421,8 @@ class MarkWriter:
         folder: Where the processes' files are.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
 
     def __call__(self, name: str, rank: int, iteration: int, **facts: Any) -> None:
         """Write down that something happened now."""
@@ -244,39 +438,9 @@ def read_marks(folder: Path) -> list[Mark]:
     return sorted((from_json(line, Mark) for line in lines if line.endswith(b"\n")), key=lambda mark: mark.at_ns)
 
 
-def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Return the seconds that ``work`` took, and what it returned."""
-    begin_ns = clock.now_ns()
-    result = work()
-    return (clock.now_ns() - begin_ns) / 1e9, result
-
-
-def median(values: Iterable[float]) -> float:
-    """Return the median of at least one value."""
-    return float(statistics.median(values))
-
-
-def describe_place(folder: Path) -> str:
-    """Return a line on the file system under ``folder``."""
-    done = subprocess.run(
-        ["stat", "--file-system", "--format=%T", str(folder)], capture_output=True, text=True, timeout=10, check=False
-    )
-    return f"files in {folder} ({done.stdout.strip() or 'unknown file system'})"
-
-
-def _name_of(work: Callable[..., Any]) -> str:
-    return f"{work.__module__}:{work.__qualname__}"
-
-
-def _dropped(number: int) -> str:
-    return " (dropped: the first)" if number == 0 else ""
-
-
-def _read_round(line: str, number: int, repeats: int, progress: Progress) -> Mapping[str, float]:
-    found: dict[str, float] = json.loads(line)
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-    progress(f"round {number}/{repeats}: {shown}{_dropped(number)}")
-    return found
+def select_marks(marks: Iterable[Mark], name: str, iteration: int) -> list[Mark]:
+    """Return the marks of a name and an iteration."""
+    return [one for one in marks if (one.name, one.iteration) == (name, iteration)]
 
 
 def main() -> None:
@@ -285,7 +449,7 @@ def main() -> None:
     is_reporting = env.environ().get("RANK", "0") == "0"
     for found in getattr(importlib.import_module(module), name)(*sys.argv[2:]) or ():
         if is_reporting:
-            print(json.dumps(found), flush=True)
+            print(_ROUND + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

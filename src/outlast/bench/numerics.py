@@ -2,40 +2,38 @@
 
 Single steps cannot take turns: ranks that have just agreed begin the next step together, which makes that one up to 4 %
 faster than one after a step where they did not, so what one kind costs would be credited to another. So blocks of steps
-do, in an order drawn anew for each turn.
+do, in an order drawn for each turn.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from outlast import clock
 from outlast.bench.measuring import (
     GROUP_TIMEOUT_S,
-    ONE_THREAD,
-    MeasuredRounds,
+    BenchResult,
     Progress,
-    measure_in_process,
-    measure_in_two_ranks,
+    cost_in_percent,
+    measure_rounds,
     median,
     process_group,
+    seconds_per_call,
+    take_turns,
     timed,
 )
-from outlast.bench.result import Bar, BenchResult
 from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
 from outlast.numerics.replica_digest import digest_tensors
 from outlast.numerics.rerun_machine import machine_for
 from outlast.runtime.process_groups import Group
-
-__all__ = ["SmallTraining", "cost_in_percent", "measure", "measure_digests", "measure_steps"]
 
 _TIMEOUT_S = 300.0
 _NUM_TENSORS, _TENSOR_BYTES, _NUM_PASSES = 32, 16 << 20, 3
@@ -55,43 +53,24 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     Blocks: about ten seconds a round, ten minutes at most.
     """
     progress(f"digests of 512 MiB on one core, {repeats} rounds and one that is dropped")
-    digests = measure_in_process(
-        measure_digests, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S, variables=ONE_THREAD
-    )
+    digests = measure_rounds(measure_digests, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S)
     progress(f"steps of 2 ranks in turns, {repeats} rounds and one that is dropped")
-    steps = measure_in_two_ranks(measure_steps, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S)
+    steps = measure_rounds(measure_steps, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S, num_ranks=2)
+    called = "a bare all-reduce over gloo"
     return BenchResult(
-        bench="numerics",
-        bars=(
-            Bar(
-                name="digest_gb_s",
-                value=digests.median("digest"),
-                unit="GB/s",
-                bar=8.0,
-                is_floor=True,
-                peer="torch.hash_tensor",
-                peer_value=digests.median("hash_tensor"),
+        "numerics",
+        (
+            digests.bar(
+                "digest_gb_s", "digest", "GB/s", 8.0, called="torch.hash_tensor", peer="hash_tensor", is_floor=True
             ),
-            Bar(
-                name="quiet_step_overhead_pct",
-                value=steps.median("judged_pct"),
-                unit="%",
-                bar=2.0,
-                peer="a bare all-reduce over gloo",
-                peer_value=steps.median("reduced_pct"),
-            ),
+            steps.bar("quiet_step_overhead_pct", "judged_pct", "%", 2.0, called=called, peer="reduced_pct"),
         ),
-        notes=_notes(digests, steps),
-    )
-
-
-def _notes(digests: MeasuredRounds, steps: MeasuredRounds) -> tuple[str, ...]:
-    plain_ms, judged_ms = steps.median("plain_ms"), steps.median("judged_ms")
-    return (
-        "digests: bfloat16, 32 tensors of 16 MiB; torch.hash_tensor is an XOR, blind to order and to equal flips; "
-        f"of the same bytes as int64 it does {digests.median('hash_tensor_of_int64'):.3g} GB/s",
-        f"steps: {plain_ms:.3g} ms as they are, {judged_ms:.3g} ms judged, "
-        "with DistributedDataParallel over gloo and the ranks' agreement",
+        (
+            "digests: bfloat16, 32 tensors of 16 MiB; torch.hash_tensor is an XOR, blind to order and to equal flips; "
+            f"of the same bytes as int64 it does {digests.median('hash_tensor_of_int64'):.3g} GB/s",
+            f"steps: {steps.median('plain_ms'):.3g} ms as they are, {steps.median('judged_ms'):.3g} ms judged, "
+            "with DistributedDataParallel over gloo and the ranks' agreement",
+        ),
     )
 
 
@@ -182,30 +161,12 @@ def measure_steps(num_rounds: str) -> Iterator[dict[str, float]]:
             training.optimizer.step()
 
         steps = {"plain": training.step, "judged": judged_step, "reduced": reduced_step}
+        blocks = {name: partial(seconds_per_call, step, _BLOCK) for name, step in steps.items()}
         order = random.Random(0)  # the same on both ranks
         with closing(machine), closing(group):
             for _ in range(int(num_rounds)):
-                found_s = _in_turns(steps, order)
+                found_s = take_turns(blocks, _NUM_TURNS, order)
                 found = {f"{name}_ms": median(seconds) * 1e3 for name, seconds in found_s.items()}
                 for name in ("judged", "reduced"):
                     found[f"{name}_pct"] = cost_in_percent(found_s[name], found_s["plain"])
                 yield found
-
-
-def cost_in_percent(ours_s: Sequence[float], plain_s: Sequence[float]) -> float:
-    """Return by how many percent of a plain step ours are longer, turn by turn."""
-    return 100 * median(a - b for a, b in zip(ours_s, plain_s, strict=True)) / median(plain_s)
-
-
-def _in_turns(steps: Mapping[str, Callable[[], None]], order: random.Random) -> dict[str, list[float]]:
-    """Return the seconds that a step of each kind took in each of its blocks."""
-    found_s: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for _ in range(_NUM_TURNS):
-        order.shuffle(names)
-        for name in names:
-            begin_ns = clock.now_ns()
-            for _ in range(_BLOCK):
-                steps[name]()
-            found_s[name].append((clock.now_ns() - begin_ns) / 1e9 / _BLOCK)
-    return found_s

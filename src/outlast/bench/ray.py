@@ -1,33 +1,66 @@
-"""``outlast bench ray``: from an actor's death or hang to the next finished step, beside Ray Train's restart."""
+"""``outlast bench ray``: from an actor's death or hang to the next finished step, beside Ray Train's restart.
+
+An actor of ours and Ray Train's function train one model; one of their ranks fails in one step.
+
+Raises:
+    OutlastError: By the import: Ray Train is not installed.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
+import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from outlast import clock, env
-from outlast.bench.measuring import Mark, Progress, median, read_marks, run_rounds
-from outlast.bench.result import Bar, BenchResult
+from outlast.bench.measuring import (
+    Bar,
+    BenchResult,
+    Mark,
+    MarkWriter,
+    Progress,
+    median,
+    read_marks,
+    run_rounds,
+)
 from outlast.config import CheckpointConfig, FaultToleranceConfig
 from outlast.errors import OutlastError, RolledBack
 
-if TYPE_CHECKING:
-    from outlast.ray import ActorGroup
+try:
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
 
-__all__ = ["RecoveryTiming", "measure", "when_all", "when_rank"]
+    from outlast.ray import ActorGroup, TrainActor
+except ImportError as failure:
+    raise OutlastError(f"Ray Train is not installed ({failure}): pip install 'ray[train]'") from failure
 
 _MESH = {"dp": 2, "tp": 2}
 _NUM_RANKS = 4
 _SECTION_TIMEOUT_S = 2.0
 _SPARES_S = 60.0
+STRUCK, TOTAL, VICTIM = 6, 8, 1
+"""The step in which a rank fails, the last one, and which rank it is; steps count from 1."""
+_PEERS_WAIT_S = 0.3
+"""Seconds in which the others have come to the all-reduce, and what the step before saved is committed."""
+_LONGEST_S = 120.0
+_LONGEST_RUN_S = 240.0
+_WIDTH, _BATCH = 256, 8
+_STATE = "state.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +82,10 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """Kill, stop and delay an actor of a group, and kill a worker of Ray Train, in turns.
 
     Raises:
-        OutlastError: Ray is not installed; or a run did not recover, or lost more than it had to.
+        OutlastError: A run did not recover, or lost more than it had to.
 
     Blocks: about a minute a round.
     """
-    try:
-        import ray.train.torch  # noqa: F401 - Ray without what Ray Train needs is no peer
-    except ImportError as error:
-        raise OutlastError(f"Ray Train is not installed ({error}): pip install 'ray[train]'") from error
     measures: dict[str, Callable[[], RecoveryTiming]] = {
         "outlast, kill": partial(_run_group, "kill"),
         "Ray Train, kill": _run_ray_train,
@@ -70,20 +99,13 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     beyond_s = {kind: median([one.beyond_s for one in found[f"outlast, {kind}"]]) for kind in ("sleep", "stop")}
     phases = {name: _phases(some) for name, some in found.items()}
     return BenchResult(
-        bench="ray",
-        bars=(
-            Bar(name="ray_recover_s", value=our_s, unit="s", bar=3.0, peer="Ray Train", peer_value=peer_s),
-            Bar(
-                name="ray_recover_vs_train",
-                value=our_s / peer_s,
-                unit="x",
-                bar=0.25,
-                peer="Ray Train (s)",
-                peer_value=peer_s,
-            ),
-            Bar(name="hang_found_beyond_timeout_s", value=max(beyond_s.values()), unit="s", bar=1.0),
+        "ray",
+        (
+            Bar("ray_recover_s", our_s, "s", 3.0, "Ray Train", peer_s),
+            Bar("ray_recover_vs_train", our_s / peer_s, "x", 0.25, "Ray Train (s)", peer_s),
+            Bar("hang_found_beyond_timeout_s", max(beyond_s.values()), "s", 1.0),
         ),
-        notes=(
+        (
             f"dp2 x tp2 on gloo with one spare, peers in an all-reduce; Ray Train as it is, with {_NUM_RANKS} workers",
             *(f"  {name}: {_describe(values)}" for name, values in phases.items()),
             *(
@@ -98,8 +120,6 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
 @contextmanager
 def _cluster() -> Iterator[None]:
     """Run a Ray of this program's own on this machine."""
-    import ray
-
     before = env.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"})
     with (
         tempfile.TemporaryDirectory(
@@ -126,9 +146,6 @@ def _cluster() -> Iterator[None]:
 
 def _run_group(fault: str) -> RecoveryTiming:
     """Have one actor of a group fail, and check that the others were kept."""
-    from outlast.bench.ray_workers import STRUCK, TOTAL, VICTIM, BenchActor, batch_of
-    from outlast.ray import ActorGroup
-
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
         folder = Path(name)
         with ActorGroup(
@@ -175,8 +192,6 @@ def _await_spare(group: ActorGroup) -> None:
 
 
 def _run_ray_train() -> RecoveryTiming:
-    from outlast.bench.ray_workers import STRUCK, VICTIM, run_ray_train
-
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
         run_ray_train(Path(name), num_workers=_NUM_RANKS)
         marks = read_marks(Path(name))
@@ -215,3 +230,149 @@ def _phases(some: Sequence[RecoveryTiming]) -> dict[str, float]:
 
 def _describe(phases_s: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases_s.items())
+
+
+# -- what trains -----------------------------------------------------------------------------------------------------
+
+
+class BenchFault:
+    """The fault of one rank.
+
+    Args:
+        folder: Where marks go.
+        kind: ``kill``, ``sleep``, ``stop``, or ``none``.
+    """
+
+    def __init__(self, folder: str, kind: str) -> None:
+        self._folder, self._kind = Path(folder), kind
+        self._mark = MarkWriter(self._folder)
+
+    def strike(self, rank: int, iteration: int) -> None:
+        """Fail, if it is this rank's turn, once."""
+        if self._kind == "none" or (rank, iteration) != (VICTIM, STRUCK):
+            return
+        try:
+            (self._folder / "struck").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        if self._kind == "sleep":
+            time.sleep(_LONGEST_S)
+        if self._kind == "stop":
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        time.sleep(_PEERS_WAIT_S)
+        self._mark("killed", rank, iteration)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def batch_of(iteration: int) -> torch.Tensor:
+    """Return the batch of a step."""
+    return torch.full((_BATCH, _WIDTH), float(iteration))
+
+
+def _make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return model and optimizer, the same on all ranks."""
+    torch.manual_seed(0)
+    model = nn.Linear(_WIDTH, _WIDTH)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+class BenchActor(TrainActor):
+    """Train a layer; gradients are reduced over both axes.
+
+    Args:
+        folder: Where marks go.
+        fault: How rank 1 fails in one step.
+    """
+
+    def __init__(self, folder: str, fault: str) -> None:
+        self._mark, self._fault = MarkWriter(Path(folder)), BenchFault(folder, fault)
+
+    def setup(self) -> None:
+        """Make the model."""
+        self.model, self.optimizer = _make_model()
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what is saved."""
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def train_step(self, batch: torch.Tensor, iteration: int) -> float:
+        """Make a step; return its loss."""
+        rank = self.place.rank
+        with self.section("step"):
+            self._mark("entered", rank, iteration)
+            self._fault.strike(rank, iteration)
+            self.optimizer.zero_grad()
+            loss: torch.Tensor = self.model(batch).square().mean()
+            loss.backward()
+            for parameter in self.model.parameters():
+                for axis in ("tp", "dp"):
+                    dist.all_reduce(parameter.grad, group=self.group(axis))
+            with self.update(iteration):
+                self.optimizer.step()
+        self.save(iteration)
+        self._mark("stepped", rank, iteration)
+        return float(loss.detach())
+
+
+def run_ray_train(folder: Path, *, num_workers: int) -> None:
+    """Train with ``TorchTrainer`` until it has recovered from the kill and has ended.
+
+    Raises:
+        OutlastError: It did not.
+
+    Blocks: about half a minute.
+    """
+    trainer = TorchTrainer(
+        _train,
+        train_loop_config={"folder": str(folder)},
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ray.train.ScalingConfig(num_workers=num_workers),
+        run_config=ray.train.RunConfig(
+            name="bench",
+            storage_path=str(folder / "results"),
+            failure_config=ray.train.FailureConfig(max_failures=3),
+        ),
+    )
+    # In a thread, which it takes no signals from: Ctrl-C is this program's.
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        run = threads.submit(trainer.fit)
+        try:
+            run.result(_LONGEST_RUN_S)
+        except (ray.train.TrainingFailedError, TimeoutError) as error:
+            raise OutlastError(f"Ray Train did not recovered from the kill: {error}") from error
+
+
+def _train(config: dict[str, Any]) -> None:
+    mark, fault = MarkWriter(Path(config["folder"])), BenchFault(config["folder"], "kill")
+    rank, first = dist.get_rank(), 1
+    mark("began", rank, 0)
+    model, optimizer = _make_model()
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as name:
+            saved = torch.load(Path(name) / _STATE, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["iteration"] + 1
+    mark("loaded", rank, first - 1)
+    for iteration in range(first, TOTAL + 1):
+        fault.strike(rank, iteration)
+        optimizer.zero_grad()
+        loss = model(batch_of(iteration)).square().mean()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        mark("stepped", rank, iteration)
+        _report(rank, iteration, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def _report(rank: int, iteration: int, state: dict[str, Any]) -> None:
+    """Save as Ray Train's own guide does: rank 0 writes, all report."""
+    metrics = {"iteration": iteration}
+    if rank != 0:
+        ray.train.report(metrics)
+        return
+    with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
+        torch.save({**state, "iteration": iteration}, Path(name) / _STATE)
+        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(name))

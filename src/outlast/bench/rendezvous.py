@@ -7,16 +7,14 @@ learn its rank, and nothing of its workers: ours drive the same link as ``outlas
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
 import resource
-import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
-from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -24,8 +22,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from outlast import clock, env
-from outlast.bench.measuring import ONE_THREAD, Progress, median, run_rounds, worker_command
-from outlast.bench.result import Bar, BenchResult
+from outlast.bench.measuring import Bar, BenchResult, Progress, median, run_rounds, worker_ranks
 from outlast.config.sources import LayeredSettings
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.launch import protocol as m
@@ -34,15 +31,18 @@ from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.store import TCPStore, open_cycle_store
-from outlast.testing.reaping import free_port
-
-__all__ = ["measure", "run_agents"]
+from outlast.testing.ranks import RankProcesses, free_port
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 240.0
 _NPROC = 8
 _NUM_PROCESSES = 4
 """Besides the one of the first agent, which hosts the store."""
+_ANSWER = "simulated agents: "
+_VARIABLES = {
+    "TORCH_CPP_LOG_LEVEL": "FATAL",
+    "RES_OPTIONS": "timeout:1 attempts:1",  # torch looks up each peer's name; without a name server that shall be short
+}
 
 
 def measure(*, repeats: int, progress: Progress) -> BenchResult:
@@ -53,132 +53,90 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
 
     Blocks: about 15 s a round.
     """
-    with _Agents() as agents:
+    with worker_ranks(run_agents, num_ranks=1 + _NUM_PROCESSES, variables=_VARIABLES, stdin=True) as processes:
         found = run_rounds(
             {
-                "outlast, 64 agents": partial(agents.meet, "outlast", 64),
-                "c10d, 64 agents": partial(agents.meet, "c10d", 64),
-                "outlast, 256 agents": partial(agents.meet, "outlast", 256),
-                "outlast, 512 agents": partial(agents.meet, "outlast", 512),
+                "outlast, 64 agents": partial(_meet, processes, "outlast", 64),
+                "c10d, 64 agents": partial(_meet, processes, "c10d", 64),
+                "outlast, 256 agents": partial(_meet, processes, "outlast", 256),
+                "outlast, 512 agents": partial(_meet, processes, "outlast", 512),
             },
             repeats=repeats,
             progress=progress,
         )
     few_s, peer_s, many_s, most_s = (median(some) for some in found.values())
     return BenchResult(
-        bench="rendezvous",
-        bars=(
-            Bar(name="rendezvous_512_s", value=most_s, unit="s", bar=60.0),
-            Bar(name="rendezvous_growth_256_to_512", value=most_s / many_s, unit="x", bar=2.6),
-            Bar(
-                name="rendezvous_vs_c10d_64",
-                value=few_s / peer_s,
-                unit="x",
-                bar=1.0,
-                peer="torch c10d, 64 agents (s)",
-                peer_value=peer_s,
-            ),
+        "rendezvous",
+        (
+            Bar("rendezvous_512_s", most_s, "s", 60.0),
+            Bar("rendezvous_growth_256_to_512", most_s / many_s, "x", 2.6),
+            Bar("rendezvous_vs_c10d_64", few_s / peer_s, "x", 1.0, "torch c10d, 64 agents (s)", peer_s),
         ),
-        notes=(
+        (
             f"from the order to join to the last rank: outlast {few_s:.3f} s with 64, {many_s:.3f} s with 256, "
             f"{most_s:.3f} s with 512 agents; c10d {peer_s:.3f} s with 64",
         ),
     )
 
 
-class _Agents:
-    """The processes of the simulated agents; use as a context manager, which ends every one. Thread: one."""
+def _meet(processes: RankProcesses, kind: str, num_agents: int) -> float:
+    """Return the seconds from the order to join until the last agent had its rank.
 
-    def __init__(self) -> None:
-        self._processes: list[tuple[subprocess.Popen[bytes], Connection]] = []
-        self._num_meetings = 0
+    Args:
+        processes: The processes of the simulated agents.
+        kind: ``outlast`` or ``c10d``.
+        num_agents: How many meet.
 
-    def __enter__(self) -> _Agents:
-        variables = env.environ() | ONE_THREAD | {"TORCH_CPP_LOG_LEVEL": "FATAL"}
-        # torch looks up the name of each peer address; where no name server answers, that shall not take long.
-        variables |= {"RES_OPTIONS": "timeout:1 attempts:1"}
-        for _ in range(1 + _NUM_PROCESSES):
-            ours, theirs = multiprocessing.Pipe()
-            command, fd = worker_command(run_agents, theirs.fileno()), theirs.fileno()
-            process = subprocess.Popen(
-                command, env=variables, stdin=subprocess.DEVNULL, pass_fds=[fd], stdout=sys.stderr
-            )
-            theirs.close()
-            self._processes.append((process, ours))
-        return self
+    Raises:
+        OutlastError: They did not come to a rank each.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for process, connection in self._processes:
-            connection.close()
-            try:
-                process.wait(5.0 if kind is None else 0.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10.0)
-        self._processes.clear()
+    Blocks: several minutes at most.
+    """
+    first, others = range(1), range(1, 1 + _NUM_PROCESSES)
+    everyone = (*first, *others)
+    job = {"num_agents": num_agents, "port": free_port(), "run_id": f"bench-{clock.now_ns()}"}
+    for some in (first, others):  # the others need the store that the first one hosts
+        _order(processes, some, "gather", kind, job)
+    joined_ns = clock.now_ns()
+    ranked: list[tuple[int, int]] = [one for some in _order(processes, everyone, "join") for one in some]
+    if sorted(rank for rank, _ in ranked) != list(range(num_agents)):
+        raise OutlastError(f"{num_agents} agents of {kind} met and their ranks are not 0 to {num_agents - 1}")
+    _order(processes, everyone, "finish")
+    _order(processes, others, "leave")
+    _order(processes, first, "leave")  # the store's host goes last
+    return (max(ranked_ns for _, ranked_ns in ranked) - joined_ns) / 1e9
 
-    def meet(self, kind: str, num_agents: int) -> float:
-        """Return the seconds from the order to join until the last agent had its rank.
 
-        Args:
-            kind: ``outlast`` or ``c10d``.
-            num_agents: How many meet.
-
-        Raises:
-            OutlastError: They did not come to a rank each.
-
-        Blocks: several minutes at most.
-        """
-        self._num_meetings += 1
-        job = {"num_agents": num_agents, "port": free_port(), "run_id": f"bench-{self._num_meetings}"}
-        self._order("gather", slice(1), [(kind, range(1), job)])  # the others need the store that it hosts
-        numbers = [range(1 + first, num_agents, _NUM_PROCESSES) for first in range(_NUM_PROCESSES)]
-        self._order("gather", slice(1, None), [(kind, some, job) for some in numbers])
-        joined_ns = clock.now_ns()
-        ranked: list[tuple[int, int]] = [one for some in self._order("join", slice(None)) for one in some]
-        if sorted(rank for rank, _ in ranked) != list(range(num_agents)):
-            raise OutlastError(f"{num_agents} agents of {kind} met and their ranks are not 0 to {num_agents - 1}")
-        self._order("finish", slice(None))
-        self._order("leave", slice(1, None))
-        self._order("leave", slice(1))  # the store's host goes last
-        return (max(ranked_ns for _, ranked_ns in ranked) - joined_ns) / 1e9
-
-    def _order(self, name: str, which: slice, arguments: list[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Have processes do something, and return their results once all are there."""
-        asked = self._processes[which]
-        for (_, connection), one in zip(asked, arguments or [()] * len(asked), strict=True):
-            connection.send((name, one))
-        results = []
-        for process, connection in asked:
-            try:
-                if not connection.poll(_TIMEOUT_S + 10.0):
-                    raise OutlastError(f"process {process.pid} of simulated agents gave no answer to {name!r}")
-                error, result = connection.recv()
-            except EOFError:
-                raise OutlastError(f"process {process.pid} of simulated agents died; its output is above") from None
+def _order(processes: RankProcesses, which: Sequence[int], name: str, *arguments: object) -> list[Any]:
+    """Have processes do something, and return their results once all are there."""
+    results = []
+    try:
+        for process in which:
+            processes.send(process, json.dumps([name, arguments]))
+        for process in which:
+            line = processes.next_line(process, _TIMEOUT_S + 10.0, containing=_ANSWER)
+            error, result = json.loads(line.partition(_ANSWER)[2])
             if error is not None:
                 raise OutlastError(f"simulated agents failed to {name}: {error}")
             results.append(result)
-        return results
+    except BrokenPipeError:
+        raise OutlastError(f"a process of simulated agents died\n{processes.tails()}") from None
+    return results
 
 
-def run_agents(fd: str) -> None:
-    """Hold simulated agents and carry out the orders that come through a connection, until it is closed."""
+def run_agents() -> None:
+    """Simulate agents and carry out the orders on standard input, each a line, until it ends."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    connection, agents = Connection(int(fd)), _ProcessAgents()
-    while True:
+    agents = _ProcessAgents()
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        error, result = None, None
         try:
-            name, arguments = connection.recv()
-        except EOFError:
-            break
-        try:
-            connection.send((None, getattr(agents, name)(*arguments)))
-        except (OutlastError, OSError, RuntimeError) as error:
-            connection.send((f"{type(error).__name__}: {error}", None))
-    sys.stdout.flush()
+            result = getattr(agents, name)(*arguments)
+        except (OutlastError, OSError, RuntimeError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        print(_ANSWER + json.dumps([error, result]), flush=True)
     os._exit(0)  # threads of torch's handlers and stores must not be waited for
 
 
@@ -188,10 +146,11 @@ class _ProcessAgents:
     def __init__(self) -> None:
         self._agents: list[_SimulatedAgent] = []
 
-    def gather(self, kind: str, numbers: range, job: dict[str, Any]) -> None:
-        """Make agents and connect them."""
+    def gather(self, kind: str, job: dict[str, Any]) -> None:
+        """Make this process's agents and connect them; the first process has the first agent alone."""
         made = {"outlast": _OutlastAgent, "c10d": _C10dAgent}[kind]
-        for number in numbers:
+        rank = env.read_worker().global_rank
+        for number in range(rank, job["num_agents"], _NUM_PROCESSES) if rank else range(1):
             self._agents.append(made(number, **job))
             # One by one: torch looks up a name for each connection, and one machine asking for hundreds at
             # once is more than some name servers answer. It is not what is measured.
@@ -384,5 +343,5 @@ class _C10dAgent(_SimulatedAgent):
             self._connected.set()
             if self._joining.wait(_TIMEOUT_S):
                 self._take_rank(self._handler.next_rendezvous().rank)
-        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+        except Exception as error:  # noqa: BLE001 - the thread that waits raises it
             self._fail(f"{type(error).__name__}: {error}")

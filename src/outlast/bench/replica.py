@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import secrets
@@ -12,14 +11,11 @@ import torch
 import torch.distributed as dist
 
 from outlast.bench.checkpoint_state import NUM_TENSORS, TENSOR_BYTES
-from outlast.bench.measuring import GROUP_TIMEOUT_S, Progress, measure_in_two_ranks, process_group, timed
-from outlast.bench.result import Bar, BenchResult
+from outlast.bench.measuring import GROUP_TIMEOUT_S, BenchResult, Progress, measure_rounds, process_group, timed
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.client import Target, fetch, fetch_into, push
 from outlast.checkpoint.replica.server import ReplicaServer
 from outlast.checkpoint.shard import CHUNK_BYTES, digest, num_chunks
-
-__all__ = ["measure", "measure_transfers"]
 
 _TIMEOUT_S = 300.0
 _COPY = CopyKey(1, "bench", 0)
@@ -39,25 +35,16 @@ def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS)
     Blocks: about two seconds a round, five minutes at most.
     """
     progress(f"gloo and replica in turns, {repeats} rounds and one that is dropped")
-    rounds = measure_in_two_ranks(
-        measure_transfers, num_tensors, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S
+    rounds = measure_rounds(
+        measure_transfers, num_tensors, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S, num_ranks=2
     )
     num_bytes = num_tensors * TENSOR_BYTES
-    found = {name: rounds.median(name) or math.inf for name in ("gloo", "warm", "fresh", "push")}
-    speeds = {name: f"{num_bytes / seconds / 1e9:.2f} GB/s" for name, seconds in found.items()}
+    speeds = {name: f"{num_bytes / rounds[name] / 1e9:.2f} GB/s" for name in ("gloo", "warm", "fresh", "push")}
+    bar = 1.11  # of the time: at least 0.9 of the throughput
     return BenchResult(
-        bench="replica",
-        bars=(
-            Bar(
-                name="replica_vs_gloo",
-                value=rounds.ratio("warm", "gloo"),
-                unit="x",
-                bar=1.11,  # of the time: at least 0.9 of the throughput
-                peer="gloo send/recv, not verified (s)",
-                peer_value=found["gloo"],
-            ),
-        ),
-        notes=(
+        "replica",
+        [rounds.ratio_bar("replica_vs_gloo", "warm", "gloo", bar, "gloo send/recv, not verified")],
+        (
             f"{num_bytes / 2**20:.0f} MiB over loopback: gloo {speeds['gloo']}; fetched and digested into mapped "
             f"memory {speeds['warm']}, into a memfd that has yet to be mapped {speeds['fresh']}",
             f"given to the other writer, which digests it into new memory: {speeds['push']}",
@@ -88,9 +75,7 @@ def measure_transfers(num_rounds: str, num_tensors: str) -> Iterator[dict[str, f
 
 def _hold(fd: int, tensors: list[torch.Tensor], rounds: int) -> None:
     key = secrets.token_bytes(32)
-    server = ReplicaServer(
-        _OnePart(fd, len(tensors) * TENSOR_BYTES), host="127.0.0.1", key=lambda: key, on_refused=_refused
-    )
+    server = ReplicaServer(_OnePart(fd, len(tensors) * TENSOR_BYTES), host="127.0.0.1", key=key, on_refused=_refused)
     dist.broadcast_object_list([server.port, key], src=1)
     for _ in range(rounds):
         dist.barrier()

@@ -1,40 +1,44 @@
-"""``outlast bench restart``: from a rank's death or hang to the next cycle, beside torchrun."""
+"""``outlast bench restart``: from a rank's death or hang to the next cycle, beside torchrun.
+
+What a worker imports until its first all-reduce is part of what is measured. So the workers' script is not this module
+but a file of its own, made of the source of :func:`reduce_until_killed` and :func:`stop_in_section`, which import what
+they need.
+"""
 
 from __future__ import annotations
 
-import json
+import inspect
 import os
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
-from types import TracebackType
-
-import psutil
 
 from outlast import clock
-from outlast.bench.measuring import ONE_THREAD, Progress, median, plain_environment, run_rounds
-from outlast.bench.result import Bar, BenchResult
+from outlast.bench.measuring import (
+    NO_RANK,
+    Bar,
+    BenchResult,
+    Progress,
+    median,
+    read_marks,
+    run_rounds,
+    select_marks,
+)
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.incidents import Event, EventKind, IncidentKind
 from outlast.journal import read
+from outlast.testing.ranks import RankProcesses
 
-__all__ = ["RestartTiming", "measure", "stages_of"]
-
-_OUTLAST = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "run")
+_OUTLAST = ("import sys; from outlast.cli.main import main; sys.exit(main())", "run")
 _TORCHRUN = (
-    *(sys.executable, "-m", "torch.distributed.run"),
-    *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=3", "--monitor-interval=0.1"),
+    *("torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
+    *("--max-restarts=3", "--monitor-interval=0.1"),
 )
 """The stock launcher at its best: the interval is its default."""
-_SCRIPT = str(Path(__file__).with_name("restart_worker.py"))
-_POLL_S = 0.002
-_TAIL_LINES = 15
 _WORLD_SIZES = (2, 4)
 _VICTIM = 1
 _START_TIMEOUT_S = 60.0
@@ -46,6 +50,9 @@ _HANG_TIMEOUT_S = 1
 _PEER_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _STAGES = ("noticed", "all ended", "started", "script begun", "group joined", "all-reduced")
 """What happens between a rank's death and the next all-reduce, in this order."""
+
+Marks = Mapping[int, Mapping[str, int]]
+"""Rank to what it wrote in a cycle, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +89,7 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     for size in _WORLD_SIZES:
         ours, peers = found[f"outlast, {size} ranks"], found[f"torchrun, {size} ranks"]
         our_s, peer_s = median([one.after_s for one in ours]), median([one.after_s for one in peers])
-        bars.append(
-            Bar(
-                name=f"restart_vs_torchrun_{size}",
-                value=our_s / peer_s,
-                unit="x",
-                bar=0.06,
-                peer="torchrun, c10d (s)",
-                peer_value=peer_s,
-            )
-        )
+        bars.append(Bar(f"restart_vs_torchrun_{size}", our_s / peer_s, "x", 0.06, "torchrun, c10d (s)", peer_s))
         notes += [f"{size} ranks: SIGKILL to the first all-reduce of all: {our_s:.3f} s, torchrun {peer_s:.3f} s"]
         notes += [f"  {name}: {_breakdown(some)}" for name, some in (("outlast", ours), ("torchrun", peers))]
         wasted = sum(one.cycle - 1 for one in peers)
@@ -102,13 +100,13 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     deaths = [one for name, some in found.items() if name.startswith("outlast") for one in some]
     noticed_s = median([one.stages_s["noticed"] for one in deaths])
     bars += [
-        Bar(name="death_noticed_ms", value=noticed_s * 1e3, unit="ms", bar=30.0),
-        Bar(name="hang_noticed_beyond_timeout_ms", value=median(beyond_s) * 1e3, unit="ms", bar=250.0),
+        Bar("death_noticed_ms", noticed_s * 1e3, "ms", 30.0),
+        Bar("hang_noticed_beyond_timeout_ms", median(beyond_s) * 1e3, "ms", 250.0),
     ]
-    return BenchResult(bench="restart", bars=tuple(bars), notes=tuple(notes))
+    return BenchResult("restart", bars, notes)
 
 
-def stages_of(killed_ns: int, marks: Mapping[int, Mapping[str, int]], events: Sequence[Event]) -> dict[str, float]:
+def stages_of(killed_ns: int, marks: Marks, events: Sequence[Event]) -> dict[str, float]:
     """Return when each stage was over, in seconds since the kill.
 
     Args:
@@ -129,65 +127,63 @@ def stages_of(killed_ns: int, marks: Mapping[int, Mapping[str, int]], events: Se
     return {name: (at_ns - killed_ns) / 1e9 for name, at_ns in ends_ns.items() if at_ns is not None}
 
 
+def _breakdown(some: Sequence[RestartTiming]) -> str:
+    """Return the medians of when each stage was over."""
+    parts = []
+    for stage in _STAGES:
+        if seen := [one.stages_s[stage] for one in some if stage in one.stages_s]:
+            parts.append(f"{stage} {median(seen) * 1e3:.1f}")
+    return ", ".join(parts) + " ms"
+
+
 def _kill_under_outlast(size: int) -> RestartTiming:
-    with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
-        folder = Path(name)
-        options = (f"--run-dir={folder / 'run'}", f"--nproc-per-node={size}")
-        try:
-            return _kill_one((*_OUTLAST, *options), size, folder, {}, journal=True)
-        except DeadlineExceeded as error:
-            raise OutlastError(f"outlast run with {size} ranks did not recover: {error}") from error
+    try:
+        return _kill_one(*_OUTLAST, size=size)
+    except DeadlineExceeded as error:
+        raise OutlastError(f"outlast run with {size} ranks did not recover: {error}") from error
 
 
 def _kill_under_torchrun(size: int, failures: list[str], progress: Progress) -> RestartTiming:
     for _ in range(_MOST_FAILURES):
-        with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
-            command = (*_TORCHRUN, f"--nproc-per-node={size}")
-            try:
-                return _kill_one(command, size, Path(name), _PEER_VARIABLES, journal=False)
-            except DeadlineExceeded as error:
-                failures.append(str(error))
-                progress(f"torchrun with {size} ranks did not recover; once more ({str(error).splitlines()[0]})")
+        try:
+            return _kill_one(*_TORCHRUN, size=size, variables=_PEER_VARIABLES)
+        except DeadlineExceeded as error:
+            failures.append(str(error))
+            progress(f"torchrun with {size} ranks did not recover; once more ({str(error).splitlines()[0]})")
     raise OutlastError(f"torchrun with {size} ranks did not recover {_MOST_FAILURES} times in a row: {failures[-1]}")
 
 
-def _kill_one(
-    launcher: Sequence[str], size: int, folder: Path, variables: Mapping[str, str], *, journal: bool
-) -> RestartTiming:
-    ranks = range(size)
-    with _LaunchedJob((*launcher, _SCRIPT, str(folder)), folder=folder, variables=variables) as job:
-        _, marks = job.wait_for_marks((0,), ranks, timeout_s=_START_TIMEOUT_S)
+def _kill_one(*launcher: str, size: int, variables: Mapping[str, str] | None = None) -> RestartTiming:
+    with _launch(*launcher, f"--nproc-per-node={size}", task=reduce_until_killed, variables=variables) as (job, folder):
+        _, marks = _wait_for_marks(job, folder, (0,), size, _START_TIMEOUT_S)
         killed_ns = clock.now_ns()
         os.kill(marks[_VICTIM]["pid"], SIGKILL)
-        cycle, marks = job.wait_for_marks((1, 2, 3), ranks, timeout_s=_RESTART_TIMEOUT_S)
-        job.wait(_END_TIMEOUT_S)
-    events = list(read(folder / "run")) if journal else []
-    stages_s = stages_of(killed_ns, marks, events)
+        cycle, marks = _wait_for_marks(job, folder, (1, 2, 3), size, _RESTART_TIMEOUT_S)
+        with suppress(DeadlineExceeded):  # the figure is there; what still runs is ended
+            job.wait(_END_TIMEOUT_S)
+        stages_s = stages_of(killed_ns, marks, list(read(folder / "run")))
     return RestartTiming(stages_s["all-reduced"], cycle, stages_s)
 
 
 def _hang(repeats: int, progress: Progress) -> list[float]:
     """Return seconds from the end of a timeout to the incident, for each cycle of one job but the first."""
     num_cycles = repeats + 1
-    with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
-        folder = Path(name)
-        options = (
-            f"--run-dir={folder / 'run'}",
-            "--nproc-per-node=2",
-            f"--max-restarts={num_cycles}",
-            f"--ft-rank-section-timeouts=step:{_HANG_TIMEOUT_S}",
-            "--ft-num-warmup-iterations=0",
-        )
-        command = (*_OUTLAST, *options, _SCRIPT, str(folder), str(num_cycles))
-        entered_ns = []
-        with _LaunchedJob(command, folder=folder) as job:
-            try:
-                for cycle in range(num_cycles):
-                    _, marks = job.wait_for_marks((cycle,), (_VICTIM,), timeout_s=_START_TIMEOUT_S)
-                    os.kill(marks[_VICTIM]["pid"], SIGSTOP)
-                    entered_ns.append(marks[_VICTIM]["entered_ns"])
-            except DeadlineExceeded as error:
-                raise OutlastError(f"a hang was not followed by a restart: {error}") from error
+    options = (
+        "--nproc-per-node=2",
+        f"--max-restarts={num_cycles}",
+        f"--ft-rank-section-timeouts=step:{_HANG_TIMEOUT_S}",
+        "--ft-num-warmup-iterations=0",
+    )
+    entered_ns = []
+    with _launch(*_OUTLAST, *options, task=stop_in_section, arguments=(str(num_cycles),)) as (job, folder):
+        try:
+            for cycle in range(num_cycles):
+                _, marks = _wait_for_marks(job, folder, (cycle,), 1, _START_TIMEOUT_S)
+                os.kill(marks[_VICTIM]["pid"], SIGSTOP)
+                entered_ns.append(marks[_VICTIM]["entered_ns"])
+        except DeadlineExceeded as error:
+            raise OutlastError(f"a hang was not followed by a restart: {error}") from error
+        with suppress(DeadlineExceeded):
             job.wait(_END_TIMEOUT_S)
         noticed_ns = {
             event.cycle: event.mono_ns
@@ -203,88 +199,120 @@ def _hang(repeats: int, progress: Progress) -> list[float]:
     return beyond_s[1:]
 
 
-def _breakdown(some: Sequence[RestartTiming]) -> str:
-    """Return the medians of when each stage was over."""
-    parts = []
-    for stage in _STAGES:
-        if seen := [one.stages_s[stage] for one in some if stage in one.stages_s]:
-            parts.append(f"{stage} {median(seen) * 1e3:.1f}")
-    return ", ".join(parts) + " ms"
-
-
-class _LaunchedJob:
-    """Run a launcher; use as a context manager, which ends every process of it.
+@contextmanager
+def _launch(
+    *launcher: str,
+    task: Callable[..., None],
+    arguments: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[tuple[RankProcesses, Path]]:
+    """Run a launcher whose workers do a task; give it and its folder, and end every process of it.
 
     Args:
-        command: The launcher, its options, the script and its arguments.
-        folder: Its own folder: the output goes to ``output.txt``, and the workers write ``CYCLE-RANK.json``.
+        launcher: What ``python -c`` or, for torchrun, ``python -m`` runs, and its options.
+        task: A function of this module that gets the folder, and what else is named.
+        arguments: What else the task gets.
         variables: What to add to the environment.
     """
+    is_ours = launcher[: len(_OUTLAST)] == _OUTLAST
+    with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
+        script = Path(name, "worker.py")
+        call = f"{task.__name__}(begun_ns, *sys.argv[1:])"
+        script.write_text(f"import sys, time\nbegun_ns = time.monotonic_ns()\n{inspect.getsource(task)}\n{call}\n")
+        command = [*launcher, *([f"--run-dir={name}/run"] * is_ours), str(script), name, *arguments]
+        with RankProcesses(
+            *command,
+            world_size=1,
+            directory=name,
+            code=is_ours,
+            module=not is_ours,
+            environments=[{**NO_RANK, **(variables or {})}],
+        ) as job:
+            yield job, Path(name)
 
-    def __init__(self, command: Sequence[str], *, folder: Path, variables: Mapping[str, str] | None = None) -> None:
-        self._folder = folder
-        self._output = folder / "output.txt"
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                list(command),
-                env={**plain_environment(), **ONE_THREAD, **(variables or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
 
-    def __enter__(self) -> _LaunchedJob:
-        return self
+def _wait_for_marks(
+    job: RankProcesses, folder: Path, cycles: Sequence[int], num_ranks: int, timeout_s: float
+) -> tuple[int, dict[int, dict[str, int]]]:
+    """Return the first of some cycles in which so many ranks wrote marks, and what each wrote.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.kill()
+    Raises:
+        DeadlineExceeded: They did not in time, or the launcher ended first.
 
-    def wait_for_marks(
-        self, cycles: Sequence[int], ranks: Sequence[int], *, timeout_s: float
-    ) -> tuple[int, dict[int, dict[str, int]]]:
-        """Return the first of some cycles in which ranks all wrote, and what each wrote.
+    Blocks: up to ``timeout_s``.
+    """
 
-        Blocks: up to ``timeout_s``.
+    def look() -> tuple[int, dict[int, dict[str, int]]] | None:
+        marks = read_marks(folder)
+        for cycle in cycles:
+            found = {one.rank: {"pid": one.pid, **one.facts} for one in select_marks(marks, "worker", cycle)}
+            if len(found) == num_ranks:
+                return cycle, found
+        return None
 
-        Raises:
-            DeadlineExceeded: They did not, or the launcher ended first.
-        """
-        deadline_s = clock.now_s() + timeout_s
-        while True:
-            code = self._process.poll()  # asked before the files: what is not there after its end never comes
-            for cycle in cycles:
-                paths = {rank: self._folder / f"{cycle}-{rank}.json" for rank in ranks}
-                if all(path.exists() for path in paths.values()):
-                    return cycle, {rank: json.loads(path.read_bytes()) for rank, path in paths.items()}
-            if code is not None:
-                raise DeadlineExceeded(f"the launcher ended with exit code {code}\n{self._tail()}")
-            if clock.now_s() > deadline_s:
-                raise DeadlineExceeded(f"cycle {cycles[0]} was not there after {timeout_s:.0f} s\n{self._tail()}")
-            time.sleep(_POLL_S)
+    return job.wait_until(look, timeout_s)
 
-    def wait(self, timeout_s: float) -> int | None:
-        """Return the launcher's exit code; ``None``: it still runs after ``timeout_s``."""
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
 
-    def kill(self) -> None:
-        """End every process; idempotent. Blocks: until they are gone, 10 s at most."""
-        left: list[psutil.Process] = []
-        if self._process.poll() is None:
-            # The launcher first: it must not start others while they are ended one by one.
-            self._process.send_signal(SIGSTOP)
-            left = psutil.Process(self._process.pid).children(recursive=True)
-            self._process.kill()
-            self._process.wait(timeout=10)
-        for process in left:
-            if process.is_running():
-                process.kill()
-        psutil.wait_procs(left, timeout=10)
+# -- what the workers run: nothing from above is known here -----------------------------------------------------------
 
-    def _tail(self) -> str:
-        return "\n".join(self._output.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:])
+
+def reduce_until_killed(begun_ns: int, folder: str) -> None:
+    """Run a rank of plain torch.distributed, the same under both launchers.
+
+    In cycle 0 every rank marks that it is ready and reduces until it is killed or a peer disconnects. In a later cycle
+    each marks when its script had begun, when it had its group and its first all-reduce, and ends.
+    """
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    joined_ns = time.monotonic_ns()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    reduced_ns = time.monotonic_ns()
+
+    from outlast.bench.measuring import MarkWriter  # not before: only what any script does is measured
+    from outlast.env import read_worker
+
+    def reduce_for(seconds: float) -> None:
+        """Reduce until so much time has passed on rank 0."""
+        end_ns = time.monotonic_ns() + int(seconds * 1e9)
+        continues = torch.ones(1)
+        while continues.item():
+            dist.all_reduce(tensor)
+            continues.fill_(float(dist.get_rank() == 0 and time.monotonic_ns() < end_ns))
+            dist.all_reduce(continues)
+
+    worker, mark = read_worker(), MarkWriter(folder)
+    if worker.cycle == 0:
+        reduce_for(0.3)  # the group is warm
+    mark("worker", worker.global_rank, worker.cycle, begun_ns=begun_ns, joined_ns=joined_ns, reduced_ns=reduced_ns)
+    if worker.cycle == 0:
+        reduce_for(90.0)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def stop_in_section(_begun_ns: int, folder: str, num_cycles: str) -> None:
+    """Run a rank of two, of which rank 1 enters a section in which it is stopped, in so many cycles."""
+    import threading
+    import time
+
+    from outlast.bench.measuring import MarkWriter
+    from outlast.monitor import RankMonitor
+
+    monitor, never = RankMonitor(), threading.Event()
+    worker, longest_s = monitor.env, 60.0
+    if worker.cycle >= int(num_cycles):
+        return
+    if worker.global_rank == 1:
+        entered_ns = time.monotonic_ns()
+        with monitor.section("step"):
+            MarkWriter(folder)("worker", worker.global_rank, worker.cycle, entered_ns=entered_ns)
+            never.wait(longest_s)
+    end_ns = time.monotonic_ns() + int(longest_s * 1e9)
+    while time.monotonic_ns() < end_ns:
+        with monitor.section("step"):
+            never.wait(0.05)

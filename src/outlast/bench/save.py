@@ -1,44 +1,57 @@
 """``outlast bench save``: what a save costs training, and when it is durable, beside other libraries.
 
-Three processes measure one after the other: stalls and durations, training steps meanwhile, and memory.
+Three processes measure one after the other: stalls and durations, training steps meanwhile, and memory. Each library's
+save ends when its files are synchronised with the disk: for a library that does not do it, the benchmark does.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
+import mmap
 import os
 import shutil
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from outlast import clock
 from outlast.bench.checkpoint_state import (
     NUM_TENSORS,
     TENSOR_BYTES,
     CheckpointState,
     Found,
-    compared,
+    MetaCheckpointing,
     missing_peers,
     rounds_of,
+    time_save,
     times,
 )
-from outlast.bench.measuring import MeasuredRounds, Progress, describe_place, measure_in_process, median, timed
-from outlast.bench.result import Bar, BenchResult
-from outlast.bench.save_peers import Dcp, Floors, MetaCheckpointing, save_safetensors, save_torch
-from outlast.checkpoint import CheckpointManager
+from outlast.bench.measuring import (
+    Bar,
+    BenchResult,
+    MeasuredRounds,
+    Progress,
+    describe_place,
+    measure_rounds,
+    median,
+    timed,
+)
+from outlast.checkpoint import CheckpointManager, SaveHandle
 from outlast.config import CheckpointConfig
 
-__all__ = ["measure", "measure_memory", "measure_saves", "measure_steps"]
-
+_CHUNK_BYTES = 8 << 20
 _NUM_SMALL = 20_000
 """Tensors of 4 KiB of the state of many small ones."""
 _TIMEOUT_S = 900.0
@@ -86,56 +99,32 @@ def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS)
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
         folder = Path(name)
         progress(f"{num_tensors * TENSOR_BYTES / 2**20:.0f} MiB, {describe_place(folder)}")
-        size = (name, num_tensors)
-        saves = measure_in_process(measure_saves, *size, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S)
-        steps = measure_in_process(measure_steps, *size, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S)
-        few = min(repeats, _MOST_MEMORY_ROUNDS)
-        memory = measure_in_process(measure_memory, *size, repeats=few, progress=progress, timeout_s=_TIMEOUT_S)
+        how = partial(measure_rounds, progress=progress, timeout_s=_TIMEOUT_S, one_thread=False)
+        saves = how(measure_saves, name, num_tensors, repeats=repeats)
+        steps = how(measure_steps, name, num_tensors, repeats=repeats)
+        memory = how(measure_memory, name, num_tensors, repeats=min(repeats, _MOST_MEMORY_ROUNDS))
         place = describe_place(folder)
+    overlapped_ms, staging_ms = saves["overlapped"] * 1e3, saves["dcp_staging"] * 1e3
+    many_ms, copy_ms = saves["many"] * 1e3, 1.25 * saves["many_copy"] * 1e3
+    slowdown, dcp_slowdown = max(0.0, steps["ours_slowdown"]), steps["dcp_slowdown"]
+    compared = None if dcp_slowdown <= 0 else slowdown / dcp_slowdown  # the peer may have lost nothing
+    most_mib = 2 * num_tensors * TENSOR_BYTES / 2**20 + _MEMORY_BEYOND_MIB
+    staging, copying = "dcp, asynchronous staging", "1.25 x a copy of the same bytes in one piece"
+    growing = "dcp.async_save, thread (a step's growth)"
     return BenchResult(
-        bench="save",
-        bars=(
-            compared(saves, "stall_vs_dcp_async", "ours", "dcp_async", 0.7, "dcp.async_save"),
-            compared(saves, "stall_vs_memcpy", "ours", "memcpy", 1.25, "warm copy, 2 threads"),
-            Bar(
-                name="stall_overlapped_ms",
-                value=_milliseconds(saves, "overlapped"),
-                unit="ms",
-                bar=8.0,
-                peer="dcp, asynchronous staging",
-                peer_value=_milliseconds(saves, "dcp_staging"),
-            ),
-            compared(
-                saves, "stall_overlapped_vs_dcp_staging", "overlapped", "dcp_staging", 0.6, "dcp, asynchronous staging"
-            ),
-            Bar(
-                name="many_tensors_stall_ms",
-                value=_many(saves),
-                unit="ms",
-                bar=150.0,
-                peer="1.25 x a copy of the same bytes in one piece",
-                peer_value=_milliseconds(saves, "many_copy", 1.25),
-            ),
-            Bar(
-                name="slowdown_vs_dcp_thread",
-                value=_ratio_of_medians(steps, "ours_slowdown", "dcp_slowdown"),
-                unit="x",
-                bar=0.5,
-                peer="dcp.async_save, thread (a step's growth)",
-                peer_value=steps.median("dcp_slowdown"),
-            ),
-            compared(saves, "durable_vs_dcp_save", "ours_durable", "dcp_save", 0.7, "dcp.save"),
-            compared(saves, "durable_vs_bare_write", "ours_durable", "bare_write", 1.3, "bare O_DIRECT + fsync"),
-            Bar(
-                name="extra_memory_mib",
-                value=memory.median("ours"),
-                unit="MiB",
-                bar=2 * num_tensors * TENSOR_BYTES / 2**20 + _MEMORY_BEYOND_MIB,
-                peer="dcp.async_save",
-                peer_value=memory.median("dcp"),
-            ),
+        "save",
+        (
+            saves.ratio_bar("stall_vs_dcp_async", "ours", "dcp_async", 0.7, "dcp.async_save"),
+            saves.ratio_bar("stall_vs_memcpy", "ours", "memcpy", 1.25, "warm copy, 2 threads"),
+            Bar("stall_overlapped_ms", overlapped_ms, "ms", 8.0, staging, staging_ms),
+            saves.ratio_bar("stall_overlapped_vs_dcp_staging", "overlapped", "dcp_staging", 0.6, staging),
+            Bar("many_tensors_stall_ms", many_ms - copy_ms, "ms", 150.0, copying, copy_ms),
+            Bar("slowdown_vs_dcp_thread", compared, "x", 0.5, growing, dcp_slowdown),
+            saves.ratio_bar("durable_vs_dcp_save", "ours_durable", "dcp_save", 0.7, "dcp.save"),
+            saves.ratio_bar("durable_vs_bare_write", "ours_durable", "bare_write", 1.3, "bare O_DIRECT + fsync"),
+            memory.bar("extra_memory_mib", "ours", "MiB", most_mib, called="dcp.async_save", peer="dcp"),
         ),
-        notes=(
+        (
             f"{num_tensors} tensors of 16 MiB, {place}; each round removes what it wrote",
             *times(saves, _SECONDS),
             *_of_steps(steps),
@@ -144,38 +133,14 @@ def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS)
     )
 
 
-def _ratio_of_medians(rounds: MeasuredRounds, ours: str, peer: str) -> float | None:
-    """Return the ratio of two medians; ``None``: the peer lost nothing to compare with."""
-    our_value, peer_value = rounds.median(ours), rounds.median(peer)
-    if our_value is None or peer_value is None or peer_value <= 0:
-        return None
-    return max(0.0, our_value) / peer_value
-
-
-def _milliseconds(rounds: MeasuredRounds, name: str, factor: float = 1.0) -> float | None:
-    seconds = rounds.median(name)
-    return None if seconds is None else seconds * factor * 1e3
-
-
-def _many(rounds: MeasuredRounds) -> float | None:
-    """Return the milliseconds that a save of many small tensors takes beyond 1.25 times the copy of their bytes."""
-    stall_ms, copy_ms = _milliseconds(rounds, "many"), _milliseconds(rounds, "many_copy", 1.25)
-    return None if stall_ms is None or copy_ms is None else stall_ms - copy_ms
-
-
 def _of_steps(steps: MeasuredRounds) -> list[str]:
-    lines = []
-    for suffix, training in (("", "training on all cores"), ("_one_core", "training on one core")):
-        for name, called in (("ours", "outlast"), ("dcp", "dcp.async_save")):
-            lost_s = steps.median(f"{name}{suffix}_lost")
-            slowdown = steps.median(f"{name}{suffix}_slowdown")
-            meanwhile_s = steps.median(f"{name}{suffix}_meanwhile")
-            if lost_s is not None and slowdown is not None and meanwhile_s is not None:
-                lines.append(
-                    f"{training}, while {called} writes: steps took {slowdown:+.0%} for {meanwhile_s * 1e3:.0f} ms, "
-                    f"{lost_s * 1e3:.0f} ms lost in all"
-                )
-    return lines
+    """Return a line on what training loses beside each library's save."""
+    return [
+        f"{training}, while {called} writes: steps took {steps[f'{name}_slowdown']:+.0%} for "
+        f"{steps[f'{name}_meanwhile'] * 1e3:.0f} ms, {steps[f'{name}_lost'] * 1e3:.0f} ms lost in all"
+        for suffix, training in (("", "training on all cores"), ("_one_core", "training on one core"))
+        for name, called in ((f"ours{suffix}", "outlast"), (f"dcp{suffix}", "dcp.async_save"))
+    ]
 
 
 # -- stalls and durations --------------------------------------------------------------------------------------------
@@ -192,64 +157,204 @@ def measure_saves(num_rounds: str, name: str, num_tensors: str) -> Iterator[Foun
     source = torch.cat(list(small.values())).numpy()
     target = source.copy()
     floors, dcp = Floors(saved, folder), Dcp(saved, folder / "dcp")
+    stager, late_stager = _stager(beside=False), _stager(beside=True)
     meta = MetaCheckpointing.find(saved, folder / "meta")
-
-    def save_ours() -> Found:
-        stall_s, _, durable_s = ours.save()
-        return {"ours": stall_s, "ours_durable": durable_s}
-
-    def save_late() -> Found:
-        stall_s, guard_s, _ = late.save()
-        return {"overlapped": stall_s, "overlapped_guard": guard_s}
 
     def save_many() -> Found:
         copy_s, _ = timed(lambda: np.copyto(target, source))
         return {"many": many.save()[0], "many_copy": copy_s}
 
+    def save_safetensors(path: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file(saved.tensors(), path)
+
     measures: list[Callable[[], Found]] = [
-        save_ours,
+        lambda: _named(ours.save(), "ours", total="ours_durable"),
         lambda: {"memcpy": floors.copy()},
-        dcp.save_in_thread,
-        dcp.save_with_stager,
-        save_late,
+        lambda: _named(dcp.save_async(), "dcp_async", total="dcp_async_durable"),
+        lambda: _named(dcp.save_async(stager), "dcp_reused_stager"),
+        lambda: _named(late.save(), "overlapped", guard="overlapped_guard"),
         save_many,
-        dcp.save_staging_beside,
+        lambda: _named(dcp.save_async(late_stager, is_late=True), "dcp_staging", guard="dcp_staging_guard"),
         lambda: {"bare_write": floors.write()},
-        dcp.save,
-        lambda: {"torch_save": save_torch(saved, folder / "state.pt")},
-        lambda: {"safetensors": save_safetensors(saved, folder / "state.safetensors")},
+        lambda: {"dcp_save": dcp.save()},
+        lambda: {"torch_save": _save_file(folder / "state.pt", lambda path: torch.save(saved.state_dict(), path))},
+        lambda: {"safetensors": _save_file(folder / "state.safetensors", save_safetensors)},
         *([] if meta is None else [meta.save]),
     ]
     yield from rounds_of(measures, int(num_rounds))
-    for closing in (ours, late, many, floors, dcp, meta):
+    for closing in (ours, late, many, floors, stager, late_stager, meta):
         if closing is not None:
             closing.close()
+
+
+def _named(seconds: tuple[float, float, float], stall: str, *, guard: str = "", total: str = "") -> Found:
+    """Return what of :func:`time_save` is reported, by name."""
+    return {name: value for name, value in zip((stall, guard, total), seconds, strict=True) if name}
 
 
 class _Ours:
     """Saves of a manager with a local tier; it removes nothing itself, as the peers do not."""
 
-    def __init__(self, folder: Path, state: dict[str, Any], *, overlap: bool) -> None:
+    def __init__(self, folder: Path, state: dict[str, Any], *, overlap: bool = False) -> None:
         config = CheckpointConfig(local_directory=str(folder), local_most_recent_k=-1, overlap_staging=overlap)
         self._manager = CheckpointManager(config)
         self._folder, self._state, self._iteration = folder, state, 0
         for _ in range(2):  # each of the two buffers once: fresh pages cost several times the copy
             self.save()
 
+    def begin_save(self) -> SaveHandle:
+        """Begin the next save."""
+        self._iteration += 1
+        return self._manager.save(self._state, self._iteration)
+
     def save(self) -> tuple[float, float, float]:
         """Return the seconds of the stall, of the wait for the rest of the copy, and until the save was durable."""
-        self._iteration += 1
-        begin_ns = clock.now_ns()
-        stall_s, handle = timed(lambda: self._manager.save(self._state, self._iteration))
-        guard_s, _ = timed(self._manager.finish_staging)
-        handle.wait()
-        durable_s = (clock.now_ns() - begin_ns) / 1e9
+        seconds = time_save(
+            self.begin_save, lambda handle: handle.wait(), guard=lambda _: self._manager.finish_staging()
+        )
+        self.remove()
+        return seconds
+
+    def remove(self) -> None:
+        """Remove what was saved."""
         for old in self._folder.glob("*/step-*"):
             shutil.rmtree(old)
-        return stall_s, guard_s, durable_s
 
     def close(self) -> None:
         self._manager.close()
+
+
+class Dcp:
+    """``torch.distributed.checkpoint``.
+
+    Args:
+        saved: The state.
+        folder: Where; removed after every save.
+    """
+
+    def __init__(self, saved: CheckpointState, folder: Path) -> None:
+        self._saved, self._folder = saved, folder
+
+    def save(self) -> float:
+        """Return the seconds of ``dcp.save``."""
+        seconds, _ = timed(lambda: save(self._saved.state_dict(), checkpoint_id=self._folder, no_dist=True))
+        self.remove()
+        return seconds
+
+    def save_async(self, stager: DefaultStager | None = None, *, is_late: bool = False) -> tuple[float, float, float]:
+        """Return the seconds of the stall, of the wait for the staging, and until the save was written.
+
+        Args:
+            stager: Stages into memory that it keeps; ``None``: into memory that is allocated for each save.
+            is_late: The stager's copy continues after the return.
+        """
+        seconds = time_save(
+            lambda: self.begin_save(**({} if stager is None else {"async_stager": stager})),
+            finish=lambda written: (written.upload_completion if is_late else written).result(),
+            guard=(lambda written: written.staging_completion.result()) if is_late else None,
+        )
+        self.remove()
+        return seconds
+
+    def begin_save(self, **options: Any) -> Any:
+        """Begin a save, by default written in a thread; return what it is awaited with."""
+        return async_save(self._saved.state_dict(), checkpoint_id=self._folder, no_dist=True, **options)
+
+    def remove(self) -> None:
+        """Remove what was saved."""
+        shutil.rmtree(self._folder)
+
+
+def _stager(*, beside: bool) -> DefaultStager:
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=beside, use_non_blocking_copy=False
+        )
+    )
+
+
+def _save_file(path: Path, save: Callable[[Path], object]) -> float:
+    """Return the seconds of a save into one file, and of an fsync."""
+
+    def save_durably() -> None:
+        save(path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    seconds, _ = timed(save_durably)
+    path.unlink()
+    return seconds
+
+
+class Floors:
+    """Copy and write with two threads, from and into memory that is warm.
+
+    Args:
+        saved: What is copied, and as much of it is written.
+        folder: Where.
+    """
+
+    def __init__(self, saved: CheckpointState, folder: Path) -> None:
+        self._path = folder / "bare"
+        self._memory = mmap.mmap(-1, saved.num_bytes)
+        self._target = np.frombuffer(self._memory, dtype=np.uint8)
+        self._sources = [tensor.numpy().reshape(-1).view(np.uint8) for tensor in saved.tensors().values()]
+        self._other = ThreadPoolExecutor(1)
+        self.copy()
+
+    def copy(self) -> float:
+        """Return the seconds of a copy."""
+
+        def half(first: int) -> None:
+            for number in range(first, len(self._sources), 2):
+                start = number * TENSOR_BYTES
+                np.copyto(self._target[start : start + TENSOR_BYTES], self._sources[number])
+
+        return timed(lambda: self._twice(half))[0]
+
+    def write(self) -> float:
+        """Return the seconds of bare writes past the page cache, and of an fsync."""
+        seconds, _ = timed(self._write)
+        self._path.unlink()
+        return seconds
+
+    def close(self) -> None:
+        """End the thread."""
+        self._other.shutdown()
+
+    def _write(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(self._path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._path.unlink(missing_ok=True)
+            fd = os.open(self._path, flags)
+        size = len(self._memory)
+
+        def half(first: int) -> None:
+            with memoryview(self._memory) as view:
+                for start in range(first * _CHUNK_BYTES, size, 2 * _CHUNK_BYTES):
+                    with view[start : start + _CHUNK_BYTES] as chunk:
+                        written = 0
+                        while written < len(chunk):
+                            with chunk[written:] as rest:
+                                written += os.pwrite(fd, rest, start + written)
+
+        try:
+            os.posix_fallocate(fd, 0, size)
+            self._twice(half)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _twice(self, half: Callable[[int], None]) -> None:
+        beside = self._other.submit(half, 1)
+        half(0)
+        beside.result()
 
 
 # -- training meanwhile ----------------------------------------------------------------------------------------------
@@ -258,24 +363,18 @@ class _Ours:
 def measure_steps(num_rounds: str, name: str, num_tensors: str) -> Iterator[Found]:
     """Yield what training loses while a save is written.
 
-    Training that keeps every core busy is the one that the bar is about; beside one that leaves cores free, whoever
-    writes in a thread or a process of its own costs it little.
+    Training that keeps every core busy is the one that the bar is about; beside one that leaves cores free, a library
+    that writes in a thread or a process of its own costs it little.
     """
     warnings.simplefilter("ignore")  # the peer's own
-    saved, training, folder = CheckpointState(int(num_tensors)), _SteppedTraining(), Path(name, "ours")
-    manager = CheckpointManager(CheckpointConfig(local_directory=str(folder), local_most_recent_k=-1))
-    dcp = Dcp(saved, Path(name, "dcp"))
-    iterations = iter(range(1, 2 * int(num_rounds) + 3))
-
-    for _ in range(2):  # each of the two buffers once
-        manager.save(saved.state, next(iterations)).wait()
+    saved, training = CheckpointState(int(num_tensors)), _SteppedTraining()
+    ours, dcp = _Ours(Path(name, "ours"), saved.state), Dcp(saved, Path(name, "dcp"))
 
     def beside_ours() -> list[float]:
-        handle = manager.save(saved.state, next(iterations))
+        handle = ours.begin_save()
         found = training.beside(lambda: handle.done)
         handle.wait()
-        for old in folder.glob("*/step-*"):
-            shutil.rmtree(old)
+        ours.remove()
         return found
 
     def beside_dcp() -> list[float]:
@@ -292,7 +391,7 @@ def measure_steps(num_rounds: str, name: str, num_tensors: str) -> Iterator[Foun
             found |= _compare(training, beside_ours, f"ours{suffix}")
             found |= _compare(training, beside_dcp, f"dcp{suffix}")
         yield found
-    manager.close()
+    ours.close()
 
 
 def _compare(training: _SteppedTraining, beside: Callable[[], list[float]], name: str) -> Found:
@@ -402,7 +501,7 @@ def _used_bytes() -> int:
             continue  # it has ended meanwhile
         fields = dict(line.split(":", 1) for line in text.splitlines())
         own += _bytes_of(fields, "RssAnon")
-        shared = max(shared, _bytes_of(fields, "RssShmem"))  # whoever maps most of it maps all of it
+        shared = max(shared, _bytes_of(fields, "RssShmem"))  # the process that maps most of it maps all of it
     return own + shared
 
 

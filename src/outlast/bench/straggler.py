@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from time import perf_counter_ns
 
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from outlast.bench.measuring import GROUP_TIMEOUT_S, Progress, measure_in_two_ranks, median, process_group, timed
-from outlast.bench.result import Bar, BenchResult
+from outlast.bench.measuring import (
+    GROUP_TIMEOUT_S,
+    BenchResult,
+    Progress,
+    measure_rounds,
+    median,
+    process_group,
+    take_turns,
+    timed,
+)
 from outlast.config import StragglerDetectionConfig
 from outlast.policy.slowness import RankTimings, summarise
 from outlast.policy.stragglers import Streaks, judge
 from outlast.straggler import StragglerDetector
-
-__all__ = ["measure", "measure_steps"]
 
 _TIMEOUT_S = 120.0
 _NUM_TURNS, _BLOCK = 20, 300
@@ -33,21 +38,15 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     Blocks: about a second a round, two minutes at most.
     """
     progress(f"timed steps of 2 ranks, and reports, {repeats} rounds and one that is dropped")
-    found = measure_in_two_ranks(measure_steps, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S)
+    found = measure_rounds(measure_steps, repeats=repeats, progress=progress, timeout_s=_TIMEOUT_S, num_ranks=2)
+    peer = "torch.profiler.record_function, off"
     return BenchResult(
-        bench="straggler",
-        bars=(
-            Bar(
-                name="straggler_us_per_step",
-                value=found.median("step_us"),
-                unit="us",
-                bar=10.0,
-                peer="torch.profiler.record_function, off",
-                peer_value=found.median("record_function_us"),
-            ),
-            Bar(name="report_ms", value=found.median("report_ms"), unit="ms", bar=50.0),
+        "straggler",
+        (
+            found.bar("straggler_us_per_step", "step_us", "us", 10.0, called=peer, peer="record_function_us"),
+            found.bar("report_ms", "report_ms", "ms", 50.0),
         ),
-        notes=(
+        (
             "a step has three sections within; the peer only marks them, for a profiler that does not run",
             f"judging the timings of 512 ranks takes each of them {found.median('judge_512_ms'):.3g} ms",
         ),
@@ -93,28 +92,23 @@ def measure_steps(num_rounds: str) -> Iterator[dict[str, float]]:
                 pass
 
         many = _timings_of_many()
+        kinds = {
+            "step": lambda: timed(timed_steps)[0],
+            "marked": lambda: timed(marked_steps)[0],
+            "bare": lambda: timed(bare_steps)[0],
+        }
         with closing(detector):
             for _ in range(int(num_rounds)):
-                step_us, marked_us, bare_us = _us_in_turns(timed_steps, marked_steps, bare_steps)
+                found_s = take_turns(kinds, _NUM_TURNS)
+                us = {name: median(seconds) * 1e6 / _BLOCK for name, seconds in found_s.items()}
                 report_s, _ = timed(detector.report)
                 judge_s, _ = timed(lambda: judge(Streaks(), many, config))
                 yield {
-                    "step_us": step_us - bare_us,
-                    "record_function_us": marked_us - bare_us,
+                    "step_us": us["step"] - us["bare"],
+                    "record_function_us": us["marked"] - us["bare"],
                     "report_ms": report_s * 1e3,
                     "judge_512_ms": judge_s * 1e3,
                 }
-
-
-def _us_in_turns(*kinds: Callable[[], None]) -> list[float]:
-    """Return the microseconds of a step of each kind, the median over its blocks."""
-    found_us: list[list[float]] = [[] for _ in kinds]
-    for _ in range(_NUM_TURNS):
-        for steps, values in zip(kinds, found_us, strict=True):
-            begin_ns = perf_counter_ns()
-            steps()
-            values.append((perf_counter_ns() - begin_ns) / 1e3 / _BLOCK)
-    return [median(values) for values in found_us]
 
 
 def _timings_of_many() -> list[RankTimings]:

@@ -61,7 +61,7 @@ class Arena:
         self.fd, self.num_bytes = fd, num_bytes
         self.inode = os.fstat(fd).st_ino
         """Tells it from all others, in any process."""
-        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # whoever maps it cannot lose a page under his hands
+        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # no process that maps it can lose a page
         self._map = mmap.mmap(fd, num_bytes)
         self.array: Bytes = np.frombuffer(self._map, dtype=np.uint8)
 
@@ -79,7 +79,7 @@ class Arena:
         return memoryview(self.array)[:num_bytes]  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Let go of the memory; pages go when the writer lets go, too. Idempotent."""
+        """Unmap the memory; its pages are freed once the writer has released it, too. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -331,7 +331,7 @@ class ArenaPool:
         Blocks: never. Thread: the training thread.
         """
         if self._toucher is not None and self._toucher.is_alive():
-            return  # it is at it
+            return  # it is under way
         try:
             self._writer.start()  # here, since a process of its own dies with the thread that starts it
         except CheckpointError:

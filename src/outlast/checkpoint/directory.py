@@ -51,25 +51,32 @@ class ClaimedPlace(Protocol):
     """A folder of the local tier, or the global tier."""
 
     @property
-    def url(self) -> str: ...
+    def url(self) -> str:
+        """The place, as a path where it is one."""
 
     @property
-    def owners(self) -> Records: ...
+    def owners(self) -> Records:
+        """The records of the place's owners."""
 
-    def generations(self) -> list[int]: ...
+    def generations(self) -> list[int]:
+        """Return the iterations that have a folder of a committed name, newest first; whole or not."""
 
-    def hint(self) -> str | None: ...
+    def hint(self) -> str | None:
+        """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read."""
 
-    def named_runs(self) -> Iterator[str]: ...
+    def named_runs(self) -> Iterator[str]:
+        """Yield the runs that manifests name, newest generation first, those for diagnosis last."""
 
-    def create_hint(self, run: str) -> bool: ...
+    def create_hint(self, run: str) -> bool:
+        """Name the run that the place belongs to, unless it is named; return whether this call did."""
 
-    def write_hint(self, run: str) -> None: ...
+    def write_hint(self, run: str) -> None:
+        """Name the run that the place belongs to, whatever it was named before."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryContent:
-    """What lay in a directory when a run began: nothing, unless it is said."""
+    """What lay in a directory when a run began; by default nothing."""
 
     hint: str | None = None
     generations: tuple[int, ...] = ()
@@ -348,7 +355,7 @@ class GenerationFolder:
 
     @property
     def url(self) -> str:
-        """The folder, as people are told of it."""
+        """The folder, as messages name it."""
         return os.fspath(self.path)
 
     @property
@@ -361,7 +368,7 @@ class GenerationFolder:
         try:
             return decode_hint((self.path / RUN).read_bytes())
         except OSError:
-            return None  # manifests tell it too; a disk that fails fails the save
+            return None  # manifests name it too; a disk that fails makes the save fail
 
     def named_runs(self) -> Iterator[str]:
         """Yield the runs that manifests name, newest generation first, those for diagnosis last."""

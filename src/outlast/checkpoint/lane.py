@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -199,7 +199,7 @@ class Lane(ABC):
     def _receive(self, save: Save, name: str, kind: type[T], *, grace_s: float = 0.0) -> T:
         """Return what a rank posted. Raises: CheckpointError, when it posted nothing in time, or this rank leaves."""
         try:
-            return self._exchange.receive(save.attempt.ordinal, name, kind, lambda: self._left_s() + grace_s)
+            return self._exchange.receive(save.attempt.ordinal, name, kind, timeout_s=self._left_s() + grace_s)
         except Stopped:
             raise CheckpointError(
                 f"the save of iteration {save.iteration} is abandoned: this rank is closing",
@@ -231,7 +231,7 @@ class Lane(ABC):
         outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S)
         self._is_decided = True
         if outcome.is_refused:
-            self._exchange.part(save.attempt.ordinal, self._world_size, deadline(GRACE_S))
+            self._exchange.part(save.attempt.ordinal, self._world_size, timeout_s=GRACE_S)
         if outcome.error is not None:
             raise outcome.failure(what, rank=self._rank, iteration=save.iteration)
         self._exchange.forget(save.attempt.ordinal)
@@ -306,35 +306,35 @@ class SaveExchange:
             self._store.set(key, msgspec.json.encode(value).decode())
         self._posted.append((ordinal, key))
 
-    def receive(self, ordinal: int, name: str, kind: type[T], left_s: Callable[[], float]) -> T:
+    def receive(self, ordinal: int, name: str, kind: type[T], *, timeout_s: float) -> T:
         """Return what was posted under that name.
 
         Args:
             ordinal: Number of the save.
             name: As given to :meth:`post`, by whichever rank.
             kind: Type of the value.
-            left_s: Seconds to wait from now on.
+            timeout_s: Longest wait.
 
         Raises:
             NoAnswer: Nothing was posted in time.
             PeerSilent: The ranks' store is gone.
             Stopped: This rank leaves.
 
-        Blocks: until it is posted, up to ``left_s()``.
+        Blocks: until it is posted, up to ``timeout_s``.
         """
         key = self._key(ordinal, name)
-        pause_s = 0.001
+        end_s, pause_s = clock.now_s() + timeout_s, 0.001
         with _store_errors():
             while not self._store.check([key]):
                 if self._stop.wait(pause_s):
                     raise Stopped
-                if left_s() <= 0:
+                if clock.now_s() >= end_s:
                     raise NoAnswer(name)
                 pause_s = min(POLL_S, 2 * pause_s)
             word = bytes(self._store.get(key))
         return from_json(word, kind)
 
-    def part(self, ordinal: int, num_ranks: int, left_s: Callable[[], float]) -> None:
+    def part(self, ordinal: int, num_ranks: int, *, timeout_s: float) -> None:
         """Acknowledge the outcome of a save after which ranks leave.
 
         Rank 0, which may host the store, waits for all others, so that none of them finds it gone.
@@ -342,12 +342,13 @@ class SaveExchange:
         Args:
             ordinal: Number of the save.
             num_ranks: All ranks.
-            left_s: Seconds to wait from now on.
+            timeout_s: Longest wait.
         """
+        end_s = clock.now_s() + timeout_s
         try:
             self.post(ordinal, f"acknowledged/{self._rank}", _Acknowledged())
             for rank in range(num_ranks) if self._rank == 0 else ():
-                self.receive(ordinal, f"acknowledged/{rank}", _Acknowledged, left_s)
+                self.receive(ordinal, f"acknowledged/{rank}", _Acknowledged, timeout_s=end_s - clock.now_s())
         except (NoAnswer, Stopped, PeerSilent):
             return  # the outcome is what counts
 
@@ -373,9 +374,3 @@ def _store_errors() -> Iterator[None]:
     except RuntimeError as error:  # torch's DistNetworkError and others
         what = (str(error).splitlines() or [type(error).__name__])[0]
         raise PeerSilent(f"rank 0, which hosts the ranks' store, is gone ({what}); see the log of that rank") from None
-
-
-def deadline(seconds: float) -> Callable[[], float]:
-    """Return a function that returns the seconds left of ``seconds`` from now."""
-    end_ns = clock.now_ns() + int(seconds * 1e9)
-    return lambda: (end_ns - clock.now_ns()) / 1e9

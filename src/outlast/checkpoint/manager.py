@@ -26,9 +26,9 @@ from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.checkpoint_plan import RetentionRules
 from outlast.policy.recovery_point import Tier, decode_distrusted
+from outlast.runtime.device import capture_random
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import current_place, is_initialised
-from outlast.runtime.random_numbers import capture_random
 
 log = logging.getLogger(__name__)
 L = TypeVar("L", bound=Lane)
@@ -44,7 +44,7 @@ class CheckpointManager:
     """Save generations behind training's back; load the newest that every rank can prove.
 
     Args:
-        config: Where and how. The worker's place is what the environment and ``torch.distributed`` say.
+        config: Where and how. The worker's place comes from the environment and ``torch.distributed``.
 
     Raises:
         ConfigError: There are several ranks, and ``torch.distributed`` is not initialised; or a setting cannot work.
@@ -154,18 +154,18 @@ class CheckpointManager:
     def claim(self) -> None:
         """Take the directories for this run, before it resumes from anything there; the first save does so, too.
 
-        A program that only loads, to evaluate for example, leaves it out, and may load what another run saves.
+        A program that only loads, to evaluate for example, need not call it, and may load what another run saves.
 
         Raises:
-            CheckpointError: Another run writes to one of them, or has saved what is there: :attr:`refusal` says why.
+            CheckpointError: Another run writes to one of them, or has saved what is there: :attr:`refusal` has why.
             PeerLost: A peer left.
 
         Collective: all ranks, before they load.
         Blocks: where only time can tell whether an owner on another machine lives, 10 s; 50 s in an object store.
         """
         refused = self._claims.acquire()
-        told = self._peers.gather(str(refused or "").encode())
-        if text := next(filter(None, told), b"").decode():
+        refusals = self._peers.gather(str(refused or "").encode())
+        if text := next(filter(None, refusals), b"").decode():
             error = DirectoryRefused(text)
             self._note_refused(error)
             raise error
@@ -269,7 +269,7 @@ class CheckpointManager:
             state: Name to what is saved: anything with ``state_dict`` and ``load_state_dict``, tensors, plain values,
                 mappings of these.
             iteration: Number of optimizer steps that the state has done.
-            tiers: Names of the tiers to save to; ``None`` = all that are configured. Those that are not are left out.
+            tiers: Names of the tiers to save to; ``None`` = all that are configured. Others are ignored.
             suspect: For diagnosis only: the generation goes to ``suspect/`` and is never loaded.
 
         Returns:
@@ -517,7 +517,7 @@ class CheckpointManager:
     # -- ending ------------------------------------------------------------------------------------------------
 
     def _at_exit(self) -> None:
-        """Leave fast, in the middle of whatever: the process ends, and perhaps a peer hangs."""
+        """Stop at once, whatever is under way: the process ends, and a peer may hang."""
         self._arenas.stop()
         self._peers.cut()
         self._writer.close()
@@ -547,7 +547,7 @@ def open_manager(
 
     Args:
         config: Where and how.
-        env: The worker's place; ``None`` = what the environment and ``torch.distributed`` say.
+        env: The worker's place; ``None`` = from the environment and ``torch.distributed``.
         journal: Where events are written; ``None`` = nowhere.
 
     Collective: all ranks.

@@ -187,7 +187,7 @@ MANIFEST_PART = "manifest"
 
 
 class HoldingsError(Exception):
-    """A part cannot be taken in or given out; says why in one line."""
+    """A part cannot be stored or given out; the text is the reason, in one line."""
 
 
 class CopyKey(msgspec.Struct, frozen=True, order=True):
@@ -198,6 +198,14 @@ class CopyKey(msgspec.Struct, frozen=True, order=True):
     rank: int
     """The rank whose state it is; of a parity, the rank on whose node it lies."""
     part: str = SHARD_PART
+
+    def __str__(self) -> str:
+        return f"{self.part or 'the shard'} of rank {self.rank} of generation {self.iteration} ({self.attempt})"
+
+    @property
+    def generation(self) -> tuple[int, str]:
+        """Iteration and attempt of the generation."""
+        return self.iteration, self.attempt
 
 
 class Incoming(Protocol):

@@ -34,6 +34,11 @@ from outlast.runtime.addresses import own_address
 from outlast.runtime.process_groups import Group, gather_bytes
 from outlast.runtime.processes import this_process, this_program
 
+log = logging.getLogger(__name__)
+SECRET_BYTES = 32
+SERVE_TIMEOUT_S = 30.0
+_PROBE_BYTES = 64 * 1024
+
 
 class Peers:
     """All ranks that save and load together; works alone, too.
@@ -73,10 +78,11 @@ class Peers:
 
     def store(self, *, timeout_s: float) -> Any:
         """Return a connection of its own to the ranks' store, for one thread."""
-        if self._group is None:
-            return OwnStore()
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import _get_default_store
 
+        if self._group is None:
+            return HashStore()
         default: Any = _get_default_store()
         store = default.clone()
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
@@ -92,31 +98,6 @@ class Peers:
         """Fail whatever waits for a peer. Thread: any."""
         if self._group is not None:
             self._group.cut()
-
-
-class OwnStore:
-    """The part of ``torch.distributed``'s store that an :class:`~outlast.checkpoint.lane.SaveExchange` needs."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self._values[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self._values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
-
-
-log = logging.getLogger(__name__)
-SECRET_BYTES = 32
-SERVE_TIMEOUT_S = 30.0
-_PROBE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,17 +171,17 @@ class Places:
         return tuple(other for other, node in enumerate(self.nodes) if node == self.nodes[rank])
 
 
-class _RankView(msgspec.Struct, frozen=True, kw_only=True):
+class _RankView(msgspec.Struct, kw_only=True):
     """What one rank sees."""
 
     node: str
-    ranks: tuple[int, ...]
+    ranks: list[int]
     """The ranks that see the same local folder."""
-    near: tuple[RunEvidence, ...] = ()
+    near: list[RunEvidence] = []
     """Of this node's memory, and, for the lowest of these ranks, its folder."""
     far: RunEvidence | None = None
     """Of the global tier, on rank 0."""
-    generations: tuple[int, ...] = ()
+    generations: set[int] = set()
     host: str = ""
     port: int = 0
     error: str | None = None
@@ -286,9 +267,8 @@ def _look(
     secret: bytes | None,
 ) -> tuple[_RankView, DirectoryContent | None, DirectoryContent | None]:
     """Return what all ranks have to know of what this one sees, and what lies in the local and the global tier."""
-    ranks, generations, near = [peers.rank], set[int](), list[RunEvidence]()
+    view = _RankView(node=place.node, ranks=[peers.rank])
     seen_local, seen_global = None, None
-    far, global_error, host, port = None, None, "", 0
     if directory is not None and peers.rank == 0:
         try:
             if not directory.is_remote:
@@ -297,55 +277,42 @@ def _look(
                 _write_probe(probe)
                 probe.unlink()
             looked = look_at(directory)
-            far = _evidence(looked, directory.named_runs())
-            generations.update(looked.generations)
+            view.far = _evidence(looked, directory.named_runs())
+            view.generations.update(looked.generations)
             seen_global = looked
         except (CheckpointError, OSError) as error:
-            global_error = str(error)
+            view.global_error = str(error)
     try:
         if local is not None:
             prefix = f".probe-{token}-"
-            ranks = sorted(int(n.removeprefix(prefix)) for n in os.listdir(local.path) if n.startswith(prefix))
+            view.ranks = sorted(int(n.removeprefix(prefix)) for n in os.listdir(local.path) if n.startswith(prefix))
             seen_local = look_at(local)
-            generations.update(seen_local.generations)
-            if peers.rank == min(ranks):
-                near.append(_evidence(seen_local, local.named_runs()))
+            view.generations.update(seen_local.generations)
+            if peers.rank == min(view.ranks):
+                view.near.append(_evidence(seen_local, local.named_runs()))
         if writer.outlives_worker:
             held, _ = writer.ask(f.List(), f.Listed, timeout_s=SERVE_TIMEOUT_S)
             manifests = [decode_manifest(one.manifest)[0] for one in held.generations]
-            generations.update(manifest.iteration for manifest in manifests)
-            near += [RunEvidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
+            view.generations.update(manifest.iteration for manifest in manifests)
+            view.near += [RunEvidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
         if secret is not None:
-            host = own_address(place.master_addr)
-            folder = os.fspath(local.path) if local is not None else None
-            serving, _ = writer.ask(
-                f.Serve(host=host, secret=secret, folder=folder), f.Serving, timeout_s=SERVE_TIMEOUT_S
-            )
-            port = serving.port
+            view.host = own_address(place.master_addr)
+            request = f.Serve(host=view.host, secret=secret, folder=None if local is None else local.url)
+            view.port = writer.ask(request, f.Serving, timeout_s=SERVE_TIMEOUT_S)[0].port
     except (OSError, OutlastError) as error:
-        return _RankView(node=place.node, ranks=tuple(ranks), error=f"rank {peers.rank}: {error}"), None, None
-    seen = _RankView(
-        node=place.node,
-        ranks=tuple(ranks),
-        near=tuple(near),
-        far=far,
-        generations=tuple(sorted(generations)),
-        host=host,
-        port=port,
-        global_error=global_error,
-    )
-    return seen, seen_local, seen_global
+        view.error = f"rank {peers.rank}: {error}"  # which ends the start on all ranks
+    return view, seen_local, seen_global
 
 
 def _evidence(seen: DirectoryContent, runs: Iterator[str]) -> RunEvidence:
-    """Return what a place says of its run, by what was seen there and the runs that its manifests name."""
+    """Return what a place shows of its run, from what was seen there and the runs that its manifests name."""
     owner = find_owner(seen.hint, runs)
     proven = owner.run if owner is not None and owner.is_proven else None
     return RunEvidence(seen.hint, proven, max(seen.generations, default=0))
 
 
 def _name_nodes(everyone: list[_RankView], *, by_folder: bool) -> tuple[str, ...]:
-    """Return each rank's node; two machines of one name that do not share a folder are told apart."""
+    """Return each rank's node; two machines of one name that do not share a folder are distinguished."""
     if not by_folder:
         return tuple(one.node for one in everyone)
     firsts: dict[str, int] = {}

@@ -41,7 +41,7 @@ from outlast.policy.recovery_point import (
     is_distrusted,
     is_doubtful,
 )
-from outlast.runtime.random_numbers import restore_random
+from outlast.runtime.device import restore_random
 
 log = logging.getLogger(__name__)
 _LIVE_STATE = ""
@@ -295,16 +295,17 @@ class CheckpointRecovery:
                 error = Untrusted("led to invalid results, or descends from what did")
                 rejected.append(reject(error, copy.generation, copy.tier, rank, f"attempt {copy.attempt}"))
         if any(kept):
-            table = dataclasses.replace(table, copies=_with_kept(table, kept, distrusted))
+            trusted = [{one} if one and not is_distrusted(one, table.lineage, distrusted) else set() for one in kept]
+            with_kept = [held | own for held, own in zip(table.copies, trusted, strict=True)]
+            table = dataclasses.replace(table, copies=with_kept)
         prover = CopyProver(
+            config=self._config,
             places=places,
             peers=self._peers,
             writer=self._writer,
             arenas=self._arenas,
             table=committed,
             state=state,
-            timeout_s=self._config.replication_timeout,
-            fetch_limit_s=self._config.save_timeout,
         )
         resharded: set[str] = set()
         doubtful = [{copy for copy in copies if is_doubtful(copy, distrusted)} for copies in table.copies]
@@ -371,10 +372,9 @@ class CheckpointRecovery:
             proven.check(prover.state)
         except OtherLayout as error:
             return proven, _Vote(no(error), other_layout=True)
-        except CheckpointError as error:
-            return proven, _Vote(fatal=str(error))
         except Exception as error:  # noqa: BLE001 - a state_dict() may raise anything; the peers wait for the vote
-            return proven, _Vote(fatal=f"{type(error).__name__}: {error}")
+            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+            return proven, _Vote(fatal=f"{kind}{error}")
         return proven, _Vote()
 
 
@@ -404,14 +404,6 @@ def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list
         if one is not None and one in committed and table.world_sizes.get(one[1], peers.world_size) == peers.world_size
         else None
         for one in everyone
-    ]
-
-
-def _with_kept(table: Table, kept: Sequence[Copy | None], distrusted: Sequence[Distrusted]) -> list[set[Copy]]:
-    """Return each rank's copies with what its live state is, unless that is distrusted."""
-    return [
-        copies | {one} if one is not None and not is_distrusted(one, table.lineage, distrusted) else set(copies)
-        for copies, one in zip(table.copies, kept, strict=True)
     ]
 
 

@@ -10,14 +10,14 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import Arena, ArenaPool
-from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.manifest import GlobalManifest
+from outlast.checkpoint.dcp.items import TORCH_TYPES
 from outlast.checkpoint.dcp.reader import bytes_of, read_rank
 from outlast.checkpoint.dcp.reshard import Resharded, load_resharded
 from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey, Manifest, decode_manifest
@@ -29,22 +29,21 @@ from outlast.checkpoint.state import (
     Wrapped,
     capture,
     check_fit,
-    check_same_layouts,
+    check_layouts,
     decode,
     flatten,
-    layouts_of,
     meshes_of,
     restore_into,
 )
 from outlast.checkpoint.tiers import PARITY, Table, check_manifest
 from outlast.checkpoint.verification import Proof, VerifiedFiles, prove_shard, read_shard
 from outlast.checkpoint.writer_client import WriterClient
+from outlast.config import CheckpointConfig
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
 
 log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 30.0
-_TORCH_TYPES = {short: getattr(torch, name.removeprefix("torch.")) for name, short in DTYPE_NAMES.items()}
 
 
 class ProvenCopy:
@@ -71,13 +70,7 @@ class _ShardCopy(ProvenCopy):
     """A shard in a file or in shared memory."""
 
     def __init__(
-        self,
-        fd: int,
-        manifest: Manifest,
-        rank: int,
-        *,
-        in_memory: bool,
-        on_close: Callable[[], None] | None = None,
+        self, fd: int, manifest: Manifest, rank: int, *, in_memory: bool, on_close: Callable[[], None] | None = None
     ) -> None:
         self._fd, self._manifest, self._rank, self._on_close = fd, manifest, rank, on_close
         try:
@@ -89,7 +82,7 @@ class _ShardCopy(ProvenCopy):
 
     def check(self, state: Mapping[str, Any]) -> None:
         live = capture(state)
-        _check_layouts(self._proof.tree, live)
+        check_layouts(self._proof.tree, live)
         saved = decode(self._proof.tree, self._placeholder, meshes_of(live), rewrap=Wrapped.outline)
         check_fit(state, saved["state"])
 
@@ -101,7 +94,7 @@ class _ShardCopy(ProvenCopy):
             if span is not None and _takes(named.tensor, span.shape, span.dtype):
                 into[named.name] = named.tensor
         tensors = read_tensors(self._fd, self._manifest, self._rank, self._proof, into)
-        saved = decode(self._proof.tree, lambda name: _present(tensors, name), meshes_of(live))
+        saved = decode(self._proof.tree, partial(_present, tensors), meshes_of(live))
         restore_into(state, saved["state"])
         return dict(saved["random"])
 
@@ -115,37 +108,30 @@ class _ShardCopy(ProvenCopy):
     def _placeholder(self, name: str) -> torch.Tensor:
         """Return a tensor of the right type and shape that takes no memory."""
         span = _present(self._proof.spans, name)
-        return torch.empty((), dtype=_TORCH_TYPES[span.dtype]).expand(span.shape)
+        return torch.empty((), dtype=TORCH_TYPES[span.dtype]).expand(span.shape)
 
 
 class _GlobalCopy(ProvenCopy):
     """A rank's exact state, put together from the global tier, in memory of its own."""
 
-    def __init__(
-        self,
-        directory: GlobalDirectory,
-        generation: int,
-        manifest: GlobalManifest,
-        rank: int,
-        state: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, files: VerifiedFiles, rank: int, state: Mapping[str, Any]) -> None:
         self._unfit: Exception | None = None
 
         def accept(tree: bytes) -> None:
             try:
-                _check_layouts(tree, capture(state))
+                check_layouts(tree, capture(state))
             except OtherLayout:
                 raise
             except Exception as error:  # noqa: BLE001 - the live state's, not the generation's; check() raises it
                 self._unfit = error
 
-        self._state = read_rank(directory, generation, manifest, rank, accept=accept)
+        self._state = read_rank(files, rank, accept=accept)
         self.num_bytes_read = self._state.num_bytes_read
 
     def check(self, state: Mapping[str, Any]) -> None:
         if self._unfit is not None:
             raise self._unfit
-        self._saved = decode(self._state.tree, self._state.tensor, meshes_of(capture(state)))
+        self._saved = decode(self._state.tree, partial(_present, self._state.tensors), meshes_of(capture(state)))
         check_fit(state, self._saved["state"])
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,6 +155,8 @@ class _ReshardedCopy(ProvenCopy):
 class CopyProver:
     """Proves copies of this rank."""
 
+    config: CheckpointConfig
+    """How long another node may take."""
     places: Places
     """Where they may lie."""
     peers: Peers
@@ -181,10 +169,6 @@ class CopyProver:
     """What all ranks could load."""
     state: Mapping[str, Any]
     """The live state."""
-    timeout_s: float
-    """Seconds without progress after which another node is given up."""
-    fetch_limit_s: float
-    """For all of a fetch."""
 
     def prove(self, copy: Copy, reshard: bool) -> ProvenCopy:
         """Compare every byte of a copy with its digest.
@@ -232,54 +216,51 @@ class CopyProver:
 
     def _from_node(self, copy: Copy) -> _ShardCopy:
         target = self.places.targets[copy.holder]
-        data = self._fetch_manifest(copy, target)
-        manifest = self._checked(decode_manifest(data)[0], copy)
-        request = f.Fetch(
-            key=self._key(copy),
-            num_bytes=manifest.shards[self.peers.rank].num_bytes,
-            target=target,
-            timeout_s=self.timeout_s,
-        )
-        return self._fetch(copy, request, manifest, data, f"node {copy.holder} gave other bytes than were saved")
+        manifest, data = self._fetch_manifest(copy, target)
+        problem = f"node {copy.holder} gave other bytes than were saved"
+        return self._fetch(copy, manifest, data, problem, target=target)
 
     def _from_parity(self, copy: Copy) -> _ShardCopy:
         members, rank, targets = self.table.members[copy.attempt], self.peers.rank, self.places.targets
         known = [other for other in sorted(members) if other != rank]
-        data = self._fetch_manifest(copy, targets[members[known[0]]])
-        manifest = self._checked(decode_manifest(data)[0], copy)
+        manifest, data = self._fetch_manifest(copy, targets[members[known[0]]])
         group = group_of(manifest.nodes, manifest.parity, rank) if manifest.parity else ()
         if missing := [other for other in group if other != rank and other not in members]:
             raise Incomplete(f"rank {missing[0]}'s shard or parity is missing")
         if len(group) < 2:
             raise Incomplete("it shares a parity with nobody")
-        nobody = Target(node="", host="", port=0)
-        request = f.Fetch(
-            key=self._key(copy),
-            num_bytes=manifest.shards[rank].num_bytes,
-            members=tuple(
-                ParityMember(
-                    other, manifest.shards[other].num_bytes, nobody if other == rank else targets[members[other]]
-                )
-                for other in group
-            ),
-            timeout_s=self.timeout_s,
-        )
+        holders = {other: targets[members[other]] for other in group if other != rank}
+        holders[rank] = Target(node="", host="", port=0)
+        parities = tuple(ParityMember(other, manifest.shards[other].num_bytes, holders[other]) for other in group)
         others = ", ".join(members[other] for other in group if other != rank)
         problem = f"what was rebuilt from nodes {others} is not what was saved"
-        return self._fetch(copy, request, manifest, data, problem)
+        return self._fetch(copy, manifest, data, problem, members=parities)
 
-    def _fetch_manifest(self, copy: Copy, target: Target) -> bytes:
+    def _fetch_manifest(self, copy: Copy, target: Target) -> tuple[Manifest, bytes]:
+        """Have the writer get a generation's manifest from another node; return it, checked, and its file."""
         part = CopyKey(copy.generation, copy.attempt, 0, MANIFEST_PART)
-        request = f.GetPart(key=part, target=target, timeout_s=self.timeout_s)
-        return self.writer.ask(request, f.GotPart, timeout_s=self.fetch_limit_s)[0].data
+        request = f.GetPart(key=part, target=target, timeout_s=self.config.replication_timeout)
+        data = self.writer.ask(request, f.GotPart, timeout_s=self.config.save_timeout)[0].data
+        return self._checked(decode_manifest(data)[0], copy), data
 
-    def _fetch(self, copy: Copy, request: f.Fetch, manifest: Manifest, data: bytes, problem: str) -> _ShardCopy:
+    def _fetch(
+        self,
+        copy: Copy,
+        manifest: Manifest,
+        data: bytes,
+        problem: str,
+        *,
+        target: Target | None = None,
+        members: tuple[ParityMember, ...] = (),
+    ) -> _ShardCopy:
         """Have the writer get a shard into memory, which is then kept as this node's copy."""
         rank = self.peers.rank
-        chunks = manifest.shards[rank].chunks
-        arena = self.arenas.take(request.num_bytes)
+        num_bytes, chunks = manifest.shards[rank].num_bytes, manifest.shards[rank].chunks
+        limit_s = self.config.replication_timeout
+        request = f.Fetch(key=self._key(copy), num_bytes=num_bytes, target=target, members=members, timeout_s=limit_s)
+        arena = self.arenas.take(num_bytes)
         try:
-            fetched, _ = self.writer.ask(request, f.Fetched, timeout_s=self.fetch_limit_s, fd=arena.fd)
+            fetched, _ = self.writer.ask(request, f.Fetched, timeout_s=self.config.save_timeout, fd=arena.fd)
             if fetched.chunks != chunks:
                 wrong = next(n for n, chunk in enumerate(chunks) if fetched.chunks[n : n + 1] != (chunk,))
                 raise Corrupt(f"{problem}: chunk {wrong} differs")
@@ -305,30 +286,26 @@ class CopyProver:
         directory = self.places.directory
         assert directory is not None
         same = self.table.world_sizes.get(copy.attempt) == self.peers.world_size and not reshard
-        manifest, problem = None, ""
+        files, problem = None, ""
         try:
             manifest = directory.manifest(copy.generation)
             if manifest.attempt != copy.attempt:
                 raise Untrusted(f"belongs to attempt {manifest.attempt} instead of {copy.attempt}")
+            files = VerifiedFiles(directory, manifest, directory.folder(copy.generation))
         except (CheckpointError, OSError) as error:
             if same:
                 raise
             problem = f"rank {self.peers.rank}: {error}"
-        if same:
-            assert manifest is not None
-            self._warn_of_metadata(directory, manifest)
-            return _GlobalCopy(directory, copy.generation, manifest, self.peers.rank, self.state)
-        # All ranks load together: if one cannot even begin, none may.
-        for text in self.peers.gather(problem.encode()):
-            if text:
-                raise CheckpointError(text.decode())
-        assert manifest is not None
-        self._warn_of_metadata(directory, manifest)
-        return _ReshardedCopy(load_resharded(directory, copy.generation, manifest, self.state))
-
-    def _warn_of_metadata(self, directory: GlobalDirectory, manifest: GlobalManifest) -> None:
+        if not same:  # all ranks load together: if one cannot even begin, none may
+            for text in self.peers.gather(problem.encode()):
+                if text:
+                    raise CheckpointError(text.decode())
+        assert files is not None
         if self.peers.rank == 0:
-            VerifiedFiles(directory, manifest).warn_of_metadata()
+            files.warn_of_metadata()
+        if same:
+            return _GlobalCopy(files, self.peers.rank, self.state)
+        return _ReshardedCopy(load_resharded(files, self.state))
 
     def _key(self, copy: Copy) -> CopyKey:
         return CopyKey(copy.generation, copy.attempt, self.peers.rank)
@@ -362,19 +339,12 @@ def read_tensors(
     Blocks: while all of it is read, by two threads.
     """
     tensors = {
-        name: into[name] if name in into else torch.empty(span.shape, dtype=_TORCH_TYPES[span.dtype])
+        name: into[name] if name in into else torch.empty(span.shape, dtype=TORCH_TYPES[span.dtype])
         for name, span in proof.spans.items()
     }
     read_shard(fd, manifest, rank, proof, {name: bytes_of(tensor) for name, tensor in tensors.items()})
     del tensors[TREE]
     return tensors
-
-
-def _check_layouts(tree: bytes, live: dict[str, Any]) -> None:
-    """Raise OtherLayout when the tensors of a tree lie on the ranks in another way than those of the live state."""
-    saved = layouts_of(tree)
-    if any(saved.values()) or meshes_of(live):
-        check_same_layouts(saved, layouts_of(flatten({"state": live}).tree))
 
 
 def _takes(tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> bool:

@@ -322,9 +322,9 @@ def write_image(
         num_threads: How many write at a time; one more digests.
 
     Raises:
-        OSError: The disk is full, the file exists, or whatever else the disk says.
+        OSError: The disk is full, the file exists, or the disk fails otherwise.
 
-    Blocks: until the disk says that everything is there.
+    Blocks: until the disk has confirmed everything.
     """
     try:
         with _new_file(path, direct=True) as fd:
@@ -359,7 +359,7 @@ def _write(fd: int, image: memoryview, look: Look | None, num_threads: int, path
     size = len(image)
     try:
         if size:
-            os.posix_fallocate(fd, 0, size)  # a full disk is said at once, and pieces lie side by side
+            os.posix_fallocate(fd, 0, size)  # a full disk fails at once, and pieces lie side by side
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None

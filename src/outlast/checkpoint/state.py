@@ -63,9 +63,8 @@ def describe_layout(value: Any, path: str) -> Layout:
             case "_StridedShard":
                 placements.append([placement.dim, int(placement.split_factor)])
             case _:
-                raise CheckpointError(
-                    f"state {path!r}: a DTensor placed as {placement} cannot be saved; reduce it first"
-                )
+                text = f"state {path!r}: a DTensor placed as {placement} cannot be saved; reduce it first"
+                raise CheckpointError(text)
     return [placements, *_describe_mesh(value.device_mesh), list(value.shape), list(value.stride())]
 
 
@@ -140,7 +139,7 @@ def distribute(local: torch.Tensor, layout: Layout, meshes: Sequence[Any]) -> to
     Raises:
         OtherLayout: None of them is the one that the tensor was saved on.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     def place(saved: Any) -> Any:
@@ -151,19 +150,23 @@ def distribute(local: torch.Tensor, layout: Layout, meshes: Sequence[Any]) -> to
     placements, mesh_shape, mesh_names, shape, stride = layout
     for mesh in meshes:
         if _describe_mesh(mesh) == [mesh_shape, mesh_names]:
-            made = DTensor.from_local(
-                local.to(mesh.device_type),
-                mesh,
-                [place(saved) for saved in placements],
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=tuple(stride),
-            )
-            return cast(torch.Tensor, made)
+            return as_distributed(local, mesh, [place(saved) for saved in placements], shape, stride)
     raise OtherLayout(
         f"a tensor was saved as {_in_words(layout)}, and nothing here is on such a mesh; build the model with the same "
         "parallelism, or load it from the global tier"
     )
+
+
+def as_distributed(
+    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Make the distributed tensor of which this rank has ``local``."""
+    from torch.distributed.tensor import DTensor
+
+    made = DTensor.from_local(
+        local.to(mesh.device_type), mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+    return cast(torch.Tensor, made)
 
 
 def meshes_of(value: Any) -> list[Any]:
@@ -175,18 +178,18 @@ def meshes_of(value: Any) -> list[Any]:
     return [mesh for inner in value for mesh in meshes_of(inner)] if isinstance(value, list | tuple) else []
 
 
-def check_same_layouts(saved: Mapping[str, Layout | None], live: Mapping[str, Layout | None]) -> None:
-    """Check that tensors were saved in the layout that they have now; those that are not there yet do not count.
-
-    Args:
-        saved: The layouts by name; ``None`` = not distributed.
-        live: The same of the live state.
+def check_layouts(tree: bytes, live: Mapping[str, Any]) -> None:
+    """Check that a tree's tensors lie on the ranks as those of the captured live state, as far as these are there yet.
 
     Raises:
-        OtherLayout: One was not.
+        OtherLayout: One does not.
     """
-    for name in sorted(saved.keys() & live.keys()):
-        before, now = saved[name], live[name]
+    saved = layouts_of(tree)
+    if not any(saved.values()) and not meshes_of(live):
+        return
+    present = layouts_of(flatten({"state": live}).tree)
+    for name in sorted(saved.keys() & present.keys()):
+        before, now = saved[name], present[name]
         if (before and before[:4]) != (now and now[:4]):
             raise OtherLayout(
                 f"tensor {name!r} was saved as {_in_words(before)}, here it is {_in_words(now)}; build the model with "
@@ -263,9 +266,8 @@ class Wrapped:
         try:
             made = kind.__tensor_unflatten__(self.parts, self.context, torch.Size(self.shape), self.stride)
         except Exception as error:  # the class is not ours
-            raise CheckpointError(
-                f"{self.kind.replace(':', '.')} does not take what it was saved as: {error}"
-            ) from error
+            text = f"{self.kind.replace(':', '.')} does not take what it was saved as: {error}"
+            raise CheckpointError(text) from error
         return cast(torch.Tensor, made)
 
     def outline(self) -> torch.Tensor:

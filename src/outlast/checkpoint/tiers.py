@@ -55,7 +55,7 @@ class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
     groups: dict[int, tuple[int, ...]] = {}
     """Ranks whose parities are there, and the ranks that share each of them."""
     world_size: int = 0
-    """Of the generation, in the global tier, where any number of ranks can load it."""
+    """Of the generation: in the global tier any number of ranks can load it."""
     finite: bool = True
     """Whether no number in it is infinite or NaN."""
 
@@ -238,17 +238,7 @@ def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> 
             if isinstance(found, Rejection):
                 mine.rejected.append(found)
             else:
-                mine.held.append(
-                    HeldGeneration(
-                        generation=found.iteration,
-                        attempt=found.attempt,
-                        restored_attempt=found.restored_attempt,
-                        tier=Tier.GLOBAL,
-                        ranks=(),
-                        world_size=found.world_size,
-                        finite=found.finite,
-                    )
-                )
+                mine.held.append(_held(found, Tier.GLOBAL))
 
 
 def check_manifest(manifest: Manifest, places: Places) -> None:
@@ -275,15 +265,21 @@ def reject(error: Exception, generation: int, tier: Tier, rank: int, file: str) 
     return Rejection(generation=generation, tier=str(tier), rank=rank, file=file, reason=str(error), kind=kind)
 
 
-def _held(manifest: Manifest, tier: Tier, ranks: tuple[int, ...], parities: Sequence[int]) -> HeldGeneration:
+def _held(
+    found: Manifest | GlobalManifest, tier: Tier, ranks: tuple[int, ...] = (), parities: Sequence[int] = ()
+) -> HeldGeneration:
+    groups = {}
+    if isinstance(found, Manifest) and found.parity:
+        groups = {rank: group_of(found.nodes, found.parity, rank) for rank in parities}
     return HeldGeneration(
-        generation=manifest.iteration,
-        attempt=manifest.attempt,
-        restored_attempt=manifest.restored_attempt,
+        generation=found.iteration,
+        attempt=found.attempt,
+        restored_attempt=found.restored_attempt,
         tier=tier,
         ranks=ranks,
-        finite=manifest.finite,
-        groups={rank: group_of(manifest.nodes, manifest.parity, rank) for rank in parities if manifest.parity},
+        finite=found.finite,
+        world_size=found.world_size,
+        groups=groups,
     )
 
 

@@ -22,12 +22,14 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from outlast.checkpoint.directory import Directory, part_name
 from outlast.checkpoint.manifest import MANIFEST, MANIFEST_PART, CopyKey, HoldingsError, Manifest, decode_manifest
+from outlast.checkpoint.protocol import InMemory
 from outlast.env import clean_name
 from outlast.errors import CheckpointError
 
@@ -68,14 +70,6 @@ class Image:
         """Let go of the memory; whoever else has it mapped keeps it."""
         os.close(self.fd)
         self.view = None
-
-
-@dataclass(frozen=True, slots=True)
-class KeptGeneration:
-    """A generation, prepared or committed, of which parts are held in memory."""
-
-    manifest: bytes
-    parts: tuple[CopyKey, ...]
 
 
 @dataclass(slots=True)
@@ -154,10 +148,17 @@ class Vault:
                     return image
         raise HoldingsError("the staged memory is not this writer's: it was replaced meanwhile")
 
-    def using(self, image: Image, change: int) -> None:
-        """Count a use of an image: +1 at its beginning, -1 at its end."""
+    @contextmanager
+    def reading(self, image: Image) -> Iterator[memoryview]:
+        """Give an image's bytes; it serves no other save meanwhile."""
         with self._lock:
-            image.num_uses += change
+            image.num_uses += 1
+        try:
+            with memoryview(image.map()) as whole:
+                yield whole
+        finally:
+            with self._lock:
+                image.num_uses -= 1
 
     # -- the memory tier ---------------------------------------------------------------------------------------
 
@@ -169,12 +170,10 @@ class Vault:
             manifest: The generation's manifest, from one rank of the node.
         """
         facts, _ = decode_manifest(manifest)
-        identity = key.iteration, key.attempt
         with self._lock:
-            self._generations.setdefault(identity, _MemoryGeneration(manifest, facts))
-            for image in self._images:
-                if image.key is not None and (image.key.iteration, image.key.attempt) == identity:
-                    image.kept = True
+            self._generations.setdefault(key.generation, _MemoryGeneration(manifest, facts))
+            for image in self._of(key.generation):
+                image.kept = True
 
     def keep(self, key: CopyKey, *, in_memory: bool) -> None:
         """Note that a generation is committed, or that all ranks resume from it, and drop what it replaces.
@@ -183,12 +182,11 @@ class Vault:
             key: A rank's part.
             in_memory: The generation is a copy; otherwise the part's image only becomes free.
         """
-        identity = key.iteration, key.attempt
         with self._lock:
-            generation = self._generations.get(identity)
+            generation = self._generations.get(key.generation)
             if generation is not None and not generation.is_committed:
                 generation.is_committed = True
-                self._generations[identity] = self._generations.pop(identity)  # in the order of the commits
+                self._generations[key.generation] = self._generations.pop(key.generation)  # in the order of the commits
             for image in self._images:
                 if image.key == key and in_memory:
                     image.kept = True
@@ -200,25 +198,20 @@ class Vault:
         """Forget what belongs to a failed attempt."""
         with self._lock:
             self._generations.pop((iteration, attempt), None)
-            for image in list(self._images):
-                if image.key is not None and (image.key.iteration, image.key.attempt) == (iteration, attempt):
-                    self._release(image)
+            for image in self._of((iteration, attempt)):
+                if image.rank is None:
+                    self._remove(image)
+                else:
+                    self._forget(image)
 
-    def list(self) -> list[KeptGeneration]:
-        """Return what of committed generations lies in memory."""
+    def list(self) -> tuple[InMemory, ...]:
+        """Return what of prepared and committed generations lies in memory."""
         with self._lock:
-            kept = []
-            for identity, generation in self._generations.items():
-                parts = tuple(
-                    sorted(
-                        image.key
-                        for image in self._images
-                        if image.kept and image.key is not None and (image.key.iteration, image.key.attempt) == identity
-                    )
-                )
-                if parts:
-                    kept.append(KeptGeneration(generation.manifest, parts))
-            return kept
+            return tuple(
+                InMemory(manifest=generation.manifest, parts=parts)
+                for identity, generation in self._generations.items()
+                if (parts := tuple(sorted(image.key for image in self._of(identity) if image.kept and image.key)))
+            )
 
     # -- holdings: what comes from other nodes, and goes to them -----------------------------------------------
 
@@ -228,7 +221,7 @@ class Vault:
             self._folder = Directory(path) if path is not None else None
 
     def receive(self, key: CopyKey, num_bytes: int) -> _IncomingFile | _IncomingMemory:
-        """Make room for a part from another node; see :class:`holdings.Holdings`."""
+        """Make room for a part from another node; see :class:`~outlast.checkpoint.manifest.Holdings`."""
         if clean_name(key.attempt) != key.attempt:
             raise HoldingsError(f"{key.attempt!r} names no attempt")
         with self._lock:
@@ -242,10 +235,10 @@ class Vault:
             raise HoldingsError(f"no room for {num_bytes} bytes of rank {key.rank}: {error}") from error
 
     def open(self, key: CopyKey) -> tuple[int, int] | None:
-        """Return a readable descriptor and the bytes of a part; see :class:`holdings.Holdings`."""
+        """Return a readable descriptor and the bytes of a part; see :class:`~outlast.checkpoint.manifest.Holdings`."""
         with self._lock:
             folder = self._folder
-            generation = self._generations.get((key.iteration, key.attempt))
+            generation = self._generations.get(key.generation)
             if key.part == MANIFEST_PART and generation is not None:
                 return _in_memory(generation.manifest)
             for image in self._images:
@@ -254,10 +247,10 @@ class Vault:
         return None if folder is None else _open_file(folder, key)
 
     def is_unchanged(self, key: CopyKey, fd: int) -> bool:
-        """Return whether a part's descriptor still shows that part; see :class:`holdings.Holdings`."""
+        """Return whether a descriptor still shows its part; see :class:`~outlast.checkpoint.manifest.Holdings`."""
         inode = os.fstat(fd).st_ino
         with self._lock:
-            # What is none of our images is a file, which nobody changes, or memory that nobody stages in any more.
+            # What is no image of this vault is a file, which nobody changes, or memory that nobody stages in any more.
             return all(image.key == key and image.kept for image in self._images if image.inode == inode)
 
     def close(self) -> None:
@@ -268,9 +261,13 @@ class Vault:
 
     # -- within ------------------------------------------------------------------------------------------------
 
+    def _of(self, identity: tuple[int, str]) -> Sequence[Image]:
+        """Return the images that hold parts of a generation."""
+        return [image for image in self._images if image.key is not None and image.key.generation == identity]
+
     def _worth(self, image: Image) -> tuple[bool, bool, int]:
         assert image.key is not None
-        generation = self._generations.get((image.key.iteration, image.key.attempt))
+        generation = self._generations.get(image.key.generation)
         if generation is None:
             return False, False, image.key.iteration
         return generation.is_committed, generation.is_replicated, image.key.iteration
@@ -304,14 +301,8 @@ class Vault:
                 if other.rank is None and other.key == key:
                     self._remove(other)
             image.key = key
-            image.kept = (key.iteration, key.attempt) in self._generations
+            image.kept = key.generation in self._generations
             self._images.append(image)
-
-    def _release(self, image: Image) -> None:
-        if image.rank is None:
-            self._remove(image)
-        else:
-            self._forget(image)
 
     def _forget(self, image: Image) -> None:
         image.key, image.length, image.kept = None, 0, False
@@ -332,7 +323,7 @@ class _IncomingFile:
         try:
             os.ftruncate(self.fd, num_bytes)
             if num_bytes:
-                os.posix_fallocate(self.fd, 0, num_bytes)  # a full disk is said now: a mapped write would be a SIGBUS
+                os.posix_fallocate(self.fd, 0, num_bytes)  # a full disk fails now: a mapped write would be a SIGBUS
         except OSError:
             self.drop()
             raise

@@ -131,96 +131,71 @@ def verify(
 
     Blocks: while all of it is read. Ctrl-C ends it once each reader has read the piece that it is at.
     """
-    work = _Verification(files, on_piece, until_flaw=until_flaw)
-    num_threads = min(num_threads, sum(len(file.chunks) for file in files))
-    if num_threads < 2:
-        work.run()
-    else:
-        threads = [
-            threading.Thread(target=work.run, name=f"outlast-verify-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            for _ in threads:
-                work.ended.get()  # not join(): Ctrl-C in it makes Python 3.11 take a running thread for an ended one
-        finally:
-            work.stop.set()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-    if work.failure is not None:
-        raise work.failure
-    places = {id(file): place for place, file in enumerate(files)}
-    return sorted(work.flaws, key=lambda flaw: (places[id(flaw.file)], flaw.chunk or 0))
+    turns = ((file, index) for file in files for index in range(len(file.chunks)))
+    flaws, unreadable, failures = list[Flaw](), set[int](), list[BaseException]()
+    lock, stop = threading.Lock(), threading.Event()
+    ended = queue.SimpleQueue[None]()  # has one entry for each reader that has ended
 
+    def next_turn() -> tuple[StoredFile, int] | None:
+        with lock:
+            if stop.is_set() or (until_flaw and flaws):
+                return None
+            return next((turn for turn in turns if id(turn[0]) not in unreadable), None)
 
-class _StoppedError(Exception):
-    """The caller does not wait any more."""
+    def take(piece: memoryview, offset: int) -> None:
+        if stop.is_set():
+            raise _StoppedError
+        if on_piece is not None:
+            on_piece(piece, offset)
 
-
-class _Verification:
-    """What the readers share."""
-
-    def __init__(
-        self,
-        files: Iterable[StoredFile],
-        on_piece: Callable[[memoryview, int], None] | None,
-        *,
-        until_flaw: bool,
-    ) -> None:
-        self.flaws: list[Flaw] = []
-        self.failure: BaseException | None = None
-        self.stop = threading.Event()
-        self.ended = queue.SimpleQueue[None]()
-        """Has one entry for each reader that has ended."""
-        self._turns = ((file, index) for file in files for index in range(len(file.chunks)))
-        self._on_piece, self._until_flaw = on_piece, until_flaw
-        self._unreadable: set[int] = set()
-        self._lock = threading.Lock()
-
-    def run(self) -> None:
-        """Thread: a reader's."""
+    def read() -> None:
         room = memoryview(b"")
         try:
-            while (turn := self._next()) is not None:
+            while (turn := next_turn()) is not None:
                 file, index = turn
                 if len(room) < file.room_bytes:
                     room = memoryview(bytearray(file.room_bytes))
                 try:
-                    flaw = verify_chunk(file, index, room, self._take)
+                    flaw = verify_chunk(file, index, room, take)
                 except (OSError, CheckpointError) as error:
                     flaw = Flaw(file, error)
-                if flaw is not None:
-                    self._note(flaw)
+                with lock:
+                    if flaw is not None and (flaw.chunk is not None or id(file) not in unreadable):
+                        flaws.append(flaw)
+                        if flaw.chunk is None:
+                            unreadable.add(id(file))
         except _StoppedError:
             return
         except BaseException as error:  # noqa: BLE001 - raised again by the caller, in its thread
-            self.failure = error
-            self.stop.set()
+            failures.append(error)
+            stop.set()
         finally:
-            self.ended.put(None)
+            ended.put(None)
 
-    def _next(self) -> tuple[StoredFile, int] | None:
-        with self._lock:
-            if self.stop.is_set() or (self._until_flaw and self.flaws):
-                return None
-            return next((turn for turn in self._turns if id(turn[0]) not in self._unreadable), None)
+    num_threads = min(num_threads, sum(len(file.chunks) for file in files))
+    if num_threads < 2:
+        read()
+    else:
+        names = [f"outlast-verify-{number}" for number in range(num_threads)]
+        threads = [threading.Thread(target=read, name=name, daemon=True) for name in names]
+        try:
+            for thread in threads:
+                thread.start()
+            for _ in threads:
+                ended.get()  # not join(): Ctrl-C in it makes Python 3.11 take a running thread for an ended one
+        finally:
+            stop.set()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+    if failures:
+        raise failures[0]
+    places = {id(file): place for place, file in enumerate(files)}
+    return sorted(flaws, key=lambda flaw: (places[id(flaw.file)], flaw.chunk or 0))
 
-    def _take(self, piece: memoryview, offset: int) -> None:
-        if self.stop.is_set():
-            raise _StoppedError
-        if self._on_piece is not None:
-            self._on_piece(piece, offset)
 
-    def _note(self, flaw: Flaw) -> None:
-        with self._lock:
-            if flaw.chunk is None:
-                if id(flaw.file) in self._unreadable:
-                    return
-                self._unreadable.add(id(flaw.file))
-            self.flaws.append(flaw)
+class _StoppedError(Exception):
+    """The caller does not wait any more."""
 
 
 def check_origin(manifest: Manifest | GlobalManifest, *, iteration: int, run: str | None) -> None:
@@ -277,11 +252,8 @@ def shard_file(
 
 def read_path(path: Path, start: int, end: int, room: memoryview) -> Iterator[memoryview]:
     """Yield the bytes of a local file; see :attr:`StoredFile.read`."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield from _read_fd(fd, start, end, room)
-    finally:
-        os.close(fd)
+    with open(path, "rb", buffering=0) as file:
+        yield from _read_fd(file.fileno(), start, end, room)
 
 
 def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = False) -> None:
@@ -297,18 +269,13 @@ def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = 
         CheckpointError: It is missing, torn, or another one.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open(path, "rb", buffering=0) as file:
+            if read_head or os.fstat(file.fileno()).st_size != manifest.shards[rank].num_bytes:
+                _prove_head(file.fileno(), manifest, rank)
     except FileNotFoundError:
         raise Incomplete("is missing") from None
     except OSError as error:
         raise CheckpointError(f"cannot be read ({error.strerror})") from error
-    try:
-        if read_head or os.fstat(fd).st_size != manifest.shards[rank].num_bytes:
-            _prove_head(fd, manifest, rank)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})") from error
-    finally:
-        os.close(fd)
 
 
 def prove_shard(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = False) -> Proof:
@@ -475,12 +442,8 @@ class VerifiedFiles:
         self.directory, self.manifest = directory, manifest
         self.folder = directory.folder(manifest.iteration) if folder is None else folder
         self._lock = threading.Lock()
-        self._num_bytes_read = 0
-
-    @property
-    def num_bytes_read(self) -> int:
+        self.num_bytes_read = 0
         """Bytes that came from the place so far."""
-        return self._num_bytes_read
 
     def stored(self, entry: FileEntry, index: int | None) -> StoredFile:
         """Return a file to verify.
@@ -539,7 +502,7 @@ class VerifiedFiles:
                     raise Incomplete(f"is {size} bytes long instead of {entry.num_bytes}") from None
                 raise
             with self._lock:
-                self._num_bytes_read += count
+                self.num_bytes_read += count
             yield room[:count]
             if count < asked:
                 return

@@ -9,7 +9,6 @@ It imports no torch, so that it starts in a fraction of a second and takes littl
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import socket
@@ -31,7 +30,6 @@ from outlast.runtime.injection import reach
 from outlast.runtime.processes import die_with_parent
 from outlast.runtime.wire import MessageChannel
 
-log = logging.getLogger(__name__)
 MAX_SMALL_BYTES = 1 << 27
 
 
@@ -46,7 +44,7 @@ class Writer:
         self._vault = vault
         self._lock = threading.Lock()
         self._secret: bytes | None = None
-        self._server: tuple[str, ReplicaServer] | None = None
+        self._server: ReplicaServer | None = None
         self._replicator: Replicator | None = None
 
     def serve(self, connection: socket.socket) -> None:
@@ -74,7 +72,9 @@ class Writer:
             match request:
                 case f.Take():
                     image = self._vault.take(request.rank, request.num_bytes, request.busy, may_steal=request.may_steal)
-                    return (f.Taken(num_bytes=0), None) if image is None else _give(image)
+                    if image is None:
+                        return f.Taken(num_bytes=0), None
+                    return f.Taken(num_bytes=image.num_bytes), os.dup(image.fd)
                 case f.Write():
                     return self._write(request, _needed(fd)), None
                 case f.PreparePart():
@@ -84,10 +84,7 @@ class Writer:
                 case f.Discard():
                     self._vault.discard(request.iteration, request.attempt)
                 case f.List():
-                    kept = self._vault.list()
-                    return f.Listed(
-                        generations=tuple(f.InMemory(manifest=k.manifest, parts=k.parts) for k in kept)
-                    ), None
+                    return f.Listed(generations=self._vault.list()), None
                 case f.Open():
                     found = self._vault.open(request.key)
                     return (f.Opened(num_bytes=-1), None) if found is None else (f.Opened(num_bytes=found[1]), found[0])
@@ -105,7 +102,8 @@ class Writer:
                     )
                     return f.GotPart(data=data), None
                 case Assemble():
-                    return self._assemble(request, _needed(fd)), None
+                    with self._vault.reading(self._vault.image_of(_needed(fd))) as whole:
+                        return assemble(request, whole), None
             return f.Done(), None
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -118,20 +116,16 @@ class Writer:
     def _write(self, request: f.Write, fd: int) -> f.Written:
         reach("checkpoint.writer.write", iteration=request.key.iteration)
         image = self._vault.stage(fd, request.key, request.num_bytes)
-        self._vault.using(image, 1)
-        try:
-            with (
-                memoryview(image.map()) as whole,
-                whole[: request.num_bytes] as data,
-                ThreadPoolExecutor(1, thread_name_prefix="outlast-write") as pool,
-            ):
-                copying = pool.submit(self._replicate, request, image)
-                try:
-                    chunks, finite = self._digest_and_write(request, data)
-                finally:
-                    outcomes = copying.result()
-        finally:
-            self._vault.using(image, -1)
+        with (
+            self._vault.reading(image) as whole,
+            whole[: request.num_bytes] as data,
+            ThreadPoolExecutor(1, thread_name_prefix="outlast-write") as pool,
+        ):
+            copying = pool.submit(self._replicate, request, image)
+            try:
+                chunks, finite = self._digest_and_write(request, data)
+            finally:
+                outcomes = copying.result()
         failures = []
         for outcome, sent in zip(outcomes, _sent(request, chunks), strict=True):
             error = outcome.error
@@ -174,15 +168,6 @@ class Writer:
             request.key, image.fd, request.num_bytes, request.targets, timeout_s=request.timeout_s
         )
 
-    def _assemble(self, request: Assemble, fd: int) -> f.Reply:
-        image = self._vault.image_of(fd)
-        self._vault.using(image, 1)
-        try:
-            with memoryview(image.map()) as whole:
-                return assemble(request, whole)
-        finally:
-            self._vault.using(image, -1)
-
     # -- other nodes -------------------------------------------------------------------------------------------
 
     def _serve_peers(self, request: f.Serve) -> int:
@@ -194,15 +179,13 @@ class Writer:
                 if self._replicator is not None:
                     self._replicator.close()
                 self._replicator = Replicator(request.secret)
-            if self._server is not None and self._server[0] != request.host:
-                self._server[1].close()
+            if self._server is not None and self._server.host != request.host:
+                self._server.close()
                 self._server = None
             if self._server is None:
-                server = ReplicaServer(
-                    self._vault, host=request.host, key=lambda: self._secret, on_refused=_say_refused
-                )
-                self._server = request.host, server
-            return self._server[1].port
+                self._server = ReplicaServer(self._vault, host=request.host, key=request.secret)
+            self._server.key = request.secret
+            return self._server.port
 
     def _fetch(self, request: f.Fetch, fd: int) -> f.Fetched:
         key, num_bytes, timeout_s = request.key, request.num_bytes, request.timeout_s
@@ -222,10 +205,6 @@ class Writer:
             return self._secret
 
 
-def _give(image: Image) -> tuple[f.Taken, int]:
-    return f.Taken(num_bytes=image.num_bytes), os.dup(image.fd)
-
-
 def _needed(fd: int | None) -> int:
     if fd is None:
         raise HoldingsError("the request came without its memory")
@@ -237,10 +216,6 @@ def _sent(request: f.Write, chunks: tuple[str, ...]) -> list[tuple[str, ...]]:
     if not request.holders:
         return [chunks for _ in request.targets]
     return [chunks[block.start : block.stop] for block in blocks_of(request.num_bytes, len(request.holders))]
-
-
-def _say_refused(source: str, reason: str) -> None:
-    log.warning("refused a connection from %s to the replica port: %s", source, reason)
 
 
 def main() -> None:

@@ -22,8 +22,7 @@ import msgspec
 from outlast import clock, env
 from outlast.checkpoint import protocol as f
 from outlast.errors import CheckpointError
-from outlast.runtime.child import ChildProcess
-from outlast.runtime.processes import describe_exit
+from outlast.runtime.processes import ChildProcess, describe_exit
 from outlast.runtime.wire import MessageChannel
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ MAX_DEATHS = 5
 """Deaths within ``DEATHS_WITHIN_S`` after which no other writer is started: something else is wrong."""
 DEATHS_WITHIN_S = 60.0
 _NAME_FREE_S = 10.0
-"""Seconds in which the writer of an owner that is gone lets go of its name."""
+"""Seconds in which the writer of an owner that is gone releases its name."""
 _AGAIN_S = 0.05
 
 
@@ -214,13 +213,13 @@ class WriterClient:
             The reply, and the descriptor that came with it, now the caller's.
 
         Raises:
-            CheckpointError: The writer refused, died, or took too long; says which.
+            CheckpointError: The writer refused, died, or took too long; the text has the reason.
 
         Blocks: up to ``timeout_s``.
         """
         channel = self._connect(timeout_s)
         try:
-            channel.set_timeout(max(0.001, timeout_s))
+            channel.timeout_s = max(0.001, timeout_s)
             channel.send(request, () if fd is None else (fd,))
             received = channel.receive_with_fds()
             if received is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -14,11 +15,20 @@ from rich.table import Table
 from outlast import clock
 from outlast.cli.main import HELP, CommandGroup, complete_folder, ending_on_signals
 from outlast.errors import CheckpointError, ConfigError, ExitReason
+from outlast.wording import count, number_ranges
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from outlast.checkpoint.catalogue.entries import DirectoryListing, Generation, Leftover, ListedPlace, Plan
+    from outlast.checkpoint.catalogue.entries import (
+        DirectoryListing,
+        Generation,
+        Leftover,
+        ListedGeneration,
+        ListedLeftover,
+        ListedPlace,
+        Plan,
+    )
 
 __all__ = ["ckpt"]
 
@@ -120,12 +130,13 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
         raise ConfigError(f"there is no generation {min(lacking)} in {', '.join(directories)}")
     places, num_bytes_read = [], 0
     total = sum(file.num_bytes for one in chosen for found in one for file in found.files)
-    with ending_on_signals(), ReadingProgress(total) as progress:
+    with ending_on_signals(), _reading_progress() as progress:
+        task = progress.add_task("reading", total=total)
         for one, founds in zip(looked, chosen, strict=True):
             entries = []
             for found in founds:
-                progress.begin(found.entry.iteration)
-                verified = read_all(found, num_threads=threads, on_read=progress.advance)
+                progress.update(task, description=f"generation {found.entry.iteration}")
+                verified = read_all(found, num_threads=threads, on_read=partial(progress.advance, task))
                 entries.append(verified.entry)
                 num_bytes_read += verified.num_bytes_read
             places.append(msgspec.structs.replace(one.entry, generations=tuple(entries)))
@@ -234,25 +245,19 @@ def _carry_out(looked: DirectoryListing, plan: Plan, *, dry_run: bool) -> dict[s
     errors = []
     report: dict[str, list[object]] = {"generations": [], "suspects": [], "leftovers": []}
     num_bytes = 0
-    for found in plan.generations:
-        kind = "suspects" if found.entry.suspect else "generations"
+    doomed: list[tuple[ListedGeneration | ListedLeftover, str, int | str]] = [
+        (found, "suspects" if found.entry.suspect else "generations", found.entry.iteration)
+        for found in plan.generations
+    ]
+    doomed += [(remains, "leftovers", remains.entry.name) for remains in plan.remains]
+    for one, kind, name in doomed:
         try:
             if not dry_run:
-                found.remove()
+                one.remove()
+            report[kind].append(name)
+            num_bytes += one.entry.num_bytes
         except (OSError, CheckpointError) as error:
-            errors.append(f"generation {found.entry.iteration}: {error}")
-            continue
-        report[kind].append(found.entry.iteration)
-        num_bytes += found.entry.num_bytes
-    for remains in plan.remains:
-        try:
-            if not dry_run:
-                remains.remove()
-        except (OSError, CheckpointError) as error:
-            errors.append(f"{remains.entry.name}: {error}")
-            continue
-        report["leftovers"].append(remains.entry.name)
-        num_bytes += remains.entry.num_bytes
+            errors.append(f"{name if kind == 'leftovers' else f'generation {name}'}: {error}")
     for line in errors:
         click.echo(f"outlast: {looked.entry.path}: {line}", err=True)
     return {"path": looked.entry.path, **report, "num_bytes": num_bytes, "errors": errors}
@@ -286,6 +291,15 @@ def _print(*parts: object) -> None:
         console.print(part)
 
 
+def _reading_progress() -> Progress:
+    """Return what shows how much has been read, on standard error, when that is a terminal."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
+    is_shown = sys.stderr.isatty()
+    return Progress(*columns, console=Console(stderr=True, quiet=not is_shown), transient=True, disable=not is_shown)
+
+
 MAX_PROBLEMS = 20
 """Told of one generation; ``--json`` has all."""
 
@@ -305,22 +319,22 @@ def render_places(places: Iterable[ListedPlace], *, now_ns: int) -> Iterator[Tab
 
 def render_verified(places: Sequence[ListedPlace], num_bytes_read: int) -> Iterator[Table | str]:
     """Yield what ``verify`` prints."""
-    num_generations = num_bad = num_problems = 0
     for place in places:
         yield from _render_place(place, word="verified")
-        num_generations += len(place.generations)
-        num_problems += len(place.problems)
-        num_bad += sum(not entry.valid or bool(entry.problems) for entry in place.generations)
+    generations = [entry for place in places for entry in place.generations]
+    num_generations = len(generations)
+    num_bad = sum(not entry.valid or bool(entry.problems) for entry in generations)
     if not num_generations:
         yield "[red]there is no generation[/red]"
     elif num_bad:
-        bad = f"{num_bad} of {_count(num_generations)} with bad or missing parts"
+        bad = f"{num_bad} of {count(num_generations, 'generation')} with bad or missing parts"
         yield f"[red]{bad}[/red], {_size(num_bytes_read)} read"
-    elif num_problems:
+    elif any(place.problems for place in places):
         yield f"[yellow]the generations are right, not all beside them[/yellow], {_size(num_bytes_read)} read"
     else:
-        yield f"[green]every byte of {_count(num_generations)} is right[/green], {_size(num_bytes_read)} read"
-    unverified = [name for place in places for entry in place.generations for name in entry.unverified]
+        right = f"every byte of {count(num_generations, 'generation')} is right"
+        yield f"[green]{right}[/green], {_size(num_bytes_read)} read"
+    unverified = [name for entry in generations for name in entry.unverified]
     if unverified:
         more = f" and {len(unverified) - 1} more" if len(unverified) > 1 else ""
         yield f"not compared, since an earlier version kept no digest: {escape(unverified[0])}{more}"
@@ -347,39 +361,6 @@ def render_plan(place: ListedPlace, plan: Plan, *, is_done: bool) -> Iterator[st
         yield f"  {escape(remains.entry.name)}, {_size(remains.entry.num_bytes)}"
 
 
-class ReadingProgress:
-    """How much has been read, on standard error, when that is a terminal. Thread: any."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._progress: Progress | None = None
-
-    def __enter__(self) -> ReadingProgress:
-        if sys.stderr.isatty():
-            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-            columns = ("{task.description}", BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-            console = Console(stderr=True)
-            self._progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-            self._task = self._progress.add_task("reading", total=self._num_bytes)
-            self._progress.start()
-        return self
-
-    def begin(self, iteration: int) -> None:
-        """Name the generation that is read."""
-        if self._progress is not None:
-            self._progress.update(self._task, description=f"generation {iteration}")
-
-    def advance(self, num_bytes: int) -> None:
-        """Count bytes that were read."""
-        if self._progress is not None:
-            self._progress.advance(self._task, num_bytes)
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-
 def _render_place(place: ListedPlace, *, word: str) -> Iterator[Table | str]:
     facts = ["local tier" if place.tier == "local" else "global tier"]
     if place.run is not None:
@@ -393,13 +374,9 @@ def _render_place(place: ListedPlace, *, word: str) -> Iterator[Table | str]:
         yield "  no generation"
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("  generation", justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("ranks", no_wrap=True)
-    table.add_column("from", justify="right", no_wrap=True)
-    table.add_column("finite", no_wrap=True)
-    table.add_column("attempt", no_wrap=True)
+    for name in ("  generation", "state", "size", "ranks", "from", "finite", "attempt"):
+        is_number = name in ("  generation", "size", "from")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
     if place.tier == "local":
         table.add_column("where (+ copies of other nodes' ranks)", overflow="fold")
     else:
@@ -424,12 +401,8 @@ def _render_place(place: ListedPlace, *, word: str) -> Iterator[Table | str]:
 
 
 def _state(entry: Generation, word: str) -> str:
-    if not entry.valid:
-        state = "[red]bad[/red]"
-    elif entry.problems:
-        state = "[yellow]degraded[/yellow]"
-    else:
-        state = f"[green]{word}[/green]"
+    good = "[yellow]degraded[/yellow]" if entry.problems else f"[green]{word}[/green]"
+    state = good if entry.valid else "[red]bad[/red]"
     return f"{state}, suspect" if entry.suspect else state
 
 
@@ -456,14 +429,7 @@ def _where(entry: Generation) -> str:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Return numbers in few words: 0-3,7."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return ",".join(number_ranges(ranks))
 
 
 def _describe_leftover(leftover: Leftover, now_ns: int) -> str:
@@ -477,10 +443,6 @@ def _describe_leftover(leftover: Leftover, now_ns: int) -> str:
     age_h = max(0, now_ns - leftover.modified_ns) / 3.6e12
     age = f"{age_h:.0f} h" if age_h >= 1.5 else f"{age_h * 60:.0f} min"
     return f"{escape(leftover.name)}: {what}, {_size(leftover.num_bytes)}, {age} old"
-
-
-def _count(num_generations: int) -> str:
-    return f"{num_generations} generation{'' if num_generations == 1 else 's'}"
 
 
 def _size(num_bytes: float) -> str:

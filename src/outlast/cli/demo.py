@@ -46,7 +46,7 @@ def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
     A small GPT is trained twice on this machine, by 2 nodes of 2 ranks: once undisturbed, and once with two spare nodes
     while one rank is slow, one activation becomes NaN, one bit of a weight flips, a rank is killed, a rank is stopped
     and a whole node is lost with its memory and disk. The slow rank is named, the NaN costs one run of a step, the rank
-    of the flipped bit its node, and all go on from what the nodes hold of each other. Then another node is lost when
+    of the flipped bit its node, and all resume from what the nodes hold of each other. Then another node is lost when
     every copy of its state is damaged: the global tier has it. Then one rank gets SIGTERM: all save and leave together,
     and a second job continues where they left. At the end the two results are compared bit by bit.
 
@@ -68,8 +68,7 @@ def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
 
 def _perform(shape: Shape, *, seed: int, keep: str | None, as_json: bool) -> int:
     from outlast.demo.show import perform
-    from outlast.demo.tables import render
-    from outlast.demo.view import LiveView, PlainView, SilentView, View
+    from outlast.demo.view import LiveView, PlainView, SilentView, View, render
 
     console = _open_console()
     view: View

@@ -1,32 +1,382 @@
-"""The outcome: whether the result is the same, what the faults cost, and which claims were not kept. Pure."""
+"""The outcome: what each fault cost, where the ranks' state came from, and which claims were not kept.
+
+Pure: events in, rows out. All nodes of the demo are one machine, so that the monotonic times of all events may be
+compared. Sources are counted from the ranks' own events ``restored`` and ``copy_rejected`` of the cycle that follows.
+
+One module because each claim is checked on the facts that are read here for it: the two change together.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outlast.demo.account import Account, Sources, count_bytes, find_sources, split_jobs
+from outlast.decoding import convert
 from outlast.demo.plan import Deed
 from outlast.errors import ExitReason
-from outlast.incidents import Event, EventKind, IncidentKind
-from outlast.policy.rerun import Finding
+from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.policy.recovery_point import Tier
+from outlast.policy.rerun import Diagnosis, Finding, JsonNumber
 
-__all__ = [
-    "COMPARED",
-    "DemoOutcome",
-    "Leaving",
-    "Slowed",
-    "differences",
-    "find_leaving",
-    "find_slowed",
-    "named_ranks",
-    "unkept",
-    "unkept_of_leaving",
-    "unkept_of_slowed",
-]
+TIERS = tuple(str(tier) for tier in sorted(Tier))
+"""The nearest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Where one cycle's ranks came back from."""
+
+    tiers: Mapping[int, str]
+    """Rank to the name of its tier."""
+    bytes_read: Mapping[str, int]
+    """Tier to the bytes that all ranks read there."""
+    rejected: Mapping[str, int]
+    """Tier to the number of copies there that ranks rejected first."""
+
+    @property
+    def num_ranks(self) -> dict[str, int]:
+        """Tier to the number of ranks that came back from it."""
+        counts = Counter(self.tiers.values())
+        return {tier: counts[tier] for tier in TIERS if tier in counts}
+
+    @property
+    def global_bytes(self) -> int:
+        """Bytes that were read from the global tier."""
+        return self.bytes_read.get("global", 0)
+
+
+def find_sources(cycle: int, events: Iterable[Event]) -> Sources:
+    """Return where the ranks of a cycle came back from."""
+    tiers: dict[int, str] = {}
+    num_bytes, rejected = Counter[str](), Counter[str]()
+    for event in events:
+        if event.cycle != cycle or event.rank is None:
+            continue
+        if event.kind == EventKind.RESTORED:
+            tiers[event.rank] = event.data["tier"]
+            num_bytes.update(event.data["bytes_read"])
+        elif event.kind == EventKind.INCIDENT:
+            incident = event.data["incident"]
+            if incident["kind"] == IncidentKind.COPY_REJECTED:
+                rejected[incident["evidence"]["tier"]] += 1
+    return Sources(tiers=tiers, bytes_read=dict(num_bytes), rejected=dict(rejected))
+
+
+def newest_global(events: Sequence[Event], *, before_ns: int) -> int | None:
+    """Return the newest generation that was committed to the global tier before a moment; ``None`` = none was."""
+    commits = (event for event in events if event.kind == EventKind.SAVE_COMMITTED and event.mono_ns <= before_ns)
+    found = (event.iteration for event in commits if "global" in event.data.get("tiers", ()))
+    return max((iteration for iteration in found if iteration is not None), default=None)
+
+
+def count_bytes(num_bytes: int) -> str:
+    """Return a number of bytes for people."""
+    if num_bytes >= 100_000:
+        return f"{num_bytes / 1e6:.1f} MB"
+    return "1 byte" if num_bytes == 1 else f"{num_bytes} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """One fault that was caused."""
+
+    event: Event
+    """What the demo, or the struck rank, wrote about it."""
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether the demo caused it, and not the plan of faults within the training."""
+        return self.event.proc == "demo"
+
+    @property
+    def fault(self) -> str:
+        """What was done, for people."""
+        return str(self.event.data["fault"])
+
+    @property
+    def expected(self) -> IncidentKind:
+        """What it should be noticed as."""
+        return IncidentKind(self.event.data["expected"]) if self.is_from_outside else IncidentKind.INVALID_RESULT
+
+    def describe(self) -> str:
+        """Return what was done to whom, for people."""
+        data = self.event.data
+        if self.is_from_outside:
+            return f"{self.fault}, {data['target']}"
+        where = f"{data['tensor']}, element {data['element']}" if "tensor" in data else data["target"]
+        return f"{self.fault}, rank {self.event.rank}, {where}"
+
+    def caused(self, incident: Incident, verdict: Verdict, event: Event) -> bool:
+        """Return whether an incident, whose verdict an event holds, is the one that must have followed."""
+        struck = self.event
+        if struck.cycle != event.cycle or struck.mono_ns > event.mono_ns or kind_of(incident) != self.expected:
+            return False
+        if (self.fault == Deed.NAN) != (verdict.rung == Rung.RERUN_STEP):
+            return False
+        if struck.rank is not None:
+            return incident.rank == struck.rank
+        return bool(incident.node == struck.data["node"])
+
+
+def kind_of(incident: Incident) -> IncidentKind:
+    """Return what an incident is about: a worker that failed with a diagnosis did so for an invalid result."""
+    return IncidentKind.INVALID_RESULT if "diagnosis" in incident.evidence else incident.kind
+
+
+def split_jobs(events: Iterable[Event]) -> list[list[Event]]:
+    """Return the events of each job of the run, the first job first: each numbers its cycles from 0."""
+    jobs: dict[str, list[Event]] = {}
+    for event in events:
+        jobs.setdefault(event.job, []).append(event)
+    return list(jobs.values())
+
+
+def find_strikes(events: Iterable[Event]) -> list[Strike]:
+    """Return all strikes that are to be noticed as incidents that something is done about, by time."""
+    quiet = [deed for deed in Deed if deed.expected is None]
+    struck = _by_time(events, EventKind.FAULT_SIMULATED)
+    return [Strike(event) for event in struck if event.data["fault"] not in quiet]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """One incident, from the strike to the first iteration after it."""
+
+    kind: IncidentKind
+    rank: int | None
+    """Global rank; ``None`` when a whole node was lost."""
+    node: str
+    cycle: int
+    """The cycle that it befell; it also ended it, unless the step was run again in place."""
+    fault: str | None
+    """What the demo did; ``None`` for an incident that it did not cause."""
+    iteration: int | None
+    """The last iteration that any rank had done then."""
+    detected_after_s: float | None
+    """Seconds from the strike to the first event that names this kind of incident; ``None`` = not struck by us."""
+    recovered_after_s: float | None
+    """Seconds from the strike (or, without one, the verdict) until every rank had done an iteration again."""
+    redone_iterations: int | None
+    """Finished iterations that were done again."""
+    restarts: int = 1
+    """1, or 0 where the step was run again in place."""
+    restored_iteration: int | None
+    """Where the next cycle resumed; 0 = from the start, ``None`` = it never did."""
+    evidence: str
+    """What showed it, for people."""
+    action: str
+    """The ladder's rung."""
+    verdict: str
+    """Why that one, for people."""
+    finding: str | None = None
+    """What was found of an invalid result, such as ``transient``."""
+    named: str | None = None
+    """What the invalid result was: ``loss``, or the tensor in which replicas differ."""
+    struck: str | None = None
+    """The tensor that the demo changed, or the module whose output it changed."""
+    quarantined: tuple[str, ...] = ()
+    """Nodes that get no slot any more because of it."""
+    victims: tuple[int, ...] = ()
+    """The ranks that it befell: one, or those of the node that is lost or quarantined."""
+    copies_spoiled: int | None = None
+    """Copies on other nodes that the demo damaged before; ``None`` = it did not mean to."""
+    sources: Sources | None = None
+    """Where the next cycle's ranks came back from; ``None`` = it never resumed."""
+    newest_global: int | None = None
+    """The newest generation in the global tier when it struck; ``None`` = there was none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AnsweredIncident:
+    """An incident that something was done about, and what caused it, if the demo did."""
+
+    event: Event
+    incident: Incident
+    verdict: Verdict
+    strike: Strike | None
+
+
+def account_for(events: Sequence[Event]) -> tuple[Account, ...]:
+    """Return a row for each incident that something was done about, in their order."""
+    return tuple(_row(decision, job) for job in split_jobs(events) for decision in _decisions(job))
+
+
+def unnoticed(events: Sequence[Event]) -> tuple[str, ...]:
+    """Return the faults that no verdict names, each in one line."""
+    return tuple(line for job in split_jobs(events) for line in _unnoticed(job))
+
+
+def count_cycles(events: Iterable[Event]) -> int:
+    """Return how many cycles had workers, over all jobs."""
+    return len({(event.job, event.cycle) for event in events if event.kind == EventKind.CYCLE_STARTED})
+
+
+def _unnoticed(events: Sequence[Event]) -> Iterator[str]:
+    decisions = _decisions(events)
+    for strike in find_strikes(events):
+        if not any(decision.strike == strike for decision in decisions):
+            others = (one for one in decisions if one.event.cycle == strike.event.cycle and one.strike is None)
+            taken_for = next((one.verdict.reason for one in others), "nothing")
+            struck = f"{strike.describe()}, in cycle {strike.event.cycle}"
+            yield f"{struck}, was not noticed as {strike.expected} but taken for: {taken_for}"
+
+
+def _decisions(events: Sequence[Event]) -> list[_AnsweredIncident]:
+    found: list[_AnsweredIncident] = []
+    left = find_strikes(events)
+    for event in _by_time(events, EventKind.VERDICT, EventKind.INCIDENT):
+        if event.cycle is None or not {"verdict", "incident"} <= event.data.keys():
+            continue
+        incident = convert(event.data["incident"], Incident)
+        verdict = convert(event.data["verdict"], Verdict)
+        strike = next((one for one in left if one.caused(incident, verdict, event)), None)
+        if strike is not None:
+            left.remove(strike)
+        found.append(_AnsweredIncident(event=event, incident=incident, verdict=verdict, strike=strike))
+    return found
+
+
+def _row(decision: _AnsweredIncident, events: Sequence[Event]) -> Account:
+    event, incident, verdict = decision.event, decision.incident, decision.verdict
+    assert event.cycle is not None
+    struck = None if decision.strike is None else decision.strike.event
+    since_ns = event.mono_ns if struck is None else struck.mono_ns
+    is_rerun = verdict.rung == Rung.RERUN_STEP
+    reached: int | None
+    restored: int | None
+    next_cycle: int | None
+    recovered_ns: int | None
+    if is_rerun:  # it is decided once the second run has shown a valid result
+        reached = restored = incident.iteration
+        next_cycle, recovered_ns = None, event.mono_ns
+    else:
+        reached = _reached(event.cycle, struck, events)
+        next_cycle, recovered_ns = _recovery(event.cycle, events)
+        restored = None if next_cycle is None else _restored(next_cycle, events)
+    diagnosis = convert(incident.evidence["diagnosis"], Diagnosis) if "diagnosis" in incident.evidence else None
+    return Account(
+        kind=kind_of(incident),
+        rank=incident.rank,
+        node=incident.node,
+        cycle=event.cycle,
+        fault=None if struck is None else struck.data["fault"],
+        iteration=reached,
+        detected_after_s=None if struck is None else _since(struck, _noticed(decision, events).mono_ns),
+        recovered_after_s=None if recovered_ns is None else _seconds(recovered_ns - since_ns),
+        redone_iterations=None if restored is None or reached is None else max(0, reached - restored),
+        restarts=int(not is_rerun),
+        restored_iteration=restored,
+        evidence=_evidence(incident, diagnosis),
+        action=verdict.rung.name.lower(),
+        verdict=verdict.reason,
+        finding=None if diagnosis is None else diagnosis.finding,
+        named=None if diagnosis is None else diagnosis.what,
+        struck=None if struck is None else struck.data.get("tensor"),
+        quarantined=verdict.quarantine,
+        victims=_victims(incident, verdict, event.cycle, events),
+        copies_spoiled=None if struck is None else struck.data.get("copies_spoiled"),
+        sources=None if next_cycle is None else find_sources(next_cycle, events),
+        newest_global=newest_global(events, before_ns=since_ns),
+    )
+
+
+def _victims(incident: Incident, verdict: Verdict, cycle: int, events: Sequence[Event]) -> tuple[int, ...]:
+    if incident.rank is not None and incident.node not in verdict.quarantine:
+        return (incident.rank,)
+    started = (event for event in events if event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle)
+    return tuple(sorted(rank for event in started if event.node == incident.node for rank in event.data["ranks"]))
+
+
+def _noticed(decision: _AnsweredIncident, events: Sequence[Event]) -> Event:
+    """Return the first event after a strike that names its kind; the verdict itself, when no other does.
+
+    The latter is so when the coordinator went down with the node: its heir finds out while it takes over.
+    """
+    decided, since_ns = decision.event, 0 if decision.strike is None else decision.strike.event.mono_ns
+    for event in _by_time(events, EventKind.INCIDENT):
+        named = event.data["incident"].get("kind") == kind_of(decision.incident) and event.cycle == decided.cycle
+        if named and since_ns <= event.mono_ns <= decided.mono_ns:
+            return event
+    return decided
+
+
+def _reached(cycle: int, struck: Event | None, events: Sequence[Event]) -> int | None:
+    """Return the last iteration that any rank had done when a cycle ended."""
+    seen = [] if struck is None or struck.iteration is None else [struck.iteration]
+    for event in events:
+        if event.kind == EventKind.CYCLE_ENDED and event.cycle == cycle:
+            seen.extend(event.data.get("iterations", {}).values())
+    return max(seen, default=None)
+
+
+def _recovery(cycle: int, events: Sequence[Event]) -> tuple[int | None, int | None]:
+    """Return the first later cycle in which every rank has done an iteration, and when the last of them had."""
+    sizes: dict[int, int] = {}
+    first_ns: dict[int, dict[int, int]] = {}
+    for event in events:
+        if event.cycle is None or event.cycle <= cycle:
+            continue
+        if event.kind == EventKind.CYCLE_STARTED:
+            sizes[event.cycle] = event.data["world_size"]
+        elif event.kind == EventKind.PROGRESS and event.rank is not None:
+            times = first_ns.setdefault(event.cycle, {})
+            times[event.rank] = min(event.mono_ns, times.get(event.rank, event.mono_ns))
+    for number in sorted(sizes):
+        times = first_ns.get(number, {})
+        if len(times) >= sizes[number]:
+            return number, max(times.values())
+    return None, None
+
+
+def _restored(cycle: int, events: Sequence[Event]) -> int:
+    found = [e.iteration for e in events if e.kind == EventKind.RESTORED and e.cycle == cycle]
+    return min((iteration for iteration in found if iteration is not None), default=0)
+
+
+def _evidence(incident: Incident, diagnosis: Diagnosis | None) -> str:
+    if diagnosis is not None:
+        return _finding(diagnosis)
+    facts = incident.evidence
+    parts = []
+    if incident.kind == IncidentKind.WORKER_DIED:
+        parts.append(f"its process ended with status {incident.exit_code}")
+        if incident.section:
+            parts.append(f"in section {incident.section!r}")
+    if summary := str(facts.get("summary", "")):
+        parts.append(summary)
+    for name, text in (("process_state", "process state {}"), ("stack_line", "at {}")):
+        if (fact := facts.get(name)) and str(fact) not in summary:
+            parts.append(text.format(fact))
+    return ", ".join(parts) or incident.describe()
+
+
+def _finding(diagnosis: Diagnosis) -> str:
+    """Return what was found of an invalid result: a value, or that a replica differs."""
+    if diagnosis.first is None:
+        return diagnosis.message
+    again = "" if diagnosis.second is None else f", run again {_number(diagnosis.second)}"
+    why = f" ({diagnosis.message})" if diagnosis.message else ""
+    return f"{diagnosis.what} was {_number(diagnosis.first)}{why}{again}: {diagnosis.finding}"
+
+
+def _number(value: JsonNumber) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _by_time(events: Iterable[Event], *kinds: EventKind) -> list[Event]:
+    return sorted((event for event in events if event.kind in kinds), key=lambda event: event.mono_ns)
+
+
+def _seconds(nanoseconds: int) -> float:
+    return round(nanoseconds / 1e9, 3)
+
+
+def _since(struck: Event, ns: int) -> float:
+    return _seconds(ns - struck.mono_ns)
 
 
 MAX_REPORTS = 3
@@ -81,8 +431,8 @@ def named_ranks(events: Iterable[Event]) -> tuple[int, ...]:
 def unkept_of_slowed(slowed: Slowed | None) -> tuple[str, ...]:
     """Return what was not as it should be, each in one line.
 
-    The rank is named in the third report on a wholly slow window at the latest, nobody else is named in any report of
-    the run, and nobody is restarted for it.
+    The rank is named in the third report on a wholly slow window at the latest, no other rank is named in any report of
+    the run, and no rank is restarted for it.
     """
     if slowed is None:
         return ("no rank was slowed down",)
@@ -119,7 +469,7 @@ def _follow_slowed(struck: Event, rank: int, events: Sequence[Event]) -> Slowed:
         since=struck.iteration or 0,
         until=max((i for event in ended for i in event.data.get("iterations", {}).values()), default=None),
         num_reports=number,
-        noticed_after_s=None if incident is None else round((incident.mono_ns - struck.mono_ns) / 1e9, 3),
+        noticed_after_s=None if incident is None else _since(struck, incident.mono_ns),
         section=found.get("section"),
         ratio=evidence.get("ratio"),
         evidence=evidence.get("summary", ""),
@@ -138,17 +488,13 @@ def _is_same_cycle(event: Event, other: Event) -> bool:
 
 
 def _names(event: Event, rank: int, struck: Event) -> bool:
-    if event.kind != EventKind.INCIDENT or not _is_same_cycle(event, struck):
-        return False
-    incident = event.data["incident"]
-    return bool(incident["kind"] == IncidentKind.STRAGGLER and incident.get("rank") == rank)
+    incident = event.data["incident"] if event.kind == EventKind.INCIDENT and _is_same_cycle(event, struck) else {}
+    return incident.get("kind") == IncidentKind.STRAGGLER and incident.get("rank") == rank
 
 
 def _is_restart_for(event: Event) -> bool:
-    if event.kind != EventKind.VERDICT:
-        return False
     incident = event.data.get("incident") or {}
-    return bool(incident.get("exit_code") == ExitReason.STRAGGLER)
+    return event.kind == EventKind.VERDICT and incident.get("exit_code") == ExitReason.STRAGGLER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +521,7 @@ class Leaving:
     run_exit_codes: tuple[int, ...]
     """Those of the agents, each once."""
     resumed_at: Mapping[int, int]
-    """Rank to the iteration from which the next job went on; empty = there was none, or it began anew."""
+    """Rank to the iteration from which the next job resumed; empty = there was none, or it started anew."""
     sources: Sources | None
     """Where the next job's ranks came back from."""
     going_on_after_s: float | None
@@ -198,7 +544,7 @@ class Leaving:
 
 
 def find_leaving(events: Sequence[Event]) -> Leaving | None:
-    """Return what followed when the demo told a rank to leave; ``None`` = it did not."""
+    """Return what followed the demo's notice to a rank; ``None`` = there was none."""
     jobs = split_jobs(events)
     for index, job in enumerate(jobs):
         for event in job:
@@ -211,7 +557,7 @@ def unkept_of_leaving(leaving: Leaving | None, *, world_size: int) -> tuple[str,
     """Return what was not as it should be, each in one line.
 
     The rank notices the signal; all ranks leave after the same iteration with 75, and so do the agents; the state of
-    that very iteration is committed to all tiers; the next job goes on from it and ends with 0.
+    that very iteration is committed to all tiers; the next job resumes from it and ends with 0.
     """
     if leaving is None:
         return ("no rank was told to leave",)
@@ -291,18 +637,14 @@ def _by_iteration(numbers: Mapping[int, int]) -> str:
     return ", ".join(f"iteration {iteration} by {number}" for iteration, number in numbers.items()) or "nothing was"
 
 
-def _since(struck: Event, ns: int) -> float:
-    return round((ns - struck.mono_ns) / 1e9, 3)
-
-
 def unkept(rows: Sequence[Account]) -> tuple[str, ...]:
     """Return what was not as it should be after the demo's faults, each in one line.
 
     * After a killed or a hung rank: from the nodes that have it, and nothing from the global tier.
     * After a lost node: its ranks from the copies on other nodes, and nothing from the global tier.
     * After one whose copies were spoiled: each of its ranks rejects them and comes back from the global tier, and all
-      go on from the newest generation there.
-    * After a NaN that comes once: it is found transient, and nobody is restarted.
+      resume from the newest generation there.
+    * After a NaN that comes once: it is found transient, and no rank is restarted.
     * After a bit flip in a weight: the tensor is named, the rank's node is quarantined, and the node's ranks come back
       from the copies on other nodes.
     """
@@ -373,7 +715,7 @@ class DemoOutcome:
     slowed: Slowed | None = None
     """Whether the slow rank was named; ``None`` = none was slow."""
     leaving: Leaving | None = None
-    """How it was left and went on; ``None`` = it did not come to that."""
+    """The preemption, and how the next job resumed; ``None`` = it ended before that."""
     cycles: int
     """Cycles of the run with faults, over all of its jobs."""
     wall_s: float
@@ -383,7 +725,7 @@ class DemoOutcome:
     folder: str | None = None
     """Where everything was kept; ``None`` = nothing was."""
     details: str | None = None
-    """File that says what was done about each fault; ``None`` = none was written."""
+    """File with what was done about each fault; ``None`` = none was written."""
 
     @property
     def bit_identical(self) -> bool:
@@ -424,29 +766,9 @@ def differences(undisturbed: Mapping[str, Any], struck: Mapping[str, Any]) -> tu
 
 
 def _incident_fields(one: Account) -> dict[str, Any]:
-    return {
-        "kind": one.kind,
-        "rank": one.rank,
-        "node": one.node,
-        "cycle": one.cycle,
-        "fault": one.fault,
-        "iteration": one.iteration,
-        "detected_after_s": one.detected_after_s,
-        "recovered_after_s": one.recovered_after_s,
-        "redone_iterations": one.redone_iterations,
-        "restarts": one.restarts,
-        "restored_iteration": one.restored_iteration,
-        "evidence": one.evidence,
-        "action": one.action,
-        "verdict": one.verdict,
-        "finding": one.finding,
-        "named": one.named,
-        "struck": one.struck,
-        "quarantined": list(one.quarantined),
-        "victims": list(one.victims),
-        "copies_spoiled": one.copies_spoiled,
-        **_source_fields(one.sources),
-    }
+    fields = dataclasses.asdict(one) | _source_fields(one.sources)
+    del fields["sources"], fields["newest_global"]
+    return fields
 
 
 def _leaving_fields(leaving: Leaving) -> dict[str, Any]:

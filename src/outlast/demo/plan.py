@@ -1,15 +1,17 @@
-"""The plan: which faults strike, whom, and at which iterations. Pure, and the same for the same seed."""
+"""The plan: which faults strike, whom and at which iterations, and what the cluster must look like when they do.
+
+Pure, and the same for the same seed. A scene is what the cluster looks like at one moment.
+"""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from outlast.errors import ConfigError
-from outlast.incidents import IncidentKind
-
-__all__ = ["NUM_FAULTS", "Deed", "DemoFault", "Shape", "draw_faults", "least_iterations"]
+from outlast.errors import ConfigError, ExitReason
+from outlast.incidents import Event, EventKind, IncidentKind, Rung
 
 _LEAD = 4
 """Generations before the first fault that costs a restart; meanwhile a slow rank is looked for."""
@@ -19,7 +21,7 @@ _GAP = 3
 """Generations between two of them. A restart goes back by two at most (the newest may not be committed when the fault
 strikes), so that at least one newer than what was restored lies before the next, and one in the global tier too."""
 _CALM = 2
-"""Generations from the last fault that costs a restart to the moment when a rank is told to leave."""
+"""Generations from the last fault that costs a restart to the moment when a rank gets a notice."""
 _TAIL = 2
 """Generations after that."""
 _GLOBAL_EVERY = 2
@@ -39,7 +41,7 @@ class Deed(StrEnum):
     SLOW = "slow forward of a rank"
     """Until its process is replaced by another one, after the next fault."""
     LEAVE = "SIGTERM of a rank"
-    """A notice, as before a preemption: all ranks save and leave, and another job goes on."""
+    """A notice, as before a preemption: all ranks save and exit, and another job resumes."""
 
     @property
     def expected(self) -> IncidentKind | None:
@@ -53,7 +55,7 @@ class Deed(StrEnum):
 
     @property
     def is_planned(self) -> bool:
-        """Whether a plan of faults has it befall the training from within; else the demo does it from outside."""
+        """Whether a plan of faults causes it within the training; else the demo causes it from outside."""
         return self in (Deed.SLOW, Deed.NAN, Deed.FLIP)
 
     @property
@@ -107,9 +109,9 @@ class DemoFault:
     iteration: int
     """It strikes once this many iterations are done; a planned one in the step that follows."""
     rank: int | None = None
-    """Global rank that it befalls; ``None`` when it is a node."""
+    """Global rank that it strikes; ``None`` when it is a node."""
     slot: int | None = None
-    """Node rank that it befalls; ``None`` when it is a rank."""
+    """Node rank that it strikes; ``None`` when it is a rank."""
 
 
 def least_iterations(save_interval: int) -> int:
@@ -161,3 +163,183 @@ def _draw_fault(numbers: random.Random, deed: Deed, generation: int, shape: Shap
         rank=None if deed.loses_node else numbers.randrange(shape.world_size),
         slot=numbers.randrange(shape.num_nodes) if deed.loses_node else None,
     )
+
+
+_MARGIN = 2
+"""Iterations before one in which a planned fault strikes: from there on nothing else strikes until that is settled."""
+_PATIENCE = 8
+"""Reports in which a slow rank may be named; then the demo continues without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankScene:
+    """One rank, as its node's heartbeat board has it."""
+
+    rank: int
+    node: str
+    pid: int
+    cycle: int
+    iteration: int
+    """Iterations done."""
+    section: str = ""
+    """Path of its open sections, joined by ``/``; empty outside all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A loss that rank 0 printed, and the iteration that it is of."""
+
+    iteration: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """All ranks, and all that is in the journal."""
+
+    ranks: tuple[RankScene, ...]
+    events: Sequence[Event]
+    """By time."""
+    loss: Loss | None = None
+    """The newest that rank 0 printed."""
+    running: tuple[str, ...] = ()
+    """Nodes whose agent runs."""
+    of_job: Sequence[Event] = field(init=False, repr=False, compare=False)
+    """The events of the newest job that has had workers; all, before there are any."""
+
+    def __post_init__(self) -> None:
+        job = next((event.job for event in reversed(self.events) if event.kind == EventKind.CYCLE_STARTED), None)
+        object.__setattr__(self, "of_job", [event for event in self.events if job in (None, event.job)])
+
+    def select(self, *kinds: EventKind, cycle: int | None = None) -> list[Event]:
+        """Return the newest job's events of some kinds, of all its cycles or of one."""
+        return [event for event in self.of_job if event.kind in kinds and cycle in (None, event.cycle)]
+
+    @property
+    def cycle(self) -> int:
+        """The newest cycle that has workers, of the newest job; -1 = none yet."""
+        return max((event.cycle or 0 for event in self.select(EventKind.CYCLE_STARTED)), default=-1)
+
+    @property
+    def iteration(self) -> int:
+        """Iterations done by the foremost rank of the newest cycle; 0 while none has restored anything."""
+        cycle = self.cycle
+        on_boards = [one.iteration for one in self.ranks if one.cycle == cycle]
+        written = self.select(EventKind.RESTORED, EventKind.PROGRESS, EventKind.SESSION_ENDED, cycle=cycle)
+        return max([*on_boards, *(event.iteration or 0 for event in written)], default=0)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the newest cycle has done an iteration, or restored one, and no verdict has ended it."""
+        verdicts = (event.data["verdict"] for event in self.select(EventKind.VERDICT, cycle=self.cycle))
+        is_decided = any(verdict.get("exit_code") != ExitReason.FINISHED for verdict in verdicts)
+        return self.cycle >= 0 and self.iteration > 0 and not is_decided
+
+    @property
+    def durable(self) -> int | None:
+        """The newest committed generation's iteration."""
+        committed = (_generation(event) for event in self.events if event.kind == EventKind.SAVE_COMMITTED)
+        return max((iteration for iteration in committed if iteration is not None), default=None)
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """Nodes that have joined, carry no rank in the newest cycle, and may get a slot."""
+        joined = {event.data["name"] for event in self.select(EventKind.NODE_JOINED)}
+        others = self.ranks_by_node().keys() | self.quarantined
+        return tuple(node for node in self.running if node in joined and node not in others)
+
+    @property
+    def quarantined(self) -> frozenset[str]:
+        """Nodes that get no slot any more."""
+        verdicts = (event.data["verdict"] for event in self.events if event.kind == EventKind.VERDICT)
+        return frozenset(node for verdict in verdicts for node in verdict.get("quarantine", ()))
+
+    def has_struck(self, fault: DemoFault) -> bool:
+        """Return whether a fault is on record as caused."""
+        struck = (event for event in self.events if event.kind == EventKind.FAULT_SIMULATED)
+        return any(event.data["fault"] == fault.deed and event.rank == fault.rank for event in struck)
+
+    def is_judged(self, fault: DemoFault) -> bool:
+        """Return whether something was done about a planned fault, or, of a slow rank, whether it was named."""
+        if fault.deed == Deed.SLOW:
+            reports = [event for event in self.events if event.kind == EventKind.STRAGGLER_REPORT]
+            return any(fault.rank in event.data["named"] for event in reports) or len(reports) >= _PATIENCE
+        for event in self.events:
+            if event.kind in (EventKind.INCIDENT, EventKind.VERDICT) and {"verdict", "incident"} <= event.data.keys():
+                incident, rung = event.data["incident"], event.data["verdict"]["rung"]
+                is_its = "diagnosis" in incident.get("evidence", {}) and incident.get("rank") == fault.rank
+                if is_its and (rung == Rung.RERUN_STEP) == (fault.deed == Deed.NAN):
+                    return True
+        return False
+
+    def safe(self, cycle: int, *, num_ranks: int, tier: str | None = None) -> int:
+        """Return the newest generation that all ranks saw committed in a cycle; 0 = none.
+
+        Args:
+            cycle: The cycle.
+            num_ranks: How many ranks there are.
+            tier: Committed to this tier; ``None`` = to any.
+        """
+        ranks: dict[int, set[int | None]] = {}
+        for event in self.select(EventKind.SAVE_COMMITTED, cycle=cycle):
+            if (tier is None or tier in event.data["tiers"]) and (generation := _generation(event)) is not None:
+                ranks.setdefault(generation, set()).add(event.rank)
+        return max((generation for generation, seen in ranks.items() if len(seen) >= num_ranks), default=0)
+
+    def restored(self, cycle: int) -> int:
+        """Return the iteration that a cycle resumed from; 0 = it started from the beginning."""
+        return max((event.iteration or 0 for event in self.select(EventKind.RESTORED, cycle=cycle)), default=0)
+
+    def holder(self, slot: int) -> str:
+        """Return the node that holds a slot in the newest cycle.
+
+        Raises:
+            LookupError: None does.
+        """
+        for event in reversed(self.select(EventKind.CYCLE_STARTED, cycle=self.cycle)):
+            if event.data.get("node_rank") == slot:
+                return event.node
+        raise LookupError(f"no node holds slot {slot}")
+
+    def ranks_by_node(self) -> dict[str, tuple[int, ...]]:
+        """Return the nodes that carry ranks in the newest cycle, or did in the last one, with their ranks."""
+        started = self.select(EventKind.CYCLE_STARTED, cycle=self.cycle)
+        return {event.node: tuple(event.data["ranks"]) for event in started}
+
+
+def is_time(
+    fault: DemoFault, scene: Scene, *, world_size: int, after_cycle: int, planned: Sequence[DemoFault] = ()
+) -> bool:
+    """Return whether a fault may strike from outside now.
+
+    Args:
+        fault: The fault.
+        scene: What the cluster looks like.
+        world_size: Number of ranks.
+        after_cycle: The cycle that the last fault struck; the next one strikes a later one.
+        planned: Faults that strike by themselves, in their iterations.
+    """
+    cycle = scene.cycle
+    if cycle <= after_cycle:
+        return False
+    if any(event.kind == EventKind.VERDICT and (event.cycle or 0) >= cycle for event in scene.of_job):
+        return False  # it is ending for another reason
+    here = [one for one in scene.ranks if one.cycle == cycle]
+    if len(here) < world_size or any(one.iteration < fault.iteration for one in here):
+        return False
+    coming = [other for other in planned if not scene.is_judged(other)]
+    if any(scene.iteration >= other.iteration - _MARGIN for other in coming):
+        return False  # a restart now would wipe out what it did, or is about to do
+    if fault.deed == Deed.LEAVE:
+        return True
+    if fault.deed.needs_spare and len(scene.spares) <= sum(other.deed.needs_spare for other in coming):
+        return False  # no node could take its place, or that of a planned fault's node
+    tier = "global" if fault.deed == Deed.SPOIL else None
+    return scene.safe(cycle, num_ranks=world_size, tier=tier) > scene.restored(cycle)
+
+
+def _generation(event: Event) -> int | None:
+    if event.iteration is not None:
+        return event.iteration
+    generation = event.data.get("generation")
+    return generation if isinstance(generation, int) else None

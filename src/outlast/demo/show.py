@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from outlast import clock
-from outlast.demo.account import account_for, count_cycles, unnoticed
 from outlast.demo.outcome import (
     DemoOutcome,
+    account_for,
+    count_cycles,
     differences,
     find_leaving,
     find_slowed,
@@ -22,16 +23,13 @@ from outlast.demo.outcome import (
     unkept,
     unkept_of_leaving,
     unkept_of_slowed,
+    unnoticed,
 )
-from outlast.demo.plan import DemoFault, Shape, draw_faults
-from outlast.demo.scene import Scene, is_time
+from outlast.demo.plan import DemoFault, Scene, Shape, draw_faults, is_time
 from outlast.demo.stage import Stage, find_example, uninterrupted
-from outlast.demo.tables import write_details
-from outlast.demo.view import View
+from outlast.demo.view import View, write_details
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
 from outlast.incidents import Event
-
-__all__ = ["perform"]
 
 _NUM_SPARES = 2
 """Two wait from the start: a bit flip takes a node whenever its iteration comes, a lost node may have taken one."""

@@ -20,17 +20,13 @@ import psutil
 
 import outlast
 from outlast import chaos, clock
-from outlast.demo.plan import Deed, DemoFault, Shape
-from outlast.demo.scene import Loss, RankScene, Scene
+from outlast.demo.plan import Deed, DemoFault, Loss, RankScene, Scene, Shape
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import Event, EventKind
 from outlast.journal import read
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
 from outlast.testing.cluster import Agent, Cluster
-
-__all__ = ["Spoiler", "Stage", "fault_plan", "find_copies", "find_example", "uninterrupted", "write_settings"]
-
 
 _NAME = "train_gpt.py"
 _SHARE = Path("share", "outlast", "examples", _NAME)
@@ -107,8 +103,8 @@ _MANTISSA_BITS = range(8, 20)
 _LAYERS = "model.blocks.*"
 _SLOW_FACTOR = 10.0
 _SLOW_SCORE = 0.2
-"""Who takes less than five times as long is nobody to name: where four ranks share two cores, whoever happens to wait
-for one takes several times as long for things of a few milliseconds."""
+"""A rank that takes less than five times as long is not named: where four ranks share two cores, one that happens to
+wait for a core takes several times as long for things of a few milliseconds."""
 _REPORT_S = 1.0
 
 
@@ -153,36 +149,23 @@ def write_settings(
 
 
 def fault_plan(faults: Sequence[DemoFault], seed: int) -> chaos.FaultPlan:
-    """Return the faults that befall the training from within, as a plan that the session of each rank arms."""
+    """Return the faults that strike the training from within, as a plan that the session of each rank arms."""
     numbers = random.Random(seed)
-    return chaos.FaultPlan(
-        seed=seed, faults=tuple(_planned(fault, numbers) for fault in faults if fault.deed.is_planned)
-    )
-
-
-def _planned(fault: DemoFault, numbers: random.Random) -> chaos.Fault:
-    if fault.deed == Deed.SLOW:
-        return chaos.Fault(
-            kind="slow", factor=_SLOW_FACTOR, rank=fault.rank, iteration=fault.iteration, name=fault.deed
-        )
-    if fault.deed == Deed.NAN:
-        return chaos.Fault(
-            kind="nan",
-            target="activation",
-            tensor=_LAYERS,
-            rank=fault.rank,
-            iteration=fault.iteration,
-            name=fault.deed,
-        )
-    return chaos.Fault(
-        kind="bit_flip",
-        target="weight",
-        tensor=f"{_LAYERS}.weight",
-        bit=numbers.choice(_MANTISSA_BITS),
-        rank=fault.rank,
-        iteration=fault.iteration,
-        name=fault.deed,
-    )
+    planned = []
+    for fault in faults:
+        what: dict[str, Any]
+        match fault.deed:
+            case Deed.SLOW:
+                what = {"kind": "slow", "factor": _SLOW_FACTOR}
+            case Deed.NAN:
+                what = {"kind": "nan", "target": "activation", "tensor": _LAYERS}
+            case Deed.FLIP:
+                bit = numbers.choice(_MANTISSA_BITS)
+                what = {"kind": "bit_flip", "target": "weight", "tensor": f"{_LAYERS}.weight", "bit": bit}
+            case _:
+                continue
+        planned.append(chaos.Fault(rank=fault.rank, iteration=fault.iteration, name=fault.deed, **what))
+    return chaos.FaultPlan(seed=seed, faults=tuple(planned))
 
 
 _LOSS = re.compile(r"^iteration\s+(\d+)\s+loss\s+([-+.\w]+)$\n", re.MULTILINE)
@@ -203,7 +186,7 @@ class Stage:
         script: The training script.
         folder: Its own folder: journal, generations, result and output. Each node's disk is a folder in ``local``.
         shape: The world's size and the number of iterations.
-        faults: What befalls the training from within; those that strike from outside are not looked at.
+        faults: The faults of the run; those that strike from outside are not planned.
         seed: Draws what the faults leave open; the training's own seed is always the same.
         num_spares: Nodes more than train; which ones wait as spares is decided by who comes first.
         num_reserves: Nodes that come later: one each time that one is lost.
@@ -236,7 +219,7 @@ class Stage:
         self._events: list[Event] = []
         self._sizes: dict[str, int] = {}
         self._leaving: tuple[Agent, ...] = ()
-        """Those whose run was told to leave."""
+        """Those whose run got a notice."""
         self._was_resumed = False
         self._journal: Journal | None = None
         self._cluster = Cluster(
@@ -316,7 +299,7 @@ class Stage:
 
     @property
     def may_resume(self) -> bool:
-        """Whether the run was told to leave, has left with its state saved, and can be started again."""
+        """Whether the run got a notice, has exited with its state saved, and can be started again."""
         left = bool(self._leaving) and all(_exit_code(agent) == ExitReason.PREEMPTED for agent in self._leaving)
         return left and not self._was_resumed
 

@@ -12,17 +12,17 @@ from outlast.lazy import lazy_names
 if TYPE_CHECKING:
     from outlast.health.devices import check_gpu
     from outlast.health.node import check_node
+    from outlast.health.probing import CheckResult, Status, has_failed
     from outlast.health.process_group import ProcessGroupCheck, check_process_group
-    from outlast.health.result import CheckResult, Status, has_failed
 
 _HOMES = {
-    "CheckResult": "outlast.health.result",
+    "CheckResult": "outlast.health.probing",
     "ProcessGroupCheck": "outlast.health.process_group",
-    "Status": "outlast.health.result",
+    "Status": "outlast.health.probing",
     "check_gpu": "outlast.health.devices",
     "check_node": "outlast.health.node",
     "check_process_group": "outlast.health.process_group",
-    "has_failed": "outlast.health.result",
+    "has_failed": "outlast.health.probing",
 }
 
 __all__ = [

@@ -14,14 +14,13 @@ that does not offer some counter gives ``None`` for it), and from the XIDs in th
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
@@ -29,30 +28,12 @@ import xxhash
 from outlast import env
 from outlast.clock import now_s
 from outlast.config.launching import HealthConfig
-from outlast.health.prober import Prober
-from outlast.health.result import Check, CheckOutcome, CheckResult, Status, failed, ok, skipped
+from outlast.health.probing import Check, CheckOutcome, CheckResult, Prober, Status, failed, ok, skipped
 from outlast.runtime import device as accelerator
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-__all__ = [
-    "EXPECTED",
-    "ComputeCheck",
-    "DeviceCheck",
-    "DeviceCount",
-    "DeviceMemoryCheck",
-    "DriverCheck",
-    "NvmlReading",
-    "check_gpu",
-    "digest_of",
-    "factors",
-    "find_faults",
-    "has_gpus",
-    "judge_reading",
-    "read_nvml",
-]
 
 Factors = tuple["np.ndarray[Any, np.dtype[np.int64]]", "np.ndarray[Any, np.dtype[np.int64]]"]
 
@@ -88,7 +69,6 @@ def check_gpu(
     config: HealthConfig | None = None,
     *,
     node: str | None = None,
-    prober: Prober | None = None,
 ) -> tuple[CheckResult, ...]:
     """Check GPUs: in reach, right to the bit, memory that keeps what is written, no fault known to the driver.
 
@@ -99,46 +79,44 @@ def check_gpu(
         device: Number of a GPU, or of several; ``None`` = all. Where there is none, the CPU's arithmetic is checked.
         config: How long it may take, how much memory is tested.
         node: This node's name, for ``simulate_wrong_gemm``; the host's without it.
-        prober: Runs the checks, and stays open; ``None`` = one of its own.
 
     Blocks: up to ``device_timeout`` for each check.
     """
-    config = config or HealthConfig()
-    timeout_s = config.device_timeout
+    with Prober() as prober:
+        return tuple(probe_devices(prober, config or HealthConfig(), device, node=node))
+
+
+def probe_devices(
+    prober: Prober, config: HealthConfig, device: int | Sequence[int] | None = None, *, node: str | None = None
+) -> Iterator[CheckResult]:
+    """Make the checks of :func:`check_gpu` with a prober, which stays open."""
+    ask = partial(prober.ask, timeout_s=config.device_timeout)
     flip = config.simulate_wrong_gemm == (node or env.clean_name(env.hostname()))
-    with contextlib.nullcontext(prober) if prober is not None else Prober() as own:
-        present = own.ask(DeviceCount(), "devices", "node", timeout_s=timeout_s)
-        num_devices = int(present.facts.get("num_devices", 0))
-        if present.has_failed or (device is not None and num_devices == 0):
-            return (_lacking(present, "this node has no GPU"),)
-        if num_devices == 0:
-            return present, own.ask(ComputeCheck(flip=flip), "compute", "cpu", timeout_s=timeout_s)
-        kind = str(present.facts["kind"])
-        wanted = range(num_devices) if device is None else [device] if isinstance(device, int) else list(device)
-        results = [present]
-        for number in wanted:
-            target = f"{kind}:{number}"
-            if not 0 <= number < num_devices:
-                results.append(_lacking(present, f"there are {num_devices}", name="device", target=target))
-                continue
-            results.append(own.ask(ComputeCheck(device=number, flip=flip), "compute", target, timeout_s=timeout_s))
-            num_bytes = int(config.gpu_memory_test_gib * 2**30)
-            if num_bytes:
-                test = DeviceMemoryCheck(device=number, num_bytes=num_bytes)
-                results.append(own.ask(test, "device memory", target, timeout_s=timeout_s))
-            results.append(own.ask(DriverCheck(device=number), "driver", target, timeout_s=timeout_s))
-        return tuple(results)
+    present = ask(DeviceCount(), "devices", "node")
+    num_devices = int(present.facts.get("num_devices", 0))
+    lacking = partial(CheckResult, status=Status.FAILED, took_s=present.took_s)
+    if device is not None and num_devices == 0 and not present.has_failed:
+        present = lacking(name="devices", target="node", reason="this node has no GPU")
+    yield present
+    if present.has_failed:
+        return
+    if num_devices == 0:
+        yield ask(ComputeCheck(flip=flip), "compute", "cpu")
+    num_bytes = int(config.gpu_memory_test_gib * 2**30)
+    for number in range(num_devices) if device is None else [device] if isinstance(device, int) else device:
+        target = f"{present.facts['kind']}:{number}"
+        if not 0 <= number < num_devices:
+            yield lacking(name="device", target=target, reason=f"there are {num_devices}")
+            continue
+        yield ask(ComputeCheck(device=number, flip=flip), "compute", target)
+        if num_bytes:
+            yield ask(DeviceMemoryCheck(device=number, num_bytes=num_bytes), "device memory", target)
+        yield ask(DriverCheck(device=number), "driver", target)
 
 
 def has_gpus() -> bool:
     """Return whether the driver offers GPUs on this node; costs nothing, and is independent of their state."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _lacking(present: CheckResult, why: str, *, name: str = "devices", target: str = "node") -> CheckResult:
-    if present.has_failed:
-        return present
-    return CheckResult(name=name, target=target, status=Status.FAILED, reason=why, took_s=present.took_s)
 
 
 class DeviceCount(Check, frozen=True, kw_only=True):
@@ -233,9 +211,6 @@ class DriverCheck(Check, frozen=True, kw_only=True):
         if findings:
             return failed("; ".join(findings), **facts)
         return ok(f"{reading.name}: no fault recorded", **facts)
-
-
-DeviceCheck: TypeAlias = DeviceCount | ComputeCheck | DeviceMemoryCheck | DriverCheck
 
 
 def factors(size: int, largest: int) -> Factors:

@@ -1,41 +1,31 @@
-"""Whether a node is fit to train: its disks, memory, clock, descriptors, network, and the user's own checks."""
+"""Whether a node is fit to train: its disks, memory, clock, descriptors, network, and the user's own checks.
+
+Run as a program, this is the probe process of :class:`~outlast.health.probing.Prober`: it makes the checks that its
+parent sends, one after another, and sends each one's outcome.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
 import secrets
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import psutil
 
 from outlast import env
 from outlast.config.launching import HealthConfig
-from outlast.health.devices import ComputeCheck
-from outlast.health.prober import Prober
-from outlast.health.result import Check, CheckOutcome, CheckResult, Status, failed, ok, skipped
+from outlast.health.devices import ComputeCheck, DeviceCount, DeviceMemoryCheck, DriverCheck
+from outlast.health.probing import Check, CheckOutcome, CheckResult, Prober, Status, failed, ok, skipped
+from outlast.runtime.processes import channel_to_parent, die_with_parent
 
 if TYPE_CHECKING:
     from outlast.config import Config
-
-__all__ = [
-    "ClockCheck",
-    "CommandCheck",
-    "DiskCheck",
-    "MemoryCheck",
-    "NetworkCheck",
-    "NodeCheck",
-    "OpenFilesCheck",
-    "SharedMemoryCheck",
-    "StoreCheck",
-    "check_node",
-    "places_of",
-]
 
 _PROBE_BYTES = 1 << 20
 _CGROUP = Path("/sys/fs/cgroup")
@@ -50,7 +40,6 @@ def check_node(
     node: str | None = None,
     network: bool = True,
     num_products: int = 4,
-    prober: Prober | None = None,
 ) -> tuple[CheckResult, ...]:
     """Check this node: its disks, memory, clock, network, its CPU's arithmetic, the user's own checks.
 
@@ -63,11 +52,25 @@ def check_node(
         node: This node's name, for ``simulate_wrong_gemm``; the host's without it.
         network: Off: only interfaces that ``network_interfaces`` names must be up; for a job of one node.
         num_products: Matrix products of each number format; 0 = the arithmetic is not checked.
-        prober: Runs the checks, and stays open; ``None`` = one of its own.
 
     Blocks: up to ``check_timeout`` for each check; all of them together take a fraction of a second on a sound node.
     """
-    config = config or HealthConfig()
+    with Prober() as prober:
+        return probe_node(
+            prober, config or HealthConfig(), places=places, node=node, network=network, num_products=num_products
+        )
+
+
+def probe_node(
+    prober: Prober,
+    config: HealthConfig,
+    *,
+    places: Sequence[str],
+    node: str | None = None,
+    network: bool = True,
+    num_products: int = 4,
+) -> tuple[CheckResult, ...]:
+    """Make the checks of :func:`check_node` with a prober, which stays open."""
     checks: list[tuple[Check, str, str]] = []
     for place in dict.fromkeys(places):
         if "://" in place and not place.startswith("file://"):
@@ -88,9 +91,7 @@ def check_node(
         checks.append((NetworkCheck(interfaces=interfaces), "network", ",".join(interfaces)))
     elif network:
         checks.append((NetworkCheck(), "network", "any"))
-    timeout_s = config.check_timeout
-    with contextlib.nullcontext(prober) if prober is not None else Prober() as own:
-        return tuple(own.ask(check, name, target, timeout_s=timeout_s) for check, name, target in checks)
+    return tuple(prober.ask(check, name, target, timeout_s=config.check_timeout) for check, name, target in checks)
 
 
 def places_of(config: Config) -> tuple[str, ...]:
@@ -275,11 +276,6 @@ class CommandCheck(Check, frozen=True, kw_only=True):
         return failed(f"{how}: {last_line}" if last_line else how, exit_code=done.returncode)
 
 
-NodeCheck: TypeAlias = (
-    DiskCheck | StoreCheck | SharedMemoryCheck | MemoryCheck | OpenFilesCheck | ClockCheck | NetworkCheck | CommandCheck
-)
-
-
 def _nearest(path: Path) -> Path:
     """Return the folder, or the nearest above it that exists."""
     path = Path(os.path.abspath(path))
@@ -354,3 +350,23 @@ def _gib(num_bytes: float) -> str:
 
 def _bytes(gib: float) -> int:
     return int(gib * 2**30)
+
+
+def main() -> None:
+    """Make checks until the parent closes the channel."""
+    node_checks = DiskCheck | StoreCheck | SharedMemoryCheck | MemoryCheck | OpenFilesCheck | ClockCheck | NetworkCheck
+    channel = channel_to_parent(
+        sys.argv[1], node_checks | CommandCheck | DeviceCount | ComputeCheck | DeviceMemoryCheck | DriverCheck
+    )
+    die_with_parent(int(sys.argv[2]))
+    while (check := channel.receive()) is not None:
+        try:
+            outcome = check.run()
+        except Exception as error:  # noqa: BLE001 - whatever a driver or a library raises is the outcome
+            text = " ".join(str(error).split())[:500]
+            outcome = CheckOutcome(status=Status.ERROR, reason=f"{type(error).__name__}: {text}")
+        channel.send(outcome)
+
+
+if __name__ == "__main__":
+    main()

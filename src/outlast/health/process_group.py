@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.clock import now_s
 from outlast.errors import ConfigError, RendezvousError
-from outlast.health.result import CheckOutcome, CheckResult, Status, failed, ok
+from outlast.health.probing import CheckOutcome, CheckResult, Status, failed, ok
 from outlast.runtime.process_groups import Group
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["ProcessGroupCheck", "check_process_group"]
 
 _MARGIN_S = 3.0
 _LATE_S = 0.5
@@ -83,7 +81,7 @@ class ProcessGroupCheck:
         exchange = _Exchange(self._group, f"{self._name}/{self._round}", self._rank, self._world_size, self._round)
         outcome = exchange.run(self._timeout_s)
         target = f"{self._world_size} rank{'' if self._world_size == 1 else 's'}"
-        result = outcome.result("process group", target, took_s=now_s() - started_s)
+        result = outcome.result("process group", target, started_s=started_s)
         if result.has_failed:
             self._failed = result
         return result

@@ -26,7 +26,7 @@ from outlast.errors import ConfigError, OutlastError, RendezvousError
 from outlast.inprocess import protocol as m
 from outlast.runtime import addresses
 from outlast.runtime.addresses import Endpoint
-from outlast.runtime.child import ChildProcess, channel_to_parent
+from outlast.runtime.processes import ChildProcess, channel_to_parent
 
 log = logging.getLogger("outlast.inprocess.bootstrap")
 

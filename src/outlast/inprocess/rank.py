@@ -35,7 +35,7 @@ from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_restart import add_fault, count_causes
 from outlast.policy.rank_assignment import assign
 from outlast.runtime import connections, device
-from outlast.runtime.in_process_mark import InProcessFault, InProcessMark
+from outlast.runtime.board import InProcessFault, InProcessMark
 from outlast.runtime.interruption import SignalInterruption
 from outlast.runtime.journal import Journal
 
@@ -80,8 +80,8 @@ class StatusReporter:
         """Report that a call begins, which this rank takes part in or waits through as a spare."""
         rank = go.ranks.get(self._place.global_rank)
         if self._mark is not None:
-            note = self._mark.wait if rank is None else self._mark.activate
-            note(go.restart_count, _for_agent(go.faults))
+            state = p.InProcessState.SPARE if rank is None else p.InProcessState.ACTIVE
+            self._mark.set(state, go.restart_count, _for_agent(go.faults))
         if go.restart_count > 0 and rank == 0:
             self._write_restarted(go)
         self._ranks, self._left_s = go.ranks, None
@@ -91,30 +91,30 @@ class StatusReporter:
         if self._left_s is None:
             self._left_s = clock.now_s()
         if self._mark is not None:
-            self._mark.restart(restart_count, _for_agent(faults))
+            self._mark.set(p.InProcessState.RESTARTING, restart_count, _for_agent(faults))
 
     def complete(self) -> None:
         """Report that the function returned here."""
         if self._mark is not None:
-            self._mark.complete()
+            self._mark.set(p.InProcessState.COMPLETED)
 
     def finish(self) -> None:
         """Report that it returned on all active ranks."""
         self._has_ended = True
         if self._mark is not None:
-            self._mark.finish()
+            self._mark.set(p.InProcessState.RETURNED)
 
     def leave(self) -> None:
         """Report that this rank is permanently removed, and its peers resume."""
         self._has_ended = True
         if self._mark is not None:
-            self._mark.leave()
+            self._mark.set(p.InProcessState.LEFT)
 
     def close(self) -> None:
         """Report, unless the call came to one of the ends above, that it was given up; idempotent."""
         if self._mark is not None:
             if not self._has_ended:
-                self._mark.give_up()
+                self._mark.set(p.InProcessState.GAVE_UP)
             self._mark.close()
             self._mark = None
         if self._journal is not None:
@@ -125,7 +125,7 @@ class StatusReporter:
         if self._place.board is None:
             return None
         try:
-            return InProcessMark.open(self._place.board, self._place.local_rank)
+            return InProcessMark(self._place.board, self._place.local_rank)
         except OutlastError as error:
             log.warning("restarts in process cannot be reported to the node's agent: %s", error)
             return None

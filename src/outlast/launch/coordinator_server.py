@@ -38,7 +38,7 @@ from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.membership import JobSettings
 from outlast.launch.verdicts import load_ladder, save_ladder
-from outlast.monitor.learned_timeouts import LearnedTimeouts
+from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
 from outlast.runtime.journal import Journal

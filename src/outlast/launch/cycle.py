@@ -38,16 +38,14 @@ from outlast.launch.agent_events import HangSeen, WatchdogFailed
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.workers import InProcessRecovery, WorkerProcess
 from outlast.monitor.examination import examine
-from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
-from outlast.monitor.watchdog import HangReport, Watchdog
+from outlast.monitor.watchdog import HangReport, LearnedTimeouts, Watchdog, observe
 from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts, describe_hangs
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Load, encode_distrusted, tier_of_load
 from outlast.policy.rerun import Diagnosis, encode_replay
 from outlast.runtime.board import Board
-from outlast.runtime.diagnoses import read_diagnosis
-from outlast.runtime.postmortem import Postmortem
+from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
 
 log = logging.getLogger(__name__)
@@ -144,7 +142,7 @@ class Cycle:
             OutlastError: Its board cannot be made.
         """
         nproc, (kind, argv) = spec.local_world_size, command
-        board = Board.create_anonymous(num_ranks=nproc)
+        board = Board.create(num_ranks=nproc)
         shared = {
             **base_env,
             env.RUN_ID: options.run_id,

@@ -526,14 +526,16 @@ class NodeAgent(SimpleElasticAgent):
         elif cycle is self._running and self._state in (AgentState.RUNNING, AgentState.FINISHED):
             self._end_cycle(cycle, cycle.facts(None), reason)
 
-    def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str) -> None:
+    def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str, *, are_gone: bool = False) -> None:
+        """End the cycle here and request the next one; ``are_gone``: nothing is left of its workers."""
         cycle.over = True
         self._timers.cancel("clear")
         self._write_ended(cycle, reason)
         self._join(facts)
         grace_s = self.options.restart_grace_s
-        gently = grace_s > 0 and not cycle.all_ended
-        self._workers.begin_clearing(gently=gently)
+        gently = grace_s > 0 and not cycle.all_ended and not are_gone
+        if not are_gone:
+            self._workers.begin_clearing(gently=gently)
         if gently:
             self._timers.set("grace", grace_s, self._workers.clear)
         cycle.close()
@@ -549,14 +551,8 @@ class NodeAgent(SimpleElasticAgent):
         elif self._state == AgentState.RUNNING and (cycle := self._running) is not None:
             why = "the process that starts workers died"
             incident = self._journal.incident(IncidentKind.WORKER_DIED, why, exit_code=-9)
-            facts = cycle.facts(incident)
-            cycle.over = True
-            self._timers.cancel("clear")
             self._journal.write_incident(incident)
-            self._write_ended(cycle, incident.describe())
-            cycle.close()
-            self._join(facts)
-            self._health.suspect()
+            self._end_cycle(cycle, cycle.facts(incident), incident.describe(), are_gone=True)
             self._health.note_cleared()
         else:
             self._start_if_ready()

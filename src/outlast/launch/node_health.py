@@ -29,10 +29,9 @@ import msgspec
 
 from outlast.config import HealthConfig
 from outlast.errors import ExitReason
-from outlast.health.devices import check_gpu, has_gpus
-from outlast.health.node import check_node
-from outlast.health.prober import Prober
-from outlast.health.result import CheckResult, Status
+from outlast.health.devices import has_gpus, probe_devices
+from outlast.health.node import probe_node
+from outlast.health.probing import CheckResult, Prober, Status
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import Admitted, Mailbox, NodeChecked, NodeRefused, Timers
@@ -134,17 +133,17 @@ class Checkups:
                 self._deliver(CheckedUp(occasion, results))
 
     def _look(self, lasting: Prober, passing: Prober, *, gpus: bool, computes: bool) -> tuple[CheckResult, ...]:
-        results = check_node(
+        results = probe_node(
+            lasting,
             self.config,
             places=self._places,
             node=self._node,
             network=self._network,
             num_products=int(computes),
-            prober=lasting,
         )
         if gpus and has_gpus():
             with passing:
-                found = check_gpu(config=self.config, node=self._node, prober=passing)
+                found = tuple(probe_devices(passing, self.config, node=self._node))
             results += tuple(one for one in found if (one.name, one.target) != ("compute", "cpu"))
         return results
 

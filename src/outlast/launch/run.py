@@ -36,7 +36,7 @@ from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import Endpoint, is_loopback, own_address, parse_endpoints
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import this_process
-from outlast.runtime.store_reader import StoreAnswer, probe
+from outlast.runtime.store import StoreAnswer, probe
 from outlast.runtime.zygote import Zygote
 from outlast.wording import count
 
@@ -572,6 +572,7 @@ class RunOwner:
 def _describe_owner(options: RunOptions) -> LeaseOwner:
     """Return what identifies this agent's job."""
     values, endpoints = env.environ(), parse_endpoints(options.endpoints)
+    requeues = values.get("SLURM_RESTART_COUNT", "")
     has_nodes = any(one.port for one in endpoints)  # others may come to it, if only to wait as spares
     # An endpoint such as localhost is another place on each machine.
     here = env.hostname() if any(is_loopback(one.host) for one in endpoints) else ""
@@ -583,11 +584,7 @@ def _describe_owner(options: RunOptions) -> LeaseOwner:
         script=os.path.realpath(options.torchrun.training_script),
         job=f"{options.run_id} {options.endpoints} {here}" if has_nodes else None,
         allocation=values.get("SLURM_JOB_ID") or None,
-        requeues=_number(values.get("SLURM_RESTART_COUNT")),
+        requeues=int(requeues) if requeues.isdigit() else 0,
         outlives=options.max_nodes > 1,
         shares=has_nodes,
     )
-
-
-def _number(text: str | None) -> int:
-    return int(text) if text and text.isdigit() else 0

@@ -31,8 +31,7 @@ from outlast.policy.inprocess_protocol import (
     needs_restart,
     newest_begun,
 )
-from outlast.runtime.board import Board, RankState
-from outlast.runtime.in_process_mark import Change, InProcessFault, address
+from outlast.runtime.board import Board, InProcessFault, MarkChanged, RankState, agent_address
 from outlast.runtime.zygote import (
     Clear,
     Cleared,
@@ -161,7 +160,7 @@ class NodeWorkers:
 _MAX_DATAGRAM = 1 << 16
 _DECISIONS = frozenset({*OWN_VERDICTS, ExitReason.NO_PROGRESS})
 """Exit codes with which a worker decides for the whole job."""
-_decoder = msgpack_decoder(Change)
+_decoder = msgpack_decoder(MarkChanged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +199,7 @@ class InProcessRecovery:
     def __post_init__(self) -> None:
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            self._channel.bind(address(self.board.token))
+            self._channel.bind(agent_address(self.board.token))
         except BaseException:
             self._channel.close()
             raise

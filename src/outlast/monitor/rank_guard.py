@@ -35,10 +35,8 @@ from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import find_culprit
 from outlast.policy.deadlines import Timeouts
 from outlast.runtime.board import Board
-from outlast.runtime.child import ChildProcess, channel_to_parent
+from outlast.runtime.processes import ChildProcess, channel_to_parent
 from outlast.runtime.wire import MessageChannel, socket_pair
-
-__all__ = ["GuardDuty", "HangWatch", "HangWatchTask", "main", "run_duty"]
 
 log = logging.getLogger("outlast.monitor.rank_guard")
 
@@ -224,53 +222,42 @@ def _leave(guard: _Guard, timeout_s: float) -> None:
 # -- the guard ---------------------------------------------------------------------------------------------------
 
 
-class _GuardProcess:
-    """The guard's main thread: it begins duties until no more can come."""
-
-    def __init__(self, task: _GuardTask, parent: MessageChannel[_GuardTask | _BeginDuty]) -> None:
-        self._parent = parent
-        self._pidfd = _open_pidfd(task.pid)
-        self._threads: list[threading.Thread] = []
-
-    def run(self) -> None:
-        poll = select.poll()
-        poll.register(self._parent, select.POLLIN)
-        poll.register(self._pidfd, select.POLLIN)
-        while True:
-            ready = {fd for fd, _ in poll.poll()}
-            if self._parent.fileno() not in ready:
-                break  # the rank is gone, and left nothing to begin
-            try:
-                received = self._parent.receive_with_fds(_MAX_FDS)
-            except OSError as error:
-                log.debug("the rank's end broke: %s", error)
-                break
-            if received is None:
-                break
-            order, fds = received
-            assert isinstance(order, _BeginDuty)
-            self._begin(order, fds)
-        self._parent.close()
-        for thread in self._threads:
-            thread.join()
-
-    def _begin(self, order: _BeginDuty, fds: list[int]) -> None:
-        line = socket.socket(fileno=fds[0])
-        arguments = (order.module, order.task, line, fds[1:], os.dup(self._pidfd))
+def _serve(pid: int, parent: MessageChannel[_GuardTask | _BeginDuty]) -> None:
+    """Begin duties, each in a thread of its own, until no more can come and all have returned."""
+    pidfd = _open_pidfd(pid)
+    threads: list[threading.Thread] = []
+    poll = select.poll()
+    poll.register(parent, select.POLLIN)
+    poll.register(pidfd, select.POLLIN)
+    # Where only the other descriptor is ready, the rank is gone, and left nothing to begin.
+    while parent.fileno() in {fd for fd, _ in poll.poll()}:
+        try:
+            received = parent.receive_with_fds(_MAX_FDS)
+        except OSError as error:
+            log.debug("the rank's end broke: %s", error)
+            break
+        if received is None:
+            break
+        order, fds = received
+        assert isinstance(order, _BeginDuty)
+        arguments = (order, socket.socket(fileno=fds[0]), fds[1:], os.dup(pidfd))
         thread = threading.Thread(target=_run, args=arguments, name=order.module.rpartition(".")[2], daemon=True)
         thread.start()
-        self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+        threads = [other for other in threads if other.is_alive()] + [thread]
         try:
-            self._parent.send(_DutyBegun(ordinal=order.ordinal))
+            parent.send(_DutyBegun(ordinal=order.ordinal))
         except OSError as error:
             log.debug("the rank does not wait for the duty: %s", error)
+    parent.close()
+    for thread in threads:
+        thread.join()
 
 
-def _run(module: str, task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> None:
+def _run(order: _BeginDuty, line: socket.socket, fds: list[int], pidfd: int) -> None:
     try:
-        importlib.import_module(module).run_duty(task, line, fds, pidfd)
+        importlib.import_module(order.module).run_duty(order.task, line, fds, pidfd)
     except Exception:
-        log.exception("a duty of the guard failed (%s): the rank is no longer watched by it", module)
+        log.exception("a duty of the guard failed (%s): the rank is no longer watched by it", order.module)
     finally:
         line.close()
 
@@ -301,7 +288,7 @@ def main() -> int:
     assert isinstance(task, _GuardTask)
     least = logging.INFO if task.rank == 0 else logging.WARNING  # all enforce the same timeouts: one line is enough
     logs.configure(f"monitor rank {task.rank}", node=task.node, rank=task.rank, least=least)
-    _GuardProcess(task, parent).run()
+    _serve(task.pid, parent)
     return 0
 
 

@@ -20,13 +20,10 @@ from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError
 from outlast.monitor import stacks
 from outlast.monitor.examination import Responder
-from outlast.monitor.learned_timeouts import LearnedTimeouts, observe
 from outlast.monitor.rank_guard import GuardDuty, HangWatchTask
+from outlast.monitor.watchdog import LearnedTimeouts, observe
 from outlast.policy.deadlines import STANDARD, STEP, Timeouts
-from outlast.runtime.board import Board, RankState
-from outlast.runtime.in_process_mark import address as agent_address
-
-__all__ = ["RankMonitor", "SectionTimer"]
+from outlast.runtime.board import Board, RankState, agent_address
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +81,6 @@ class RankMonitor:
     enforce, it has a guard process that ends this worker when it hangs.
 
     Args:
-        env: This worker's place; ``None`` = as its environment says.
         config: Timeouts and the like. Under an agent what that was given comes before it, field by field, and the agent
             uses what is left.
         run_dir: The run directory (stacks, learned timeouts); ``None`` = the agent's, if any.
@@ -93,21 +89,23 @@ class RankMonitor:
         OutlastError: This process has a monitor already, or the agent's board is not usable.
 
     Thread: make it on the thread that trains: sections belong to that thread, those of others are not
-    watched (said once). Heartbeats may come from any thread.
+    watched (logged once). Heartbeats may come from any thread.
     """
 
     pid: int
 
     def __init__(
-        self,
-        env: WorkerEnv | None = None,
-        config: FaultToleranceConfig | None = None,
-        run_dir: str | os.PathLike[str] | None = None,
+        self, config: FaultToleranceConfig | None = None, run_dir: str | os.PathLike[str] | None = None
+    ) -> None:
+        self._attach(read_worker(), config, run_dir)
+
+    def _attach(
+        self, env: WorkerEnv, config: FaultToleranceConfig | None, run_dir: str | os.PathLike[str] | None
     ) -> None:
         global _open_monitor
         if _open_monitor is not None and _open_monitor.pid == os.getpid():
             raise OutlastError("this process has a RankMonitor already; use that one, or close() it first")
-        self.env = env if env is not None else read_worker()
+        self.env = env
         logs.configure_worker(self.env.global_rank, self.env.node)
         folder = run_dir if run_dir is not None else self.env.run_dir
         self._run_dir = None if folder is None else Path(folder)
@@ -116,7 +114,7 @@ class RankMonitor:
         """The settings in force, learned timeouts included."""
         self.pid = os.getpid()
         self._sections: dict[str, SectionTimer] = {}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._level = logging.INFO if self.env.is_first else logging.DEBUG
         self._watch: GuardDuty | None = None
         self._closed = False
@@ -127,7 +125,7 @@ class RankMonitor:
             self._board = Board.open(self.env.board)
             local_rank = self.env.local_rank
         else:
-            self._board, local_rank = Board.create_anonymous(num_ranks=1), 0
+            self._board, local_rank = Board.create(num_ranks=1), 0
         if self._configured.calc_ft_timeouts and self._run_dir is not None:
             self.config = LearnedTimeouts.load(self._run_dir).apply(self._configured)
         self._page = self._board.rank(local_rank)
@@ -165,13 +163,13 @@ class RankMonitor:
     # -- sections and heartbeats ---------------------------------------------------------------------------
 
     def heartbeat(self) -> None:
-        """Say that this rank is alive. Thread: any."""
+        """Record that this rank is alive. Thread: any."""
         self._page.heartbeat()
 
     def section(self, name: str) -> SectionTimer:
         """Return the marker of a section, for ``with monitor.section("step"):`` or as a decorator.
 
-        Sections nest, also in themselves. One that has no timeout is measured, not enforced (said once).
+        Sections nest, also in themselves. One that has no timeout is measured, not enforced (logged once).
 
         Raises:
             ConfigError: The name is empty or longer than 39 bytes.
@@ -184,9 +182,9 @@ class RankMonitor:
         self.section(name).__enter__()
 
     def end_section(self, name: str) -> None:
-        """Leave the innermost open section of this name, also from beneath others; none: said once."""
-        if not self._page.leave(name) and name not in self._said:
-            self._said.add(name)
+        """Leave the innermost open section of this name, also from beneath others; none: logged once."""
+        if not self._page.leave(name) and name not in self._warned:
+            self._warned.add(name)
             log.warning("end_section(%r): %s is in no such section", name, self._who())
 
     def end_all_sections(self) -> None:
@@ -223,11 +221,11 @@ class RankMonitor:
         self._page.set_iteration(iteration)
 
     def set_durable_iteration(self, iteration: int) -> None:
-        """Record the highest iteration that is saved for good; restart budgets reset on it."""
+        """Record the highest iteration that is saved permanently; restart budgets reset on it."""
         self._page.set_durable_iteration(iteration)
 
     def report_progress(self) -> None:
-        """Say that this worker will report what is durable: nothing yet is then no progress, not unknown."""
+        """Record that this worker will report what is durable: nothing yet is then no progress, not unknown."""
         self._page.report_progress()
 
     def set_restored(self) -> None:
@@ -235,40 +233,38 @@ class RankMonitor:
         self._page.set_restored()
 
     def promise_heartbeats(self, promised: bool) -> None:
-        """Say whether this rank sends heartbeats as long as it is healthy: default timeouts are for those that do."""
+        """Record whether this rank sends heartbeats while it is healthy: default timeouts are for those that do."""
         if not self._closed:
             self._page.promise_heartbeats(promised)
 
     def set_leaving(self, exit_code: int) -> None:
-        """Say with which exit code this process is about to end, before its peers can notice that it does."""
+        """Record with which exit code this process is about to end, before its peers can notice that it does."""
         self._page.set_leaving(exit_code)
 
-    @property
-    def board_state(self) -> RankState:
-        """What the watchdog sees of this rank."""
+    def _read_state(self) -> RankState:
         return self._last_state if self._closed else self._board.read(self._page.local_rank)
 
     # -- end -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Say that this rank is done: nothing is enforced on it any more; idempotent.
+        """Record that this rank is done: nothing is enforced on it any more; idempotent.
 
         Without an agent, what the cycle taught about timeouts is saved (with an agent, that does it).
         """
-        if self._closed or os.getpid() != self.pid or self.board_state.finished:
+        if self._closed or os.getpid() != self.pid or self._read_state().finished:
             return
         self._page.finish()
         if self.env.board is None and self._configured.calc_ft_timeouts and self._run_dir is not None:
             cycle = f"{self.env.job}-{self.env.cycle}"
             try:
                 self._run_dir.mkdir(parents=True, exist_ok=True)
-                seen = observe([self.board_state])
+                seen = observe([self._read_state()])
                 LearnedTimeouts.update(self._run_dir, seen, cycle=cycle, config=self._configured)
             except OSError as error:
                 log.warning("learned timeouts could not be saved: %s", error)
 
     def tell_protection(self, text: str) -> None:
-        """Tell the agent what a session protects against, for the line on a run's protection."""
+        """Give the agent what a session protects against, for the line on a run's protection."""
         self._page.set_protection(text)
         if self.env.board is not None:
             self._wake_agent()
@@ -282,7 +278,7 @@ class RankMonitor:
         if self._closed or os.getpid() != self.pid:  # a forked child must not end its parent's
             return
         self._page.finish()
-        self._last_state = self.board_state
+        self._last_state = self._read_state()
         self._closed = True
         atexit.unregister(self.close)
         self._responder.stop()
@@ -297,7 +293,7 @@ class RankMonitor:
             try:
                 channel.sendto(b"", agent_address(self._board.token))
             except OSError as error:
-                log.debug("the agent was not told of local rank %d: %s", self.env.local_rank, error)
+                log.debug("the agent was not woken by local rank %d: %s", self.env.local_rank, error)
 
     # -- without an agent ----------------------------------------------------------------------------------
 
@@ -339,7 +335,7 @@ class RankMonitor:
         return self._watch.line.fileno()
 
     def _on_watch_end(self) -> None:
-        """Say that nobody watches any more, and reap the guard if it is gone (from the responder's thread)."""
+        """Log that nobody watches any more, and reap the guard if it is gone (from the responder's thread)."""
         assert self._watch is not None
         code = self._watch.exit_code()
         if not self._closed:
@@ -350,3 +346,26 @@ class RankMonitor:
 
     def _who(self) -> str:
         return f"rank {self.env.global_rank} (node {self.env.node}, pid {os.getpid()}, cycle {self.env.cycle})"
+
+
+class PlacedRankMonitor(RankMonitor):
+    """The monitor of a worker whose place is known: a session's, or an actor's.
+
+    Args:
+        env: The place.
+        config: As for :class:`RankMonitor`.
+        run_dir: As for :class:`RankMonitor`.
+    """
+
+    def __init__(
+        self,
+        env: WorkerEnv,
+        config: FaultToleranceConfig | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._attach(env, config, run_dir)
+
+    @property
+    def board_state(self) -> RankState:
+        """What the watchdog sees of this rank."""
+        return self._read_state()

@@ -21,20 +21,6 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "DUMP_SIGNAL",
-    "Dump",
-    "Frame",
-    "Stack",
-    "arrange",
-    "follow",
-    "followed",
-    "parse",
-    "process_state",
-    "py_spy",
-    "register",
-]
-
 DUMP_SIGNAL = signal.SIGRTMIN + 10
 """The real-time signal on which a registered process writes its stacks."""
 

@@ -2,20 +2,29 @@
 
 It sleeps until the earliest deadline on the board and needs nobody to wake it (see
 :func:`outlast.policy.deadlines.wake_at_ns`); a healthy job costs it a few wake-ups per timeout.
+
+The timeouts that a run has learned are kept for its next cycle and job in ``ft_state.json`` (:class:`LearnedTimeouts`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from outlast.clock import MONOTONIC, Clock
-from outlast.policy.deadlines import Expired, Timeouts, expired, wake_at_ns
+from outlast.config.launching import FaultToleranceConfig
+from outlast.decoding import from_json
+from outlast.policy import deadlines as policy
+from outlast.policy.deadlines import FIELD_OF_SETTING, Expired, Learned, Observation, Timeouts, expired, wake_at_ns
 from outlast.runtime.board import Board, RankState
-
-__all__ = ["HangReport", "Watchdog"]
+from outlast.runtime.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +68,7 @@ class Watchdog:
     ) -> None:
         self._board = board
         self._timeouts = timeouts or Timeouts()
-        self._says = timeouts is not None
+        self._has_timeouts = timeouts is not None
         self._node = node
         self._on_hang = on_hang
         self._on_error = on_error
@@ -71,9 +80,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="outlast-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Say what is enforced, and start watching."""
-        if self._says:
-            self._say(self._timeouts.describe())
+        """Log what is enforced, and start watching."""
+        if self._has_timeouts:
+            self._log(self._timeouts.describe())
         else:
             log.debug("the ranks are watched as soon as the script calls outlast.init() or makes a RankMonitor")
         self._thread.start()
@@ -81,10 +90,10 @@ class Watchdog:
     def enforce(self, timeouts: Timeouts, description: str) -> None:
         """Enforce other timeouts from now on; at DEBUG the log describes them. Thread: any."""
         self._timeouts = timeouts
-        self._say(description, logging.DEBUG)
+        self._log(description, logging.DEBUG)
         self._wake.set()
 
-    def _say(self, description: str, level: int = logging.INFO) -> None:
+    def _log(self, description: str, level: int = logging.INFO) -> None:
         num = self._board.num_ranks
         log.log(level, "node %s watches %d %s: %s", self._node, num, "rank" if num == 1 else "ranks", description)
 
@@ -105,13 +114,13 @@ class Watchdog:
         """Look at the board once, report a new hang, and return until when to sleep.
 
         Returns:
-            Monotonic nanoseconds; ``None`` = for ever, nothing is enforced.
+            Monotonic nanoseconds; ``None`` = forever, nothing is enforced.
         """
         now = self._clock.now_ns()
         states = self._board.read_all()
         if self._wake_ns is not None and now - self._wake_ns > _SUSPENDED_NS:
-            # Not only this thread may have slept (a paused container, a suspended machine): let the ranks go
-            # on for a moment before they are judged.
+            # Not only this thread may have slept (a paused container, a suspended machine): the ranks may run for a
+            # moment before they are judged.
             log.warning(
                 "node %s was suspended for %.1f s; its ranks get one more second",
                 self._node,
@@ -158,3 +167,152 @@ class Watchdog:
 
 def _key(one: Expired) -> tuple[int, str, str | None, int]:
     return one.local_rank, one.subject, one.section, one.since_ns
+
+
+FILE_NAME = "ft_state.json"
+_VERSION = 1
+
+
+class _LearnedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    version: int
+    learned: Learned
+    """What is in force."""
+    cycle: str
+    """Names the cycle that was learned from last."""
+    before: Learned
+    """What was in force before that cycle."""
+    seen: Observation
+    """What has been seen of that cycle so far: its nodes may report one after the other."""
+
+
+def observe(states: Iterable[RankState]) -> Observation:
+    """Return the longest durations that the ranks of a board have had."""
+    return policy.combine(
+        Observation(
+            longest_s=dict(state.longest_s),
+            counts=dict(state.counts),
+            restored=state.restored,
+            initial_heartbeat_s=state.initial_heartbeat_s,
+            heartbeat_gap_s=state.longest_heartbeat_gap_s,
+            num_heartbeats=state.num_heartbeats,
+        )
+        for state in states
+        if state.attached
+    )
+
+
+class LearnedTimeouts:
+    """What a run has learned about its timeouts. Use :meth:`load`."""
+
+    def __init__(self, run_dir: str | os.PathLike[str], state: _LearnedState) -> None:
+        self.path = Path(run_dir) / FILE_NAME
+        self._state = state
+
+    @classmethod
+    def load(cls, run_dir: str | os.PathLike[str]) -> LearnedTimeouts:
+        """Read the run's file; one that is missing, torn or foreign counts as nothing learned (the latter are
+        reported)."""
+        return cls(run_dir, _read(Path(run_dir) / FILE_NAME))
+
+    @property
+    def learned(self) -> Learned:
+        """What is in force."""
+        return self._state.learned
+
+    def apply(self, config: FaultToleranceConfig) -> FaultToleranceConfig:
+        """Return the config with learned timeouts in the place of configured ones; what was not given stays so."""
+        timeouts = self.apply_to(Timeouts.from_config(config))
+        learned = {name: getattr(timeouts, field) for name, field in FIELD_OF_SETTING.items()}
+        changed = {name: value for name, value in learned.items() if value != getattr(config, name)}
+        return config.changed(**changed)
+
+    def apply_to(self, timeouts: Timeouts) -> Timeouts:
+        """Return timeouts with learned ones in their place."""
+        return policy.apply(timeouts, self.learned)
+
+    def merge(
+        self,
+        observations: Iterable[Observation],
+        *,
+        cycle: str,
+        config: FaultToleranceConfig,
+        finished: bool,
+        faulted: Iterable[Expired] = (),
+    ) -> None:
+        """Learn from a cycle's observations; those of one cycle may come in several calls.
+
+        Args:
+            observations: Of one or more ranks or nodes.
+            cycle: Names the job and cycle. A second call of the same name adds to the first one; it does not
+                count as another cycle.
+            config: The settings as configured, before anything learned was applied.
+            finished: The cycle came to its orderly end.
+            faulted: Timeouts that were exceeded in the cycle.
+        """
+        state = self._state
+        again = state.cycle == cycle
+        before = state.before if again else state.learned
+        seen = policy.combine([*([state.seen] if again else []), *observations])
+        learned = policy.learn(
+            seen,
+            before,
+            configured=Timeouts.from_config(config),
+            safety_factor=config.safety_factor,
+            finished=finished,
+            faulted=faulted,
+        )
+        self._state = _LearnedState(version=_VERSION, learned=learned, cycle=cycle, before=before, seen=seen)
+
+    def save(self) -> None:
+        """Write the file: whole and durable, or not at all.
+
+        Raises:
+            OSError: The run directory cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, msgspec.json.format(msgspec.json.encode(self._state), indent=2) + b"\n")
+
+    @classmethod
+    def update(
+        cls,
+        run_dir: str | os.PathLike[str],
+        observation: Observation,
+        *,
+        cycle: str,
+        config: FaultToleranceConfig,
+    ) -> None:
+        """Load, merge one rank's finished cycle, and save, while other ranks do the same.
+
+        Blocks: while another process holds the file's lock, for a write of a few hundred bytes.
+
+        Raises:
+            OSError: The run directory cannot be written.
+        """
+        folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            state = cls.load(run_dir)
+            state.merge([observation], cycle=cycle, config=config, finished=True)
+            state.save()
+        finally:
+            os.close(folder)
+
+
+def _read(path: Path) -> _LearnedState:
+    nothing = _LearnedState(version=_VERSION, learned=Learned(), cycle="", before=Learned(), seen=Observation())
+    try:
+        state = from_json(path.read_bytes(), _LearnedState)
+    except FileNotFoundError:
+        return nothing
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("%s is ignored, and timeouts are learned again: %s", path, error)
+        return nothing
+    if state.version != _VERSION:
+        log.warning(
+            "%s is ignored, and timeouts are learned again: its format is %d, and only %d is supported",
+            path,
+            state.version,
+            _VERSION,
+        )
+        return nothing
+    return state

@@ -21,13 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from outlast.errors import ConfigError, ExitReason, NotFinite
 from outlast.policy.rerun import Diagnosis, Finding
 from outlast.runtime.consensus import Consensus
-from outlast.runtime.diagnoses import leave_diagnosis
+from outlast.runtime.postmortem import leave_diagnosis
 from outlast.runtime.process_groups import current_place
 
 log = logging.getLogger(__name__)
 Optimizers: TypeAlias = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _MAX_NAMED = 8
 """Ranks that a message names one by one."""
+_ADVICE = "look at the data and at the ranks named"
 
 
 class NonFiniteAction(StrEnum):
@@ -228,24 +229,22 @@ class NonFiniteDetector:
         if not found.should_step:
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        rank = (found.loss_ranks or found.gradient_ranks)[0]
+        rank, text = (found.loss_ranks or found.gradient_ranks)[0], found.describe()
         if self.max_consecutive and self.num_consecutive >= self.max_consecutive:
-            text = f"{found.describe()}, which is the limit"
+            text += ", which is the limit"
             bad = tuple(sorted({*found.loss_ranks, *found.gradient_ranks}))
             diagnosis = Diagnosis(
                 finding=Finding.REPEATED, rank=rank, iteration=found.iteration, message=text, rejected_ranks=bad
             )
             leave_diagnosis(current_place(), diagnosis)
-            text += "; look at the data and at the ranks named"
-            raise _LimitReached(text, rank=rank, iteration=found.iteration)
+            raise _LimitReached(f"{text}; {_ADVICE}", rank=rank, iteration=found.iteration)
         if self.action is NonFiniteAction.RAISE:
-            text = f"{found.describe()}; look at the data and at the ranks named"
-            raise NotFinite(text, rank=rank, iteration=found.iteration)
+            raise NotFinite(f"{text}; {_ADVICE}", rank=rank, iteration=found.iteration)
         if self.action is NonFiniteAction.ROLLBACK and self._on_rollback is None:
-            text = f"{found.describe()}, but no way to go back is set; give on_rollback, or call bind()"
+            text += ", but no way to go back is set; give on_rollback, or call bind()"
             raise NotFinite(text, rank=rank, iteration=found.iteration)
         logs_for_all = not dist.is_initialized() or dist.get_rank() == 0  # every rank knows the same
-        log.log(logging.WARNING if logs_for_all else logging.DEBUG, "%s", found.describe())
+        log.log(logging.WARNING if logs_for_all else logging.DEBUG, "%s", text)
         if self.action is NonFiniteAction.ROLLBACK and self._on_rollback is not None:
             self._on_rollback(found)
 
@@ -262,11 +261,8 @@ class NonFiniteDetector:
             return (), ()
         seen = [0] * 2 * world_size
         seen[rank], seen[world_size + rank] = int(bad_loss), int(bad_gradient)
-        flags = self._consensus.agree(seen)
-        loss_ranks, gradient_ranks = (
-            tuple(one for one, flag in enumerate(row) if flag) for row in (flags[:world_size], flags[world_size:])
-        )
-        return loss_ranks, gradient_ranks
+        flags, ranks = self._consensus.agree(seen), range(world_size)
+        return tuple(one for one in ranks if flags[one]), tuple(one for one in ranks if flags[world_size + one])
 
 
 def _is_finite(loss: torch.Tensor | float) -> bool:

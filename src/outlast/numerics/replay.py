@@ -32,8 +32,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.numerics.validation import Rejected, StepValidation
 from outlast.policy.rerun import Diagnosis, Replay, StepRun, encode_diagnosis, to_number
-from outlast.runtime.device import training_device
-from outlast.runtime.random_numbers import RandomSnapshot, restore_random
+from outlast.runtime.device import RandomSnapshot, restore_random, training_device
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

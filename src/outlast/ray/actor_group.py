@@ -13,10 +13,10 @@ import logging
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -99,7 +99,7 @@ class _Submitted:
     takes_weights: bool
     future: Future[Any] = field(default_factory=Future)
 
-    def wants(self, current: Incarnation, rank: int) -> bool:
+    def wants_result(self, rank: int, current: Incarnation) -> bool:
         """Return whether the result of a rank is wanted."""
         return self.dispatch.wants_result(current.mesh.place(rank))
 
@@ -173,7 +173,10 @@ class ActorGroup:
         if num_spares < 0:
             raise ConfigError(f"num_spares={num_spares} must not be negative")
         logs.configure("driver", least=logging.WARNING, is_shared=True)
-        self._actor_class, self._mesh, self._config = actor_class, Mesh.of(mesh), recovery or RecoveryConfig()
+        self._actor_class, self._config = actor_class, recovery or RecoveryConfig()
+        # Replaced as a whole by the thread, and read by any.
+        self._current = Incarnation(number=-1, mesh=Mesh.of(mesh), members={})
+        self._recoveries: tuple[RecoveryReport, ...] = ()
         name = f"{actor_class.__name__}-{uuid.uuid4().hex[:8]}"
         settings = ShellSettings(
             group=name,
@@ -187,7 +190,7 @@ class ActorGroup:
         stored = ray.put(tuple(args)), ray.put(dict(kwargs or {}))
         self._pool = Pool(
             partial(create_shell, actor_class, *stored, settings, runtime_env),
-            self._mesh.size + num_spares,
+            self._current.mesh.size + num_spares,
             {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})},
             placement,
             self._config,
@@ -201,10 +204,6 @@ class ActorGroup:
         self._num_calls = 0
         self._lock = threading.Lock()
         self._broken: OutlastError | None = None
-        # Replaced as a whole by the thread, and read by any.
-        self._current: Incarnation | None = None
-        self._iteration: int | None = None
-        self._recoveries: tuple[RecoveryReport, ...] = ()
         self._formed: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="outlast-actor-group", daemon=True)
         atexit.register(self._close)
@@ -246,7 +245,10 @@ class ActorGroup:
 
         Blocks: never.
         """
-        function = self._find_method(method)
+        function = getattr(self._actor_class, method, None)
+        if method.startswith("_") or not callable(function):
+            known = [one for one in dir(self._actor_class) if not one.startswith("_")]
+            raise ConfigError(f"{self._actor_class.__name__} has no method {method!r}; it has {', '.join(known)}")
         call = _Submitted(
             method=method,
             args=args,
@@ -263,24 +265,22 @@ class ActorGroup:
     @property
     def iteration(self) -> int | None:
         """Number of optimizer steps that the actors' state has done; ``None``: they keep none."""
-        return self._iteration
+        return self._current.iteration
 
     @property
     def mesh(self) -> Mesh:
         """The mesh that works now; smaller than at first where the group had to shrink."""
-        return self._mesh if self._current is None else self._current.mesh
+        return self._current.mesh
 
     @property
     def pids(self) -> dict[int, int]:
         """Rank to process id."""
-        members = {} if self._current is None else self._current.members
-        return {rank: actor.pid for rank, actor in sorted(members.items())}
+        return {rank: actor.pid for rank, actor in sorted(self._current.members.items())}
 
     @property
     def nodes(self) -> dict[int, str]:
         """Rank to Ray's id of the node."""
-        members = {} if self._current is None else self._current.members
-        return {rank: actor.node for rank, actor in sorted(members.items())}
+        return {rank: actor.node for rank, actor in sorted(self._current.members.items())}
 
     @property
     def spares(self) -> tuple[int, ...]:
@@ -325,14 +325,6 @@ class ActorGroup:
                     f"the group of actors did not close within {limit_s:g} s; Ray ends its actors with this process"
                 )
 
-    def _find_method(self, name: str) -> Callable[..., Any]:
-        function = getattr(self._actor_class, name, None)
-        if name.startswith("_") or not callable(function):
-            known = [one for one in dir(self._actor_class) if not one.startswith("_") and one not in dir(object)]
-            raise ConfigError(f"{self._actor_class.__name__} has no method {name!r}; it has {', '.join(known)}")
-        found: Callable[..., Any] = function
-        return found
-
     # -- the thread that owns the actors -----------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -349,8 +341,8 @@ class ActorGroup:
         """Make the first incarnation; return whether that succeeded."""
         try:
             self._pool.open()
-            self._pool.require(self._mesh.size)
-            self._use(self._recovery.form(self._mesh))
+            self._pool.require(self._current.mesh.size)
+            self._current = self._recovery.form(self._current.mesh)
         except GroupClosed:
             self._formed.set_exception(OutlastError("the group of actors was closed while it was formed"))
             return False
@@ -387,18 +379,24 @@ class ActorGroup:
         """Make a call, and make it again after a recovery to the state that it began from."""
         num_own_failures = 0
         while True:
-            current, begun_at = self._current, self._iteration
-            assert current is not None
+            current, begun_at = self._current, self._current.iteration
             gathered = self._call_once(current, call)
             if gathered.is_whole:
                 self._note_end(gathered)
-                results = {rank: one.value for rank, one in gathered.values.items() if call.wants(current, rank)}
+                results = {rank: one.value for rank, one in gathered.values.items() if call.wants_result(rank, current)}
                 return call.dispatch.collect(current.mesh, results)
-            report = self._recover(current, gathered, call.method, begun_at)
+            report = self._recover(gathered, call.method)
             if gathered.failed and all(one.kind == LossKind.RAISED for one in report.lost):
                 num_own_failures += 1  # no other actor failed
             if num_own_failures > 1:
-                raise _failed_again(call.method, gathered, report) from cause_of(gathered)
+                cause = cause_of(gathered)
+                why = describe_error(cause) if cause is not None else _describe(gathered)
+                raise ActorFailed(
+                    f"{call.method!r} failed again after it was repeated ({why}); the group is at iteration "
+                    f"{report.iteration} and can be used: correct the method or its data",
+                    rank=next((rank for rank, one in gathered.failed.items() if one.kind == FailureKind.RAISED), None),
+                    iteration=report.iteration,
+                ) from cause
             if ends_call(begun_at, [report.iteration]):
                 raise RolledBack(
                     f"{call.method!r} began at iteration {begun_at} and was interrupted; the newest generation that "
@@ -416,7 +414,7 @@ class ActorGroup:
                 id=self._num_calls,
                 incarnation=current.number,
                 method=call.method,
-                wants_result=call.wants(current, rank),
+                wants_result=call.wants_result(rank, current),
             )
             parcel = parcels[call.dispatch.parcel_of(current.mesh.place(rank))]
             refs[rank] = actor.handle.call.remote(message, stored[id(parcel)])
@@ -428,26 +426,22 @@ class ActorGroup:
             log.warning(
                 "actors are at different iterations after a call: %s; `update` must be entered by all", iterations
             )
-        self._iteration = min((one for one in iterations if one is not None), default=None)
-        self._budget.note_end(self._iteration)
+        iteration = min((one for one in iterations if one is not None), default=None)
+        self._current = replace(self._current, iteration=iteration)
+        self._budget.note_end(iteration)
 
-    def _recover(self, current: Incarnation, gathered: Gathered, method: str, begun_at: int | None) -> RecoveryReport:
+    def _recover(self, gathered: Gathered, method: str) -> RecoveryReport:
         try:
             if (reason := self._budget.spend()) is not None:
-                raise ActorFailed(f"{_describe(gathered)}; not recovered: {reason}", iteration=begun_at) from cause_of(
-                    gathered
-                )
-            new, report = self._recovery.recover(current, gathered, method=method, begun_at=begun_at)
+                text = f"{_describe(gathered)}; not recovered: {reason}"
+                raise ActorFailed(text, iteration=self._current.iteration) from cause_of(gathered)
+            self._current, report = self._recovery.recover(self._current, gathered, method=method)
         except OutlastError as error:
             self._broken = error
             raise
-        self._use(new)
         self._recoveries = (*self._recoveries, report)
         journal_recovery(report, self._journal)
         return report
-
-    def _use(self, new: Incarnation) -> None:
-        self._current, self._iteration = new, new.iteration
 
     def _end(self) -> None:
         with self._lock:
@@ -475,17 +469,6 @@ def _describe(gathered: Gathered) -> str:
         ranks.setdefault(one.summary, []).append(rank)
     failed = [f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))} failed: {why}" for why, who in ranks.items()]
     return "; ".join(lost + failed) or "answers were lost"
-
-
-def _failed_again(method: str, gathered: Gathered, report: RecoveryReport) -> ActorFailed:
-    cause = cause_of(gathered)
-    why = describe_error(cause) if cause is not None else _describe(gathered)
-    return ActorFailed(
-        f"{method!r} failed again after it was repeated ({why}); the group is at iteration {report.iteration} and "
-        "can be used: correct the method or its data",
-        rank=next((rank for rank, one in gathered.failed.items() if one.kind == FailureKind.RAISED), None),
-        iteration=report.iteration,
-    )
 
 
 _READ = frozenset(

@@ -13,11 +13,11 @@ from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
-from outlast.monitor.collectives import count_collectives
+from outlast.monitor.examination import count_collectives
 from outlast.runtime.consensus import Consensus
+from outlast.runtime.device import RandomSnapshot
 from outlast.runtime.interruption import AsyncInterruption
 from outlast.runtime.process_groups import gather_bytes
-from outlast.runtime.random_numbers import RandomSnapshot
 from outlast.session.environment import has_near_tier
 from outlast.session.saves import NEAR_TIERS, DueSave, SaveSchedule, unwrap_ddp
 
@@ -58,13 +58,13 @@ class StateTracker:
         self._attempt: str | None = None
         self._random = RandomSnapshot()
         self._manager: CheckpointManager | None = None
-        self._rhythm: SaveSchedule | None = None
+        self._schedule: SaveSchedule | None = None
         self._consensus: Consensus | None = None
         self._origin: Restored | None = None
         self._incarnation, self._world_size = 0, 1
         self._stepped_ns = 0
 
-    # -- the books ---------------------------------------------------------------------------------------------
+    # -- which state this is --------------------------------------------------------------------------------------
 
     @property
     def iteration(self) -> int | None:
@@ -144,7 +144,7 @@ class StateTracker:
             return
         self._manager = open_manager(self._config, env=place, journal=journal)
         self._manager.treat_failures_as_abandoned(lambda: self._interruption.is_left(place.cycle))
-        self._rhythm = SaveSchedule(
+        self._schedule = SaveSchedule(
             self._config,
             decides=place.global_rank == 0,
             world_size=place.world_size,
@@ -197,8 +197,8 @@ class StateTracker:
 
     def _resume(self, begin: StartingState) -> StartingState:
         self._random.restore()  # a call that failed has used some
-        if self._rhythm is not None:
-            self._rhythm.start_from(self.count)
+        if self._schedule is not None:
+            self._schedule.start_from(self.count)
         return begin
 
     def _compare(self, held: tuple[int, str] | None) -> tuple[bool, bool]:
@@ -233,7 +233,7 @@ class StateTracker:
         self._check_whole()
         if iteration != self.count:
             raise OutlastError(f"save({iteration}), but the state has done {self.count} steps", iteration=self.count)
-        if self._manager is None or self._rhythm is None or not self._has_state:
+        if self._manager is None or self._schedule is None or not self._has_state:
             return None
         due = DueSave.ALL if now else self._due(iteration)
         if due == DueSave.NOTHING:
@@ -242,21 +242,21 @@ class StateTracker:
             self._random.take()
             handle = self._manager.save(unwrap_ddp(state), iteration, tiers=NEAR_TIERS if due == DueSave.NEAR else None)
             self._attempt = handle.attempt
-            self._rhythm.note_save(iteration, due)
+            self._schedule.note_save(iteration, due)
         return handle
 
     def _due(self, iteration: int) -> DueSave:
         """Return what is due after a step. Collective: all ranks, where an interval is automatic."""
         assert self._manager is not None
-        assert self._rhythm is not None
+        assert self._schedule is not None
         now_ns = clock.now_ns()
         if self._stepped_ns:
-            self._rhythm.note_step((now_ns - self._stepped_ns) / 1e9)
+            self._schedule.note_step((now_ns - self._stepped_ns) / 1e9)
         agreed = 0
         if self._consensus is not None:
-            agreed = self._consensus.agree([self._rhythm.request(iteration, self._manager.save_cost_s)])[0]
+            agreed = self._consensus.agree([self._schedule.request(iteration, self._manager.save_cost_s)])[0]
         self._stepped_ns = clock.now_ns()
-        return self._rhythm.due(iteration, agreed)
+        return self._schedule.due(iteration, agreed)
 
     def wait(self) -> None:
         """Wait until what was saved is committed.

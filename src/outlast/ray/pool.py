@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 from ray import exceptions
-from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -132,6 +131,11 @@ def await_replies(refs: Mapping[_Key, Any], timeout_s: float) -> dict[_Key, Repl
         if left and clock.now_s() >= deadline_s:
             break
     return replies | dict.fromkeys(left, Reply(fault=ReplyFault.LATE))
+
+
+def reply_if_ready(ref: Any) -> Reply | None:
+    """Return the reply behind a reference; ``None`` = there is none yet. Blocks: while the value is fetched."""
+    return read_reply(ref) if ray.wait([ref], timeout=0, fetch_local=False)[0] else None
 
 
 def describe_error(error: BaseException | None) -> str:
@@ -245,7 +249,7 @@ class Pool:
     def poll(self) -> None:
         """See who has started and which spare or writer is lost; replace those. Blocks: a millisecond or so."""
         self._polled_s = clock.now_s()
-        self._welcome()
+        self._note_starts()
         self._ping_spares()
         if self.keepers is None:
             return
@@ -325,7 +329,7 @@ class Pool:
 
         Blocks: until so many have answered, at most ``timeout_s``.
         """
-        self._welcome()
+        self._note_starts()
         deadline_s = clock.now_s() + timeout_s
         refs = {one.number: one.handle.status.remote() for one in self.spares}
         alive: set[int] = set()
@@ -422,7 +426,7 @@ class Pool:
 
     # -- starts and spares -------------------------------------------------------------------------------------
 
-    def _welcome(self) -> None:
+    def _note_starts(self) -> None:
         refs = [one.identity for one in self._starting.values()]
         if not refs:
             return
@@ -438,23 +442,20 @@ class Pool:
                 continue
             self._all.pop(one.number, None)
             ray.kill(one.handle, no_restart=True)
-            self._note_failed_start(one, reply)
-
-    def _note_failed_start(self, one: _Starting, reply: Reply) -> None:
-        failures = self._failed_starts[one.bundle] = self._failed_starts.get(one.bundle, 0) + 1
-        self._num_failed_starts += 1
-        self._why_failed = reply.error
-        text = describe_error(reply.error)
-        if failures < _MAX_FAILED_STARTS:
-            log.warning("actor %d did not start (%s); a new one is started in its place", one.number, text)
-            self._start(one.bundle)
-        else:
-            log.error(
-                "actor %d did not start (%s), failures=%d in a row there; nothing more is started in its place",
-                one.number,
-                text,
-                failures,
-            )
+            failures = self._failed_starts[one.bundle] = self._failed_starts.get(one.bundle, 0) + 1
+            self._num_failed_starts += 1
+            self._why_failed = reply.error
+            text = describe_error(reply.error)
+            if failures < _MAX_FAILED_STARTS:
+                log.warning("actor %d did not start (%s); a new one is started in its place", one.number, text)
+                self._start(one.bundle)
+            else:
+                log.error(
+                    "actor %d did not start (%s), failures=%d in a row there; nothing more is started in its place",
+                    one.number,
+                    text,
+                    failures,
+                )
 
     def _ping_spares(self) -> None:
         now_s = clock.now_s()
@@ -465,8 +466,7 @@ class Pool:
                 continue
             if ping.ref is None:
                 continue
-            ready, _ = ray.wait([ping.ref], timeout=0, fetch_local=False)
-            reply = read_reply(ping.ref) if ready else None
+            reply = reply_if_ready(ping.ref)
             if reply is not None and reply.fault is None:
                 ping.ref = None
             elif reply is not None and reply.fault == ReplyFault.DIED:
@@ -489,6 +489,13 @@ class Pool:
 _CLOSE_S = 3.0
 _LOOK_S = 0.5
 """From an answer of a keeper to the next question whether it lives."""
+
+
+def start_on(node_id: str, actor_class: type, *args: Any, **options: Any) -> Any:
+    """Start an actor without resources of its own on a node; return its handle. Blocks: never."""
+    pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    started = ray.remote(actor_class).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned, **options)
+    return started.remote(*args)
 
 
 class NodeKeeper:
@@ -552,10 +559,10 @@ class NodeKeepers:
 
         Blocks: some milliseconds; up to ``timeout_s`` where one has to be started.
         """
-        end_s = clock.now_s() + timeout_s
-        found, gone = self._ask(node_ids, end_s)
+        deadline_s = clock.now_s() + timeout_s
+        found, gone = self._ask(node_ids, timeout_s)
         if gone:
-            found |= self._ask(gone, end_s)[0]
+            found |= self._ask(gone, max(0.0, deadline_s - clock.now_s()))[0]
         return found
 
     def forget(self, node_id: str) -> None:
@@ -572,14 +579,11 @@ class NodeKeepers:
                 if kept.answered_s is None or now_s - kept.answered_s >= _LOOK_S:
                     kept.question = kept.handle.pid.remote()
                 continue
-            if not ray.wait([kept.question], timeout=0, fetch_local=False)[0]:
-                continue
-            try:
-                ray.get(kept.question)
+            reply = reply_if_ready(kept.question)
+            if reply is not None and reply.fault is None:
                 kept.question, kept.answered_s = None, now_s
-            except RayError as error:
-                if self._lose(node_id, error):
-                    self._start(node_id)
+            elif reply is not None and self._lose(node_id, reply):
+                self._start(node_id)
         lost, self._lost = self._lost, []
         return lost
 
@@ -591,40 +595,36 @@ class NodeKeepers:
         for node_id in list(self._keepers):
             self.forget(node_id)
 
-    def _ask(self, node_ids: Collection[str], end_s: float) -> tuple[dict[str, str], list[str]]:
-        """Return the addresses that are known by ``end_s``, and the nodes whose keeper is gone."""
-        asked = {}
+    def _ask(self, node_ids: Collection[str], timeout_s: float) -> tuple[dict[str, str], list[str]]:
+        """Return the addresses that are known in time, and the nodes whose keeper is gone."""
         for node_id in node_ids:
             if node_id not in self._keepers:
                 self._start(node_id)
-            asked[node_id] = self._keepers[node_id].handle.address.remote()
+        refs = {node_id: self._keepers[node_id].handle.address.remote() for node_id in node_ids}
         found, gone = {}, []
-        for node_id, address in asked.items():
-            left_s = end_s - clock.now_s()
-            try:
-                found[node_id] = ray.get(address, timeout=max(0.0, left_s))
+        for node_id, reply in await_replies(refs, timeout_s).items():
+            if reply.fault is None:
+                found[node_id] = reply.value
                 self._keepers[node_id].answered_s = clock.now_s()
-            except GetTimeoutError:
+            elif reply.fault == ReplyFault.LATE:
                 log.log(
-                    logging.WARNING if left_s > 0 else logging.DEBUG,
+                    logging.WARNING if timeout_s > 0 else logging.DEBUG,
                     "node %s has no checkpoint writer yet: its actors keep no checkpoints in memory",
                     node_id[:8],
                 )
-            except RayError as error:
-                self._lose(node_id, error)
+            else:
+                self._lose(node_id, reply)
                 gone.append(node_id)
         return found, gone
 
     def _start(self, node_id: str) -> None:
-        pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-        keeper = ray.remote(NodeKeeper).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned)
-        self._keepers[node_id] = _Keeper(keeper.remote(f"{self._name}-{node_id}"))
+        self._keepers[node_id] = _Keeper(start_on(node_id, NodeKeeper, f"{self._name}-{node_id}"))
 
-    def _lose(self, node_id: str, error: RayError) -> bool:
+    def _lose(self, node_id: str, reply: Reply) -> bool:
         """Give up a keeper that died; return whether another one could take its place."""
         had_started = self._keepers[node_id].answered_s is not None
         self.forget(node_id)
-        log.warning("node %s has no checkpoint writer (%s)", node_id[:8], type(error).__name__)
+        log.warning("node %s has no checkpoint writer (%s)", node_id[:8], describe_error(reply.error))
         node_lives = any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
         if had_started and node_lives:  # a lost node is reported by the recovery
             self._lost.append(node_id)

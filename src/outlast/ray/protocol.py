@@ -182,8 +182,6 @@ class ActorIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Ray's id of its node."""
     node: str
     """Name of its node in tiers and logs: the machine's, with part of the id where several nodes share a machine."""
-    addr: str
-    """Address at which other nodes reach it."""
     pid: int
     device: str
     """What it computes on, to order actors of a node by: ids of its GPUs; empty on a CPU."""
@@ -230,7 +228,6 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
     """An actor that has its place, its groups and its state."""
 
-    pid: int
     iteration: int | None
     """Optimizer steps that its state has done, the same on every rank; ``None`` = it has no state."""
     generation: int | None
@@ -295,6 +292,5 @@ class Aborted(msgspec.Struct, frozen=True, kw_only=True):
     """``False`` = it does not leave its call, or a collective does not end: it is unusable."""
     iteration: int | None
     """Optimizer steps that its state has done; ``None`` = torn, or it has none."""
-    took_s: float
     waited_for: str = ""
     """What does not end; empty when all did."""

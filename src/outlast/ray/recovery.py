@@ -15,7 +15,7 @@ from outlast import clock
 from outlast.config import RecoveryConfig
 from outlast.errors import ActorFailed, SparesExhausted
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.policy.actor_recovery import ActorFacts, Formation, MissingSlots, ends_call, fill_slots, shrink_slots
+from outlast.policy.actor_recovery import ActorFacts, Formation, ends_call, fill_slots, shrink_slots
 from outlast.ray.pool import Actor, Pool, ReplyFault, await_replies, describe_error
 from outlast.ray.protocol import AXES, Aborted, ActorAssignment, FailureKind, Joined, Mesh, shrunk
 from outlast.ray.watch import Gathered, LossKind, LostActor, Watch, lose
@@ -23,13 +23,6 @@ from outlast.runtime.journal import Journal
 from outlast.wording import count
 
 log = logging.getLogger(__name__)
-_KINDS = {
-    LossKind.DIED: IncidentKind.WORKER_FAILED,
-    LossKind.RAISED: IncidentKind.WORKER_FAILED,
-    LossKind.SILENT: IncidentKind.WORKER_HUNG,
-    LossKind.HUNG: IncidentKind.WORKER_HUNG,
-    LossKind.STUCK: IncidentKind.WORKER_HUNG,
-}
 _AGAIN_S = 0.1
 
 
@@ -92,7 +85,7 @@ class Incarnation:
     members: Mapping[int, Actor]
     """Rank to actor."""
     iteration: int | None = None
-    """Iteration at which it began; ``None``: the actors keep no state."""
+    """Iteration at which its actors are between two calls; ``None``: they keep no state."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,8 +93,8 @@ class _Progress:
     """What one recovery has found and done so far."""
 
     method: str
-    begun_at: int | None
     first: Incarnation
+    """The one that failed, as it was when the call began."""
     lost: list[LostActor] = field(default_factory=list)
     untrusted: set[int] = field(default_factory=set)
     """Numbers of actors that are not to keep their state."""
@@ -146,20 +139,17 @@ class Recovery:
         ordered = sorted(spares, key=lambda one: (nodes.index(one.node), one.identity.device, one.number))
         self._pool.take([one.number for one in ordered])
         first = self._next(mesh, dict(enumerate(ordered)))
-        progress = _Progress(method="", begun_at=None, first=first)
+        progress = _Progress(method="", first=first)
         gathered = self._join(first, {}, progress)
         return _started(first, gathered) if gathered.is_whole else self._recover(first, gathered, progress)[0]
 
-    def recover(
-        self, failed: Incarnation, gathered: Gathered, *, method: str, begun_at: int | None
-    ) -> tuple[Incarnation, RecoveryReport]:
+    def recover(self, failed: Incarnation, gathered: Gathered, *, method: str) -> tuple[Incarnation, RecoveryReport]:
         """Make the next incarnation.
 
         Args:
             failed: The one before.
             gathered: What its call came to.
             method: The call.
-            begun_at: Iteration at which the call began.
 
         Raises:
             SparesExhausted: No spare can take an empty slot.
@@ -167,7 +157,7 @@ class Recovery:
 
         Blocks: up to the limits of the phases; a second or less where a spare is there.
         """
-        return self._recover(failed, gathered, _Progress(method=method, begun_at=begun_at, first=failed))
+        return self._recover(failed, gathered, _Progress(method=method, first=failed))
 
     def _recover(
         self, current: Incarnation, gathered: Gathered, progress: _Progress
@@ -279,12 +269,10 @@ class Recovery:
                     return current.mesh, formation
             elif not self._pool.num_starting:
                 time.sleep(_AGAIN_S)  # until a spare that does not answer is given up, and another one started
-        missing = fill_slots(before, survivors, [_facts(one) for one in self._pool.spares])
-        ranks = list(missing.ranks) if isinstance(missing, MissingSlots) else []
         raise SparesExhausted(
-            f"no actor is left for ranks {ranks}, and none started within {wait_s:g} s; give the group more spares "
-            f"(num_spares), room in the cluster for new actors, or let it shrink (allow_shrink)",
-            rank=ranks[0] if ranks else None,
+            f"no actor is left for ranks {list(formation.ranks)}, and none started within {wait_s:g} s; give the group "
+            "more spares (num_spares), room in the cluster for new actors, or let it shrink (allow_shrink)",
+            rank=formation.ranks[0],
         )
 
     def _spares(self, num: int) -> list[ActorFacts]:
@@ -325,9 +313,9 @@ class Recovery:
         nodes: dict[str, list[int]] = {}
         for rank in sorted(new.members):
             nodes.setdefault(new.members[rank].node, []).append(rank)
-        node_ranks = {node: number for number, node in enumerate(nodes)}
+        node_ranks = list(nodes)
         keepers = self._pool.keepers
-        writers = {} if keepers is None else keepers.ensure(list(nodes), self._config.store_timeout)
+        writers = {} if keepers is None else keepers.ensure(nodes, self._config.store_timeout)
         return {
             rank: ActorAssignment(
                 incarnation=new.number,
@@ -335,7 +323,7 @@ class Recovery:
                 mesh=new.mesh,
                 local_rank=nodes[actor.node].index(rank),
                 local_world_size=len(nodes[actor.node]),
-                node_rank=node_ranks[actor.node],
+                node_rank=node_ranks.index(actor.node),
                 store_addr=addr,
                 store_port=port,
                 timeout_s=self._config.collective_timeout,
@@ -358,14 +346,14 @@ class Recovery:
             replaced={rank: actor.pid for rank, actor in new.members.items() if actor.number not in before},
             loaded=loaded,
             generation=next((joined[rank].generation for rank in loaded), None),
-            begun_at=progress.begun_at,
+            begun_at=progress.first.iteration,
             iteration=new.iteration,
             mesh_before=dict(zip(AXES, progress.first.mesh.sizes, strict=True)),
             mesh_after=dict(zip(AXES, new.mesh.sizes, strict=True)),
             rounds=progress.num_rounds,
             phases_s={name: round(seconds, 4) for name, seconds in progress.phases_s.items()},
             total_s=round(clock.now_s() - progress.begun_s, 4),
-            repeated=bool(progress.method) and not ends_call(progress.begun_at, [new.iteration]),
+            repeated=bool(progress.method) and not ends_call(progress.first.iteration, [new.iteration]),
         )
 
 
@@ -373,8 +361,9 @@ def journal_recovery(report: RecoveryReport, journal: Journal) -> None:
     """Log a recovery, and write an incident for each loss and what was done into the group's journal."""
     log.warning("incarnation %d of %s: %s", report.incarnation, journal.job, report.describe())
     for lost in report.lost:
+        has_ended = lost.kind in (LossKind.DIED, LossKind.RAISED)
         incident = Incident(
-            kind=_KINDS[lost.kind],
+            kind=IncidentKind.WORKER_FAILED if has_ended else IncidentKind.WORKER_HUNG,
             job=journal.job,
             cycle=report.incarnation - 1,
             node=lost.node,

@@ -24,7 +24,7 @@ import ray.cloudpickle
 from outlast import clock, env
 from outlast.errors import OutlastError, RendezvousError
 from outlast.inprocess.call import describe, drop, is_consequence
-from outlast.monitor.collectives import read_books, waits_in
+from outlast.monitor.examination import read_books, waits_in
 from outlast.monitor.stacks import Frame, Stack
 from outlast.policy.causes import Position
 from outlast.policy.deadlines import deadlines, expired
@@ -98,7 +98,6 @@ class Shell:
         return ActorIdentity(
             node_id=self._node_id,
             node=self._node,
-            addr=self._addr,
             pid=os.getpid(),
             device=",".join(gpus),
         )
@@ -186,7 +185,6 @@ class Shell:
         return Aborted(
             call_ended=not waited_for,
             iteration=self._host.tracker.iteration,
-            took_s=(clock.now_ns() - begin_ns) / 1e9,
             waited_for=waited_for,
         )
 

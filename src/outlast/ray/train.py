@@ -32,7 +32,6 @@ from typing import Any
 
 import ray
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from outlast import env, logs
 from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
@@ -40,6 +39,7 @@ from outlast.config.base import require
 from outlast.errors import BudgetExhausted, OutlastError
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, decide
+from outlast.ray.pool import await_replies, describe_error, start_on
 from outlast.ray.train_watch import AttemptFacts, RunFacts, TrainWatch, WatchAddresses, WorkerPlace, answers_of
 from outlast.session import Session, init
 
@@ -179,18 +179,10 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
 
     async def before_controller_shutdown(self) -> None:
         """End the watches."""
-        self._close()
+        self.before_controller_abort()
 
     def before_controller_abort(self) -> None:
         """End the watches."""
-        self._close()
-
-    def _stop_watching(self) -> None:
-        self._was_watched = False
-        if self._watches is not None:
-            self._watches.stop()
-
-    def _close(self) -> None:
         if self._watches is not None:
             self._watches.close()
 
@@ -217,12 +209,14 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
         ray.get(asked, timeout=_START_S)  # a worker that died or is stuck meanwhile is Ray Train's to replace
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        """Look away, as the workers are ended now."""
-        self._stop_watching()
+        """Stop watching, as the workers are ended now."""
+        self._was_watched = False
+        if self._watches is not None:
+            self._watches.stop()
 
     def before_worker_group_abort(self, worker_group_context: Any) -> None:
-        """Look away, as the workers are ended now."""
-        self._stop_watching()
+        """Stop watching, as the workers are ended now."""
+        self.before_worker_group_shutdown(None)
 
 
 def _take_place(config: Config, variables: Mapping[str, str | None]) -> None:
@@ -318,9 +312,8 @@ class _TrainWatches:
         if address not in self._names:
             taken = worker.metadata.hostname in self._names.values()
             self._names[address] = f"{worker.metadata.hostname}-{address}" if taken else worker.metadata.hostname
-        here = NodeAffinitySchedulingStrategy(worker.metadata.node_id, soft=False)
-        watch = ray.remote(num_cpus=0, max_concurrency=8)(TrainWatch)
-        return watch.options(scheduling_strategy=here).remote(self._names[address], self._run)
+        name, node_id = self._names[address], worker.metadata.node_id
+        return start_on(node_id, TrainWatch, name, self._run, max_concurrency=8)
 
     def _post(self, attempt: int, machines: Mapping[str, Sequence[Any]]) -> dict[str, WatchAddresses]:
         """Return what each machine's watch has for its workers; a watch that is gone is replaced once."""
@@ -338,14 +331,15 @@ class _TrainWatches:
                 ]
                 num_ranks = max(rank.local_rank for rank in ranks) + 1
                 asked[address] = self._watches[address].begin.remote(attempt, places, num_ranks)
-            for address, reference in asked.items():
-                try:
-                    posts[address] = ray.get(reference, timeout=_START_S)
-                except ray.exceptions.RayError as error:
-                    ray.kill(self._watches[address])
-                    if is_last:
-                        del self._watches[address]
-                        log.error("machine %s is not watched as a whole: %s", self._names[address], error)
+            for address, reply in await_replies(asked, _START_S).items():
+                if reply.fault is None:
+                    posts[address] = reply.value
+                    continue
+                ray.kill(self._watches[address])
+                if is_last:
+                    del self._watches[address]
+                    text = describe_error(reply.error)
+                    log.error("machine %s is not watched as a whole: %s", self._names[address], text)
         return posts
 
     def _variables(self, attempt: int, address: str, worker: Any, post: WatchAddresses | None) -> dict[str, str | None]:

@@ -18,7 +18,7 @@ from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError, OutlastError, RendezvousError
 from outlast.inprocess.call import end_groups
-from outlast.monitor.rank_monitor import RankMonitor
+from outlast.monitor.rank_monitor import PlacedRankMonitor, RankMonitor
 from outlast.policy.deadlines import Timeouts
 from outlast.ray.actor_state import StartingState, StateTracker
 from outlast.ray.protocol import AXES, ActorAssignment, Joined, MeshRank, ShellSettings
@@ -209,7 +209,7 @@ class ActorHost:
         self._place: MeshRank | None = None
         self._is_set_up = self._is_half_set_up = False
         self._board: Board | None = None
-        self._monitor: RankMonitor | None = None
+        self._monitor: PlacedRankMonitor | None = None
         self._looking = threading.Lock()
         self._journal: Journal | None = None
 
@@ -261,7 +261,7 @@ class ActorHost:
         place = assignment.mesh.place(assignment.rank)
         env = self._describe(assignment)
         with self._timed(phases, "groups"), self._interruption.update():
-            self._monitor = RankMonitor(env)
+            self._monitor = PlacedRankMonitor(env)
             self._journal = Journal(
                 env.run_dir, run_id=env.run_id, job=env.job, node=env.node, proc=f"actor-{os.getpid()}"
             )
@@ -279,7 +279,6 @@ class ActorHost:
             self._call_if_there("regroup")
         self.note_iteration()
         return Joined(
-            pid=os.getpid(),
             iteration=self.tracker.iteration,
             generation=begin.generation,
             loaded=begin.origin not in ("kept", "new"),
@@ -299,7 +298,8 @@ class ActorHost:
         """
         with self.monitor.section("call"):
             pass
-        if self.monitor.board_state.last_heartbeat_ns:
+        assert self._monitor is not None
+        if self._monitor.board_state.last_heartbeat_ns:
             self.monitor.heartbeat()
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -356,7 +356,7 @@ class ActorHost:
         return self._settings.fault_tolerance or FaultToleranceConfig()
 
     def _describe(self, assignment: ActorAssignment) -> WorkerEnv:
-        self._board = Board.create_anonymous(num_ranks=1)
+        self._board = Board.create(num_ranks=1)
         return WorkerEnv(
             global_rank=assignment.rank,
             local_rank=0,

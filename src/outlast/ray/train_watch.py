@@ -32,6 +32,7 @@ from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import Culprit, Position, find_culprit
 from outlast.policy.deadlines import Timeouts, expired
+from outlast.ray.pool import ReplyFault, await_replies, describe_error
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
 from outlast.wording import count
@@ -127,7 +128,7 @@ class TrainWatch:
             self._stacks_dir = (
                 "" if self._run_dir is None else os.path.join(self._run_dir, "stacks", f"cycle-{attempt}")
             )
-            self._board = board = Board.create_anonymous(num_ranks=num_ranks)
+            self._board = board = Board.create(num_ranks=num_ranks)
             for worker in workers:
                 board.assign(worker.local_rank, pid=worker.pid, global_rank=worker.global_rank, cycle=attempt)
                 try:
@@ -264,7 +265,7 @@ class TrainWatch:
             try:
                 ray.get(self._judge.judge.remote(attempt, first), timeout=2 * (_ASK_S + _GRACE_S))
             except ray.exceptions.RayError as error:
-                log.warning("the watch that decides for this run does not answer: %s", _first_line(error))
+                log.warning("the watch that decides for this run does not answer: %s", describe_error(error))
             else:
                 return
         self.judge(attempt, first)
@@ -304,16 +305,13 @@ class TrainWatch:
 
 def answers_of(asked: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
     """Return the answers of the machines' watches that come in time; ``what`` they do, for the log."""
-    ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
-    if silent:
-        log.warning("%s did not %s within %g s", count(len(silent), "machine"), what, timeout_s)
-    answers = []
-    for reference in ready:
-        try:
-            answers.append(ray.get(reference))
-        except ray.exceptions.RayError as error:  # it is gone
-            log.warning("a machine did not %s: %s", what, _first_line(error))
-    return answers
+    replies = list(await_replies(dict(enumerate(asked)), timeout_s).values())
+    if silent := sum(reply.fault == ReplyFault.LATE for reply in replies):
+        log.warning("%s did not %s within %g s", count(silent, "machine"), what, timeout_s)
+    for reply in replies:
+        if reply.fault not in (None, ReplyFault.LATE):  # it is gone
+            log.warning("a machine did not %s: %s", what, describe_error(reply.error))
+    return [reply.value for reply in replies if reply.fault is None]
 
 
 def _send(worker: int, number: signal.Signals) -> None:
@@ -325,7 +323,3 @@ def _is_gone(worker: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(worker, select.POLLIN)
     return bool(poll.poll(timeout_s * 1e3))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

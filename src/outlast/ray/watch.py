@@ -18,7 +18,7 @@ import ray
 from outlast import clock
 from outlast.config import RecoveryConfig
 from outlast.policy.causes import Position, find_culprit
-from outlast.ray.pool import Actor, Pool, ReplyFault, await_replies, describe_error, read_reply
+from outlast.ray.pool import Actor, Pool, ReplyFault, await_replies, describe_error, read_reply, reply_if_ready
 from outlast.ray.protocol import ActorStatus, CallFailed, FailureKind
 
 log = logging.getLogger(__name__)
@@ -186,8 +186,7 @@ class Watch:
                 if now_s >= one.due_s:
                     one.question, one.asked_s = one.actor.handle.status.remote(), now_s
                 continue
-            ready, _ = ray.wait([one.question], timeout=0, fetch_local=False)
-            reply, silent_s = read_reply(one.question) if ready else None, now_s - one.asked_s
+            reply, silent_s = reply_if_ready(one.question), now_s - one.asked_s
             if reply is not None and reply.fault is None:
                 self._note_status(one, reply.value)
                 if reply.value.exceeded:

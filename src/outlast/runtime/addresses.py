@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from outlast.errors import ConfigError, RendezvousError
 
-__all__ = ["Endpoint", "is_loopback", "own_address", "parse_endpoint", "parse_endpoints"]
-
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _ELSEWHERE: dict[int, str] = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""

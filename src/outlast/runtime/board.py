@@ -11,6 +11,10 @@ numbers differ it reads again, boundedly often, since a writer may have been sto
 returns what it read, marked as torn (``RankState.torn``). Readers that act on what they saw read twice, which also
 covers machines that reorder stores.
 
+A process that can restart within writes an :class:`InProcessMark` on its page: what its agent must know of that. The
+mark is there before any :class:`outlast.monitor.RankMonitor`, and outlives each of them. Whenever it changes, the agent
+gets a datagram with the faults behind the change; the datagram may be lost, the words on the page cannot.
+
 Rejected: a ``multiprocessing.shared_memory`` block (its resource tracker removes it too early), a socket per
 rank (several microseconds a heartbeat, and it can block), ctypes structures (three times slower).
 """
@@ -25,17 +29,21 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from dataclasses import field
 from types import MappingProxyType
-
 from outlast.clock import now_ns
-from outlast.errors import ConfigError, OutlastError
-from outlast.policy.deadlines import BoardSection, RankFacts
+from outlast.errors import ConfigError
+from outlast.errors import OutlastError
+from outlast.policy.deadlines import BoardSection
+from outlast.policy.deadlines import RankFacts
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Tier
+import socket
+from collections.abc import Sequence
+import msgspec
+from outlast.incidents import IncidentKind
 
-__all__ = ["MAX_DEPTH", "MAX_NAMES", "OTHER", "Board", "BoardSection", "LoadedCopy", "RankPage", "RankState"]
 
 
 log = logging.getLogger(__name__)
@@ -68,7 +76,7 @@ LOAD_GENERATION = NAMES + SLOT_WORDS * (MAX_NAMES + 1)
 LOAD_TIER, LOAD_WINDOW, LOAD_ATTEMPT = range(LOAD_GENERATION + 1, LOAD_GENERATION + 4)
 ATTEMPT_WORDS = 32
 MAX_ATTEMPT_BYTES = 8 * ATTEMPT_WORDS - 1
-# How the worker stands with restarts inside its process; written by :mod:`outlast.runtime.in_process_mark`. These words
+# How the worker stands with restarts inside its process; written by :class:`InProcessMark`. These words
 # belong to the process, and outlive each attachment of it.
 IN_PROCESS = LOAD_ATTEMPT + ATTEMPT_WORDS
 IN_PROCESS_RESTART_COUNT, IN_PROCESS_CALL, IN_PROCESS_SINCE, IN_PROCESS_PATIENCE = range(IN_PROCESS + 1, IN_PROCESS + 5)
@@ -84,8 +92,9 @@ PAGE_WORDS = PAGE_BYTES // 8
 MAX_SETTINGS_BYTES = 8 * (PAGE_WORDS - SETTINGS)
 HOT = struct.Struct(f"={HOT_WORDS}q")
 PAGE = struct.Struct(f"={PAGE_WORDS}q")
-NAME = struct.Struct(f"={NAME_WORDS}q")
-ATTEMPT = struct.Struct(f"={ATTEMPT_WORDS}q")
+_MAX_FAULTS = 8
+_MAX_SUMMARY = 500
+_encoder = msgspec.msgpack.Encoder()
 _get_ident = threading.get_ident
 
 
@@ -112,13 +121,13 @@ class RankPage:
 
     __slots__ = (
         "_beat", "_counts", "_entries", "_gap", "_left", "_longest", "_names", "_num_beats",
-        "_outside", "_owner", "_said", "_seq", "_stack", "_warmup", "_words", "local_rank",
+        "_outside", "_owner", "_seq", "_stack", "_warmup", "_warned", "_words", "local_rank",
     )  # fmt: skip
 
     def __init__(self, words: memoryview, local_rank: int) -> None:
         self.local_rank = local_rank
         self._words = words
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._reset()
 
     def _reset(self) -> None:
@@ -157,27 +166,23 @@ class RankPage:
             words[DURABLE] = -1
         for name, count in (warmup or {}).items():
             self._warmup[self.intern(name)] = count
-        self._set_settings(settings.encode())
-        words[ATTACHED] = now_ns()
-
-    def _set_settings(self, text: bytes) -> None:
-        if len(text) > MAX_SETTINGS_BYTES:
-            self._say(
+        text = settings.encode()
+        if len(text) <= MAX_SETTINGS_BYTES:
+            _put_text(words, SETTINGS, text)
+            words[SETTINGS_LENGTH] = len(text)
+        else:
+            self._warn_once(
                 "settings",
                 f"the fault tolerance settings have {len(text)} bytes, more than the {MAX_SETTINGS_BYTES} that are "
                 "handed to the agent, which does not use them; give them to outlast run, by --config",
             )
-            return
-        self._write_text(SETTINGS, SETTINGS_LENGTH, text)
+        words[ATTACHED] = now_ns()
 
     def set_protection(self, text: str) -> None:
         """Tell the agent what the session protects against; a text that is too long is cut."""
-        self._write_text(PROTECTION, PROTECTION_LENGTH, text.encode()[:MAX_PROTECTION_BYTES])
-
-    def _write_text(self, start: int, length: int, text: bytes) -> None:
-        for at in range(0, len(text), 8):
-            self._words[start + at // 8] = int.from_bytes(text[at : at + 8].ljust(8, b"\0"), "little", signed=True)
-        self._words[length] = len(text)
+        data = text.encode()[:MAX_PROTECTION_BYTES]
+        _put_text(self._words, PROTECTION, data)
+        self._words[PROTECTION_LENGTH] = len(data)
 
     # -- hot path ------------------------------------------------------------------------------------------
 
@@ -197,7 +202,11 @@ class RankPage:
     def open(self, index: int) -> None:
         """Enter the section whose name was interned as ``index``."""
         if _get_ident() != self._owner:
-            self._say_foreign(index)
+            self._warn_once(
+                "foreign",
+                f"section {self._name(index)!r} is opened by thread {threading.current_thread().name!r}, "
+                "not by the one that attached to the board: sections of other threads are not watched",
+            )
             return
         now = now_ns()
         words, stack, entries = self._words, self._stack, self._entries
@@ -210,7 +219,9 @@ class RankPage:
             words[STACK + 2 * depth] = index | ordinal << 8
             words[STACK + 1 + 2 * depth] = now
         else:
-            self._say_deep(index)
+            self._warn_once(
+                "deep", f"section {self._name(index)!r} lies deeper than {MAX_DEPTH} sections: measured, not watched"
+            )
         words[DEPTH] = depth + 1
         words[ENTRIES] += 1
         words[DONE] = self._seq = seq
@@ -222,27 +233,28 @@ class RankPage:
         if _get_ident() != self._owner:
             return
         stack = self._stack
-        if not stack:
-            return
-        if stack[-1][0] != index:
-            self._shut_below(index)
+        at = len(stack) - 1
+        while at >= 0 and stack[at][0] != index:
+            at -= 1
+        if at < 0:
             return
         now = now_ns()
         words = self._words
-        _, start, ordinal = stack.pop()
+        _, start, ordinal = stack.pop(at)
         depth = len(stack)
         words[BEGUN] = seq = self._seq + 1
+        if at < depth:  # it was not the innermost one: those within move up
+            for level, (name, begun, nth) in enumerate(stack[at:MAX_DEPTH], at):
+                words[STACK + 2 * level] = name | nth << 8
+                words[STACK + 1 + 2 * level] = begun
         words[DEPTH] = depth
         if not depth:
             self._left = words[LEFT] = now
         words[DONE] = self._seq = seq
-        self._measured(index, now - start, ordinal)
-
-    def _measured(self, index: int, took_ns: int, ordinal: int) -> None:
         slot = NAMES + NAME_WORDS + SLOT_WORDS * index
-        self._counts[index] = self._words[slot + 1] = self._counts[index] + 1
-        if took_ns > self._longest[index] and ordinal >= self._warmup[index]:
-            self._longest[index] = self._words[slot] = took_ns
+        self._counts[index] = words[slot + 1] = self._counts[index] + 1
+        if now - start > self._longest[index] and ordinal >= self._warmup[index]:
+            self._longest[index] = words[slot] = now - start
 
     # -- names ---------------------------------------------------------------------------------------------
 
@@ -259,14 +271,11 @@ class RankPage:
             raise ConfigError(f"section name {name!r} must have 1 to {MAX_NAME_BYTES} bytes; shorten it")
         index = self._words[NUM_NAMES]
         if index >= MAX_NAMES:
-            self._say(
-                "names",
-                f"more than {MAX_NAMES} section names; {name!r} and later ones are watched as {OTHER!r}",
+            self._warn_once(
+                "names", f"more than {MAX_NAMES} section names; {name!r} and later ones are watched as {OTHER!r}"
             )
             index, text = MAX_NAMES, OTHER.encode()
-        slot = NAMES + SLOT_WORDS * index
-        for at, word in enumerate(NAME.unpack(text.ljust(NAME.size, b"\0"))):
-            self._words[slot + at] = word
+        _put_text(self._words, NAMES + SLOT_WORDS * index, text)
         if index < MAX_NAMES:
             self._words[NUM_NAMES] = index + 1
         self._names[name] = index
@@ -286,44 +295,12 @@ class RankPage:
         self.shut(index)
         return True
 
-    def _shut_below(self, index: int) -> None:
-        """Take a section that is not the innermost one out of the stack."""
-        stack = self._stack
-        for at in range(len(stack) - 1, -1, -1):
-            if stack[at][0] == index:
-                break
-        else:
-            return
-        now = now_ns()
-        _, start, ordinal = stack.pop(at)
-        words = self._words
-        words[BEGUN] = seq = self._seq + 1
-        for depth, (name, begun, nth) in enumerate(stack[:MAX_DEPTH]):
-            words[STACK + 2 * depth] = name | nth << 8
-            words[STACK + 1 + 2 * depth] = begun
-        words[DEPTH] = len(stack)
-        words[DONE] = self._seq = seq
-        self._measured(index, now - start, ordinal)
-
-    def _say_foreign(self, index: int) -> None:
-        self._say(
-            "foreign",
-            f"section {self._name(index)!r} is opened by thread {threading.current_thread().name!r}, "
-            "not by the one that attached to the board: sections of other threads are not watched",
-        )
-
-    def _say_deep(self, index: int) -> None:
-        self._say(
-            "deep",
-            f"section {self._name(index)!r} lies deeper than {MAX_DEPTH} sections: measured, not watched",
-        )
-
     def _name(self, index: int) -> str:
         return next((name for name, number in self._names.items() if number == index), OTHER)
 
-    def _say(self, about: str, text: str) -> None:
-        if about not in self._said:
-            self._said.add(about)
+    def _warn_once(self, about: str, text: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
             log.warning("%s", text)
 
     # -- facts ---------------------------------------------------------------------------------------------
@@ -349,10 +326,11 @@ class RankPage:
         if loaded is not None:
             attempt = loaded.attempt.encode()
             if len(attempt) > MAX_ATTEMPT_BYTES:
-                self._say("attempt", f"attempt {loaded.attempt!r} has a name too long to be judged by its results")
+                self._warn_once(
+                    "attempt", f"attempt {loaded.attempt!r} has a name too long to be judged by its results"
+                )
             else:
-                for at, word in enumerate(ATTEMPT.unpack(attempt.ljust(ATTEMPT.size, b"\0"))):
-                    words[LOAD_ATTEMPT + at] = word
+                _put_text(words, LOAD_ATTEMPT, attempt.ljust(8 * ATTEMPT_WORDS, b"\0"))
                 words[LOAD_GENERATION], words[LOAD_WINDOW] = loaded.generation, loaded.suspect_window
                 words[LOAD_TIER] = loaded.tier + 1
         words[RESTORED] = 1
@@ -423,60 +401,32 @@ class RankState(RankFacts):
 class Board:
     """The pages of a node's workers; made by the agent, opened by the workers.
 
-    Use :meth:`create`, :meth:`create_anonymous` or :meth:`open`.
+    Use :meth:`create` or :meth:`open`.
     """
 
-    def __init__(self, path: str, fd: int, num_ranks: int, *, owned: bool) -> None:
+    def __init__(self, path: str, fd: int, num_ranks: int) -> None:
         self.path = path
         """Where other processes of the node open the board."""
         self.num_ranks = num_ranks
-        self._owned = owned
+        self.fd = -1
+        """Descriptor of a board that this process made."""
         self._map = mmap.mmap(fd, PAGE_BYTES * (num_ranks + 1))
         self._words = memoryview(self._map).cast("q")
-        self._fd = -1
 
     @classmethod
-    def create(cls, path: str, *, num_ranks: int) -> Board:
-        """Make a board in a new file.
-
-        Raises:
-            OutlastError: The file exists, or its file system is full or read-only.
-        """
-        assert num_ranks >= 1
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            raise OutlastError(f"heartbeat board {path} exists already; each cycle needs a new one") from None
-        except OSError as error:
-            raise OutlastError(f"heartbeat board {path} cannot be made: {error}") from error
-        try:
-            return cls._fill(path, fd, num_ranks)
-        except OSError as error:
-            os.unlink(path)
-            raise OutlastError(f"heartbeat board {path} cannot be made: {error}; free some of its space") from error
-        finally:
-            os.close(fd)
-
-    @classmethod
-    def create_anonymous(cls, *, num_ranks: int = 1) -> Board:
+    def create(cls, *, num_ranks: int = 1) -> Board:
         """Make a board without a file, which therefore cannot be left behind; it lives as long as its users.
 
         Other processes of the user open it at :attr:`path` while this one lives, or inherit its descriptor.
         """
         fd = os.memfd_create("outlast-board", os.MFD_CLOEXEC)
         try:
-            board = cls._fill(f"/proc/{os.getpid()}/fd/{fd}", fd, num_ranks)
+            os.posix_fallocate(fd, 0, PAGE_BYTES * (num_ranks + 1))  # no memory left is an error now, not SIGBUS later
+            board = cls(f"/proc/{os.getpid()}/fd/{fd}", fd, num_ranks)
         except BaseException:
             os.close(fd)
             raise
-        board._owned, board._fd = False, fd
-        return board
-
-    @classmethod
-    def _fill(cls, path: str, fd: int, num_ranks: int) -> Board:
-        # A full file system is an error now, not SIGBUS at some later store.
-        os.posix_fallocate(fd, 0, PAGE_BYTES * (num_ranks + 1))
-        board = cls(path, fd, num_ranks, owned=True)
+        board.fd = fd
         words = board._words
         for local_rank in range(num_ranks):
             page = PAGE_WORDS * (local_rank + 1)
@@ -512,7 +462,7 @@ class Board:
                 )
             if num_ranks < 1 or size != PAGE_BYTES * (num_ranks + 1):
                 raise OutlastError(f"heartbeat board {path} has {size} bytes, which does not fit {num_ranks} ranks")
-            return cls(path, fd, num_ranks, owned=False)
+            return cls(path, fd, num_ranks)
         finally:
             os.close(fd)
 
@@ -521,64 +471,48 @@ class Board:
         """A number that no other board has."""
         return self._words[H_TOKEN]
 
-    @property
-    def fd(self) -> int:
-        """Descriptor of an anonymous board; -1 for one with a file."""
-        return self._fd
-
-    def rank(self, local_rank: int) -> RankPage:
-        """Return the writing side of a rank's page; for that worker only.
+    def page(self, local_rank: int) -> memoryview:
+        """Return the words of a rank's page.
 
         Raises:
             OutlastError: The board has no such rank.
         """
-        return RankPage(self._page(local_rank), local_rank)
+        if not 0 <= local_rank < self.num_ranks:
+            raise OutlastError(f"heartbeat board {self.path} has {self.num_ranks} ranks, none of number {local_rank}")
+        return self._words[PAGE_WORDS * (local_rank + 1) : PAGE_WORDS * (local_rank + 2)]
+
+    def rank(self, local_rank: int) -> RankPage:
+        """Return the writing side of a rank's page; for that worker only. Raises: as :meth:`page`."""
+        return RankPage(self.page(local_rank), local_rank)
 
     def assign(self, local_rank: int, *, pid: int, global_rank: int, cycle: int) -> None:
         """Note whose page it is before the worker attaches: one that never does can still be examined."""
-        words = self._page(local_rank)
+        words = self.page(local_rank)
         if not words[ATTACHED]:
             words[RANK], words[CYCLE], words[PID] = global_rank, cycle, pid
 
     def settings(self, local_rank: int) -> str | None:
         """Return what an attached worker's own config sets, empty for nothing; ``None`` while it has not attached."""
-        page = self._page(local_rank)
+        page = self.page(local_rank)
         if not page[ATTACHED]:
             return None
-        length = page[SETTINGS_LENGTH]
-        text = bytes(page[SETTINGS:])[: length if 0 < length <= MAX_SETTINGS_BYTES else 0]
-        return text.decode(errors="replace")
+        return _text(page, SETTINGS, page[SETTINGS_LENGTH], MAX_SETTINGS_BYTES)
 
     def protection(self, local_rank: int) -> str:
         """Return what a worker's session protects against; empty until a session has written it."""
-        page = self._page(local_rank)
-        length = page[PROTECTION_LENGTH]
-        text = bytes(page[PROTECTION : PROTECTION + PROTECTION_WORDS])
-        return text[: length if 0 < length <= MAX_PROTECTION_BYTES else 0].decode(errors="replace")
-
-    def words_of(self, local_rank: int) -> memoryview:
-        """Return the words of a rank's page, for :class:`outlast.runtime.in_process_mark.InProcessMark`.
-
-        Raises:
-            OutlastError: The board has no such rank.
-        """
-        return self._page(local_rank)
+        page = self.page(local_rank)
+        return _text(page, PROTECTION, page[PROTECTION_LENGTH], MAX_PROTECTION_BYTES)
 
     def retire(self, local_rank: int) -> None:
         """Note that the worker of a rank ended as it should: nothing is enforced on it any more."""
-        self._page(local_rank)[FINISHED] = 1
-
-    def _page(self, local_rank: int) -> memoryview:
-        if not 0 <= local_rank < self.num_ranks:
-            raise OutlastError(f"heartbeat board {self.path} has {self.num_ranks} ranks, none of number {local_rank}")
-        return self._words[PAGE_WORDS * (local_rank + 1) : PAGE_WORDS * (local_rank + 2)]
+        self.page(local_rank)[FINISHED] = 1
 
     def read(self, local_rank: int) -> RankState:
         """Return a consistent snapshot of a rank's page.
 
         Blocks: at most about 10 ms, when the writer was stopped or killed in the middle of an update.
         """
-        page = self._page(local_rank)
+        page = self.page(local_rank)
         hot = page[:HOT_WORDS]
         for attempt in range(60):
             words = HOT.unpack(bytes(hot))
@@ -588,8 +522,8 @@ class Board:
                 continue
             break
         # Names and durations are single words, written before (a name) or after the sections that use them.
-        rest = PAGE.unpack(bytes(page))[HOT_WORDS:]
-        return _decode(local_rank, words + rest, torn=torn)
+        whole = bytes(page)
+        return _decode(local_rank, words + PAGE.unpack(whole)[HOT_WORDS:], whole, torn=torn)
 
     def read_all(self) -> list[RankState]:
         """Return a snapshot of every rank, by local rank."""
@@ -597,29 +531,35 @@ class Board:
 
     def close(self) -> None:
         """Free the mapping; idempotent. Pages handed out must not be used afterwards."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
         try:
             self._words.release()
             self._map.close()
         except BufferError:  # pages are still held; the mapping goes with the last of them
             pass
 
-    def unlink(self) -> None:
-        """Remove the file, if this process made one; idempotent."""
-        if self._owned:
-            Path(self.path).unlink(missing_ok=True)
+
+def _put_text(words: memoryview, at: int, text: bytes) -> None:
+    """Write a text from a word on, filled up to whole words."""
+    text += bytes(-len(text) % 8)
+    words[at : at + len(text) // 8].cast("B")[:] = text
 
 
-def _decode(local_rank: int, words: tuple[int, ...], *, torn: bool) -> RankState:
+def _text(page: memoryview, at: int, length: int, max_bytes: int) -> str:
+    """Return a text whose length was written last; empty for a length that cannot be."""
+    return bytes(page[at:])[: length if 0 < length <= max_bytes else 0].decode(errors="replace")
+
+
+def _decode(local_rank: int, words: tuple[int, ...], whole: bytes, *, torn: bool) -> RankState:
     num_names = min(max(words[NUM_NAMES], 0), MAX_NAMES)
     names: dict[int, str] = {}
     longest: dict[str, float] = {}
     counts: dict[str, int] = {}
     for index in (*range(num_names), MAX_NAMES):
         slot = NAMES + SLOT_WORDS * index
-        text = NAME.pack(*words[slot : slot + NAME_WORDS]).rstrip(b"\0")
+        text = whole[8 * slot : 8 * (slot + NAME_WORDS)].rstrip(b"\0")
         if not text:
             continue
         names[index] = name = text.decode(errors="replace")
@@ -634,7 +574,16 @@ def _decode(local_rank: int, words: tuple[int, ...], *, torn: bool) -> RankState
         tag, start_ns = words[STACK + 2 * depth], words[STACK + 2 * depth + 1]
         if (tag & 0xFF) in names and start_ns > 0:
             sections.append(BoardSection(names[tag & 0xFF], start_ns, tag >> 8))
-    first_beat, attached = words[FIRST_BEAT], words[ATTACHED]
+    first_beat, attached, in_process = words[FIRST_BEAT], words[ATTACHED], words[IN_PROCESS]
+    loaded = None
+    if words[RESTORED] and 0 < words[LOAD_TIER] <= len(Tier):
+        attempt = whole[8 * LOAD_ATTEMPT : 8 * (LOAD_ATTEMPT + ATTEMPT_WORDS)].rstrip(b"\0")
+        loaded = LoadedCopy(
+            generation=words[LOAD_GENERATION],
+            attempt=attempt.decode(errors="replace"),
+            tier=Tier(words[LOAD_TIER] - 1),
+            suspect_window=words[LOAD_WINDOW],
+        )
     return RankState(
         local_rank=local_rank,
         global_rank=words[RANK],
@@ -646,7 +595,7 @@ def _decode(local_rank: int, words: tuple[int, ...], *, torn: bool) -> RankState
         durable_iteration=words[DURABLE] if words[DURABLE] >= 0 else None,
         reports_progress=bool(words[REPORTS]),
         restored=bool(words[RESTORED]),
-        loaded=_decode_loaded(words),
+        loaded=loaded,
         leaving_with=words[LEAVING],
         attached_ns=attached,
         last_heartbeat_ns=words[BEAT],
@@ -662,7 +611,7 @@ def _decode(local_rank: int, words: tuple[int, ...], *, torn: bool) -> RankState
         counts=MappingProxyType(counts),
         initial_heartbeat_s=(first_beat - attached) / 1e9 if first_beat > attached else 0.0,
         longest_heartbeat_gap_s=words[LONGEST_GAP] / 1e9,
-        in_process=_decode_in_process(words[IN_PROCESS]),
+        in_process=InProcessState(in_process if 0 <= in_process < len(InProcessState) else InProcessState.OFF),
         in_process_call=words[IN_PROCESS_CALL],
         in_process_restart_count=words[IN_PROCESS_RESTART_COUNT],
         in_process_since_ns=words[IN_PROCESS_SINCE],
@@ -671,17 +620,97 @@ def _decode(local_rank: int, words: tuple[int, ...], *, torn: bool) -> RankState
     )
 
 
-def _decode_in_process(word: int) -> InProcessState:
-    return InProcessState(word) if 0 <= word < len(InProcessState) else InProcessState.OFF
+class InProcessFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A fault that made the ranks leave the function."""
+
+    rank: int
+    """The initial rank that it was seen on."""
+    kind: IncidentKind
+    summary: str = ""
+    is_consequence: bool = False
+    """Another rank's fault caused it."""
 
 
-def _decode_loaded(words: tuple[int, ...]) -> LoadedCopy | None:
-    if not words[RESTORED] or not 0 < words[LOAD_TIER] <= len(Tier):
-        return None
-    text = ATTEMPT.pack(*words[LOAD_ATTEMPT : LOAD_ATTEMPT + ATTEMPT_WORDS])
-    return LoadedCopy(
-        generation=words[LOAD_GENERATION],
-        attempt=text.rstrip(b"\0").decode(errors="replace"),
-        tier=Tier(words[LOAD_TIER] - 1),
-        suspect_window=words[LOAD_WINDOW],
-    )
+class MarkChanged(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's mark changed."""
+
+    local_rank: int
+    call: int
+    restart_count: int
+    state: InProcessState
+    faults: tuple[InProcessFault, ...] = ()
+
+
+def agent_address(token: int) -> bytes:
+    """Return where the agent of the board with this token receives changes."""
+    return b"\0outlast-%016x-agent" % token
+
+
+class InProcessMark:
+    """The writing side of one process's mark.
+
+    Args:
+        path: A board (``OUTLAST_BOARD``) that an agent made.
+        local_rank: This process's rank on it.
+
+    Raises:
+        OutlastError: There is no such board, or no such rank on it.
+
+    Thread: any, one at a time; no call blocks.
+    """
+
+    def __init__(self, path: str, local_rank: int) -> None:
+        self._board, self._local_rank, self._pid = Board.open(path), local_rank, os.getpid()
+        try:
+            self._words = self._board.page(local_rank)
+        except BaseException:
+            self._board.close()
+            raise
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+
+    def arm(self, call: int, *, patience_s: float) -> None:
+        """Record that a wrapped function is about to run.
+
+        Args:
+            call: Which of the process's calls of a wrapped function it is, from 0.
+            patience_s: Seconds after which a restart inside the processes that did not come about is given up by the
+                agent; the sum of the barrier's and the hard timeout.
+        """
+        self._words[IN_PROCESS_PATIENCE] = round(patience_s * 1e9)
+        self._words[IN_PROCESS_CALL] = call
+        self.set(InProcessState.SPARE, 0)
+
+    def set(self, state: InProcessState, restart_count: int | None = None, faults: Sequence[InProcessFault] = ()) -> None:
+        """Record how this process stands with restarts.
+
+        Args:
+            state: From now on.
+            restart_count: The restart that this process is in, or begins; ``None``: as before.
+            faults: Those behind the change.
+        """
+        if os.getpid() != self._pid:  # a forked child is not the worker
+            return
+        words = self._words
+        if restart_count is not None:
+            words[IN_PROCESS_RESTART_COUNT] = restart_count
+        words[IN_PROCESS_SINCE] = now_ns()
+        words[IN_PROCESS] = state
+        change = MarkChanged(
+            local_rank=self._local_rank,
+            call=words[IN_PROCESS_CALL],
+            restart_count=words[IN_PROCESS_RESTART_COUNT],
+            state=state,
+            faults=tuple(
+                msgspec.structs.replace(fault, summary=fault.summary[:_MAX_SUMMARY]) for fault in faults[:_MAX_FAULTS]
+            ),
+        )
+        try:
+            self._socket.sendto(_encoder.encode(change), agent_address(self._board.token))
+        except OSError as error:  # nobody listens, or its buffer is full: the words on the page have it, too
+            log.debug("the agent got no datagram that local rank %d is %s: %s", self._local_rank, state.name, error)
+
+    def close(self) -> None:
+        """Let go of the board; what was written last stays. Idempotent."""
+        self._socket.close()
+        self._words.release()
+        self._board.close()

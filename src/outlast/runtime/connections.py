@@ -9,19 +9,27 @@ force, every process group and every store client that ``torch.distributed`` mak
 Other things that wait on peers are added by :func:`register`. A descriptor that meanwhile belongs to something else is
 recognised by its inode. Listening sockets are left alone: gloo ends the process when its listener fails.
 
-Only the reading side is shut down at first: gloo then sees the connection's end and closes it by itself, with nothing
-lost on the way out. Gloo does not wake a thread that waits for a message of which half had come
-(:mod:`outlast.runtime.gloo_waits`); it is woken here.
-
 A group's connections are those that were not there before. What another thread opens meanwhile is distinguished
 by marks (:func:`of_group`): libraries that train open connections which child processes inherit, and gloo gives
 them the group's timeout; Python, and the clients of stores, do neither.
+
+Only the reading side is shut down at first: gloo then sees the connection's end and closes it by itself, with nothing
+lost on the way out, and wakes every thread that waits for a message on it, except one whose message was half sent
+or half received (torch 2.6 to 2.13: ``Pair::signalException`` skips what ``tx_`` and ``rx_`` point to). Such
+a thread sleeps on the condition variable of an ``UnboundBuffer`` until the group's timeout has passed, and destroying
+the group waits for it. gloo can end such a wait, ``UnboundBuffer::abortWaitRecv``, and PyTorch exports that, but there
+is no way to it from Python. So the buffer is found from the outside: the kernel shows on which address a thread sleeps
+(``/proc/self/task/*/syscall``), and the buffer that this address lies in is recognised by its virtual table. Where
+any of this is not as expected, nothing is done. :func:`end_waits` is only for when every connection of the groups is
+closed and the collectives are given up: gloo continues as if the message had come, until it looks at a connection
+again.
 
 Rejected: to diff ``/proc/self/fd`` over the whole life of a group (cuts the user's own connections as well).
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import inspect
@@ -37,26 +45,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from outlast import clock
-from outlast.runtime import gloo_waits
-
-__all__ = [
-    "Noting",
-    "connected_sockets",
-    "cut_all",
-    "cut_group",
-    "end_lost_waits",
-    "forget",
-    "noting",
-    "num_open",
-    "of_group",
-    "register",
-    "shut_down",
-    "wait_until_at_rest",
-]
 
 log = logging.getLogger(__name__)
 _MAKERS = (
@@ -65,6 +58,12 @@ _MAKERS = (
 )
 """What opens connections in ``torch.distributed``: module and name."""
 _RESTING_LOOKS = 3
+COLLECTIVES_THREAD = "pt_gloo_runloop"
+"""Name of gloo's threads that run collectives."""
+_CLASS = "N4gloo9transport3tcp13UnboundBuffer"
+_MAX_OFFSET = 0x100
+"""Bytes of a buffer before the futex words of its condition variables; 0x9c in torch 2.13."""
+_FUTEX = {"x86_64": 202, "aarch64": 98}
 _TRY_S = 0.3
 """Of connecting to a store."""
 _PAUSE_S = 0.01
@@ -156,19 +155,30 @@ def shut_down(fd: int, inode: int, *, how: int = socket.SHUT_RDWR) -> bool:
     Blocks: never.
     Thread: any.
     """
-    try:
-        copy = os.dup(fd)
-    except OSError:
-        return False  # closed by its owner
-    if os.fstat(copy).st_ino != inode:
-        os.close(copy)  # it belongs to something else by now, perhaps no socket at all
-        return False
-    with socket.socket(fileno=copy) as connection:
+    with _borrowed(fd, inode) as connection:
+        if connection is None:
+            return False
         try:
             connection.shutdown(how)
         except OSError:
             pass  # its other end was faster
     return True
+
+
+@contextmanager
+def _borrowed(fd: int, inode: int) -> Iterator[socket.socket | None]:
+    """Lend a connection under a descriptor of its own; ``None``: it is closed, or something else by now."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        yield None
+        return
+    if os.fstat(copy).st_ino != inode:
+        os.close(copy)  # perhaps no socket at all
+        yield None
+        return
+    with socket.socket(fileno=copy) as connection:
+        yield connection
 
 
 def of_group(opened: frozenset[tuple[int, int]], timeout_s: float | None = None) -> frozenset[tuple[int, int]]:
@@ -185,13 +195,9 @@ def of_group(opened: frozenset[tuple[int, int]], timeout_s: float | None = None)
 
 
 def _is_marked(fd: int, inode: int, timeout_s: float | None) -> bool:
-    try:
-        copy = os.dup(fd)
-    except OSError:
-        return False
-    with socket.socket(fileno=copy) as connection:
+    with _borrowed(fd, inode) as connection:
         try:
-            if os.fstat(copy).st_ino != inode or not os.get_inheritable(fd):
+            if connection is None or not os.get_inheritable(fd):
                 return False
             if timeout_s is None:
                 return True
@@ -220,9 +226,9 @@ def cut_group(opened: Collection[tuple[int, int]], threads: frozenset[int]) -> N
         left = [one for one in left if _is_open(*one)]
     for one in left:
         shut_down(*one)
-    if opened and threads & gloo_waits.waiting_threads().keys():
+    if opened and threads & waiting_threads().keys():
         time.sleep(_CLOSING_S / 10)  # gloo wakes those that it does not forget
-        gloo_waits.end_waits(threads)
+        end_waits(threads)
 
 
 def end_lost_waits() -> int:
@@ -234,7 +240,7 @@ def end_lost_waits() -> int:
     Blocks: never.
     Thread: any.
     """
-    return 0 if num_open() else gloo_waits.end_waits()
+    return 0 if num_open() else end_waits()
 
 
 def num_open() -> int:
@@ -260,11 +266,12 @@ def wait_until_at_rest(timeout_s: float, *, patience_s: float = 0.03) -> bool:
     while True:
         passed_s = (clock.now_ns() - begin_ns) / 1e9
         is_closed = not num_open() or passed_s > patience_s
-        running = _runs_collectives()
-        if running is None and is_closed:
+        statuses = named_threads(COLLECTIVES_THREAD).values()
+        if not statuses and is_closed:
             return True
-        woken = gloo_waits.end_waits() if is_closed else 0
-        num_resting = num_resting + 1 if is_closed and not running and not woken else 0
+        is_running = any("\nState:\tS" not in status for status in statuses)
+        woken = end_waits() if is_closed else 0
+        num_resting = num_resting + 1 if is_closed and not is_running and not woken else 0
         if num_resting >= _RESTING_LOOKS:
             return True
         if passed_s > timeout_s:
@@ -376,17 +383,107 @@ def _is_open(fd: int, inode: int) -> bool:
         return False
 
 
-def _runs_collectives() -> bool | None:
-    """Return whether a thread of gloo runs a collective; ``None``: gloo has no thread."""
-    num_threads = 0
+def named_threads(name: str) -> dict[int, str]:
+    """Return the threads of this process that bear a name, each with its ``/proc`` status."""
+    found = {}
     for thread in os.listdir("/proc/self/task"):
         try:
-            stat = Path(f"/proc/self/task/{thread}/stat").read_text()
+            status = Path(f"/proc/self/task/{thread}/status").read_text()
         except OSError:
             continue  # ended meanwhile
-        name, _, rest = stat.partition(" (")[2].rpartition(") ")
-        if name == "pt_gloo_runloop":
-            num_threads += 1
-            if rest[:1] != "S":
-                return True
-    return False if num_threads else None
+        if status.startswith(f"Name:\t{name}\n"):
+            found[int(thread)] = status
+    return found
+
+
+class _Gloo(NamedTuple):
+    table: int
+    """What a buffer's first word is."""
+    abort_receive: ctypes._NamedFuncPointer
+    abort_send: ctypes._NamedFuncPointer
+
+
+@cache
+def _gloo() -> _Gloo | None:
+    import torch
+
+    if os.uname().machine not in _FUTEX:
+        return None
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        table = ctypes.addressof(ctypes.c_char.in_dll(library, f"_ZTV{_CLASS}E")) + 16
+        receive, send = library[f"_Z{_CLASS}13abortWaitRecvEv"], library[f"_Z{_CLASS}13abortWaitSendEv"]
+    except (OSError, ValueError, AttributeError) as error:
+        log.debug("waits of gloo cannot be ended here: %s", error)
+        return None
+    for function in (receive, send):
+        function.argtypes, function.restype = [ctypes.c_void_p], None
+    return _Gloo(table, receive, send)
+
+
+def waiting_threads() -> dict[int, int]:
+    """Return, by thread, the address of the buffer that it waits for. Blocks: never. Thread: any."""
+    gloo = _gloo()
+    if gloo is None:
+        return {}
+    found = {}
+    number = str(_FUTEX[os.uname().machine])
+    try:
+        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return {}
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            try:
+                words = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
+                if words[0] != number:
+                    continue
+                buffer = _buffer_around(memory, int(words[1], 16), gloo.table)
+            except (OSError, ValueError, IndexError):
+                continue  # ended, or running
+            if buffer is not None:
+                found[int(thread)] = buffer
+    finally:
+        os.close(memory)
+    return found
+
+
+def group_threads() -> frozenset[int]:
+    """Return the threads of this process; those that are new after a group was made run its collectives.
+
+    A thread that was just started does not bear its name yet; :func:`end_waits` looks at the names.
+    """
+    return frozenset(int(thread) for thread in os.listdir("/proc/self/task"))
+
+
+def end_waits(threads: frozenset[int] | None = None) -> int:
+    """End the waits for messages that cannot come any more; return the number of threads that waited.
+
+    Args:
+        threads: Those of a group, to end the waits of no other one; ``None``: all.
+
+    Blocks: never.
+    Thread: any.
+    """
+    gloo = _gloo()
+    waiting = waiting_threads()
+    if threads is not None:
+        own = threads & named_threads(COLLECTIVES_THREAD).keys()
+        waiting = {thread: buffer for thread, buffer in waiting.items() if thread in own}
+    if gloo is None or not waiting:
+        return 0
+    for buffer in waiting.values():
+        gloo.abort_receive(buffer)
+        gloo.abort_send(buffer)
+    return len(waiting)
+
+
+def _buffer_around(memory: int, futex: int, table: int) -> int | None:
+    """Return the address of the buffer that a futex word is part of; ``None``: it is part of something else."""
+    start = (futex & ~7) - _MAX_OFFSET
+    data = os.pread(memory, _MAX_OFFSET, start)  # fails, and does no harm, where nothing is mapped
+    words = struct.unpack(f"={len(data) // 8}Q", data)
+    for index in range(len(words) - 1, -1, -1):
+        if words[index] == table:
+            return start + 8 * index
+    return None

@@ -38,8 +38,6 @@ from outlast.runtime import connections
 from outlast.runtime.addresses import Endpoint, own_address, parse_endpoint
 from outlast.runtime.wire import BufferedChannel, Handshake, MessageChannel
 
-__all__ = ["Consensus", "Dissemination"]
-
 _PROTOCOL = "consensus"
 _KEY_BYTES = 32
 _MAX_BYTES = 1 << 16
@@ -72,71 +70,20 @@ class Dissemination:
             for side in (to, of)
         )
         self._timeout_s = timeout_s
+        self.waited_s = 0.0
+        """How long this rank has waited for others, in all."""
         self._ordinal = 0
         self._pending: list[int] | None = None
         self._first_error: OSError | None = None
         connections.register(self)
 
-    @classmethod
-    def open(cls, *, timeout_s: float) -> Dissemination:
-        """Connect all ranks of the default group.
-
-        The ranks find each other through the group's store, and prove to each other that they know a key from there.
-
-        Raises:
-            RendezvousError: The ranks did not find each other.
-
-        Collective: all ranks of the default group, in the same order.
-        Blocks: up to ``timeout_s``.
-        """
-        import torch.distributed as dist
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        store: Any = _get_default_store()
-        try:
-            # Counted in the store: a process that joins a restart has made fewer than its peers.
-            ordinal = store.add(f"outlast/dissemination/made-by/{rank}", 1)
-            return cls._connect(store, f"outlast/dissemination/{ordinal}", rank, world_size, timeout_s)
-        except (RuntimeError, OSError, ValueError) as error:
-            raise RendezvousError(
-                f"the ranks could not connect ({error}); see the log of the rank that left"
-            ) from error
-
-    @classmethod
-    def _connect(cls, store: Any, name: str, rank: int, world_size: int, timeout_s: float) -> Dissemination:
-        end_s = clock.now_s() + timeout_s
-        rounds = [1 << number for number in range(math.ceil(math.log2(world_size)))]
-        after = [(rank + distance) % world_size for distance in rounds]
-        before = [(rank - distance) % world_size for distance in rounds]
-        if rank == 0:
-            store.set(f"{name}/key", secrets.token_hex(_KEY_BYTES))
-        host = own_address(env.read_worker().master_addr)
-        with ExitStack() as opened:
-            listener = opened.enter_context(socket.create_server((host, 0), family=Endpoint(host, 0).family))
-            store.set(f"{name}/{rank}", str(Endpoint(host, listener.getsockname()[1])))
-            store.wait([f"{name}/key", *(f"{name}/{peer}" for peer in after)], timedelta(seconds=timeout_s))
-            key = bytes.fromhex(store.get(f"{name}/key").decode())
-            to = []
-            for peer in after:
-                endpoint = parse_endpoint(store.get(f"{name}/{peer}").decode())
-                connection = socket.create_connection((endpoint.host, endpoint.port), timeout=_left_s(end_s))
-                to.append(opened.enter_context(connection))
-            came = authenticate_peers(listener, to, set(before), rank=rank, key=key, end_s=end_s)
-            for connection in came.values():
-                opened.enter_context(connection)
-            ranks = cls(to, [came[peer] for peer in before], timeout_s=timeout_s)
-            listener.close()
-            opened.pop_all()
-        return ranks
-
     def start(self, values: Sequence[int]) -> None:
-        """Send this rank's numbers, each within 64 bits, to the first peer; if it is gone, :meth:`finish` raises.
+        """Send this rank's numbers, each within 64 bits, to the first peer; if it is gone, :meth:`result` raises.
 
-        Collective: all ranks, with as many numbers, followed by :meth:`finish`.
+        Collective: all ranks, with as many numbers, followed by :meth:`result`.
         Blocks: never.
         """
-        assert self._pending is None, "start() again before finish()"
+        assert self._pending is None, "start() again before result()"
         self._pending = list(values)
         self._ordinal = (self._ordinal + 1) & 0xFFFFFFFF
         self._first_error = None
@@ -146,7 +93,7 @@ class Dissemination:
             except OSError as error:
                 self._first_error = error
 
-    def finish(self) -> list[int]:
+    def result(self) -> list[int]:
         """Return the largest of all ranks' numbers, one by one.
 
         Raises:
@@ -156,8 +103,9 @@ class Dissemination:
         Collective: all ranks, after :meth:`start`.
         Blocks: until all ranks have started; up to the timeout.
         """
-        assert self._pending is not None, "finish() without start()"
+        assert self._pending is not None, "result() without start()"
         values, self._pending = self._pending, None
+        begin_ns = clock.now_ns()
         try:
             if self._first_error is not None:
                 raise self._first_error
@@ -179,11 +127,13 @@ class Dissemination:
                 f"a peer left or did not reach this step within {self._timeout_s:g} s ({why}); "
                 "its own log or the launcher's report says why"
             ) from error
+        finally:
+            self.waited_s += (clock.now_ns() - begin_ns) / 1e9
         return values
 
     @property
     def pending(self) -> bool:
-        """Whether :meth:`start` was called and :meth:`finish` was not."""
+        """Whether a reduction was begun and not read."""
         return self._pending is not None
 
     def cut(self) -> None:
@@ -192,9 +142,52 @@ class Dissemination:
             connection.abort()
 
     def close(self) -> None:
-        """Close the connections. Idempotent. Blocks: never; peers that wait for this rank fail."""
+        """Leave, however the peers fare: those that wait for this rank fail. Idempotent. Blocks: never."""
+        self.cut()
         for connection in (*self._to, *self._of):
             connection.close()
+
+
+def connect_peers(timeout_s: float) -> tuple[list[socket.socket], list[socket.socket]]:
+    """Connect all ranks of the default group; return what :class:`Dissemination` takes.
+
+    The ranks find each other through the group's store, and prove to each other that they know a key from there.
+
+    Raises:
+        RendezvousError: The ranks did not find each other.
+
+    Collective: all ranks of the default group, in the same order.
+    Blocks: up to ``timeout_s``.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    end_s = clock.now_s() + timeout_s
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rounds = [1 << number for number in range(math.ceil(math.log2(world_size)))]
+    after = [(rank + distance) % world_size for distance in rounds]
+    before = [(rank - distance) % world_size for distance in rounds]
+    store: Any = _get_default_store()
+    try:
+        # Counted in the store: a process that joins a restart has made fewer than its peers.
+        name = f"outlast/dissemination/{store.add(f'outlast/dissemination/made-by/{rank}', 1)}"
+        if rank == 0:
+            store.set(f"{name}/key", secrets.token_hex(_KEY_BYTES))
+        host = own_address(env.read_worker().master_addr)
+        with ExitStack() as opened, socket.create_server((host, 0), family=Endpoint(host, 0).family) as listener:
+            store.set(f"{name}/{rank}", str(Endpoint(host, listener.getsockname()[1])))
+            store.wait([f"{name}/key", *(f"{name}/{peer}" for peer in after)], timedelta(seconds=timeout_s))
+            key = bytes.fromhex(store.get(f"{name}/key").decode())
+            to = []
+            for peer in after:
+                endpoint = parse_endpoint(store.get(f"{name}/{peer}").decode())
+                connection = socket.create_connection((endpoint.host, endpoint.port), timeout=_left_s(end_s))
+                to.append(opened.enter_context(connection))
+            came = authenticate_peers(listener, to, set(before), rank=rank, key=key, end_s=end_s)
+            opened.pop_all()
+        return to, [came[peer] for peer in before]
+    except (RuntimeError, OSError, ValueError) as error:
+        raise RendezvousError(f"the ranks could not connect ({error}); see the log of the rank that left") from error
 
 
 def authenticate_peers(
@@ -259,7 +252,7 @@ def _left_s(end_s: float) -> float:
     return left_s
 
 
-class Consensus:
+class Consensus(Dissemination):
     """Agree on the largest of what any rank asked for, once a step.
 
     Args:
@@ -279,11 +272,8 @@ class Consensus:
         assert questions, "ask at least one question"
         assert len(set(questions)) == len(questions), "a question is asked twice"
         self.questions = tuple(questions)
-        self.waited_s = 0.0
-        """How long this rank has waited for others in :meth:`finish` and :meth:`agree`, in all."""
-        self._ranks = (
-            Dissemination.open(timeout_s=timeout_s) if world_size > 1 else Dissemination((), (), timeout_s=timeout_s)
-        )
+        to, of = connect_peers(timeout_s) if world_size > 1 else ([], [])
+        super().__init__(to, of, timeout_s=timeout_s)
 
     def begin(self, asked: Mapping[str, int]) -> None:
         """Start the step's reduction with what this rank knows now.
@@ -294,7 +284,7 @@ class Consensus:
         Collective: once a step on every rank, followed by :meth:`finish`.
         Blocks: never.
         """
-        self._ranks.start([int(asked.get(question, 0)) for question in self.questions])
+        self.start([int(asked.get(question, 0)) for question in self.questions])
 
     def finish(self) -> dict[str, int]:
         """Return what all ranks agreed on: each question's largest number.
@@ -305,7 +295,7 @@ class Consensus:
         Collective: once a step on every rank, after :meth:`begin`.
         Blocks: until all ranks have begun the same step; up to the timeout.
         """
-        return dict(zip(self.questions, self._wait(), strict=True))
+        return dict(zip(self.questions, self.result(), strict=True))
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """Return the largest of all ranks' numbers, one by one, at once.
@@ -316,22 +306,5 @@ class Consensus:
         Collective: all ranks, with as many numbers; not between :meth:`begin` and :meth:`finish`.
         Blocks: until all ranks have come; up to the timeout.
         """
-        self._ranks.start(values)
-        return self._wait()
-
-    @property
-    def pending(self) -> bool:
-        """Whether a reduction was begun and not read."""
-        return self._ranks.pending
-
-    def close(self) -> None:
-        """Leave, however the peers fare: those that wait for this rank fail. Idempotent. Blocks: never."""
-        self._ranks.cut()
-        self._ranks.close()
-
-    def _wait(self) -> list[int]:
-        begin_ns = clock.now_ns()
-        try:
-            return self._ranks.finish()
-        finally:
-            self.waited_s += (clock.now_ns() - begin_ns) / 1e9
+        self.start(values)
+        return self.result()

@@ -7,8 +7,6 @@ import os
 import secrets
 from pathlib import Path
 
-__all__ = ["create_atomically", "fsync_folder", "write_atomically"]
-
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 """Errors of a file system without hard links."""
 

@@ -38,8 +38,6 @@ from outlast import env, logs
 from outlast.errors import OutlastError
 from outlast.runtime import postmortem, processes
 
-__all__ = ["Preloaded", "become_worker", "preload"]
-
 log = logging.getLogger(__name__)
 
 _NATIVE_PREFIXES = ("GOMP_", "GOTO_", "KMP_", "MKL_", "OMP_", "OPENBLAS_")

@@ -20,8 +20,6 @@ import msgspec
 from outlast import env
 from outlast.decoding import from_json
 
-__all__ = ["Injection", "armed", "armed_in_children", "reach"]
-
 _armed: dict[str, Callable[..., object]] = {}
 
 

@@ -41,16 +41,6 @@ from typing import Any, NamedTuple
 from outlast import clock
 from outlast.errors import ConfigError
 
-__all__ = [
-    "Abandoned",
-    "AsyncInterruption",
-    "CallOutcome",
-    "Interruption",
-    "SignalInterruption",
-    "clear_async_exceptions",
-    "set_async_exception",
-]
-
 _UNSAFE_FILES = frozenset({logging.__file__, importlib.__file__})
 _UNSAFE_PREFIX = "<frozen importlib"
 _UNSAFE_NS = 3_000_000_000

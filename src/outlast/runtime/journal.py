@@ -21,8 +21,6 @@ from outlast import clock
 from outlast.env import clean_name
 from outlast.incidents import Event, EventKind
 
-__all__ = ["Journal"]
-
 log = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
 

@@ -30,8 +30,6 @@ from outlast.policy.lease import LeaseOwner, LeaseStep, OwnerStanding, Process, 
 from outlast.runtime.files import create_atomically
 from outlast.runtime.processes import is_alive
 
-__all__ = ["FOLDER", "RENEW_S", "FolderRecords", "InUse", "Lease", "Records", "decode_owner", "encode_owner"]
-
 log = logging.getLogger(__name__)
 FOLDER = "owner"
 RENEW_S = 2.0

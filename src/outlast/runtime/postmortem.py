@@ -1,4 +1,5 @@
-"""The post-mortem of a worker: its last exception, a fatal signal's stack, and the last of its output.
+"""What a worker leaves behind for its agent: its last exception, a fatal signal's stack, the last of its output; and
+a diagnosis, if it leaves because of an invalid result or a slow rank.
 
 Each worker of an agent has a memory file that the agent made: it outlives the worker however that ends, costs no disk
 (which may be what is full), and goes with the agent. The worker writes, the agent reads once the worker has ended or
@@ -7,6 +8,9 @@ is about to. Nothing here imports torch.
 The file: a header, the exception as JSON, a ring of the last output, and at the end what ``faulthandler`` writes when a
 signal ends the process; that part grows as needed.
 
+A diagnosis goes to the log, to the journal, and to ``<run_dir>/diagnoses/<job>-cycle-<c>-rank-<r>.json``: the agent of
+a worker that leaves with exit code 16, 17 or 18 sees only the code, and reads the rest there.
+
 Rejected: a pipe for each worker's output, which the agent copies to its own (a worker that prints would wait for a slow
 agent, and would no longer write to the terminal that a script may look for).
 """
@@ -14,6 +18,7 @@ agent, and would no longer write to the terminal that a script may look for).
 from __future__ import annotations
 
 import faulthandler
+import logging
 import mmap
 import os
 import re
@@ -31,10 +36,12 @@ import msgspec
 
 from outlast import clock, env
 from outlast.decoding import json_decoder
+from outlast.env import WorkerEnv, clean_name
 from outlast.errors import OutlastError
-from outlast.incidents import Cause
-
-__all__ = ["Postmortem", "Recorder", "Remains", "begin", "begin_with_hook", "describe_exception", "recorder"]
+from outlast.incidents import Cause, EventKind, Incident, IncidentKind, Verdict
+from outlast.policy.rerun import Diagnosis, decode_diagnosis, encode_diagnosis
+from outlast.runtime.files import write_atomically
+from outlast.runtime.journal import Journal
 
 _HEAD = struct.Struct("<QQ")
 """Bytes of output written in all; length of the exception's JSON."""
@@ -303,3 +310,72 @@ def _cause_of_fault(text: str) -> Cause | None:
     users = next((one for one in frames if not _is_library_file(one["file"])), None)
     frame = f"{_short(users['file'])}:{users['line']} in {users['name']}".removesuffix(" in <module>") if users else ""
     return Cause(type="fatal signal", text=head, frame=frame)
+
+
+log = logging.getLogger(__name__)
+
+
+def leave_diagnosis(place: WorkerEnv, diagnosis: Diagnosis, journal: Journal | None = None) -> None:
+    """Log and journal why this process is about to end, on the rank it names, and write it for the node's agent.
+
+    Args:
+        place: This worker's place; without a run directory nothing is written.
+        diagnosis: The same on all ranks; each writes it.
+        journal: Where the incident is written; ``None`` = nowhere.
+    """
+    if diagnosis.rank == place.global_rank:
+        log.error("%s", diagnosis.describe())
+        journal_diagnosis(journal, place, diagnosis)
+    if place.run_dir is None:
+        return
+    try:
+        write_diagnosis(place.run_dir, place.job, place.cycle, place.global_rank, diagnosis)
+    except OSError as error:
+        log.error("the diagnosis cannot be written (%s); the launcher uses the exit code alone", error)
+
+
+def journal_diagnosis(
+    journal: Journal | None, place: WorkerEnv, diagnosis: Diagnosis, verdict: Verdict | None = None
+) -> None:
+    """Write an invalid result of this rank to the journal as an incident, with the verdict if there is one."""
+    if journal is None:
+        return
+    incident = Incident(
+        kind=IncidentKind.INVALID_RESULT,
+        job=place.job,
+        cycle=place.cycle,
+        node=place.node,
+        rank=place.global_rank,
+        iteration=diagnosis.iteration,
+        evidence={"summary": diagnosis.describe(), "diagnosis": msgspec.to_builtins(diagnosis)},
+    )
+    more: dict[str, Any] = {} if verdict is None else {"verdict": verdict}
+    journal.write(EventKind.INCIDENT, rank=place.global_rank, iteration=diagnosis.iteration, incident=incident, **more)
+
+
+def write_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: int, diagnosis: Diagnosis) -> Path:
+    """Write a rank's diagnosis for its agent; return its path.
+
+    Raises:
+        OSError: The run directory cannot be written.
+    """
+    path = _path(run_dir, job, cycle, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, encode_diagnosis(diagnosis))
+    return path
+
+
+def read_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: int) -> Diagnosis | None:
+    """Return what a rank left; ``None`` when it left nothing, or nothing that can be read (which is logged)."""
+    path = _path(run_dir, job, cycle, rank)
+    try:
+        return decode_diagnosis(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("diagnosis %s cannot be read (%s); the launcher uses the exit code alone", path, error)
+        return None
+
+
+def _path(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: int) -> Path:
+    return Path(run_dir) / "diagnoses" / f"{clean_name(job)}-cycle-{cycle}-rank-{rank}.json"

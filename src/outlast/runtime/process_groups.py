@@ -12,33 +12,20 @@ Rejected: ``torch.distributed``'s own gather of objects. It passes pickles, whic
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Collection
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast import clock, env
 from outlast.env import expand_nodes
 from outlast.errors import ConfigError, OutlastError, PeerLost, RendezvousError
-from outlast.runtime import connections, device, gloo_waits
+from outlast.runtime import connections, device
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed
-
-__all__ = [
-    "Group",
-    "broadcast_bytes",
-    "connect_world",
-    "current_place",
-    "gather_bytes",
-    "is_initialised",
-    "meeting_point",
-    "settle",
-]
 
 
 class Group:
@@ -135,10 +122,10 @@ def settle(timeout_s: float = 0.5) -> bool:
     """
     end_ns = clock.now_ns() + int(timeout_s * 1e9)
     before = _count_switches("gloo_tcp_loop")
-    at_rest: dict[str, int] = {}
+    at_rest: dict[int, int] = {}
     num_same = 0
     while num_same < 3:
-        running = _count_switches("pt_gloo_runloop")
+        running = _count_switches(connections.COLLECTIVES_THREAD)
         if not running:
             return True
         if clock.now_ns() >= end_ns:
@@ -150,17 +137,12 @@ def settle(timeout_s: float = 0.5) -> bool:
     return True
 
 
-def _count_switches(thread_name: str) -> dict[str, int]:
+def _count_switches(thread_name: str) -> dict[int, int]:
     """Return how often each of this process's threads of that name has gone to sleep."""
-    counts = {}
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            status = Path(f"/proc/self/task/{thread}/status").read_text()
-        except OSError:
-            continue  # ended meanwhile
-        if status.startswith(f"Name:\t{thread_name}\n"):
-            counts[thread] = int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
-    return counts
+    return {
+        thread: int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+        for thread, status in connections.named_threads(thread_name).items()
+    }
 
 
 def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
@@ -248,12 +230,12 @@ class _Making:
     """A group that is being made."""
 
     def __init__(self) -> None:
-        self._connections, self._threads = connections.connected_sockets(), gloo_waits.group_threads()
+        self._connections, self._threads = connections.connected_sockets(), connections.group_threads()
 
     def end(self, process_group: torch.distributed.ProcessGroup | None, timeout_s: float) -> Group:
         """Return the group, with what was opened meanwhile."""
         opened = connections.of_group(connections.connected_sockets() - self._connections, timeout_s)
-        return Group(process_group, opened, gloo_waits.group_threads() - self._threads)
+        return Group(process_group, opened, connections.group_threads() - self._threads)
 
 
 def gather_bytes(group: torch.distributed.ProcessGroup, data: bytes) -> list[bytes]:

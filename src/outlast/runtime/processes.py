@@ -1,30 +1,34 @@
-"""Processes: dying with one's parent, ending a whole group, finding one again, saying what an exit means."""
+"""Processes: dying with one's parent, ending a whole group, finding one again, describing an exit; and child processes.
+
+A :class:`ChildProcess` is a module of this package, run as ``__main__`` beside the process that needs it. It imports
+this package from where its parent has it (the parent may have found it through its own ``sys.path``), and nothing from
+the working directory. It inherits the descriptors that are named and no others, reads nothing from the terminal, and is
+reaped by whoever started it. What it has to know, secrets too, is the first message on a socket pair between the two
+(:class:`~outlast.runtime.wire.MessageChannel`), never on the command line: other users can read that.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from outlast.env import hostname
-from outlast.policy.lease import Process
+import msgspec
 
-__all__ = [
-    "describe_exit",
-    "describe_self",
-    "die_with_parent",
-    "is_alive",
-    "kill_group",
-    "machine_id",
-    "show_command",
-    "this_process",
-    "this_program",
-]
+from outlast import env
+from outlast.policy.lease import Process
+from outlast.runtime.wire import MessageChannel, socket_pair
 
 _PR_SET_PDEATHSIG = 1
 _ENDED = (b"Z", b"X", b"x")
@@ -62,7 +66,7 @@ def show_command(argv: Sequence[str]) -> None:
 
 def this_process() -> Process:
     """Return what others find this process by: its number alone may be given again."""
-    return Process(host=hostname(), machine=machine_id(), pid=os.getpid(), started=_started(_stat("self")))
+    return Process(host=env.hostname(), machine=machine_id(), pid=os.getpid(), started=_started(_stat("self")))
 
 
 def describe_self() -> dict[str, Any]:
@@ -100,7 +104,7 @@ def machine_id() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        boot = hostname()
+        boot = env.hostname()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
@@ -133,3 +137,151 @@ def kill_group(pgid: int, sig: int) -> bool:
         # Some member changed its user; the ones that we may signal got it.
         return True
     return True
+
+
+class ChildProcess:
+    """One child.
+
+    Args:
+        module: Full name of the module that it runs.
+        *arguments: Its arguments; no secrets.
+        task: Sent to the child as the first message on :attr:`channel`; ``None``: it has no channel. The child gets the
+            channel's other end with :func:`channel_to_parent`.
+        receives: Union of the messages that come back on the channel.
+        packets: Each message on the channel is one packet; see :func:`~outlast.runtime.wire.socket_pair`.
+        fds: Descriptors that the child inherits under the same numbers; they stay the caller's.
+        interpreter: Options of the interpreter and the code that it runs instead of the module.
+        environment: The child's whole environment, as it is; ``None``: that of this process, and where this package is.
+        quiet: Discard what the child prints and logs; otherwise both go where this process's go.
+        stdin: Where the child reads, as for :class:`subprocess.Popen`; ``None``: where this process does.
+        stdout: Where the child prints instead, as for :class:`subprocess.Popen`.
+        own_session: In a session and process group of its own: Ctrl-C does not reach it, and :meth:`kill` ends what
+            it started, too.
+
+    Raises:
+        OSError: No process can be started.
+
+    Blocks: until the process is there, a few milliseconds.
+    Thread: any; the kernel may tie a child to the thread that starts it (``die_with_parent``).
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        task: msgspec.Struct | None = None,
+        receives: Any = None,
+        packets: bool = False,
+        fds: Sequence[int] = (),
+        interpreter: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        quiet: bool = False,
+        stdin: int | None = subprocess.DEVNULL,
+        stdout: int | None = None,
+        own_session: bool = True,
+    ) -> None:
+        self._own_session = own_session
+        ours: socket.socket | None = None
+        theirs: socket.socket | None = None
+        try:
+            if task is not None:
+                ours, theirs = socket_pair(packets=packets)
+            channel_fds = [] if theirs is None else [theirs.fileno()]
+            self._process = subprocess.Popen(
+                [sys.executable, *(interpreter or ("-P", "-m", module)), *map(str, channel_fds), *arguments],
+                stdin=stdin,
+                stdout=subprocess.DEVNULL if quiet else stdout,
+                stderr=subprocess.DEVNULL if quiet else None,
+                pass_fds=[*channel_fds, *fds],
+                env=_with_package_path() if environment is None else dict(environment),
+                start_new_session=own_session,
+            )
+        except BaseException:
+            if ours is not None:
+                ours.close()
+            raise
+        finally:
+            if theirs is not None:
+                theirs.close()
+        self.pid = self._process.pid
+        self._channel: MessageChannel[Any] | None = None
+        if ours is not None:
+            assert task is not None
+            self._channel = MessageChannel(ours, receives)
+            try:
+                self._channel.send(task)
+            except ConnectionError:
+                pass  # it ended already; the next one who looks sees how
+
+    @property
+    def channel(self) -> MessageChannel[Any]:
+        """The connection to the child; its end means that the child is gone."""
+        assert self._channel is not None, "a child without a task has no channel"
+        return self._channel
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; ``None`` while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for the child's end, and return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs.
+
+        Blocks: up to ``timeout_s``.
+        """
+        return self._process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """End the child at once, with what it started if it has a session of its own. Blocks: never. Thread: any."""
+        if self._process.returncode is None and not (self._own_session and kill_group(self.pid, signal.SIGKILL)):
+            self._process.kill()
+
+    def close(self, *, grace_s: float = 0.0, end_s: float = 2.0) -> int | None:
+        """Close the channel, end the child and reap it.
+
+        Args:
+            grace_s: Seconds in which it may end by itself once the channel is closed.
+            end_s: Seconds in which it must be gone once it is killed.
+
+        Returns:
+            Its exit code; ``None``: it sits in the kernel, in a driver or on a network disk, and is reaped by a thread
+            when it returns from there.
+
+        Blocks: up to ``grace_s + end_s``.
+        """
+        if self._channel is not None:
+            self._channel.close()
+        if grace_s and self._process.returncode is None:
+            ended = os.pidfd_open(self.pid)  # it is not reaped before its group is ended: its number stays its own
+            try:
+                select.select([ended], [], [], grace_s)
+            finally:
+                os.close(ended)
+        self.kill()
+        try:
+            return self._process.wait(end_s)
+        except subprocess.TimeoutExpired:
+            threading.Thread(target=self._process.wait, name="outlast-reaper", daemon=True).start()
+            return None
+
+
+def _with_package_path() -> dict[str, str]:
+    """Return this process's environment for a child, which finds this package where it is."""
+    variables = env.environ()
+    root = str(Path(__file__).resolve().parents[2])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
+    return variables
+
+
+def channel_to_parent(fd: str, receives: Any) -> MessageChannel[Any]:
+    """Return the child's end of its parent's channel, on which the task comes first.
+
+    Args:
+        fd: The first command line argument.
+        receives: Union of the messages that come from the parent, the task included.
+    """
+    connection = socket.socket(fileno=int(fd))
+    connection.set_inheritable(False)
+    return MessageChannel(connection, receives)

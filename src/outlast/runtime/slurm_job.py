@@ -10,8 +10,6 @@ from outlast import env
 from outlast.env import expand_counts, expand_nodes
 from outlast.errors import ConfigError
 
-__all__ = ["SLURMInfo", "get_slurm_info", "is_requeued", "log_job_info"]
-
 log = logging.getLogger(__name__)
 _logged: set[tuple[str, int]] = set()
 

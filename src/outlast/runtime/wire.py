@@ -28,26 +28,14 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
 from outlast import clock
 from outlast.decoding import msgpack_decoder
-
-__all__ = [
-    "MAX_MESSAGE_BYTES",
-    "AuthenticationFailed",
-    "BufferedChannel",
-    "Handshake",
-    "MessageChannel",
-    "MessageReader",
-    "ProtocolError",
-    "encode_frame",
-    "socket_pair",
-]
 
 MAX_MESSAGE_BYTES = 1 << 24
 """Limit of a message where a connection sets none."""
@@ -64,6 +52,7 @@ _CLOEXEC = socket.MSG_CMSG_CLOEXEC
 _MAX_WAITING_BYTES = 1 << 26
 _encoder = msgspec.msgpack.Encoder()
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class ProtocolError(ConnectionError):
@@ -231,25 +220,18 @@ class MessageChannel(Generic[R]):
         self._signer: _Signer | None = None
         self._checker: _Signer | None = None
         self._armed: dict[int, float | None] = {}
-        self.set_timeout(timeout_s)
+        self.timeout_s = timeout_s
+        """Seconds without progress; may be changed between calls."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def fileno(self) -> int:
         """Return the connection's descriptor, which is readable when :meth:`receive` has something."""
         return self._socket.fileno()
-
-    def set_timeout(self, timeout_s: float | None) -> None:
-        """Change the seconds without progress."""
-        self._timeout_s = timeout_s
-        self._arm(socket.SO_RCVTIMEO, timeout_s)
-        self._arm(socket.SO_SNDTIMEO, timeout_s)
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -340,13 +322,10 @@ class MessageChannel(Generic[R]):
         Raises:
             ConnectionAbortedError: The file ends too early. The other side waits for the rest: close the connection.
         """
-        self._arm(socket.SO_SNDTIMEO, self._timeout_s)
         end = offset + num_bytes
         while offset < end:
-            try:
-                num = os.sendfile(self._socket.fileno(), fd, offset, end - offset)
-            except BlockingIOError:
-                raise self._timed_out("the other side accepted nothing") from None
+            sendfile = partial(os.sendfile, self._socket.fileno(), fd, offset, end - offset)
+            num = self._wait(socket.SO_SNDTIMEO, None, sendfile)
             if not num:
                 raise ConnectionAbortedError(f"the file ends {end - offset} bytes too early")
             offset += num
@@ -360,7 +339,10 @@ class MessageChannel(Generic[R]):
     def _receive(self, end_s: float | None, max_fds: int) -> tuple[R, list[int]] | None:
         fds: list[int] = []
         try:
-            whole = self._receive_packet(end_s, max_fds, fds) if self._is_packets else None
+            whole = None
+            if self._is_packets:
+                num_bytes = _LENGTH.size + self._max_bytes + _SIGNATURE_BYTES
+                whole = self._receive_part(num_bytes, end_s, max_fds, fds)
             head = whole[: _LENGTH.size] if whole is not None else self._receive_head(end_s, max_fds, fds)
             if not head:
                 return None
@@ -394,37 +376,23 @@ class MessageChannel(Generic[R]):
             self._fill(memoryview(head)[len(part) :], end_s)
         return head if part else b""
 
-    def _receive_packet(self, end_s: float | None, max_fds: int, fds: list[int]) -> bytes:
-        return self._receive_part(_LENGTH.size + self._max_bytes + _SIGNATURE_BYTES, end_s, max_fds, fds)
-
     def _receive_part(self, num_bytes: int, end_s: float | None, max_fds: int, fds: list[int]) -> bytes:
-        while True:
-            self._arm(socket.SO_RCVTIMEO, self._timeout_s if end_s is None else _left_s(end_s))
-            try:
-                if not max_fds:
-                    return self._socket.recv(num_bytes)
-                # Not socket.recv_fds: it ignores the flag (Python 3.11), and children would inherit the descriptors.
-                data, beside, _, _ = self._socket.recvmsg(num_bytes, socket.CMSG_SPACE(4 * max_fds), _CLOEXEC)
-            except BlockingIOError:
-                if end_s is None:
-                    raise self._timed_out("nothing came") from None
-            else:
-                for level, kind, content in beside:
-                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                        fds += array.array("i", content[: len(content) // 4 * 4])
-                return data
+        if not max_fds:
+            return self._wait(socket.SO_RCVTIMEO, end_s, partial(self._socket.recv, num_bytes))
+        # Not socket.recv_fds: it ignores the flag (Python 3.11), and children would inherit the descriptors.
+        receive = partial(self._socket.recvmsg, num_bytes, socket.CMSG_SPACE(4 * max_fds), _CLOEXEC)
+        data, beside, _, _ = self._wait(socket.SO_RCVTIMEO, end_s, receive)
+        for level, kind, content in beside:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds += array.array("i", content[: len(content) // 4 * 4])
+        return data
 
     def _fill(self, into: memoryview, end_s: float | None, *, may_end: bool = False) -> bool:
         """Fill a buffer; return ``False`` where the connection may end, and does, before the first byte."""
         filled = 0
         while filled < len(into):
-            self._arm(socket.SO_RCVTIMEO, self._timeout_s if end_s is None else _left_s(end_s))
-            try:
-                num = self._socket.recv_into(into[filled:], 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                if end_s is None:
-                    raise self._timed_out("nothing came") from None
-                continue
+            receive = partial(self._socket.recv_into, into[filled:], 0, socket.MSG_WAITALL)
+            num = self._wait(socket.SO_RCVTIMEO, end_s, receive)
             if not num:
                 if may_end and not filled:
                     return False
@@ -435,34 +403,30 @@ class MessageChannel(Generic[R]):
     def _send(
         self, parts: Sequence[bytes | bytearray | memoryview], end_s: float | None, fds: Sequence[int] = ()
     ) -> None:
-        num_left = sum(map(len, parts))
-        rest: memoryview | None = None
-        while num_left:
-            self._arm(socket.SO_SNDTIMEO, self._timeout_s if end_s is None else _left_s(end_s))
+        num_bytes = sum(map(len, parts))
+        if not num_bytes:
+            return
+        send = partial(socket.send_fds, self._socket, list(parts), fds) if fds else partial(self._socket.sendmsg, parts)
+        num = self._wait(socket.SO_SNDTIMEO, end_s, send)
+        if num < num_bytes:  # rare: the socket's buffer is full
+            rest = memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+            while num < num_bytes:
+                num += self._wait(socket.SO_SNDTIMEO, end_s, partial(self._socket.send, rest[num:]))
+
+    def _wait(self, option: int, end_s: float | None, call: Callable[[], T]) -> T:
+        """Return what a call brings that the kernel ends after the time that is left, or that without progress."""
+        while True:
+            timeout_s = self.timeout_s if end_s is None else _left_s(end_s)
+            if self._armed.get(option, -1.0) != timeout_s:
+                micros = 0 if timeout_s is None else max(1, round(timeout_s * 1e6))
+                self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(micros, 1_000_000)))
+                self._armed[option] = timeout_s
             try:
-                if rest is not None:
-                    num = self._socket.send(rest)
-                elif fds:
-                    num = socket.send_fds(self._socket, list(parts), fds)
-                else:
-                    num = self._socket.sendmsg(parts) if len(parts) > 1 else self._socket.send(parts[0])
+                return call()
             except BlockingIOError:
                 if end_s is None:
-                    raise self._timed_out("the other side accepted nothing") from None
-                continue
-            num_left -= num
-            if num_left:  # rare: the socket's buffer is full
-                rest = (rest if rest is not None else _joined(parts))[num:]
-
-    def _arm(self, option: int, timeout_s: float | None) -> None:
-        if self._armed.get(option, -1.0) == timeout_s:
-            return
-        micros = 0 if timeout_s is None else max(1, round(timeout_s * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(micros, 1_000_000)))
-        self._armed[option] = timeout_s
-
-    def _timed_out(self, what: str) -> TimeoutError:
-        return TimeoutError(f"{what} for {self._timeout_s:g} s")
+                    what = "nothing came" if option == socket.SO_RCVTIMEO else "the other side accepted nothing"
+                    raise TimeoutError(f"{what} for {self.timeout_s:g} s") from None
 
 
 class MessageReader(Generic[R]):
@@ -500,7 +464,7 @@ class MessageReader(Generic[R]):
         return found
 
 
-class BufferedChannel(Generic[R]):
+class BufferedChannel(MessageReader[R]):
     """A connection that never blocks, for a selector.
 
     Args:
@@ -528,7 +492,7 @@ class BufferedChannel(Generic[R]):
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
-        self._reader: MessageReader[R] = MessageReader(receives, max_bytes=max_bytes)
+        super().__init__(receives, max_bytes=max_bytes)
         self._handshake = handshake
         self._greeting = bytearray()
         self._outgoing = bytearray(handshake.outgoing if handshake is not None else b"")
@@ -560,15 +524,6 @@ class BufferedChannel(Generic[R]):
     def is_waiting(self) -> bool:
         """Whether something could not be sent yet: call :meth:`flush` when the connection is writable."""
         return bool(self._outgoing)
-
-    @property
-    def max_bytes(self) -> int:
-        """Limit of a message."""
-        return self._reader.max_bytes
-
-    @max_bytes.setter
-    def max_bytes(self, max_bytes: int) -> None:
-        self._reader.max_bytes = max_bytes
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message, now or as soon as the connection accepts it."""
@@ -603,7 +558,7 @@ class BufferedChannel(Generic[R]):
         if not data:
             raise ConnectionResetError("the other side closed the connection")
         self.received_ns = clock.now_ns()
-        return self._reader.feed(data)
+        return self.feed(data)
 
     def _greet(self) -> list[R]:
         """Take the next part of the handshake, and not a byte of what follows it."""
@@ -652,10 +607,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview) -> 
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"a message is unreadable ({error})") from error
-
-
-def _joined(parts: Sequence[bytes | bytearray | memoryview]) -> memoryview:
-    return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
 
 
 def _end_s(within_s: float | None) -> float | None:

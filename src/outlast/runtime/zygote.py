@@ -24,22 +24,9 @@ import msgspec
 from outlast import clock
 from outlast.errors import OutlastError
 from outlast.runtime import processes
-from outlast.runtime.child import ChildProcess, channel_to_parent
 from outlast.runtime.forked_worker import Preloaded, become_worker, preload
+from outlast.runtime.processes import ChildProcess, channel_to_parent
 from outlast.runtime.wire import MessageChannel, ProtocolError
-
-__all__ = [
-    "Clear",
-    "Cleared",
-    "Exited",
-    "FailedToStart",
-    "SendSignal",
-    "Spawn",
-    "Started",
-    "Zygote",
-    "ZygoteReady",
-    "main",
-]
 
 _MAIN = """
 import sys

@@ -12,7 +12,7 @@ from outlast.config import PreemptionConfig
 from outlast.env import WorkerEnv, environ
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
-from outlast.monitor.rank_monitor import RankMonitor
+from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.preemption.listener import (
     EndTime,
     Notice,
@@ -49,7 +49,7 @@ class Preemption:
     """
 
     def __init__(
-        self, config: PreemptionConfig | None, *, place: WorkerEnv, journal: Journal, monitor: RankMonitor
+        self, config: PreemptionConfig | None, *, place: WorkerEnv, journal: Journal, monitor: PlacedRankMonitor
     ) -> None:
         self._config = config = config or PreemptionConfig()
         self._journal, self._rank, self._monitor = journal, place.global_rank, monitor

@@ -41,7 +41,7 @@ from outlast.config import Config, FaultToleranceConfig
 from outlast.config.sources import load_config
 from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded, ExitReason, OutlastError, PeerLost, Untrusted
 from outlast.incidents import EventKind
-from outlast.monitor.rank_monitor import RankMonitor, SectionTimer
+from outlast.monitor.rank_monitor import PlacedRankMonitor, SectionTimer
 from outlast.policy.causes import OWN_VERDICTS
 from outlast.runtime import postmortem
 from outlast.runtime.consensus import Consensus
@@ -642,7 +642,7 @@ class Session:
         self._journal = Journal(place.run_dir, run_id=place.run_id, job=place.job, node=place.node, proc=proc)
         self._stack.callback(self._journal.close)
         self._journal.cycle = place.cycle
-        self._monitor = RankMonitor(place, config.fault_tolerance or FaultToleranceConfig(), place.run_dir)
+        self._monitor = PlacedRankMonitor(place, config.fault_tolerance or FaultToleranceConfig(), place.run_dir)
         self._stack.callback(self._monitor.close)
         self.fault_tolerance = self._monitor.config
         """What is in force."""

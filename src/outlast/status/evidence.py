@@ -26,7 +26,7 @@ from outlast.policy.lease import Process
 from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
 from outlast.runtime.lease import FOLDER
 from outlast.runtime.processes import is_alive, machine_id
-from outlast.runtime.store_reader import read_key
+from outlast.runtime.store import read_key
 
 MAX_FILES = 20_000
 """Newest files of the journal that are looked at."""
@@ -253,10 +253,9 @@ def _read(
 def _read_head(file: _JournalFile) -> tuple[list[Event], str | None]:
     try:
         with open(file.path, "rb") as opened:
-            data = opened.read(HEAD_BYTES)
+            return _decode(opened.read(HEAD_BYTES), from_begin=True)[0], None
     except OSError as error:
         return [], f"{file.path} cannot be read: {error.strerror}"
-    return decode_events(_whole_lines(data, from_begin=True))[0], None
 
 
 def _read_end(file: _JournalFile, rank_bytes: int) -> tuple[list[Event], int, str | None]:
@@ -266,23 +265,21 @@ def _read_end(file: _JournalFile, rank_bytes: int) -> tuple[list[Event], int, st
         with open(file.path, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             if size <= most + HEAD_BYTES:
-                data, head = opened.read(), b""
-            else:
-                head = opened.read(HEAD_BYTES) if file.is_main else b""
-                opened.seek(size - most)
-                data = opened.read(most + HEAD_BYTES)
+                return *_decode(opened.read(), from_begin=True), None
+            head = opened.read(HEAD_BYTES) if file.is_main else b""
+            opened.seek(size - most)
+            data = opened.read(most + HEAD_BYTES)
     except OSError as error:
         return [], 0, f"{file.path} cannot be read: {error.strerror}"
-    is_whole = size <= most + HEAD_BYTES
-    first, num_bad_first = decode_events(_whole_lines(head, from_begin=True))
-    last, num_bad = decode_events(_whole_lines(data, from_begin=is_whole))
+    first, num_bad_first = _decode(head, from_begin=True)
+    last, num_bad = _decode(data, from_begin=False)
     return first + last, num_bad_first + num_bad, None
 
 
-def _whole_lines(data: bytes, *, from_begin: bool) -> bytes:
-    """Return the bytes without a line that is cut off at either end; one may just be written."""
+def _decode(data: bytes, *, from_begin: bool) -> tuple[list[Event], int]:
+    """Return events and the number of bad lines; a line that is cut off at either end, half written, is no event."""
     begin = 0 if from_begin else data.find(b"\n") + 1
-    return data[begin : data.rfind(b"\n") + 1]
+    return decode_events(data[begin : data.rfind(b"\n") + 1])
 
 
 def _read_renewal(run_dir: Path) -> int:

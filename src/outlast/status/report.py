@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
-from outlast.wording import count, duration
+from outlast.wording import count, duration, number_ranges
 
 SCHEMA = 1
 """Of what ``--json`` prints; raised when a field changes its meaning or goes."""
@@ -310,12 +310,12 @@ def _nodes(nodes: Sequence[NodeReport]) -> Iterator[tuple[str, str]]:
 def _node(node: NodeReport, width: int) -> str:
     parts = [str(node.state)]
     if node.ranks:
-        parts.append(f"{'rank' if len(node.ranks) == 1 else 'ranks'} {_ranges(node.ranks)}")
+        parts.append(f"{'rank' if len(node.ranks) == 1 else 'ranks'} {', '.join(number_ranges(node.ranks))}")
     if node.pids:
         shown = ", ".join(str(pid) for pid in node.pids[:8]) + (", ..." if len(node.pids) > 8 else "")
         parts.append(f"{'pid' if len(node.pids) == 1 else 'pids'} {shown}")
     if node.lost_ranks:
-        parts.append(f"without {_ranges(node.lost_ranks)}")
+        parts.append(f"without {', '.join(number_ranges(node.lost_ranks))}")
     if node.agent_pid is not None and node.state not in (NodeState.ENDED, NodeState.LOST):
         parts.append(f"agent pid {node.agent_pid}")
     if node.host is not None and node.host.split(".")[0] != node.name:
@@ -339,14 +339,3 @@ def _incidents(report: StatusReport) -> Iterator[tuple[str, str]]:
 
 def _budget(budget: BudgetReport) -> str:
     return f"{budget.used} of {budget.limit}" if budget.limit is not None else f"{budget.used} (no limit)"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers in few words: 0-3, 7."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

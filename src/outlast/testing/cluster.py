@@ -25,9 +25,7 @@ from outlast.env import DEVICE, environ
 from outlast.errors import DeadlineExceeded
 from outlast.incidents import Event, EventKind
 from outlast.journal import read
-from outlast.testing.reaping import TOKEN, describe_process, end_processes, free_port, processes_with
-
-__all__ = ["Agent", "Cluster"]
+from outlast.testing.ranks import TOKEN, describe_process, end_processes, free_port, processes_with
 
 _COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "run")
 _POLL_S = 0.02

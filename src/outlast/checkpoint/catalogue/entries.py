@@ -6,6 +6,7 @@ command does with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -179,13 +180,8 @@ def check_hint(
     if owner is None or not owner.is_proven or hint == owner.run or hint in proven:
         return ()
     rest = f"; the manifests name run {owner.run}, and its next save writes it again"
-    error: CheckpointError
-    if not is_there:
-        error = Incomplete(f"is missing{rest}")
-    elif hint is None:
-        error = Corrupt(f"cannot be read{rest}")
-    else:
-        error = Corrupt(f"names run {hint}{rest}")
+    differs = Corrupt(f"{'cannot be read' if hint is None else f'names run {hint}'}{rest}")
+    error = differs if is_there else Incomplete(f"is missing{rest}")
     return (describe_error(error, f"{prefix}{RUN}", node=node),)
 
 
@@ -193,23 +189,16 @@ def describe_manifest(
     entry: Generation, manifest: Manifest | GlobalManifest, problems: Iterable[Problem]
 ) -> Generation:
     """Return an entry with what is in its manifest, and with problems."""
-    return msgspec.structs.replace(
-        entry,
-        attempt=manifest.attempt,
-        run=manifest.run,
-        world_size=manifest.world_size,
-        restored_from=manifest.restored_from,
-        restored_attempt=manifest.restored_attempt,
-        finite=manifest.finite,
-        problems=tuple(problems),
-    )
+    same = ("attempt", "run", "world_size", "restored_from", "restored_attempt", "finite")
+    found = {name: getattr(manifest, name) for name in same}
+    return msgspec.structs.replace(entry, **found, problems=tuple(problems))
 
 
 def describe_error(error: Exception, file: str, *, node: str | None = None, rank: int | None = None) -> Problem:
     """Return the problem that an error means."""
-    kind = type(error).__name__ if isinstance(error, CheckpointError) else CheckpointError.__name__
-    reason = str(error) if isinstance(error, CheckpointError) else f"cannot be read ({error})"
-    return Problem(kind=kind, reason=reason, file=file, node=node, rank=rank)
+    if not isinstance(error, CheckpointError):
+        error = CheckpointError(f"cannot be read ({error})")
+    return Problem(kind=type(error).__name__, reason=str(error), file=file, node=node, rank=rank)
 
 
 _LEFT = re.compile(r"step-(?P<iteration>\d+)\.(?:(?P<kind>tmp|aside)-(?P<attempt>.+)|doomed)")
@@ -252,10 +241,8 @@ def _measure(path: Path) -> tuple[int, int]:
 
 
 def _remove_tree(path: Path) -> None:
-    try:
+    with contextlib.suppress(FileNotFoundError):  # the run that it belongs to was quicker
         shutil.rmtree(path)
-    except FileNotFoundError:
-        pass  # the run that it belongs to was quicker
 
 
 _ATTEMPT = re.compile(r"(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)")
@@ -287,9 +274,8 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         """What deleting it gives back."""
-        return sum(found.entry.num_bytes for found in self.generations) + sum(
-            remains.entry.num_bytes for remains in self.remains
-        )
+        generations = sum(found.entry.num_bytes for found in self.generations)
+        return generations + sum(remains.entry.num_bytes for remains in self.remains)
 
 
 def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
@@ -325,12 +311,10 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
     if rule.suspects:
         generations += [found for found in looked.found if found.entry.suspect]
     attempts = [found.entry.attempt for found in looked.found if found.entry.attempt is not None]
-    remains = [
-        one
-        for one in looked.remains
-        if rule.leftovers and _is_abandoned(one.entry, attempts, now_ns - int(rule.older_than_s * 1e9))
-    ]
-    return Plan(generations=tuple(generations), remains=tuple(remains))
+    before_ns = now_ns - int(rule.older_than_s * 1e9)
+    remains = looked.remains if rule.leftovers else ()
+    remains = tuple(one for one in remains if _is_abandoned(one.entry, attempts, before_ns))
+    return Plan(generations=tuple(generations), remains=remains)
 
 
 def _is_torn(found: ListedGeneration) -> bool:
@@ -344,15 +328,10 @@ def _is_abandoned(leftover: Leftover, attempts: Iterable[str], before_ns: int) -
     processes or a later cycle of the same job has outlived, or what nobody touched for long."""
     if leftover.kind == "deletion" or (leftover.modified_ns is not None and leftover.modified_ns < before_ns):
         return True
-    mine = _ATTEMPT.fullmatch(leftover.attempt or "")
-    if mine is None:
+    if (mine := _ATTEMPT.fullmatch(leftover.attempt or "")) is None:
         return False
     for match in filter(None, map(_ATTEMPT.fullmatch, attempts)):
-        if match["job"] != mine["job"]:
-            continue
-        if match["token"] == mine["token"]:
-            if int(mine["ordinal"]) < int(match["ordinal"]):
-                return True
-        elif int(mine["cycle"]) < int(match["cycle"]):
+        order = "ordinal" if match["token"] == mine["token"] else "cycle"
+        if match["job"] == mine["job"] and int(mine[order]) < int(match[order]):
             return True
     return False

@@ -7,11 +7,12 @@ folders are not here: it is "elsewhere". A global directory, on a file system or
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -56,7 +57,7 @@ _SHARD = re.compile(r"rank-(\d{5,})\.safetensors")
 _PARITY = re.compile(r"parity-(\d{5,})\.bin")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NodeCopy:
     """One folder of a generation: what one node has of it."""
 
@@ -65,15 +66,20 @@ class NodeCopy:
     name: str
     """Of the generation's folder, relative to the place."""
     iteration: int
-    manifest: Manifest | None
+    manifest: Manifest | None = None
     """``None``: it cannot be read or trusted."""
-    sha256: str
-    problem: Problem | None
-    ranks: tuple[int, ...]
+    sha256: str = ""
+    problem: Problem | None = None
+    ranks: list[int] = field(default_factory=list)
     """Whose files are there, good or not."""
-    parities: tuple[int, ...]
-    num_files: int
-    num_bytes: int
+    parities: list[int] = field(default_factory=list)
+    num_files: int = 0
+    num_bytes: int = 0
+
+    @property
+    def path(self) -> Path:
+        """The generation's folder."""
+        return self.directory.generation(self.iteration)
 
 
 def _read_copy(directory: Directory, node: str, prefix: str, run: str | None, iteration: int) -> NodeCopy:
@@ -86,36 +92,23 @@ def _read_copy(directory: Directory, node: str, prefix: str, run: str | None, it
         run: That the node's folder belongs to; ``None`` = that is not known.
         iteration: Of the generation.
     """
-    path = directory.generation(iteration)
-    ranks, parities, num_files, num_bytes = [], [], 0, 0
-    manifest, sha256, problem = None, "", None
-    name = f"{prefix}{path.name}"
+    copy = NodeCopy(node, directory, f"{prefix}step-{iteration}", iteration)
     try:
-        for entry in os.scandir(path):
-            num_files += 1
-            num_bytes += entry.stat(follow_symlinks=False).st_size
+        for entry in os.scandir(copy.path):
+            copy.num_files += 1
+            copy.num_bytes += entry.stat(follow_symlinks=False).st_size
             if match := _SHARD.fullmatch(entry.name):
-                ranks.append(int(match[1]))
+                copy.ranks.append(int(match[1]))
             elif match := _PARITY.fullmatch(entry.name):
-                parities.append(int(match[1]))
-        manifest, sha256 = directory.manifest(iteration)
+                copy.parities.append(int(match[1]))
+        copy.ranks.sort()
+        copy.parities.sort()
+        manifest, copy.sha256 = directory.manifest(iteration)
         check_origin(manifest, iteration=iteration, run=run)
+        copy.manifest = manifest
     except (OSError, CheckpointError) as error:
-        problem = describe_error(error, f"{name}/{MANIFEST}", node=node)
-        manifest = None
-    return NodeCopy(
-        node=node,
-        directory=directory,
-        name=name,
-        iteration=iteration,
-        manifest=manifest,
-        sha256=sha256,
-        problem=problem,
-        ranks=tuple(sorted(ranks)),
-        parities=tuple(sorted(parities)),
-        num_files=num_files,
-        num_bytes=num_bytes,
-    )
+        copy.problem = describe_error(error, f"{copy.name}/{MANIFEST}", node=node)
+    return copy
 
 
 def _group_copies(copies: Iterable[NodeCopy]) -> list[list[NodeCopy]]:
@@ -124,20 +117,17 @@ def _group_copies(copies: Iterable[NodeCopy]) -> list[list[NodeCopy]]:
     A folder without a good manifest belongs to the generation of its iteration when there is only one.
     """
     attempts: dict[int, dict[str, list[NodeCopy]]] = {}
-    unnamed: dict[int, list[NodeCopy]] = {}
     for copy in copies:
-        if copy.manifest is None:
-            unnamed.setdefault(copy.iteration, []).append(copy)
-        else:
-            attempts.setdefault(copy.iteration, {}).setdefault(copy.manifest.attempt, []).append(copy)
+        name = "" if copy.manifest is None else copy.manifest.attempt
+        attempts.setdefault(copy.iteration, {}).setdefault(name, []).append(copy)
     groups = []
-    for iteration in sorted({*attempts, *unnamed}, reverse=True):
-        named = [group for _, group in sorted(attempts.get(iteration, {}).items(), reverse=True)]
-        rest = unnamed.get(iteration, [])
+    for _, of_iteration in sorted(attempts.items(), reverse=True):
+        unnamed = of_iteration.pop("", [])
+        named = [group for _, group in sorted(of_iteration.items(), reverse=True)]
         if len(named) == 1:
-            named[0].extend(rest)
-        elif rest:
-            named.append(rest)
+            named[0].extend(unnamed)
+        elif unnamed:
+            named.append(unnamed)
         groups += named
     return groups
 
@@ -150,18 +140,15 @@ def _remove_copies(copies: Sequence[NodeCopy]) -> None:
         OSError: One cannot be deleted.
     """
     for copy in copies:
-        if not copy.directory.generation(copy.iteration).exists():
+        if not copy.path.exists():
             continue  # the run that it belongs to was quicker
-        try:
+        sha256 = ""
+        with contextlib.suppress(CheckpointError):
             sha256 = copy.directory.manifest(copy.iteration)[1]
-        except CheckpointError:
-            sha256 = ""
         if sha256 != copy.sha256:
             raise CheckpointError(f"{copy.name} has changed meanwhile and is left alone")
-        try:
+        with contextlib.suppress(FileNotFoundError):  # the run that it belongs to was quicker
             copy.directory.remove(copy.iteration)
-        except FileNotFoundError:
-            continue  # the run that it belongs to was quicker
 
 
 def _examine_local(
@@ -191,7 +178,12 @@ def _examine_local(
     manifest = named[0].manifest
     good = [copy for copy in named if copy.sha256 == named[0].sha256]
     owners = _name_owners(manifest, {copy.node: copy.ranks for copy in good}, nodes)
-    outcomes = list(pool.map(lambda one: _check(one[0], one[1], manifest), _expect(good, owners)))
+    expected = [
+        (copy, rank)
+        for copy in good
+        for rank in sorted({*copy.ranks, *(rank for rank, owner in owners.items() if owner == copy.node)})
+    ]  # the files that are there, and those that should be
+    outcomes = list(pool.map(lambda one: _check(one[0], one[1], manifest), expected))
     files = tuple(outcome for outcome in outcomes if isinstance(outcome, StoredFile))
     problems = [
         *_of_folders(copies, named[0], owners),
@@ -225,7 +217,7 @@ def _judge_local(
                 node=copy.node,
                 own=tuple(r for r in copy.ranks if (copy.node, r) in held and owners.get(r) == copy.node),
                 replicas=tuple(r for r in copy.ranks if (copy.node, r) in held and owners.get(r) != copy.node),
-                parities=copy.parities,
+                parities=tuple(copy.parities),
             )
             for copy in copies
         ),
@@ -234,15 +226,6 @@ def _judge_local(
         missing=missing,
         problems=(*entry.problems, *problems),
     )
-
-
-def _expect(copies: list[NodeCopy], owners: Mapping[int, str]) -> list[tuple[NodeCopy, int]]:
-    """Return the files to check: those that are there, and those that should be."""
-    return [
-        (copy, rank)
-        for copy in copies
-        for rank in sorted({*copy.ranks, *(rank for rank, owner in owners.items() if owner == copy.node)})
-    ]
 
 
 def _of_folders(copies: list[NodeCopy], first: NodeCopy, owners: Mapping[int, str]) -> Iterator[Problem]:
@@ -281,16 +264,15 @@ def _name_owners(manifest: Manifest, present: Mapping[str, Collection[int]], nod
 
 
 def _check(copy: NodeCopy, rank: int, manifest: Manifest) -> Problem | StoredFile:
-    path = copy.directory.generation(copy.iteration) / shard_name(rank)
     name = f"{copy.name}/{shard_name(rank)}"
     if rank >= manifest.world_size:
         stray = Untrusted(f"belongs to no rank: there were {manifest.world_size}")
         return describe_error(stray, name, node=copy.node, rank=rank)
     try:
-        check_shard(path, manifest, rank, read_head=True)
+        check_shard(copy.path / shard_name(rank), manifest, rank, read_head=True)
     except CheckpointError as error:
         return describe_error(error, name, node=copy.node, rank=rank)
-    read = partial(read_path, path)
+    read = partial(read_path, copy.path / shard_name(rank))
     return shard_file(manifest.shards[rank], read, name=name, room_bytes=PIECE_BYTES, node=copy.node)
 
 
@@ -428,13 +410,12 @@ def look_into_store(url: str) -> DirectoryListing:
     for name, size in sizes.items():
         if match := _FILE.fullmatch(name):
             folders.setdefault((match["above"] is None, int(match["iteration"])), {})[match["name"]] = size
+
+    def examine(one: tuple[bool, int]) -> ListedGeneration | ListedLeftover:
+        return _examine_global(directory, one[1], folders[one], suspect=not one[0], run=run)
+
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outlast-list") as pool:
-        outcomes = list(
-            pool.map(
-                lambda one: _examine_global(directory, one[1], folders[one], suspect=not one[0], run=run),
-                sorted(folders, reverse=True),
-            )
-        )
+        outcomes = list(pool.map(examine, sorted(folders, reverse=True)))
     remains = [one for one in outcomes if isinstance(one, ListedLeftover)]
     if not directory.is_remote:  # in a store, what is unfinished has its final name already
         path = Path(directory.url)
@@ -536,16 +517,13 @@ def _all_files(manifest: GlobalManifest) -> tuple[FileEntry, ...]:
 
 def _remove(directory: GlobalDirectory, folder: str, iteration: int, listed: bytes | None) -> None:
     """Delete a generation, unless its manifest is another than the listed one."""
-    try:
+    data = None
+    with contextlib.suppress(FileNotFoundError):
         data = directory.read(f"{folder}/{MANIFEST}")
-    except FileNotFoundError:
-        data = None
     if data is not None and data != listed:
         raise CheckpointError(f"{folder} has changed meanwhile and is left alone")
-    try:
+    with contextlib.suppress(FileNotFoundError):  # the run that it belongs to was quicker
         (directory.suspects if folder.startswith(SUSPECT) else directory).remove(iteration)
-    except FileNotFoundError:
-        pass  # the run that it belongs to was quicker
 
 
 def _read_latest(directory: GlobalDirectory) -> int | None:
@@ -574,7 +552,7 @@ def look_into(name: str) -> DirectoryListing:
     """
     path = _local_path(name)
     if path is None:
-        return _look_into_store(name)
+        return look_into_store(name)
     if not path.exists():
         raise ConfigError(f"{name} does not exist; check the path")
     if not path.is_dir():
@@ -584,7 +562,7 @@ def look_into(name: str) -> DirectoryListing:
     if path.name == SUSPECT and find_node_folders(path.parent) == [path.parent]:
         raise ConfigError(f"{name} holds saves for diagnosis; name the folder that it lies in: {path.parent}")
     if _is_store(path):
-        return _look_into_store(os.fspath(path))
+        return look_into_store(os.fspath(path))
     return look_into_folders(path, find_node_folders(path))
 
 
@@ -625,12 +603,6 @@ def verify(
         for flaw in flaws
     ]
     return Verified(entry=found.judge(problems) if problems else found.entry, num_bytes_read=sum(sizes))
-
-
-def _look_into_store(url: str) -> DirectoryListing:
-    pass  # house: was a lazy import within this module
-
-    return look_into_store(url)
 
 
 def _local_path(name: str) -> Path | None:

@@ -20,6 +20,7 @@ from outlast.checkpoint.directory import (
     RUN,
     SUSPECT,
     TRACKER,
+    ClaimedPlace,
     GenerationFolder,
     SaveAttempt,
     decode_hint,
@@ -36,7 +37,7 @@ _RECORD = re.compile(r"(\d+)\.json")
 _FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")
 
 
-class GlobalDirectory(ABC):
+class GlobalDirectory(ClaimedPlace, ABC):
     """A path, or any URL that fsspec knows, with generations in it. Thread: any.
 
     All methods raise CheckpointError where an object store, and OSError where a file system fails.
@@ -52,25 +53,11 @@ class GlobalDirectory(ABC):
         return ObjectDirectory(text) if is_remote(text) else FileDirectory(local_path(text))
 
     @property
-    @abstractmethod
-    def url(self) -> str:
-        """The place, as a path where it is one."""
-
-    @property
-    @abstractmethod
-    def owners(self) -> Records:
-        """The records of the place's owners."""
-
-    @property
     def suspects(self) -> GlobalDirectory:
         """Where saves for diagnosis go; none of them is ever the newest generation."""
         return GlobalDirectory.open(f"{self.url}/{SUSPECT}")
 
     # -- what is there -----------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def generations(self) -> list[int]:
-        """Return the iterations that have a folder of a committed name, newest first; whole or not."""
 
     def manifest(self, iteration: int) -> GlobalManifest:
         """Read a generation's manifest.
@@ -88,14 +75,6 @@ class GlobalDirectory(ABC):
         """Return the run that the place belongs to; ``None`` when it is new."""
         owner = owner_of(self)
         return None if owner is None else owner.run
-
-    @abstractmethod
-    def hint(self) -> str | None:
-        """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read."""
-
-    @abstractmethod
-    def named_runs(self) -> Iterator[str]:
-        """Yield the runs that manifests name, newest generation first, those for diagnosis last."""
 
     def latest(self) -> int | None:
         """Return what the tracker names, a hint for people; ``None``: nothing that can be read."""
@@ -144,14 +123,6 @@ class GlobalDirectory(ABC):
     @abstractmethod
     def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
         """Return the name of a rank's file of an attempt."""
-
-    @abstractmethod
-    def create_hint(self, run: str) -> bool:
-        """Name the run that the place belongs to, unless it is named; return whether this call did."""
-
-    @abstractmethod
-    def write_hint(self, run: str) -> None:
-        """Name the run that the place belongs to, whatever it was named before."""
 
     @abstractmethod
     def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
@@ -206,14 +177,12 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
             return file.read() if end is None else file.read(end - (start or 0))
 
     def read_into(self, name: str, start: int, target: memoryview) -> int:
-        fd = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with open(self.path / name, "rb", buffering=0) as file:
+            file.seek(start)
             done = 0
-            while done < len(target) and (count := os.preadv(fd, [target[done:]], start + done)):
+            while done < len(target) and (count := file.readinto(target[done:]) or 0):
                 done += count
             return done
-        finally:
-            os.close(fd)
 
     def sizes(self, folder: str) -> dict[str, int]:
         root, found = self.path / folder, dict[str, int]()
@@ -253,16 +222,15 @@ class ObjectDirectory(GlobalDirectory):
     is_remote = True
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
-        self._store = open_store(self._url)
+        self._store = open_store(url.rstrip("/"))
 
     @property
     def url(self) -> str:
-        return self._url
+        return self._store.url
 
     @property
     def owners(self) -> Records:
-        return StoreRecords(self._url)
+        return StoreRecords(self.url)
 
     def generations(self) -> list[int]:
         found = (_GENERATION.fullmatch(name) for name in self._store.names())
@@ -323,7 +291,7 @@ class ObjectDirectory(GlobalDirectory):
         self._store.write(TRACKER, f"step-{iteration}\n".encode())
 
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
-        folder = f"step-{iteration}"
+        folder = self.folder(iteration)
         self._remove(folder, {name for name in self._store.sizes(folder) if name.endswith(f".{attempt}.distcp")})
 
     def remove(self, iteration: int) -> None:

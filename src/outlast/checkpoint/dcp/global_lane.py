@@ -214,10 +214,7 @@ class GlobalLane(Lane):
             attempt=str(save.attempt),
             restored_from=save.restored_from,
             restored_attempt=save.restored_attempt,
-            finite=composed.finite,
-            files=composed.files,
-            items=composed.items,
-            ranks=composed.ranks,
+            **composed._asdict(),
         )
         metadata = dump_metadata(manifest)
         entry = FileEntry(name=METADATA, num_bytes=len(metadata), chunks=digests(metadata))

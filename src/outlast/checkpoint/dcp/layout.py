@@ -12,11 +12,12 @@ of has digests of its own.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -212,8 +213,7 @@ class Packing:
         return Where(len(self.files) - 1, start, self._used - start, start + lead, data_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Composed:
+class Composed(NamedTuple):
     """What of a manifest comes from the ranks."""
 
     files: tuple[FileEntry, ...]
@@ -230,10 +230,7 @@ def compose(inventories: Sequence[Inventory], duties: Sequence[Duty], reports: S
         duties: What each had to write.
         reports: What each wrote.
     """
-    firsts, num_files = [], 0
-    for report in reports:
-        firsts.append(num_files)
-        num_files += len(report.files)
+    firsts = list(itertools.accumulate((len(report.files) for report in reports), initial=0))[:-1]
     own = [set(duty.own) for duty in duties]
     items: dict[str, Item] = {}
     written: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Where] = {}
@@ -245,24 +242,19 @@ def compose(inventories: Sequence[Inventory], duties: Sequence[Duty], reports: S
             value = inventory.values[index]
             piece = TensorPiece((), (), _moved(where, firsts[rank]))
             items[value.item] = Item(name=value.item, path=value.path, dtype=None, shape=(), pieces=(piece,))
-    holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    holders: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]] = {}
     described: dict[str, TensorPart] = {}
     for rank, inventory in enumerate(inventories):
         for index, part in enumerate(inventory.parts):
             if index not in own[rank]:
                 described.setdefault(part.item, part)
-                holders.setdefault((part.item, part.offset, part.shape), []).append(rank)
-    pieces: dict[str, list[TensorPiece]] = {}
-    for (name, offset, shape), ranks in holders.items():
-        piece = TensorPiece(offset, shape, written.get((name, offset, shape)), tuple(ranks))
-        pieces.setdefault(name, []).append(piece)
-    for name, (first, *others) in pieces.items():
-        if not others:
-            pieces[name] = [msgspec.structs.replace(first, ranks=())]
+                holders.setdefault(part.item, {}).setdefault((part.offset, part.shape), []).append(rank)
     for name, part in described.items():
-        items[name] = Item(
-            name=name, path=part.path, dtype=part.dtype, shape=part.global_shape, pieces=tuple(pieces[name])
-        )
+        pieces = []
+        for (offset, shape), ranks in holders[name].items():
+            listed = tuple(ranks) if len(holders[name]) > 1 else ()
+            pieces.append(TensorPiece(offset, shape, written.get((name, offset, shape)), listed))
+        items[name] = Item(name=name, path=part.path, dtype=part.dtype, shape=part.global_shape, pieces=tuple(pieces))
     return Composed(
         files=tuple(file for report in reports for file in report.files),
         items=tuple(items.values()),

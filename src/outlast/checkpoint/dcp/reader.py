@@ -50,14 +50,8 @@ def in_threads(work: Callable[[T], None], things: Iterable[T], *, is_remote: boo
             work(thing)
         return
     with ThreadPoolExecutor(NUM_REMOTE if is_remote else NUM_LOCAL, thread_name_prefix="outlast-global") as pool:
-        running = [pool.submit(work, thing) for thing in ordered]
-        try:
-            for one in running:
-                one.result()
-        except BaseException:  # whatever it was: what has not begun need not begin
-            for one in running:
-                one.cancel()
-            raise
+        for _ in pool.map(work, ordered):  # once one fails, what has not begun does not begin
+            pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,27 +203,14 @@ class StoredRankState:
     tensors: dict[str, torch.Tensor]
     num_bytes_read: int
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor by its name in the rank's shard."""
-        if name not in self.tensors:
-            raise CheckpointError(f"tensor {name!r} is missing")
-        return self.tensors[name]
-
 
 def read_rank(
-    directory: GlobalDirectory,
-    generation: int,
-    manifest: GlobalManifest,
-    rank: int,
-    *,
-    accept: Callable[[bytes], None] = lambda tree: None,
+    files: VerifiedFiles, rank: int, *, accept: Callable[[bytes], None] = lambda tree: None
 ) -> StoredRankState:
     """Read the state that a rank had saved, random numbers and whatever else is its own included.
 
     Args:
-        directory: The global tier.
-        generation: Iteration of the generation.
-        manifest: Of the generation.
+        files: Of the generation.
         rank: Below its world size.
         accept: Is given the plain values and structure, and may raise before the tensors are read.
 
@@ -238,12 +219,11 @@ def read_rank(
 
     Blocks: until everything is read into new memory.
     """
-    files = VerifiedFiles(directory, manifest, directory.folder(generation))
     tree = read_tree(files, rank)
     accept(tree)
     tensors: dict[str, torch.Tensor] = {}
     wanted = []
-    for name, item in tensors_of(manifest, rank, tree).items():
+    for name, item in tensors_of(files.manifest, rank, tree).items():
         assert item.dtype is not None
         (piece,) = item.pieces
         tensors[name] = torch.empty(piece.shape, dtype=TORCH_TYPES[item.dtype])

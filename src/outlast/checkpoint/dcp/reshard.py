@@ -18,12 +18,12 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import ROOT, TORCH_TYPES, Path
 from outlast.checkpoint.dcp.manifest import GlobalManifest, Item
 from outlast.checkpoint.dcp.reader import Wanted, fill, read_tree, tensors_of
 from outlast.checkpoint.state import (
     Wrapped,
+    as_distributed,
     check_fit,
     decode,
     is_nested,
@@ -35,6 +35,8 @@ from outlast.checkpoint.state import (
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Mismatch
 from outlast.wording import count
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +126,6 @@ def find_all(value: Any, path: Path, kind: type = torch.Tensor) -> list[tuple[Pa
     return []
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class _Shadow:
     """This rank's part of a tensor, beside the live one."""
@@ -144,20 +143,8 @@ class _Shadow:
         """Return what the live state takes."""
         if self.like is None:
             return self.local
-        from torch.distributed.tensor import DTensor
-
-        mesh = self.like.device_mesh
-        return cast(
-            torch.Tensor,
-            DTensor.from_local(
-                self.local.to(mesh.device_type),
-                mesh,
-                self.like.placements,
-                run_check=False,
-                shape=torch.Size(self.shape),
-                stride=torch.empty(self.shape, device="meta").stride(),
-            ),
-        )
+        stride = torch.empty(self.shape, device="meta").stride()
+        return as_distributed(self.local, self.like.device_mesh, self.like.placements, self.shape, stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +163,16 @@ class _WrappedShadow(_Shadow):
         return replace(self.wrapped, parts=parts).made()
 
 
+@dataclass(frozen=True, slots=True)
 class Resharded:
-    """A generation in tensors beside the live ones, verified.
+    """A generation in tensors beside the live ones, verified."""
 
-    Args:
-        state: The live state.
-        saved: What it is to become.
-        num_bytes_read: From the global tier.
-    """
-
-    def __init__(self, state: Mapping[str, Any], saved: dict[str, Any], num_bytes_read: int) -> None:
-        self._state, self._saved = state, saved
-        self.num_bytes_read = num_bytes_read
+    state: Mapping[str, Any]
+    """The live state."""
+    saved: dict[str, Any]
+    """What it is to become."""
+    num_bytes_read: int
+    """From the global tier."""
 
     def apply(self) -> None:
         """Put it into the live state.
@@ -195,20 +180,16 @@ class Resharded:
         Raises:
             CheckpointError: A ``load_state_dict`` refused it; the live state is then unusable.
         """
-        restore_into(self._state, replace_all(self._saved, lambda value, _: value.tensor(), _Shadow, ()))
+        restore_into(self.state, replace_all(self.saved, lambda value, _: value.tensor(), _Shadow, ()))
 
 
-def load_resharded(
-    directory: GlobalDirectory, generation: int, manifest: GlobalManifest, state: Mapping[str, Any]
-) -> Resharded:
+def load_resharded(files: VerifiedFiles, state: Mapping[str, Any]) -> Resharded:
     """Read what this rank needs of a generation, whichever number of ranks saved it, in whichever layout.
 
     Optimizers need not have taken a step: their states are made as they were saved, in the layout of the parameters.
 
     Args:
-        directory: The global tier.
-        generation: Iteration of the generation.
-        manifest: Of the generation.
+        files: Of the generation.
         state: The live state: plain, DDP or ``fully_shard`` modules, optimizers, anything with a ``state_dict``.
 
     Raises:
@@ -216,12 +197,11 @@ def load_resharded(
 
     Blocks: until everything is read. Does not communicate, but a ``state_dict()`` in ``state`` may.
     """
-    files = VerifiedFiles(directory, manifest, directory.folder(generation))
     planner = _Planner(files)
     saved = planner.plan(state)
     check_fit(state, replace_all(saved, lambda shadow, _: shadow.outline(), _Shadow, ()))
     fill(files, planner.wanted)
-    _say_what_differed(manifest)
+    _warn_of_differences(files.manifest)
     return Resharded(state, saved, files.num_bytes_read)
 
 
@@ -356,7 +336,7 @@ def _name(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _say_what_differed(manifest: GlobalManifest) -> None:
+def _warn_of_differences(manifest: GlobalManifest) -> None:
     prefix = f"{ROOT}."
     names = sorted({t.name for entry in manifest.ranks for t in entry.tensors if t.name.startswith(prefix)})
     if names:

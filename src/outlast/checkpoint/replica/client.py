@@ -14,7 +14,6 @@ import ctypes
 import logging
 import mmap
 import os
-import queue
 import socket
 import threading
 from collections import deque
@@ -44,52 +43,20 @@ from outlast.checkpoint.replica.protocol import (
 from outlast.checkpoint.shard import CHUNK_BYTES, digest, num_chunks
 from outlast.runtime.wire import ProtocolError
 
+log = logging.getLogger(__name__)
 _MADV_POPULATE_READ = 22  # for shared memory as good as POPULATE_WRITE and cheaper; Linux 5.14
 STRIDE_BYTES = 4 << 20
-
-
-class Landing:
-    """A mapped file.
-
-    Args:
-        fd: File or memfd; not closed.
-        num_bytes: To map, at least 1.
-
-    Raises:
-        OSError, ValueError: It cannot be mapped, or is shorter.
-    """
-
-    def __init__(self, fd: int, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._mapped = mmap.mmap(fd, num_bytes)
-        self.view = memoryview(self._mapped)
-        """Its bytes. A receiving call that finds no memory for a page fails with ``EFAULT``, without a signal."""
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._map_pages, name="outlast-map", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop mapping ahead. The memory goes with the last view of it. Blocks: for some milliseconds."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _map_pages(self) -> None:
-        """Thread: its own."""
-        madvise = ctypes.CDLL(None).madvise  # releases the interpreter's lock, which mmap.madvise does not
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
-        for offset in range(0, self._num_bytes, STRIDE_BYTES):
-            size = min(STRIDE_BYTES, self._num_bytes - offset)
-            if self._stopping.is_set() or madvise(start + offset, size, _MADV_POPULATE_READ) != 0:
-                return
-
-
 CHUNKS_IN_FLIGHT = 4
 """Chunks that a receiver may be behind with its digests."""
 NUM_CONNECTIONS = max(1, min(2, len(os.sched_getaffinity(0)) // 2))
 """One stream does not fill a fast network; but each busies a core, here or there."""
 RANGE_CHUNKS = 4
 """Chunks that a connection asks for at a time; it asks for the next range before it has read one."""
+CHUNKS_AHEAD = 2
+"""Chunks of a shard that is rebuilt whose pieces are asked for at a time."""
+PROBE_INTERVAL_S = 2.0
+PROBE_TIMEOUT_S = 2.0
+MAX_TARGETS_AT_ONCE = 8
 
 
 class ReplicaError(Exception):
@@ -214,23 +181,51 @@ def fetch(target: Target, key: bytes, copy: CopyKey, fd: int, num_bytes: int, *,
     """
     if not num_bytes:
         return ()
+    with _mapped(copy, fd, num_bytes) as view:
+        return fetch_into(target, key, copy, view, timeout_s=timeout_s)
+
+
+@contextmanager
+def _mapped(copy: CopyKey, fd: int, num_bytes: int) -> Iterator[memoryview]:
+    """Map a file for a part that arrives, and map its pages ahead of what is received.
+
+    A receiving call that finds no memory for a page fails with ``EFAULT``, without a signal. The memory goes with the
+    last view of it.
+
+    Raises:
+        ReplicaError: It cannot be mapped, or is shorter.
+    """
     try:
-        landing = Landing(fd, num_bytes)
+        mapped = mmap.mmap(fd, num_bytes)
     except (OSError, ValueError) as error:
-        raise ReplicaError(f"no room for the {num_bytes} bytes of {describe(copy)}: {error}") from error
+        raise ReplicaError(f"no room for the {num_bytes} bytes of {copy}: {error}") from error
+    stopping = threading.Event()
+    mapper = threading.Thread(target=_map_pages, args=(mapped, stopping), name="outlast-map", daemon=True)
+    mapper.start()
     try:
-        return fetch_into(target, key, copy, landing.view, timeout_s=timeout_s)
+        yield memoryview(mapped)
     finally:
-        landing.close()
+        stopping.set()
+        mapper.join()
+
+
+def _map_pages(mapped: mmap.mmap, stopping: threading.Event) -> None:
+    """Thread: its own."""
+    madvise = ctypes.CDLL(None).madvise  # releases the interpreter's lock, which mmap.madvise does not
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    start, num_bytes = ctypes.addressof(ctypes.c_char.from_buffer(mapped)), len(mapped)
+    for offset in range(0, num_bytes, STRIDE_BYTES):
+        size = min(STRIDE_BYTES, num_bytes - offset)
+        if stopping.is_set() or madvise(start + offset, size, _MADV_POPULATE_READ) != 0:
+            return
 
 
 def fetch_into(target: Target, key: bytes, copy: CopyKey, into: memoryview, *, timeout_s: float) -> tuple[str, ...]:
     """Get a part from another node into memory of its size; otherwise as :func:`fetch`."""
     num_bytes = len(into)
     digests = [""] * num_chunks(num_bytes)
-    ranges: queue.SimpleQueue[range] = queue.SimpleQueue()
-    for first in range(0, len(digests), RANGE_CHUNKS):
-        ranges.put(range(first, min(first + RANGE_CHUNKS, len(digests))))
+    starts = range(0, len(digests), RANGE_CHUNKS)
+    ranges = deque(range(first, min(first + RANGE_CHUNKS, len(digests))) for first in starts)
     errors: list[str] = []
 
     def work() -> None:
@@ -239,9 +234,9 @@ def fetch_into(target: Target, key: bytes, copy: CopyKey, into: memoryview, *, t
                 _fetch_ranges(channel, copy, into, ranges, digests)
         except ReplicaError as error:
             errors.append(str(error))
-            _empty(ranges)  # the other connection need not go on
+            ranges.clear()  # the other connection need not continue
 
-    num_others = min(NUM_CONNECTIONS, ranges.qsize()) - 1
+    num_others = min(NUM_CONNECTIONS, len(ranges)) - 1
     threads = [threading.Thread(target=work, name="outlast-fetch", daemon=True) for _ in range(num_others)]
     for thread in threads:
         thread.start()
@@ -271,7 +266,7 @@ def read_small(target: Target, key: bytes, copy: CopyKey, *, max_bytes: int, tim
         channel.send(Get(copy, 0, max_bytes))
         data = channel.expect(Data)
         if data.total > max_bytes:
-            raise ProtocolError(f"{describe(copy)} has {data.total} bytes, more than the {max_bytes} that are let in")
+            raise ProtocolError(f"{copy} has {data.total} bytes, more than the {max_bytes} that are accepted")
         if data.num_bytes != data.total:
             raise ProtocolError(f"it sends {data.num_bytes} bytes of {data.total}")
         into = bytearray(data.num_bytes)
@@ -279,13 +274,8 @@ def read_small(target: Target, key: bytes, copy: CopyKey, *, max_bytes: int, tim
     return bytes(into)
 
 
-def describe(key: CopyKey) -> str:
-    """Return what people call a part."""
-    return f"{key.part or 'the shard'} of rank {key.rank} of generation {key.iteration} ({key.attempt})"
-
-
 def _fetch_ranges(
-    channel: ReplicaChannel, copy: CopyKey, into: memoryview, ranges: queue.SimpleQueue[range], digests: list[str]
+    channel: ReplicaChannel, copy: CopyKey, into: memoryview, ranges: deque[range], digests: list[str]
 ) -> None:
     """Fetch ranges until none is left; always one is asked for ahead of the one that is being received.
 
@@ -305,7 +295,7 @@ def _fetch_ranges(
         begin, end = chunks.start * CHUNK_BYTES, min(num_bytes, chunks.stop * CHUNK_BYTES)
         data = channel.expect(Data)
         if (data.total, data.num_bytes) != (num_bytes, end - begin):
-            raise ProtocolError(f"it holds {data.total} bytes of {describe(copy)} instead of {num_bytes}")
+            raise ProtocolError(f"it holds {data.total} bytes of {copy} instead of {num_bytes}")
         for number in chunks:
             start = number * CHUNK_BYTES
             chunk = into[start : min(end, start + CHUNK_BYTES)]
@@ -315,19 +305,11 @@ def _fetch_ranges(
         channel.expect(Data)
 
 
-def _next(ranges: queue.SimpleQueue[range]) -> range | None:
+def _next(ranges: deque[range]) -> range | None:
     try:
-        return ranges.get_nowait()
-    except queue.Empty:
+        return ranges.popleft()
+    except IndexError:
         return None
-
-
-def _empty(ranges: queue.SimpleQueue[range]) -> None:
-    while _next(ranges) is not None:
-        pass
-
-
-CHUNKS_AHEAD = 2
 
 
 class ParityMember(msgspec.Struct, frozen=True):
@@ -371,20 +353,13 @@ def rebuild(
     if not num_bytes:
         return ()
     plan = _plan(lost, members)
-    try:
-        landing = Landing(fd, num_bytes)
-    except (OSError, ValueError) as error:
-        raise ReplicaError(f"no room for the {num_bytes} bytes of {describe(lost)}: {error}") from error
-    try:
-        with ExitStack() as stack:
-            channels = {
-                number: stack.enter_context(connect(member.target, key, timeout_s=timeout_s))
-                for number, member in enumerate(members)
-                if member.rank != lost.rank
-            }
-            return _combine(plan, members, channels, landing.view)
-    finally:
-        landing.close()
+    with _mapped(lost, fd, num_bytes) as view, ExitStack() as stack:
+        channels = {
+            number: stack.enter_context(connect(member.target, key, timeout_s=timeout_s))
+            for number, member in enumerate(members)
+            if member.rank != lost.rank
+        }
+        return _combine(plan, members, channels, view)
 
 
 def _plan(lost: CopyKey, members: Sequence[ParityMember]) -> list[list[_XorPiece]]:
@@ -430,7 +405,7 @@ def _combine(
                 channel = channels[piece.member]
                 data = channel.expect(Data)
                 if data.num_bytes != piece.num_bytes:
-                    raise ProtocolError(f"it holds only {data.total} bytes of {describe(piece.key)}")
+                    raise ProtocolError(f"it holds only {data.total} bytes of {piece.key}")
                 if piece is pieces[0]:
                     channel.receive_into(chunk)
                 else:
@@ -444,12 +419,6 @@ def _xor_from(channel: ReplicaChannel, into: memoryview, scratch: memoryview) ->
         part = scratch[: min(SLICE_BYTES, len(into) - start)]
         channel.receive_into(part)
         xor_into(into[start : start + len(part)], part)
-
-
-log = logging.getLogger(__name__)
-PROBE_INTERVAL_S = 2.0
-PROBE_TIMEOUT_S = 2.0
-MAX_TARGETS_AT_ONCE = 8
 
 
 class CopyOutcome(msgspec.Struct, frozen=True):
@@ -516,11 +485,15 @@ class Replicator:
 
         Blocks: until each has it or failed.
         """
-        chunks = range(num_chunks(num_bytes))
-
-        def give(target: Target) -> tuple[str, ...]:
-            return push(target, self._key, copy, fd, chunks, num_bytes, timeout_s=timeout_s)
-
+        give = partial(
+            push,
+            key=self._key,
+            copy=copy,
+            fd=fd,
+            chunks=range(num_chunks(num_bytes)),
+            num_bytes=num_bytes,
+            timeout_s=timeout_s,
+        )
         return self._at_once([(target, partial(give, target)) for target in targets])
 
     def replicate_blocks(
@@ -542,23 +515,21 @@ class Replicator:
         Blocks: until each is in or failed.
         """
 
-        def give(holder: Holder, block: range) -> tuple[str, ...]:
-            return push(
-                holder.target,
-                self._key,
-                CopyKey(copy.iteration, copy.attempt, holder.rank, PARITY_PART),
-                fd,
-                block,
-                num_bytes,
-                timeout_s=timeout_s,
-                contributor=copy.rank,
-                num_contributors=len(holders),
-            )
-
         blocks = blocks_of(num_bytes, len(holders)) if holders else ()
-        return self._at_once(
-            [(holder.target, partial(give, holder, block)) for holder, block in zip(holders, blocks, strict=True)]
+        give = partial(
+            push,
+            key=self._key,
+            fd=fd,
+            num_bytes=num_bytes,
+            timeout_s=timeout_s,
+            contributor=copy.rank,
+            num_contributors=len(holders),
         )
+        jobs = []
+        for holder, block in zip(holders, blocks, strict=True):
+            parity = CopyKey(copy.iteration, copy.attempt, holder.rank, PARITY_PART)
+            jobs.append((holder.target, partial(give, holder.target, copy=parity, chunks=block)))
+        return self._at_once(jobs)
 
     def _at_once(self, jobs: Sequence[tuple[Target, Callable[[], tuple[str, ...]]]]) -> tuple[CopyOutcome, ...]:
         if not jobs:
@@ -574,23 +545,18 @@ class Replicator:
         try:
             chunks = give()
         except ReplicaError as error:
-            is_new = self._note(target, str(error), must_skip=not isinstance(error, ReplicaRefused))
+            with self._lock:
+                is_new = target not in self._in_trouble
+                self._in_trouble.add(target)
+                if not isinstance(error, ReplicaRefused):  # who refuses at once need not be left out
+                    self._failed[target] = str(error)
+                    if self._prober is None and not self._stopping.is_set():
+                        self._prober = threading.Thread(target=self._probe, name="outlast-probe", daemon=True)
+                        self._prober.start()
             return CopyOutcome(target.node, None, str(error), is_new)
         with self._lock:
             self._in_trouble.discard(target)
         return CopyOutcome(target.node, chunks, None, False)
-
-    def _note(self, target: Target, error: str, *, must_skip: bool) -> bool:
-        """Note a failure; return whether it is news. Whoever refuses at once need not be left out."""
-        with self._lock:
-            is_new = target not in self._in_trouble
-            self._in_trouble.add(target)
-            if must_skip:
-                self._failed[target] = error
-                if self._prober is None and not self._stopping.is_set():
-                    self._prober = threading.Thread(target=self._probe, name="outlast-probe", daemon=True)
-                    self._prober.start()
-        return is_new
 
     def _probe(self) -> None:
         """Ask the failed targets again and again until all answer. Thread: the prober's."""

@@ -65,6 +65,11 @@ class _Parity:
     error: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def check(self) -> None:
+        """Raise HoldingsError when it was given up; under the lock."""
+        if self.error is not None:
+            raise HoldingsError(f"the parity was given up: {self.error}")
+
     def give_up(self, error: str) -> None:
         """Free its memory; remember why, for those that are still to come."""
         with self.lock:
@@ -101,8 +106,7 @@ class Parities:
                 self._make_room(key.rank)
                 parity = self._parities[key] = _Parity(key, num_contributors, fd)
         with parity.lock:
-            if parity.error is not None:
-                raise HoldingsError(f"the parity was given up: {parity.error}")
+            parity.check()
             is_complete = len(parity.begun) == parity.num_contributors
             if is_complete or parity.num_contributors != num_contributors or contributor in parity.begun:
                 raise HoldingsError(f"rank {contributor} contradicts what went into the parity already")
@@ -149,8 +153,7 @@ class Block:
         """
         parity = self._parity
         with parity.lock:
-            if parity.error is not None:
-                raise HoldingsError(f"the parity was given up: {parity.error}")
+            parity.check()
             try:
                 for start in range(0, len(piece), PIECE_BYTES):
                     part = piece[start : start + PIECE_BYTES]
@@ -171,8 +174,7 @@ class Block:
         """
         self._done = True
         with self._parity.lock:
-            if self._parity.error is not None:
-                raise HoldingsError(f"the parity was given up: {self._parity.error}")
+            self._parity.check()
             self._parity.num_done += 1
             is_whole = self._parity.num_done == self._parity.num_contributors
         if is_whole:

@@ -110,7 +110,7 @@ class ReplicaChannel(MessageChannel[Message]):
         """Prove to the other side that this one knows the run's key, and have it prove the same.
 
         Args:
-            key: The run's key; ``None`` = there is none yet, nobody is let in.
+            key: The run's key; ``None`` = there is none yet, nobody is accepted.
             is_server: Whether the other side opened the connection.
             within_s: Seconds for all of it.
 

@@ -1,4 +1,4 @@
-"""The port at which a node's writer takes and gives copies: who is let in, and what is done for an authenticated peer.
+"""The port at which a node's writer takes and gives copies: who is accepted, and what an authenticated peer can ask.
 
 Whoever connects must prove the run's key before anything else is read. A stranger costs a thread and some
 kilobytes for at most ``HANDSHAKE_S``, no more than ``MAX_STRANGERS`` do at a time (the oldest is closed for the
@@ -17,7 +17,6 @@ from concurrent.futures import TimeoutError as NotYet
 from typing import Protocol, TypeVar
 
 from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError, Incoming
-from outlast.checkpoint.replica.client import describe
 from outlast.checkpoint.replica.parity import Parities, write_all
 from outlast.checkpoint.replica.protocol import (
     SLICE_BYTES,
@@ -157,7 +156,7 @@ class Service:
             num_bytes -= len(piece)
 
     def _patiently(self, work: Callable[[], T]) -> T:
-        """Do what may take a disk long, and let the peer know meanwhile that it goes on, up to ``MAX_WORK_S``."""
+        """Do what may take a disk long, and inform the peer meanwhile, up to ``MAX_WORK_S``."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -191,12 +190,12 @@ class Service:
                 self._channel.refuse(error)
                 return
             if found is None:
-                self._channel.refuse(f"it does not hold {describe(request.key)}")
+                self._channel.refuse(f"it does not hold {request.key}")
                 return
             self._open = request.key, *found
         elif not self._holdings.is_unchanged(request.key, self._open[1]):
             self._close_part()
-            self._channel.refuse(f"its memory of {describe(request.key)} serves a newer save")
+            self._channel.refuse(f"its memory of {request.key} serves a newer save")
             return
         _, fd, total = self._open
         num_bytes = max(0, min(request.num_bytes, total - request.offset))
@@ -222,14 +221,18 @@ MAX_SOURCES = 1024
 """Addresses that are remembered as reported; from then on no other is reported."""
 
 
+def _warn_of_refused(source: str, reason: str) -> None:
+    log.warning("refused a connection from %s to the replica port: %s", source, reason)
+
+
 class ReplicaServer:
     """Listen for peers.
 
     Args:
         holdings: What this node keeps.
         host: Address of the interface to listen on.
-        key: Returns the run's key, or ``None`` while there is none: nobody is let in then.
-        on_refused: Called once for each source address that was refused, with the address and the reason.
+        key: The run's key; ``None`` while there is none: nobody is accepted then. May be set later, and anew.
+        on_refused: Called once for each source address that was refused, with the address and the reason; logs them.
             Thread: the connection's.
 
     Raises:
@@ -241,10 +244,11 @@ class ReplicaServer:
         holdings: Holdings,
         *,
         host: str,
-        key: Callable[[], bytes | None],
-        on_refused: Callable[[str, str], None],
+        key: bytes | None,
+        on_refused: Callable[[str, str], None] = _warn_of_refused,
     ) -> None:
-        self._holdings, self._key, self._on_refused = holdings, key, on_refused
+        self.host, self.key = host, key
+        self._holdings, self._on_refused = holdings, on_refused
         self._parities = Parities(holdings)
         self._lock = threading.Lock()
         self._strangers: dict[ReplicaChannel, threading.Thread] = {}
@@ -313,7 +317,7 @@ class ReplicaServer:
         try:
             if not self._admit(channel, source):
                 return
-            channel.set_timeout(IDLE_S)
+            channel.timeout_s = IDLE_S
             Service(channel, self._holdings, self._parities).run()
         except ProtocolError as error:
             self._refuse(source, str(error))
@@ -328,7 +332,7 @@ class ReplicaServer:
     def _admit(self, channel: ReplicaChannel, source: str) -> bool:
         """Let a stranger prove that it is a peer."""
         try:
-            if not channel.prove_key(self._key(), is_server=True, within_s=HANDSHAKE_S):
+            if not channel.prove_key(self.key, is_server=True, within_s=HANDSHAKE_S):
                 return False
         except TimeoutError:
             self._refuse(source, "it did not authenticate in time")
@@ -339,10 +343,8 @@ class ReplicaServer:
         with self._lock:
             if self._stopping.is_set():
                 return False
-            if len(self._peers) >= MAX_PEERS:
-                is_full = True
-            else:
-                is_full = False
+            is_full = len(self._peers) >= MAX_PEERS
+            if not is_full:
                 self._strangers.pop(channel, None)
                 self._peers[channel] = threading.current_thread()
         if is_full:
