@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+
 import msgspec
 import pytest
+
 from outlast.incidents import IncidentKind
 from outlast.policy.inprocess_protocol import InProcessState
-from outlast.runtime.board import Board
-from outlast.runtime.board import InProcessFault
-from outlast.runtime.board import InProcessMark
-from outlast.runtime.board import MarkChanged
-from outlast.runtime.board import agent_address
-
-
+from outlast.runtime.board import Board, InProcessFault, InProcessMark, MarkChanged, agent_address
 
 
 @pytest.fixture

@@ -25,26 +25,22 @@ import logging
 import mmap
 import os
 import secrets
+import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
+
+import msgspec
+
 from outlast.clock import now_ns
-from outlast.errors import ConfigError
-from outlast.errors import OutlastError
-from outlast.policy.deadlines import BoardSection
-from outlast.policy.deadlines import RankFacts
+from outlast.errors import ConfigError, OutlastError
+from outlast.incidents import IncidentKind
+from outlast.policy.deadlines import BoardSection, RankFacts
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Tier
-import socket
-from collections.abc import Sequence
-import msgspec
-from outlast.incidents import IncidentKind
-
-
 
 log = logging.getLogger(__name__)
 
@@ -680,7 +676,9 @@ class InProcessMark:
         self._words[IN_PROCESS_CALL] = call
         self.set(InProcessState.SPARE, 0)
 
-    def set(self, state: InProcessState, restart_count: int | None = None, faults: Sequence[InProcessFault] = ()) -> None:
+    def set(
+        self, state: InProcessState, restart_count: int | None = None, faults: Sequence[InProcessFault] = ()
+    ) -> None:
         """Record how this process stands with restarts.
 
         Args:
