@@ -70,7 +70,7 @@ def empties_the_cache(scene: Scene) -> None:
     """What the allocator caches is given back before the next call, unless that is switched off."""
     emptied = Mock()
     scene.patch.setattr(rank.device, "empty_cache", emptied)
-    scene.patch.setattr(rank, "leave", lambda *_: None)
+    scene.patch.setattr(rank.calls, "leave", lambda *_: None)
     for value, times in ((True, 1), (False, 0)):
         config = InProcessRestartConfig(empty_cuda_cache=value)
         one = rank.WrappedRank(config, Wrapper(config)._plugins)
