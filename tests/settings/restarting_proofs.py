@@ -97,7 +97,8 @@ def looks_as_often_as_told(scene: Scene) -> None:
         intervals.append(interval_s)
         raise ConnectionError
 
-    for name in ("StatusReporter", "Background", "Bootstrap", "MonitorLink", "MonitorTask", "Page", "own_address"):
+    scene.patch.setattr(rank.calls, "Background", Mock())
+    for name in ("StatusReporter", "Bootstrap", "MonitorLink", "MonitorTask", "Page", "own_address"):
         scene.patch.setattr(rank, name, Mock())
     scene.patch.setattr(rank, "MonitorThread", start)
     for config in (InProcessRestartConfig(), InProcessRestartConfig(progress_watchdog_interval=0.25)):
