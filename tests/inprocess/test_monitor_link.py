@@ -75,7 +75,7 @@ def test_address_comes_first_and_an_order_follows(link: MonitorLink) -> None:
 def test_receive_never_waits(link: MonitorLink) -> None:
     """With nothing said, it returns nothing at once."""
     hear(link)
-    assert link.receive() == ()
+    assert link.receive() == []
 
 
 def test_close_ends_the_process_and_frees_the_descriptors() -> None:

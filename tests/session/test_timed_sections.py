@@ -119,14 +119,14 @@ def test_a_section_around_a_watched_forward_is_one_with_it(slow_ranks: SlowRanks
 def test_waiting_for_the_other_ranks_is_nobodys_own_time(consensus: Consensus, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the ranks agree on within a step, as on validated results, is told as waiting, and is not in the step's own
     time; once closed nothing is put around anything."""
-    agree, answer = consensus.agree, consensus._wait
+    agree, answer = consensus.agree, consensus.result
     slow_ranks = watch_for_slow_ranks(WorkerEnv(), consensus)
 
     def wait() -> list[int]:
         consensus.waited_s += 1.0
         return answer()
 
-    monkeypatch.setattr(consensus, "_wait", wait)
+    monkeypatch.setattr(consensus, "result", wait)
     for iteration in range(STEPS):
         slow_ranks.begin_step(iteration)
         consensus.agree([0])

@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import xxhash
 
 from outlast.decoding import from_json
@@ -212,17 +211,17 @@ def read_header(head: memoryview, size: int) -> tuple[Identity, dict[str, Tensor
 PIECE_BYTES = 1 << 20
 """Small enough to stay in the cache."""
 
-_SUMMED = {"F64": np.float64, "F32": np.float32, "C64": np.float32}
+_SUMMED = {"F64": "f8", "F32": "f4", "C64": "f4"}
 """Types whose sum is finite only if all elements are."""
 
 _MASKED = {
-    "F16": (np.uint16, 0x7C00, 0x7C00),
-    "BF16": (np.uint16, 0x7F80, 0x7F80),
-    "F8_E5M2": (np.uint8, 0x7C, 0x7C),
-    "F8_E4M3": (np.uint8, 0x7F, 0x7F),
-    "F8_E5M2FNUZ": (np.uint8, 0xFF, 0x80),
-    "F8_E4M3FNUZ": (np.uint8, 0xFF, 0x80),
-    "F8_E8M0": (np.uint8, 0xFF, 0xFF),
+    "F16": ("u2", 0x7C00, 0x7C00),
+    "BF16": ("u2", 0x7F80, 0x7F80),
+    "F8_E5M2": ("u1", 0x7C, 0x7C),
+    "F8_E4M3": ("u1", 0x7F, 0x7F),
+    "F8_E5M2FNUZ": ("u1", 0xFF, 0x80),
+    "F8_E4M3FNUZ": ("u1", 0xFF, 0x80),
+    "F8_E8M0": ("u1", 0xFF, 0xFF),
 }
 """Types that numpy adds slowly or not at all: a mask, and what of an infinity or NaN is left under it."""
 
@@ -241,6 +240,8 @@ def is_finite(data: memoryview, dtype: str) -> bool:
 
 
 def _is_piece_finite(data: memoryview, dtype: str) -> bool:
+    import numpy as np  # not at the top: ``outlast ckpt`` does without it
+
     if dtype in _MASKED:
         kind, mask, bad = _MASKED[dtype]
         bits = np.frombuffer(data, dtype=kind)
