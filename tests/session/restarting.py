@@ -1,5 +1,6 @@
 """A training script within a wrapped function, for tests: what befalls it is an argument, what it did is in files."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -57,6 +58,15 @@ class Sampler:
 
 least = {}
 """What this process held after the fifth restart."""
+
+
+def open_files():
+    """Return what this process's descriptors refer to, for a failed test's message."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(found)
 
 
 def count_held():
@@ -121,7 +131,7 @@ def train(call: inprocess.Handle):
                 say(call=call.iteration, begins=iteration, rank=run.global_rank, pid=os.getpid())
                 if call.iteration >= 5 and call.iteration in (5, NUM_FAULTS):
                     dist.barrier()  # all have connected
-                    say(call=call.iteration, rank=run.global_rank, held=count_held())
+                    say(call=call.iteration, rank=run.global_rank, held=count_held(), files=open_files())
             is_fatal = call.iteration < NUM_FAULTS and iteration == AT + call.iteration
             strikes = is_fatal and run.global_rank == ON
             noise = random.random() + np.random.random()

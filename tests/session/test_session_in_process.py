@@ -166,8 +166,8 @@ def test_twenty_restarts_leave_nothing_behind(tmp_path: Path, num_faults: int) -
     for rank in range(2):
         mine = [one for one in played.begins if one["rank"] == rank]
         assert [one["begins"] for one in mine] == [0, *range(7, 7 + num_faults)]
-        before, after = (one["held"] for one in played.held if one["rank"] == rank)
-        assert all(after[what] <= before[what] for what in ("fds", "threads", "tasks")), (before, after)
+        before, after = (one for one in played.held if one["rank"] == rank)
+        assert all(after["held"][what] <= before["held"][what] for what in ("fds", "threads", "tasks")), (before, after)
 
 
 def test_in_process_needs_a_wrapped_function() -> None:
