@@ -708,7 +708,7 @@ class InProcessMark:
             log.debug("the agent got no datagram that local rank %d is %s: %s", self._local_rank, state.name, error)
 
     def close(self) -> None:
-        """Let go of the board; what was written last stays. Idempotent."""
+        """Release the board; what was written last stays. Idempotent."""
         self._socket.close()
         self._words.release()
         self._board.close()

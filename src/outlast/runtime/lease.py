@@ -245,7 +245,7 @@ class Lease:
             self.check()
 
     def release(self, *, is_idle: bool = True) -> None:
-        """Let go of the directory. Idempotent.
+        """Release the directory. Idempotent.
 
         Args:
             is_idle: This owner writes nothing more for certain; otherwise its record does not show that it has ended.

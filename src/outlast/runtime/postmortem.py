@@ -130,7 +130,7 @@ class Postmortem:
         )
 
     def close(self) -> None:
-        """Let go of the files; idempotent."""
+        """Release the files; idempotent."""
         for fd in self._fds:
             os.close(fd)
         self._fds = []
