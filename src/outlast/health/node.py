@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -118,8 +118,8 @@ class DiskCheck(Check, frozen=True, kw_only=True):
         if written != data:
             return failed(f"{folder} gives back other bytes than were written")
         space = os.statvfs(folder)
-        free = space.f_bavail * space.f_frsize
-        facts = {"free_bytes": free, "total_bytes": space.f_blocks * space.f_frsize, "free_files": space.f_favail}
+        facts = {**_room(space), "free_files": space.f_favail}
+        free = facts["free_bytes"]
         if free < self.min_free_bytes:
             hint = f"; {_SHM_HINT}" if folder.is_relative_to("/dev/shm") else ""
             return failed(f"{_gib(free)} left, {_gib(self.min_free_bytes)} needed (min_free_disk_gib){hint}", **facts)
@@ -141,8 +141,10 @@ class StoreCheck(Check, frozen=True, kw_only=True):
         name = f"{root.rstrip('/')}/.outlast-probe-{secrets.token_hex(8)}"
         try:
             files.pipe_file(name, data)
-            found = files.cat_file(name)
-            files.rm_file(name)
+            try:
+                found = files.cat_file(name)
+            finally:
+                files.rm_file(name)
         except Exception as error:  # noqa: BLE001 - every store has exceptions of its own
             return failed(f"cannot be written ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
         return ok("writable") if found == data else failed("gives back other bytes than were written")
@@ -162,20 +164,19 @@ class SharedMemoryCheck(Check, frozen=True, kw_only=True):
     def run(self) -> CheckOutcome:
         if not self.min_free_bytes:
             try:
-                space = os.statvfs(self.path)
+                facts: dict[str, Any] = _room(os.statvfs(self.path))
             except OSError as error:
                 return skipped(f"{error.strerror}; it is for {_WHOSE_SHM}")
-            free = space.f_bavail * space.f_frsize
-            facts = {"free_bytes": free, "total_bytes": space.f_blocks * space.f_frsize}
-            return ok(f"{_gib(free)} left for {_WHOSE_SHM}", **facts)
-        found = DiskCheck(path=self.path, min_free_bytes=0).run()
-        if found.status != Status.OK:
-            return found
-        free = found.facts["free_bytes"]
+        else:
+            found = DiskCheck(path=self.path, min_free_bytes=0).run()
+            if found.status != Status.OK:
+                return found
+            facts = found.facts
+        free = facts["free_bytes"]
         if free < self.min_free_bytes:
             needed = _gib(self.min_free_bytes)
-            return failed(f"{_gib(free)} left, {needed} needed (min_free_shm_gib); {_SHM_HINT}", **found.facts)
-        return ok(f"{_gib(free)} left for {_WHOSE_SHM}", **found.facts)
+            return failed(f"{_gib(free)} left, {needed} needed (min_free_shm_gib); {_SHM_HINT}", **facts)
+        return ok(f"{_gib(free)} left for {_WHOSE_SHM}", **facts)
 
 
 class MemoryCheck(Check, frozen=True, kw_only=True):
@@ -342,6 +343,10 @@ def _infiniband_state(name: str) -> bool | None:
     except OSError:
         return None
     return bool(states) and all("ACTIVE" in state for state in states)
+
+
+def _room(space: os.statvfs_result) -> dict[str, int]:
+    return {"free_bytes": space.f_bavail * space.f_frsize, "total_bytes": space.f_blocks * space.f_frsize}
 
 
 def _gib(num_bytes: float) -> str:
