@@ -12,7 +12,8 @@ import resource
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -285,10 +286,20 @@ def _nearest(path: Path) -> Path:
     return path
 
 
-def _write_and_read(folder: Path, data: bytes) -> bytes:
+@contextmanager
+def _new_file(folder: Path) -> Iterator[int]:
+    """Make a file that is removed again; give its descriptor."""
     path = folder / f".outlast-probe-{os.getpid()}-{secrets.token_hex(4)}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        yield fd
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def _write_and_read(folder: Path, data: bytes) -> bytes:
+    with _new_file(folder) as fd:
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
@@ -300,9 +311,6 @@ def _write_and_read(folder: Path, data: bytes) -> bytes:
             pieces.append(piece)
             position += len(piece)
         return b"".join(pieces)
-    finally:
-        os.close(fd)
-        path.unlink()
 
 
 def _read_number(path: Path) -> int | None:
@@ -324,15 +332,10 @@ def _time_of_new_memory() -> float:
 
 
 def _time_of_new_file(folder: Path) -> float:
-    path = folder / f".outlast-clock-{os.getpid()}-{secrets.token_hex(4)}"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
+    with _new_file(folder) as fd:
         os.write(fd, b"0")
         os.fsync(fd)
         return os.fstat(fd).st_mtime
-    finally:
-        os.close(fd)
-        path.unlink()
 
 
 def _infiniband_state(name: str) -> bool | None:
