@@ -12,11 +12,12 @@ import pytest
 
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch.cycle import Cycle
-from outlast.launch.workers import WorkerProcess
+from outlast.launch.node_agent import AgentState, NodeAgent
+from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import find_culprit
 from outlast.runtime.board import Board
 from outlast.runtime.postmortem import Postmortem
-from outlast.runtime.zygote import Started
+from outlast.runtime.zygote import Clear, Cleared, Started
 
 
 def cycle_with(*, over: bool, num_workers: int = 1) -> Any:
@@ -70,3 +71,28 @@ def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def test_a_zygote_that_dies_while_workers_are_ended_leaves_nothing_to_clear() -> None:
+    """The grace period of workers that died with their zygote ends for the new one's workers in nothing: they are not
+    killed, and the next cycle can start."""
+    first, second = Mock(pid=1, **{"receive.return_value": None}), Mock(**{"receive.return_value": Cleared()})
+    workers = NodeWorkers(first, lambda: second)
+    workers.begin_clearing(gently=True)
+    assert not workers.are_cleared
+    assert workers.receive() is None
+    workers.clear()
+    second.send.assert_not_called()
+    assert workers.are_cleared
+    workers.begin_clearing(gently=False)
+    second.send.assert_called_once_with(Clear())
+    workers.receive()
+    assert workers.are_cleared
+
+
+def test_a_health_check_that_waits_for_dying_workers_begins_when_their_zygote_dies() -> None:
+    """Workers of a zygote that died are gone, so that a check of the GPUs which they held need not wait any more."""
+    agent: Any = SimpleNamespace(_state=AgentState.JOINING, _health=Mock(), _start_if_ready=Mock())
+    NodeAgent._on_workers_lost(agent)
+    agent._health.note_cleared.assert_called_once_with()
+    agent._start_if_ready.assert_called_once_with()

@@ -555,6 +555,7 @@ class NodeAgent(SimpleElasticAgent):
             self._end_cycle(cycle, cycle.facts(incident), incident.describe(), are_gone=True)
             self._health.note_cleared()
         else:
+            self._health.note_cleared()  # a check may wait for the workers that were being ended
             self._start_if_ready()
 
     # -- restarts inside the processes -------------------------------------------------------------------------
