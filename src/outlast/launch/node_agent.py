@@ -405,11 +405,14 @@ class NodeAgent(SimpleElasticAgent):
         if killed_by_us:
             if self._state == AgentState.STOPPING and cycle.all_ended:
                 self._finish(self.stop)
+            elif self._state == AgentState.JOINING and cycle.all_ended and self._timers.is_set("grace"):
+                self._timers.cancel("grace")  # nobody is left to wait for
+                self._workers.clear()
         elif self._state == AgentState.LEAVING:
             if cycle.all_ended:
                 self._leave()
-            elif cycle.lacks_a_rank:
-                self._timers.set("grace", ALONE_S, self._on_grace_over)
+            elif cycle.lacks_a_rank and not self._timers.is_set("alone"):
+                self._timers.set("alone", ALONE_S, self._on_grace_over)
         elif spared or event.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
             if cycle.lacks_a_rank:
                 self._fail_when_clear(cycle)  # another one failed a moment ago
@@ -586,7 +589,7 @@ class NodeAgent(SimpleElasticAgent):
         name = signal.Signals(received.signal).name
         if self._state in (AgentState.LEAVING, AgentState.STOPPING):
             log.warning("received %s again: ending the workers now", name)
-            self._timers.cancel("grace")
+            self._end_grace()
             self._workers.kill()
             return
         self._signal = received.signal
@@ -604,7 +607,12 @@ class NodeAgent(SimpleElasticAgent):
 
     def _on_grace_over(self) -> None:
         log.warning("the workers did not end in time: killing them")
+        self._end_grace()
         self._workers.kill()
+
+    def _end_grace(self) -> None:
+        for name in ("grace", "alone"):
+            self._timers.cancel(name)
 
     def _leave(self, *, whole_job: bool = True) -> None:
         cycle = self._running
