@@ -42,8 +42,8 @@ from outlast.monitor.watchdog import HangReport, LearnedTimeouts, Watchdog, obse
 from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts, describe_hangs
 from outlast.policy.inprocess_protocol import InProcessState
-from outlast.policy.recovery_point import Load, encode_distrusted, tier_of_load
-from outlast.policy.rerun import Diagnosis, encode_replay
+from outlast.policy.recovery_point import Distrusted, Load, tier_of_load
+from outlast.policy.rerun import Diagnosis, Replay
 from outlast.runtime.board import Board
 from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
@@ -216,8 +216,8 @@ class Cycle:
                 env.CONFIG: options.layers.launcher.to_json(),
                 env.CONFIG_FILE: options.layers.file_name,
                 env.WRITER: writer,
-                env.UNTRUSTED: encode_distrusted(start.distrusted) if start.distrusted else "",
-                env.REPLAY: encode_replay(start.replay) if start.replay is not None else "",
+                env.UNTRUSTED: _as_text(start.distrusted),
+                env.REPLAY: _as_text(start.replay),
             }
             spawns = [
                 Spawn(
@@ -652,6 +652,10 @@ class Cycle:
         if isinstance(message, dict):
             message = message.get("message", "")
         return str(message).splitlines()[0] if message else ""
+
+
+def _as_text(value: Replay | tuple[Distrusted, ...] | None) -> str:
+    return msgspec.json.encode(value).decode() if value else ""
 
 
 def make_logs_specs(args: argparse.Namespace, run_dir: Path) -> LogsSpecs:
