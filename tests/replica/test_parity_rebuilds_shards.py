@@ -33,7 +33,7 @@ class Group:
         holders = tuple(Holder(other, self.nodes[other].target) for other in holders_of(self.ranks, rank))
         replicator = Replicator(KEY)
         try:
-            return replicator.replicate_blocks(CopyKey(7, "a", rank), fd, len(self.shards[rank]), holders, timeout_s=10)
+            return replicator.replicate(CopyKey(7, "a", rank), fd, len(self.shards[rank]), holders, timeout_s=10)
         finally:
             replicator.close()
 
@@ -231,9 +231,9 @@ def test_ragged_groups_come_back_whole(data: st.DataObject) -> None:
         for lost in ranks:
             rebuilt = b""
             for pieces in client._plan(CopyKey(1, "a", lost), members):
-                assert all(ranks[piece.member] != lost for piece in pieces)
-                out = bytearray(pieces[0].num_bytes)
-                for piece in pieces:
+                assert all(ranks[member] != lost for member, _ in pieces)
+                out = bytearray(pieces[0][1].num_bytes)
+                for _, piece in pieces:
                     source = parts[piece.key][piece.offset : piece.offset + piece.num_bytes]
                     assert len(source) == piece.num_bytes
                     xor_into(out, source)
