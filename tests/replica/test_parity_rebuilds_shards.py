@@ -178,6 +178,24 @@ def test_parities_that_nobody_finishes_are_bounded() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_parity_given_up_while_its_last_block_is_kept_is_not_handed_over(make_node, monkeypatch) -> None:
+    """Its memory is given back by then: other bytes must not pass for the parity."""
+    memory = make_node().memory
+    parities = Parities(memory)
+    block = parities.begin(CopyKey(0, "a", 0, PARITY_PART), 1, 1)
+    block.write(memoryview(b"x"), 0)
+    finish = parities.finish
+
+    def finish_late(whole) -> None:
+        parities.close()
+        finish(whole)
+
+    monkeypatch.setattr(parities, "finish", finish_late)
+    with pytest.raises(HoldingsError, match="given up"):
+        block.keep()
+    assert not memory.parts
+
+
 @given(st.integers(0, 100 * CHUNK_BYTES), st.integers(1, 9))
 def test_blocks_cover_every_chunk_once(num_bytes: int, num_holders: int) -> None:
     """Blocks follow each other, the longest first, and none is more than its share rounded up."""

@@ -126,10 +126,15 @@ class Parities:
             self._parities.pop(key).give_up("a newer one replaced it")
 
     def finish(self, parity: _Parity) -> None:
-        """Hand a whole parity to the holdings. Raises: HoldingsError, when it cannot be kept."""
+        """Hand a whole parity to the holdings.
+
+        Raises:
+            HoldingsError: It was given up meanwhile, or cannot be kept.
+        """
         with self._lock:
-            if self._parities.get(parity.key) is parity:
-                del self._parities[parity.key]
+            if self._parities.get(parity.key) is not parity:  # its descriptor may be another's by now
+                raise HoldingsError("the parity was given up: a newer one replaced it, or this node stops")
+            del self._parities[parity.key]
         try:
             if not parity.num_bytes:
                 return
