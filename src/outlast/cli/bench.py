@@ -10,23 +10,11 @@ from typing import Any
 
 import click
 
-from outlast.cli.main import HELP, CommandGroup, ending_on_signals, failing_in_one_line, json_option, open_console
+from outlast.cli.main import CommandGroup, ending_on_signals, failing_in_one_line, json_option, open_console
 from outlast.errors import ExitReason
 
 
-@click.group(
-    "bench",
-    cls=CommandGroup,
-    context_settings=HELP,
-    epilog="""\b
-Examples:
-  outlast bench heartbeat
-  outlast bench restart --repeats 9
-  TMPDIR=/nvme outlast bench save
-  outlast bench rendezvous --json | jq '.bars[] | {name, value, bar, ok}'
-  outlast bench save --help
-""",
-)
+@click.group("bench", cls=CommandGroup)
 def bench() -> None:
     """Measure outlast beside its peers.
 
@@ -34,6 +22,13 @@ def bench() -> None:
     Leave the machine alone meanwhile: what else runs on it is measured too.
 
     Exit code 0: every bar is kept; 1: one is missed, or could not be measured.
+
+    Examples:
+      outlast bench heartbeat
+      outlast bench restart --repeats 9
+      TMPDIR=/nvme outlast bench save
+      outlast bench rendezvous --json | jq '.bars[] | {name, value, bar, ok}'
+      outlast bench save --help
     """
 
 
@@ -65,7 +60,6 @@ def _benchmark(*, takes: str, repeats: int = 5, sized: bool = False, example: st
         )
         return bench.command(
             name,
-            context_settings=HELP,
             short_help=summary,
             help=f"{text}\n\nTakes {takes}. {codes}",
             epilog="\n  ".join(["\b\nExamples:", *filter(None, examples)]) + "\n",

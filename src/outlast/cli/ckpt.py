@@ -14,7 +14,6 @@ from rich.table import Table
 
 from outlast import clock
 from outlast.cli.main import (
-    HELP,
     CommandGroup,
     complete_folder,
     ending_on_signals,
@@ -46,36 +45,21 @@ SCHEMA = 1
 _directories = click.argument("directories", metavar="DIR...", nargs=-1, required=True, shell_complete=complete_folder)
 
 
-@click.group(
-    "ckpt",
-    cls=CommandGroup,
-    context_settings=HELP,
-    epilog="""\b
-Examples:
-  outlast ckpt ls /nvme/run s3://bucket/run
-  outlast ckpt verify s3://bucket/run --iteration 12000
-  outlast ckpt prune /nvme/run --keep 3 --dry-run
-""",
-)
+@click.group("ckpt", cls=CommandGroup)
 def ckpt() -> None:
     """List, verify and prune checkpoints.
 
     DIR is a local_directory, one node's folder in it, or a global directory: a path or a URL (s3://bucket/run,
     gs://bucket/run). Nothing else is needed: no run, no torch.distributed, no GPU.
+
+    Examples:
+      outlast ckpt ls /nvme/run s3://bucket/run
+      outlast ckpt verify s3://bucket/run --iteration 12000
+      outlast ckpt prune /nvme/run --keep 3 --dry-run
     """
 
 
-@ckpt.command(
-    "ls",
-    context_settings=HELP,
-    short_help="What is there, and whether it can be loaded.",
-    epilog="""\b
-Examples:
-  outlast ckpt ls /nvme/run
-  outlast ckpt ls /nvme/run s3://bucket/run
-  outlast ckpt ls s3://bucket/run --json | jq '.places[].generations[] | select(.valid) | .iteration'
-""",
-)
+@ckpt.command("ls", short_help="What is there, and whether it can be loaded.")
 @_directories
 @json_option
 def list_generations(directories: tuple[str, ...], as_json: bool) -> int:
@@ -84,6 +68,11 @@ def list_generations(directories: tuple[str, ...], as_json: bool) -> int:
     The check is quick: manifests, sizes and headers. What `verify` does reads every byte.
 
     Exit code 0: listed, whatever its state; 1: a directory cannot be read; 2: bad input.
+
+    Examples:
+      outlast ckpt ls /nvme/run
+      outlast ckpt ls /nvme/run s3://bucket/run
+      outlast ckpt ls s3://bucket/run --json | jq '.places[].generations[] | select(.valid) | .iteration'
     """
     looked, code = _look_into(directories)
     if as_json:
@@ -94,17 +83,7 @@ def list_generations(directories: tuple[str, ...], as_json: bool) -> int:
     return code
 
 
-@ckpt.command(
-    "verify",
-    context_settings=HELP,
-    short_help="Read every byte and compare it with its digest.",
-    epilog="""\b
-Examples:
-  outlast ckpt verify /nvme/run
-  outlast ckpt verify s3://bucket/run --iteration 12000
-  outlast ckpt verify /nvme/run --json | jq '.places[].generations[].problems[]'
-""",
-)
+@ckpt.command("verify", short_help="Read every byte and compare it with its digest.")
 @_directories
 @click.option(
     "--iteration",
@@ -123,6 +102,11 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
     Copies of other nodes' ranks are read too. What is wrong is named: the file, the tensors, the 8 MiB chunk.
 
     Exit code 0: every byte is right; 1: something is bad, cannot be read, or there is no generation; 2: bad input.
+
+    Examples:
+      outlast ckpt verify /nvme/run
+      outlast ckpt verify s3://bucket/run --iteration 12000
+      outlast ckpt verify /nvme/run --json | jq '.places[].generations[].problems[]'
     """
     import msgspec
 
@@ -158,17 +142,7 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
     return int(ExitReason.FINISHED if ok else ExitReason.FAILED)
 
 
-@ckpt.command(
-    "prune",
-    context_settings=HELP,
-    short_help="Delete old generations and what failed saves left.",
-    epilog="""\b
-Examples:
-  outlast ckpt prune /nvme/run --keep 3 --dry-run
-  outlast ckpt prune s3://bucket/run --keep 5 --retain-interval 10000
-  outlast ckpt prune /nvme/run --leftovers --older-than 6 --yes
-""",
-)
+@ckpt.command("prune", short_help="Delete old generations and what failed saves left.")
 @_directories
 @click.option("--keep", type=click.IntRange(min=1), help="Newest valid generations to keep; without it none goes.")
 @click.option(
@@ -217,6 +191,11 @@ def prune(
     newer than it, nor what cannot be read. A leftover goes when its owner is known to be gone, or by its age.
 
     Exit code 0: done; 1: something could not be deleted, or a directory cannot be read; 2: bad input.
+
+    Examples:
+      outlast ckpt prune /nvme/run --keep 3 --dry-run
+      outlast ckpt prune s3://bucket/run --keep 5 --retain-interval 10000
+      outlast ckpt prune /nvme/run --leftovers --older-than 6 --yes
     """
     from outlast.checkpoint.catalogue.entries import Rule, plan_pruning
 

@@ -8,7 +8,7 @@ import click
 
 from outlast import env
 from outlast.cli.main import (
-    HELP,
+    Command,
     complete_file,
     complete_folder,
     ending_on_signals,
@@ -29,18 +29,7 @@ SCHEMA = 1
 _STYLES = {"ok": "green", "skipped": "dim"}
 
 
-@click.command(
-    "doctor",
-    context_settings=HELP,
-    epilog="""\b
-Examples:
-  outlast doctor
-  outlast doctor --config outlast.toml                 the tiers and limits of a run
-  outlast doctor --place /nvme/run --place s3://bucket/run --command 'test -e /data/tokens.bin'
-  srun --ntasks-per-node=1 outlast doctor --no-gpu     on all nodes of a job
-  outlast doctor --json | jq -r '.checks[] | select(.status == "failed") | .reason'
-""",
-)
+@click.command("doctor", cls=Command)
 @click.option(
     "--config",
     metavar="FILE",
@@ -78,6 +67,13 @@ def doctor(
     driver is asked for faults. Checks that hang or crash are answered for.
 
     Exit code 0: fit; 1: a check failed, gave no answer, or could not be made; 2: bad input.
+
+    Examples:
+      outlast doctor
+      outlast doctor --config outlast.toml                 the tiers and limits of a run
+      outlast doctor --place /nvme/run --place s3://bucket/run --command 'test -e /data/tokens.bin'
+      srun --ntasks-per-node=1 outlast doctor --no-gpu     on all nodes of a job
+      outlast doctor --json | jq -r '.checks[] | select(.status == "failed") | .reason'
     """
     from outlast.config import HealthConfig
     from outlast.config.sources import load_config

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outlast import clock
-from outlast.cli.main import HELP, print_json
+from outlast.cli.main import Command, print_json
 from outlast.errors import ConfigError, ExitReason, RendezvousError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
 
 
-class _Command(click.Command):
+class _Command(Command):
     """Lets ``--watch`` stand before the run directory without its number."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -35,18 +35,7 @@ class _Command(click.Command):
 _WATCH_S = 2.0
 
 
-@click.command(
-    "status",
-    cls=_Command,
-    context_settings=HELP,
-    epilog="""\b
-Examples:
-  outlast status runs/my-run
-  outlast status runs/my-run --watch
-  outlast status node-0:29400             where no file system is shared
-  outlast status runs/my-run --json | jq '.state, .iteration, .waiting'
-""",
-)
+@click.command("status", cls=_Command)
 @click.argument("target", metavar="RUN_DIR|HOST:PORT")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else (--watch: one a line).")
 @click.option(
@@ -63,6 +52,12 @@ def status(target: str, as_json: bool, watch_s: float | None) -> int:
     the --rdzv-endpoint of a run that is under way: its coordinator is asked. Nothing is ever written.
 
     Exit code 0: it could be told, whatever the state; 2: there is no such run directory, or no coordinator answers.
+
+    Examples:
+      outlast status runs/my-run
+      outlast status runs/my-run --watch
+      outlast status node-0:29400             where no file system is shared
+      outlast status runs/my-run --json | jq '.state, .iteration, .waiting'
     """
     try:
         while True:
