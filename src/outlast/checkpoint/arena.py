@@ -17,6 +17,7 @@ import math
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -61,9 +62,12 @@ class Arena:
         self.fd, self.num_bytes = fd, num_bytes
         self.inode = os.fstat(fd).st_ino
         """Tells it from all others, in any process."""
-        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # no process that maps it can lose a page
-        self._map = mmap.mmap(fd, num_bytes)
-        self.array: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        try:
+            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # no process that maps it can lose a page
+            self.array: Bytes = np.frombuffer(mmap.mmap(fd, num_bytes), dtype=np.uint8)
+        except OSError:
+            os.close(fd)
+            raise
 
     def touch(self, stop: threading.Event) -> None:
         """Have the kernel provide the pages, until done or stopped. Thread: any; others run meanwhile."""
@@ -423,7 +427,7 @@ class CopyGuard:
         self.stall_s = 0.0
         """Seconds that :meth:`wait` took so far."""
         self._waits: list[Callable[[], None]] = []
-        self._hooks: dict[int, Any] = {}
+        self._hooks = weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]()
         self._lock = threading.Lock()
 
     def watch(self, state: Mapping[str, Any], wait: Callable[[], None]) -> None:
@@ -431,8 +435,8 @@ class CopyGuard:
         with self._lock:
             self._waits.append(wait)
         for optimizer in _optimizers(state):
-            if id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(lambda *_: self.wait())
+            if optimizer not in self._hooks:
+                self._hooks[optimizer] = optimizer.register_step_pre_hook(lambda *_: self.wait())
 
     def wait(self) -> None:
         """Wait for all copies that are under way. Thread: any. Blocks: up to the rest of one memory copy."""
