@@ -141,7 +141,11 @@ class Lane(ABC):
 
     def has(self, save: Save) -> bool:
         """Return whether a save's iteration is known to be in all of its tiers. Thread: any."""
-        return not self._committed.missing(save.iteration, save.tiers)
+        return not self._missing(save)
+
+    def _missing(self, save: Save) -> frozenset[Tier]:
+        """Return those of a save's tiers that it is not in; what is saved for diagnosis lies beside the committed."""
+        return save.tiers if save.suspect else self._committed.missing(save.iteration, save.tiers)
 
     def submit(self, save: Save) -> None:
         """Commit a save. Thread: any, but on all ranks in the same order."""

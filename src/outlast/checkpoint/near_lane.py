@@ -55,14 +55,15 @@ class NearLane(Lane):
     _warned_of: Mapping[int, tuple[str, ...]] = MappingProxyType({})
 
     def _commit(self, save: Save) -> Reached:
-        missing = self._committed.missing(save.iteration, save.tiers)
+        missing = self._missing(save)
         if not missing:
             log.debug("iteration %d is committed already; it is not written again", save.iteration)
             return Reached(missing)
         failures = self._commit_near(replace(save, tiers=missing))
         # Every rank notes it here, in the order of the saves, whatever becomes of the global copy: what is missing
         # must be the same for all.
-        self._committed.add(save.iteration, missing)
+        if not save.suspect:
+            self._committed.add(save.iteration, missing)
         return Reached(missing - {Tier.GLOBAL}, failures, self._next if Tier.GLOBAL in missing else None)
 
     def _commit_near(self, save: Save) -> tuple[f.CopyFailure, ...]:
