@@ -6,6 +6,7 @@ blocks for the parities of its group.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -212,19 +213,23 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
     if config.replication_key_file is not None:
         secret = _read_key(config.replication_key_file)
     probe = local.path / f".probe-{token}-{peers.rank}" if local is not None else None
+    replicates = config.replication is not False and can_hold and peers.world_size > 1
     problem = ""
     try:
-        if local is not None and probe is not None:
-            local.path.mkdir(parents=True, exist_ok=True)
-            _write_probe(probe)
-    except OSError as error:
-        problem = f"local_directory={config.local_directory}: {error.strerror or error}"
-    _raise_first([data.decode() for data in peers.gather(problem.encode())])
-    replicates = config.replication is not False and can_hold and peers.world_size > 1
-    seen, seen_local, seen_global = _look(directory, local, token, place, peers, writer, secret if replicates else None)
-    everyone = [from_json(data, _RankView) for data in peers.gather(msgspec.json.encode(seen))]
-    if probe is not None:
-        probe.unlink(missing_ok=True)
+        try:
+            if local is not None and probe is not None:
+                local.path.mkdir(parents=True, exist_ok=True)
+                _write_probe(probe)
+        except OSError as error:
+            problem = f"local_directory={config.local_directory}: {error.strerror or error}"
+        _raise_first([data.decode() for data in peers.gather(problem.encode())])
+        key = secret if replicates else None
+        seen, seen_local, seen_global = _look(directory, local, token, place, peers, writer, key)
+        everyone = [from_json(data, _RankView) for data in peers.gather(msgspec.json.encode(seen))]
+    finally:
+        if probe is not None:
+            with contextlib.suppress(OSError):
+                probe.unlink(missing_ok=True)
     _raise_first([one.error or "" for one in everyone])
     nodes = _name_nodes(everyone, by_folder=local is not None)
     leaders = tuple(rank for rank, node in enumerate(nodes) if nodes.index(node) == rank)
