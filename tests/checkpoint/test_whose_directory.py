@@ -14,7 +14,7 @@ import torch
 
 from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.catalogue.listing import look_into
-from outlast.checkpoint.directory import DirectoryLease
+from outlast.checkpoint.directory import Claim
 from outlast.checkpoint.manager import open_manager
 from outlast.cli.main import main
 from outlast.config import CheckpointConfig
@@ -140,7 +140,7 @@ def test_what_is_committed_while_a_claim_is_taken_over_is_not_replaced(
     """Two runs believe that they own a directory, as after a stop in the middle of a commit. One has passed its last
     comparison when another takes its claim, which nothing proves yet, over. What the first then reports as saved
     stays: the second is refused at its own commit, and the first goes on."""
-    monkeypatch.setattr(DirectoryLease, "hold", lambda lease: None)
+    monkeypatch.setattr(Claim, "acquire", lambda claim: None)
     config, folder = _place(tmp_path, "local")
     at_rename, may_rename, at_manifest, may_commit = (threading.Event() for _ in range(4))
 

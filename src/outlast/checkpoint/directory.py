@@ -82,10 +82,6 @@ class DirectoryContent:
     generations: tuple[int, ...] = ()
 
 
-NEW = DirectoryContent()
-"""An empty directory."""
-
-
 class _RunHint(msgspec.Struct, frozen=True):
     run: str
 
@@ -117,34 +113,42 @@ def owner_of(place: ClaimedPlace) -> DirectoryRun | None:
     return find_owner(place.hint(), place.named_runs())
 
 
-class DirectoryLease:
-    """The lease on one directory of generations.
+class Claim:
+    """A run's right to save into a directory, and the lease that keeps other living writers away.
 
     Args:
         place: The directory.
+        run: The run.
+        seen: What lay there when the run began; ``None`` = that is not known.
         own: How this run describes itself.
         may_resume_other: Generations that another run saved there may be loaded.
         on_lost: Called once, in a thread of the lease's, when the directory was taken over.
 
-    Thread: any.
+    Thread: one; :meth:`acquire` and :meth:`release` any.
     """
 
     def __init__(
         self,
         place: ClaimedPlace,
+        run: str,
+        seen: DirectoryContent | None,
         own: LeaseOwner,
         *,
         may_resume_other: bool,
         on_lost: Callable[[DirectoryRefused], None],
     ) -> None:
-        self._place, self._own, self._may_resume_other = place, own, may_resume_other
+        self._place, self._run, self._seen = place, run, seen
+        self._own, self._may_resume_other = own, may_resume_other
         self._lease = Lease(place.owners, own, follow=self._follow, on_lost=lambda lost: on_lost(self._refused(lost)))
+        self._left: Counter[str] | None = None
+        self.is_held = False
+        """Whether the directory was this run's when it was last looked at."""
 
-    def hold(self) -> None:
-        """Take the directory, or compare: the directory is still this run's.
+    def acquire(self) -> None:
+        """Take the lease, before anything there is resumed from, or compare: it is still this run's.
 
         Raises:
-            DirectoryRefused: It is another run's.
+            DirectoryRefused: The directory is another run's.
             CheckpointError: A store does not answer.
             OSError: A folder cannot be written to.
         """
@@ -158,88 +162,13 @@ class DirectoryLease:
             raise CheckpointError(str(error)) from error
 
     def release(self, *, is_idle: bool) -> None:
-        """Let go of the directory; see :meth:`Lease.release`."""
-        self._lease.release(is_idle=is_idle)
-
-    def _refused(self, error: InUse) -> DirectoryRefused:
-        is_named = error.owner.series != self._own.series  # else it would resume from what that one saved
-        who = f"this training is run {self._own.series} and" if is_named else "this training"
-        remedy = "end one of the two" if error.was_lost else "wait until that one has ended"
-        if error.owner.process == self._own.process:
-            remedy = "close the manager or session of this process that has it"
-        return DirectoryRefused(f"{error}; {who} saves nothing there; {remedy}, or {_REMEDY}")
-
-    def _follow(self, before: LeaseOwner) -> LeaseOwner:
-        """Check whose generations this run resumes from, if they are not its own.
-
-        Returns:
-            How this run describes itself: without a name of its own it has that of the training that it continues.
-
-        Raises:
-            DirectoryRefused: They are another training's.
-        """
-        is_same = is_same_training(before, self._own)
-        own = self._own if self._own.names or not is_same else structs.replace(self._own, names=before.names)
-        if is_same and (not set(before.names).isdisjoint(self._own.names) or before.run == self._own.run):
-            return own
-        if not self._is_own_series():
-            return self._own
-        what = f"{self._place.url} holds what {_name(before, self._own)} saved"
-        if is_same:
-            why = ", as it runs the same script" if before.script is not None and self._own.script is not None else ""
-            log.warning("%s; training resumes from there%s", what, why)
-        elif self._may_resume_other:
-            log.warning("%s; training resumes from there, since resume_from_other_run is on", what)
-        else:
-            own_name = _name(self._own, before).rstrip(",")
-            option = " (--resume-from-other-run)" if self._own.outlives else ""
-            remedy = f"to resume from there set checkpoint.resume_from_other_run = true{option}, else {_REMEDY}"
-            raise DirectoryRefused(f"{what}; this is {own_name}; {remedy}")
-        return own
-
-    def _is_own_series(self) -> bool:
-        """Return whether the directory holds generations that this run takes for its own."""
-        owner = owner_of(self._place)
-        return owner is not None and owner.is_proven and owner.run == self._own.series
-
-
-class Claim:
-    """A run's right to save into a directory.
-
-    Args:
-        place: The directory.
-        run: The run.
-        seen: What lay there when the run began; ``None`` = that is not known.
-        lease: Keeps other living writers away; ``None`` = nothing does.
-
-    Thread: one.
-    """
-
-    def __init__(
-        self, place: ClaimedPlace, run: str, seen: DirectoryContent | None, lease: DirectoryLease | None = None
-    ) -> None:
-        self._place, self._run, self._seen, self._lease = place, run, seen, lease
-        self._left: Counter[str] | None = None
-        self.is_held = False
-        """Whether the directory was this run's when it was last looked at."""
-
-    def acquire(self) -> None:
-        """Take the lease, before anything there is resumed from; see :meth:`DirectoryLease.hold`."""
-        if self._lease is not None:
-            self._lease.hold()
-
-    def release(self, *, is_idle: bool) -> None:
         """Release the lease. Idempotent. Blocks: up to 2 s where the directory does not answer."""
-        if self._lease is not None:
-            self._lease.release(is_idle=is_idle)
+        self._lease.release(is_idle=is_idle)
 
     def hold(self) -> None:
         """Make the claim, or compare it with what lies there now; a hint that is lost or wrong is written again.
 
-        Raises:
-            DirectoryRefused: The directory is another run's.
-            CheckpointError: A store does not answer.
-            OSError: A folder cannot be written to.
+        Raises: as :meth:`acquire`.
         """
         self.acquire()
         for _ in range(MAX_TRIES):
@@ -279,9 +208,46 @@ class Claim:
             self.is_held = False
             raise DirectoryRefused(
                 f"{self._place.url} belongs to run {owner.run}, which saves there; this training is run {self._run} "
-                "and saves nothing there; give it a directory of its own"
+                f"and saves nothing there; {_REMEDY}"
             )
         return True
+
+    def _refused(self, error: InUse) -> DirectoryRefused:
+        is_named = error.owner.series != self._own.series  # else it would resume from what that one saved
+        who = f"this training is run {self._own.series} and" if is_named else "this training"
+        remedy = "end one of the two" if error.was_lost else "wait until that one has ended"
+        if error.owner.process == self._own.process:
+            remedy = "close the manager or session of this process that has it"
+        return DirectoryRefused(f"{error}; {who} saves nothing there; {remedy}, or {_REMEDY}")
+
+    def _follow(self, before: LeaseOwner) -> LeaseOwner:
+        """Check whose generations this run resumes from, if they are not its own.
+
+        Returns:
+            How this run describes itself: without a name of its own it has that of the training that it continues.
+
+        Raises:
+            DirectoryRefused: They are another training's.
+        """
+        is_same = is_same_training(before, self._own)
+        own = self._own if self._own.names or not is_same else structs.replace(self._own, names=before.names)
+        if is_same and (not set(before.names).isdisjoint(self._own.names) or before.run == self._own.run):
+            return own
+        owner = owner_of(self._place)
+        if owner is None or not owner.is_proven or owner.run != self._own.series:
+            return self._own  # no generation there is one that this run takes for its own
+        what = f"{self._place.url} holds what {_name(before, self._own)} saved"
+        if is_same:
+            why = ", as it runs the same script" if before.script is not None and self._own.script is not None else ""
+            log.warning("%s; training resumes from there%s", what, why)
+        elif self._may_resume_other:
+            log.warning("%s; training resumes from there, since resume_from_other_run is on", what)
+        else:
+            own_name = _name(self._own, before).rstrip(",")
+            option = " (--resume-from-other-run)" if self._own.outlives else ""
+            remedy = f"to resume from there set checkpoint.resume_from_other_run = true{option}, else {_REMEDY}"
+            raise DirectoryRefused(f"{what}; this is {own_name}; {remedy}")
+        return own
 
 
 def _name(owner: LeaseOwner, other: LeaseOwner) -> str:

@@ -19,7 +19,7 @@ import msgspec
 
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryLease, DirectoryRefused, look_at
+from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryRefused, look_at
 from outlast.checkpoint.manifest import decode_manifest, topology_digest
 from outlast.checkpoint.replica.client import Holder, Target
 from outlast.checkpoint.replica.parity import holders_of
@@ -378,15 +378,16 @@ class Claims:
         own = _describe_run(place, places.run)
         may_resume_other = config.resume_from_other_run or place.resumes_other
 
-        def claim(directory: Directory | GlobalDirectory, seen: DirectoryContent | None) -> Claim:
-            lease = DirectoryLease(directory, own, may_resume_other=may_resume_other, on_lost=on_lost)
-            return Claim(directory, places.run, seen, lease)
+        def claim(
+            directory: Directory | GlobalDirectory | None, seen: DirectoryContent | None, *, leads: bool
+        ) -> Claim | None:
+            if directory is None or not leads:
+                return None
+            return Claim(directory, places.run, seen, own, may_resume_other=may_resume_other, on_lost=on_lost)
 
-        leads = places.local is not None and places.is_leader(place.global_rank)
-        self.near = claim(places.local, places.seen_local) if leads and places.local is not None else None
+        self.near = claim(places.local, places.seen_local, leads=places.is_leader(place.global_rank))
         """To this node's folder."""
-        is_first = places.directory is not None and place.global_rank == 0
-        self.far = claim(places.directory, places.seen_global) if is_first and places.directory is not None else None
+        self.far = claim(places.directory, places.seen_global, leads=place.global_rank == 0)
         """To the global tier."""
         self._is_far_reachable = places.global_error is None
 
