@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from outlast.checkpoint import CheckpointManager
-from outlast.checkpoint.places import agree_places
+from outlast.checkpoint.places import Peers, agree_places
+from outlast.checkpoint.save import Outcomes
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
-from outlast.errors import Mismatch, PeerLost
+from outlast.errors import CheckpointError, Mismatch, PeerLost
 
 
 def open_shards() -> list[str]:
@@ -85,3 +86,37 @@ def test_a_save_for_diagnosis_neither_needs_nor_replaces_the_committed_one(
     (node,) = (tmp_path / "local").iterdir()
     for folder in (node, node / "suspect"):
         assert {path.name for path in folder.iterdir() if path.name.startswith("step-")} == {"step-1", "step-2"}
+
+
+@pytest.mark.process
+def test_a_save_that_staged_nothing_does_not_count_as_a_cheap_one(
+    config: CheckpointConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What saves cost stays what it was, and so does the interval that is chosen by it."""
+    manager = CheckpointManager(config)
+    state = {"w": torch.zeros(3)}
+    manager.save(state, 1)
+    cost_s = manager.save_cost_s
+
+    def refuse(num_bytes: int) -> None:
+        raise CheckpointError("no memory")
+
+    monkeypatch.setattr(manager._arenas, "take", refuse)
+    assert "no memory" in str(manager.save(state, 2).error)
+    assert manager.save_cost_s == cost_s
+    manager.close()
+
+
+def test_a_manager_that_cannot_open_leaves_the_board(config: CheckpointConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a lane cannot begin, everything that was opened before it is closed."""
+    closed = list[str]()
+    for kind in (Outcomes, Peers, WriterClient):
+        monkeypatch.setattr(kind, "close", lambda _, name=kind.__name__: closed.append(name))
+
+    def refuse(peers: Peers, *, timeout_s: float) -> None:
+        raise RuntimeError("no store")
+
+    monkeypatch.setattr(Peers, "store", refuse)
+    with pytest.raises(RuntimeError, match="no store"):
+        CheckpointManager(config)
+    assert closed == ["Outcomes", "Peers", "WriterClient"]

@@ -52,7 +52,7 @@ def stage(flat: FlatState, *, rank: int = 0, world: int = 1, iteration: int = 0,
     def provide(num_bytes: int) -> Arena:
         fd = os.memfd_create("image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, num_bytes)
-        return Arena(fd, num_bytes)
+        return Arena(fd)
 
     try:
         staged = stager.stage(flat, identity, provide)

@@ -28,7 +28,7 @@ import torch
 
 from outlast import clock
 from outlast.checkpoint.manifest import TensorEntry
-from outlast.checkpoint.protocol import Take, Taken
+from outlast.checkpoint.protocol import Done, Take
 from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorSpan
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 from outlast.checkpoint.writer_client import WriterClient
@@ -55,16 +55,16 @@ class Arena:
 
     Args:
         fd: Its descriptor, from now on the arena's.
-        num_bytes: Its size.
     """
 
-    def __init__(self, fd: int, num_bytes: int) -> None:
-        self.fd, self.num_bytes = fd, num_bytes
-        self.inode = os.fstat(fd).st_ino
+    def __init__(self, fd: int) -> None:
+        found = os.fstat(fd)
+        self.fd, self.num_bytes = fd, found.st_size
+        self.inode = found.st_ino
         """Tells it from all others, in any process."""
         try:
             fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # no process that maps it can lose a page
-            self.array: Bytes = np.frombuffer(mmap.mmap(fd, num_bytes), dtype=np.uint8)
+            self.array: Bytes = np.frombuffer(mmap.mmap(fd, self.num_bytes), dtype=np.uint8)
         except OSError:
             os.close(fd)
             raise
@@ -366,7 +366,7 @@ class ArenaPool:
 
     def _ask(self, num_bytes: int, may_steal: bool) -> Arena | None:
         request = Take(rank=self._rank, num_bytes=num_bytes, busy=tuple(self._busy), may_steal=may_steal)
-        taken, fd = self._writer.ask(request, Taken, timeout_s=self._answer_s)
+        _, fd = self._writer.ask(request, Done, timeout_s=self._answer_s)
         if fd is None:
             return None
         inode = os.fstat(fd).st_ino
@@ -374,7 +374,7 @@ class ArenaPool:
             os.close(fd)
         else:
             self._forget_dropped(inode)
-            self._known[inode] = Arena(fd, taken.num_bytes)
+            self._known[inode] = Arena(fd)
         self._busy.add(inode)
         return self._known[inode]
 

@@ -166,27 +166,30 @@ class Lane(ABC):
 
     def _run(self) -> None:
         while (save := self._saves.get()) is not None:
-            reached: Reached | None = None
-            error: CheckpointError | None = None
             try:
-                reached = self._commit(save)
-            except CheckpointError as failure:
-                error = failure
-            except Exception as failure:  # noqa: BLE001 - whatever it is, it must not end saving without a report
-                text = f"saving iteration {save.iteration} failed: {type(failure).__name__}: {failure}"
-                error = CheckpointError(text, rank=self._rank, iteration=save.iteration)
-            try:
-                if error is not None:
-                    self._clear_up(save)
-                    self._outcomes.failed(save, error)
-                elif reached is not None:
-                    self._outcomes.committed(save, reached.tiers, reached.failures)
-                    if reached.next_lane is not None:
-                        reached.next_lane.submit(save)
-                    else:
-                        self._outcomes.finished(save)
+                self._take(save)
             except Exception:  # such an error is not the save's, and the next save must be tried
                 log.exception("reporting the save of iteration %d failed", save.iteration)
+
+    def _take(self, save: Save) -> None:
+        """Commit a save, report what became of it, and hand it on."""
+        try:
+            reached = self._commit(save)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end saving without a report
+            failure = error if isinstance(error, CheckpointError) else None
+            if failure is None:
+                text = f"saving iteration {save.iteration} failed: {type(error).__name__}: {error}"
+                failure = CheckpointError(text, rank=self._rank, iteration=save.iteration)
+            try:
+                self._clear_up(save)
+            finally:
+                self._outcomes.failed(save, failure)
+            return
+        self._outcomes.committed(save, reached.tiers, reached.failures)
+        if reached.next_lane is not None:
+            reached.next_lane.submit(save)
+        else:
+            self._outcomes.finished(save)
 
     @abstractmethod
     def _commit(self, save: Save) -> Reached:

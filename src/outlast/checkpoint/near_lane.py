@@ -105,7 +105,7 @@ class NearLane(Lane):
                 key=self._key(save),
                 num_bytes=save.num_bytes,
                 path=os.fspath(path) if path is not None else None,
-                numbers=_numbers(save.tensors),
+                numbers=tuple((one.dtype, one.offset, one.num_bytes) for one in _may_be_infinite(save)),
                 targets=self._places.replication.targets if replicates else (),
                 holders=self._places.replication.holders if replicates else (),
                 timeout_s=self._places.replication.timeout_s,
@@ -275,11 +275,9 @@ def _is_kept_in_memory(save: Save) -> bool:
     return Tier.MEMORY in save.tiers and not save.suspect
 
 
-def _numbers(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, int, int], ...]:
-    """Return what of a shard may be infinite or NaN: element type, offset, bytes."""
-    return tuple(
-        (tensor.dtype, tensor.offset, tensor.num_bytes) for tensor in tensors if tensor.dtype in MAY_BE_INFINITE
-    )
+def _may_be_infinite(save: Save) -> list[TensorEntry]:
+    """Return the tensors whose numbers may be infinite or NaN."""
+    return [tensor for tensor in save.tensors if tensor.dtype in MAY_BE_INFINITE]
 
 
 def _find_infinite(save: Save) -> tuple[str, ...]:
@@ -288,10 +286,8 @@ def _find_infinite(save: Save) -> tuple[str, ...]:
     if save.arena is None:
         return ()
     with save.arena.view(save.num_bytes) as image:
-        for tensor in save.tensors:
-            if tensor.dtype not in MAY_BE_INFINITE or len(found) == MAX_NAMED:
-                continue
+        for tensor in _may_be_infinite(save):
             with image[tensor.offset : tensor.offset + tensor.num_bytes] as data:
-                if not is_finite(data, tensor.dtype):
+                if len(found) < MAX_NAMED and not is_finite(data, tensor.dtype):
                     found.append(tensor.name)
     return tuple(found)

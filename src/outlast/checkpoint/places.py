@@ -208,7 +208,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         raise ConfigError(
             "replication=true, but nothing outlives a worker here: set local_directory, or start with outlast run"
         )
-    drawn = next(iter(peers.gather(os.urandom(4 + SECRET_BYTES))))
+    drawn = peers.gather(os.urandom(4 + SECRET_BYTES))[0]
     token, secret = drawn[:4].hex(), drawn[4:]
     if config.replication_key_file is not None:
         secret = _read_key(config.replication_key_file)

@@ -108,14 +108,6 @@ def digests(data: bytes) -> tuple[str, ...]:
     return tuple(digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))
 
 
-def digest_pieces(pieces: Iterable[memoryview]) -> str:
-    """Return the digest of a chunk that is given piece by piece."""
-    state = xxhash.xxh3_64()
-    for piece in pieces:
-        state.update(piece)
-    return state.hexdigest()
-
-
 class _HeaderEntry(msgspec.Struct, frozen=True, gc=False):
     """A tensor in the header."""
 
@@ -392,14 +384,14 @@ def _digest(image: memoryview, look: Look | None, index: int) -> str:
     """Return the digest of a chunk, looking at it on the way."""
     start = index * CHUNK_BYTES
     with image[start : start + CHUNK_BYTES] as chunk:
-        return digest(chunk) if look is None else digest_pieces(_looked_at(chunk, start, look))
-
-
-def _looked_at(chunk: memoryview, start: int, look: Look) -> Iterator[memoryview]:
-    for offset in range(0, len(chunk), PIECE_BYTES):
-        with chunk[offset : offset + PIECE_BYTES] as piece:
-            yield piece
-            look(piece, start + offset)
+        if look is None:
+            return digest(chunk)
+        state = xxhash.xxh3_64()
+        for offset in range(0, len(chunk), PIECE_BYTES):
+            with chunk[offset : offset + PIECE_BYTES] as piece:
+                state.update(piece)
+                look(piece, start + offset)
+        return state.hexdigest()
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:

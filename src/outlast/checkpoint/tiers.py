@@ -191,19 +191,18 @@ def _list_local(mine: _Listing, places: Places, own: int) -> None:
             check_manifest(manifest, places)
             check_origin(manifest, iteration=generation, run=None)
         except CheckpointError as error:
-            if own in places.members(own):
-                mine.rejected.append(reject(error, generation, Tier.LOCAL, own, file))
+            mine.rejected.append(reject(error, generation, Tier.LOCAL, own, file))
             continue
         folder = places.local.generation(generation)
+        is_own_here = not manifest.nodes or manifest.nodes[own] == places.node
         present = []
         for rank in range(manifest.world_size) if leads else [own]:
             path = folder / shard_name(rank)
-            belongs = rank in places.members(own) and _saved_here(manifest, rank, places)
             try:
                 check_shard(path, manifest, rank)
                 present.append(rank)
             except CheckpointError as error:
-                if rank == own and (belongs or not isinstance(error, Incomplete) or path.exists()):
+                if rank == own and (is_own_here or not isinstance(error, Incomplete) or path.exists()):
                     file = f"step-{generation}/{shard_name(rank)}"
                     mine.rejected.append(reject(error, generation, Tier.LOCAL, rank, file))
         parities = []
@@ -211,10 +210,6 @@ def _list_local(mine: _Listing, places: Places, own: int) -> None:
             keys = [CopyKey(generation, manifest.attempt, rank, PARITY_PART) for rank in range(manifest.world_size)]
             parities = [key.rank for key in keys if (folder / part_name(key)).exists()]
         mine.held.append(_held(manifest, Tier.LOCAL, tuple(present), parities))
-
-
-def _saved_here(manifest: Manifest, rank: int, places: Places) -> bool:
-    return not manifest.nodes or manifest.nodes[rank] == places.node
 
 
 def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> None:

@@ -72,9 +72,7 @@ class Writer:
             match request:
                 case f.Take():
                     image = self._vault.take(request.rank, request.num_bytes, request.busy, may_steal=request.may_steal)
-                    if image is None:
-                        return f.Taken(num_bytes=0), None
-                    return f.Taken(num_bytes=image.num_bytes), os.dup(image.fd)
+                    return f.Done(), None if image is None else os.dup(image.fd)
                 case f.Write():
                     return self._write(request, _needed(fd)), None
                 case f.PreparePart():
@@ -87,7 +85,7 @@ class Writer:
                     return f.Listed(generations=self._vault.list()), None
                 case f.Open():
                     found = self._vault.open(request.key)
-                    return (f.Opened(num_bytes=-1), None) if found is None else (f.Opened(num_bytes=found[1]), found[0])
+                    return f.Done(), None if found is None else found[0]
                 case f.Serve():
                     return f.Serving(port=self._serve_peers(request)), None
                 case f.Fetch():
