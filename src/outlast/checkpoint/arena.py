@@ -107,7 +107,7 @@ class Staged:
             copy.result()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _CopyRun:
     """Small tensors of one type and device that lie side by side; or a large one."""
 
@@ -118,24 +118,20 @@ class _CopyRun:
     is_small: bool
 
 
-def _runs(flat: FlatState, layout: ShardLayout) -> Iterator[_CopyRun]:
-    small, begin, end, kind = list[int](), 0, 0, None
+def _runs(flat: FlatState, layout: ShardLayout) -> list[_CopyRun]:
+    runs: list[_CopyRun] = []
+    kind: tuple[torch.dtype, torch.device] | None = None
     for index, offset in zip(layout.order, layout.offsets, strict=True):
         named = flat.tensors[index]
-        num_bytes = _num_bytes(named)
-        is_small = num_bytes <= SMALL_BYTES
-        if small and not (is_small and kind == (named.dtype, named.device) and end - begin < RUN_BYTES):
-            yield _CopyRun(begin, end, small, is_small=True)
-            small = []
-        if not is_small:
-            yield _CopyRun(offset, offset + num_bytes, [index], is_small=False)
-            continue
-        if not small:
-            begin, kind = offset, (named.dtype, named.device)
-        small.append(index)
-        end = offset + num_bytes
-    if small:
-        yield _CopyRun(begin, end, small, is_small=True)
+        before, kind = kind, (named.dtype, named.device)
+        end, is_small = offset + _num_bytes(named), _num_bytes(named) <= SMALL_BYTES
+        last = runs[-1] if runs else None
+        if last and last.is_small and is_small and before == kind and last.end - last.begin < RUN_BYTES:
+            last.indices.append(index)
+            last.end = end
+        else:
+            runs.append(_CopyRun(offset, end, [index], is_small))
+    return runs
 
 
 def _num_bytes(named: NamedTensor) -> int:
@@ -209,7 +205,7 @@ class Stager:
                     for named in flat.tensors
                 ]
             )
-            self._runs = list(_runs(flat, self._layout))
+            self._runs = _runs(flat, self._layout)
         return self._layout.place(identity, len(flat.tree))
 
     def _pieces(self, flat: FlatState, start: int, deferred: Collection[str]) -> tuple[list[_Piece], list[_Piece]]:

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TypeAlias
 
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.directory import SUSPECT, Directory, DirectoryRefused
 from outlast.checkpoint.lane import Lane, RankAnswer, Reached, SaveOutcome
-from outlast.checkpoint.manifest import MANIFEST, SCHEMA, CopyKey, Manifest, ShardEntry, TensorEntry, encode_manifest
+from outlast.checkpoint.manifest import MANIFEST, SCHEMA, CopyKey, Manifest, ShardEntry, TensorEntry, seal
 from outlast.checkpoint.save import Save
 from outlast.checkpoint.shard import MAY_BE_INFINITE, is_finite, shard_name
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
-from outlast.runtime.files import fsync_folder
+from outlast.runtime.files import fsync_folder, write_durably
 from outlast.runtime.injection import reach
 
 log = logging.getLogger(__name__)
@@ -52,7 +50,7 @@ class NearLane(Lane):
     _tier = Tier.LOCAL
     _infinite_tensors: tuple[str, ...] = ()
     """Of this rank's last shard; empty: it was finite."""
-    _warned_of: Mapping[int, tuple[str, ...]] = MappingProxyType({})
+    _warned_of: _Infinite | None = None
 
     def _commit(self, save: Save) -> Reached:
         missing = self._missing(save)
@@ -183,7 +181,7 @@ class NearLane(Lane):
         infinite, mine = _Infinite(), SaveOutcome()
         try:
             described, infinite = self._describe(save)
-            manifest = encode_manifest(described)
+            manifest = seal(described)
             if _is_kept_in_memory(save):
                 self._writer.ask(
                     f.PreparePart(key=self._key(save), manifest=manifest), f.Done, timeout_s=self._left_s()
@@ -256,10 +254,7 @@ class NearLane(Lane):
                 raise CheckpointError(f"rank {self._rank} does not see {path}; is it the same file system?")
         reach("checkpoint.manifest", attempt=str(save.attempt))
         self._hold_claim(save)
-        with open(temporary / MANIFEST, "xb") as file:
-            file.write(manifest)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(temporary / MANIFEST, manifest)
         fsync_folder(temporary)
         reach("checkpoint.rename", attempt=str(save.attempt))
         folder.promote(save.iteration, save.attempt)

@@ -29,7 +29,7 @@ from outlast.checkpoint.directory import (
 )
 from outlast.checkpoint.manifest import MANIFEST, run_of
 from outlast.errors import CheckpointError, Incomplete
-from outlast.runtime.files import fsync_folder
+from outlast.runtime.files import fsync_folder, write_durably
 from outlast.runtime.lease import FOLDER, Records
 
 _GENERATION = re.compile(r"step-(\d+)")
@@ -204,10 +204,7 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
         folder = self.temporary(iteration, attempt)
         _check_files(manifest, self.sizes(folder.name))
         for name, data in ((METADATA, metadata), (MANIFEST, encode_global_manifest(manifest))):
-            with open(folder / name, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            write_durably(folder / name, data)
         fsync_folder(folder)
         self.promote(iteration, attempt)
 
