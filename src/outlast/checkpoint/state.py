@@ -78,12 +78,8 @@ def own_part(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     mesh = value.device_mesh
     if any(type(placement).__name__ == "_StridedShard" for placement in value.placements):
-        rows: dict[int, Any] = {}
-        coordinate = mesh.get_coordinate() or [0] * mesh.mesh.dim()
-        for placement, num_parts, index in zip(value.placements, mesh.mesh.shape, coordinate, strict=True):
-            if (dim := getattr(placement, "dim", None)) is not None:
-                blocks = _chunks(rows.get(dim, np.arange(value.shape[dim])), getattr(placement, "split_factor", 1))
-                rows[dim] = np.concatenate([_chunks(block, num_parts)[index] for block in blocks])
+        coordinate = mesh.get_coordinate()
+        rows = rows_of(value.shape, value.placements, mesh.mesh.shape, coordinate or [0] * mesh.mesh.dim())
         if any(len(found) and found[-1] - found[0] >= len(found) for found in rows.values()):
             raise CheckpointError(
                 f"state {path!r}: a DTensor placed as {tuple(value.placements)} has parts that are not one block; "
@@ -91,6 +87,18 @@ def own_part(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
             )
     shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
     return tuple(map(int, shape)), tuple(map(int, offset))
+
+
+def rows_of(
+    shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> dict[int, Any]:
+    """Return which indices of each sharded dimension, in ascending order, lie at a place of the mesh."""
+    rows: dict[int, Any] = {}
+    for placement, num_parts, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            blocks = _chunks(rows.get(dim, np.arange(shape[dim])), getattr(placement, "split_factor", 1))
+            rows[dim] = np.concatenate([_chunks(block, num_parts)[index] for block in blocks])
+    return rows
 
 
 def _chunks(rows: Any, count: int) -> list[Any]:
