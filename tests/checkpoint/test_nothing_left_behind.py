@@ -113,7 +113,7 @@ def test_a_manager_that_cannot_open_leaves_the_board(config: CheckpointConfig, m
     for kind in (Outcomes, Peers, WriterClient):
         monkeypatch.setattr(kind, "close", lambda _, name=kind.__name__: closed.append(name))
 
-    def refuse(peers: Peers, *, timeout_s: float) -> None:
+    def refuse(peers: Peers) -> None:
         raise RuntimeError("no store")
 
     monkeypatch.setattr(Peers, "store", refuse)

@@ -117,7 +117,7 @@ class CheckpointManager:
         return kind(
             self._places,
             rank=self._place.global_rank,
-            store=self._peers.store(timeout_s=self.config.save_timeout),
+            store=self._peers.store(),
             writer=self._writer,
             timeout_s=self.config.save_timeout,
             claim=claim,

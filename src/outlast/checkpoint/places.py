@@ -47,13 +47,13 @@ class Peers:
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        timeout_s: Longest time that a gather waits for a peer.
+        timeout_s: Longest time that a gather, or a request to the ranks' store, waits.
 
     Collective: all ranks.
     """
 
     def __init__(self, rank: int, world_size: int, *, timeout_s: float) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
         self._group = Group.open(timeout_s=timeout_s) if world_size > 1 else None
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -77,7 +77,7 @@ class Peers:
             raise PeerLost("this rank left while the ranks agreed on a checkpoint; its log says why")
         return gathered
 
-    def store(self, *, timeout_s: float) -> Any:
+    def store(self) -> Any:
         """Return a connection of its own to the ranks' store, for one thread."""
         from torch.distributed import HashStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import _get_default_store
@@ -86,7 +86,7 @@ class Peers:
             return HashStore()
         default: Any = _get_default_store()
         store = default.clone()
-        store.set_timeout(datetime.timedelta(seconds=timeout_s))
+        store.set_timeout(datetime.timedelta(seconds=self._timeout_s))
         return store
 
     def close(self) -> None:
@@ -468,9 +468,7 @@ def warn_of_copies(config: CheckpointConfig, places: Places) -> None:
             "non_persistent_local_ckpt_algo=fully_parallel is understood as atomic: each rank's local file holds all "
             "of its own state, so that a lost node takes no other rank's along"
         )
-    if config.replication is False:
-        return
-    if places.local is None and not places.memory:
+    if config.replication is False or (places.local is None and not places.memory):
         return
     if len(places.leaders) == 1:
         log.debug("one node: nothing is copied to other nodes")
