@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -689,9 +689,17 @@ class _CycleLogs:
         self.destinations = specs.reify(envs)
         self._filtered: list[TextIO] = []
         self._tails: list[TailLog] = []
+
+        def tail(files: dict[int, str], target: TextIO, needles: Sequence[str] = ()) -> None:
+            def keeps(line: str) -> bool:
+                return not needles or any(needle in line for needle in needles)
+
+            if files:
+                self._tails.append(TailLog(args.role, files, target, prefixes, log_line_filter=keeps))
+
         dest = self.destinations
-        self._tail(args.role, dest.tee_stdouts, sys.stdout, prefixes, [])
-        self._tail(args.role, dest.tee_stderrs, sys.stderr, prefixes, [])
+        tail(dest.tee_stdouts, sys.stdout)
+        tail(dest.tee_stderrs, sys.stderr)
         for needles, files, target in (
             (args.duplicate_stdout_filters, dest.tee_stdouts, dest.filtered_stdout),
             (args.duplicate_stderr_filters, dest.tee_stderrs, dest.filtered_stderr),
@@ -699,16 +707,7 @@ class _CycleLogs:
             if needles:
                 file = open(target, mode="w", errors="replace", buffering=1)  # noqa: SIM115  closed by stop()
                 self._filtered.append(file)
-                self._tail(args.role, files, file, prefixes, needles)
-
-    def _tail(
-        self, name: str, files: dict[int, str], target: TextIO, prefixes: dict[int, str] | None, needles: list[str]
-    ) -> None:
-        def keeps(line: str) -> bool:
-            return not needles or any(needle in line for needle in needles)
-
-        if files:
-            self._tails.append(TailLog(name, files, target, prefixes, log_line_filter=keeps))
+                tail(files, file, needles)
 
     def start(self) -> None:
         """Start copying."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from outlast import clock, env, logs
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
-from outlast.config.sources import LayeredSettings
+from outlast.config.sources import LayeredSettings, ft_config_from, ft_typed
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
 from outlast.runtime.addresses import parse_endpoints
@@ -111,8 +111,8 @@ def check_values(argv: Sequence[str]) -> Checked:
 
         config = load_config(args.config)
     layers = LayeredSettings(
-        options=command.fault_tolerance,
-        typed=command.fault_tolerance_typed,
+        options=ft_config_from(args, command.typed),
+        typed=ft_typed(args, command.typed),
         file=config.fault_tolerance.given if config.fault_tolerance is not None else {},
         file_name=args.config or "",
     )
