@@ -178,11 +178,12 @@ class Cycle:
         for key, worker in workers.items():
             rank = worker.local_rank
             words = tuple(macros.substitute(list(argv), str(rank)))  # ${local_rank}
+            variables = {**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)}
             spawn = Spawn(
                 key=key,
                 kind=kind,
-                argv=_with_numa(words, rank, spec) if kind == "exec" else words,
-                env={**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)},
+                argv=tuple(map(os.fsencode, _with_numa(words, rank, spec) if kind == "exec" else words)),
+                env={os.fsencode(name): os.fsencode(value) for name, value in variables.items()},
                 stdout=logs.destinations.stdouts.get(rank) or "",
                 stderr=logs.destinations.stderrs.get(rank) or "",
                 on_start="" if kind == "exec" else "outlast.monitor.stacks:register",

@@ -52,11 +52,11 @@ class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     key: int
     """Names the worker in later messages; the caller's choice, unique until :class:`Clear`."""
-    argv: tuple[str, ...]
-    """The script (or module, or program) and its arguments."""
+    argv: tuple[bytes, ...]
+    """The script (or module, or program) and its arguments; bytes, as the environment: both may be no text."""
     kind: str = "script"
     """``script`` and ``module`` run in a fork of the zygote, ``exec`` is a program of its own."""
-    env: dict[str, str]
+    env: dict[bytes, bytes]
     """The whole environment."""
     stdout: str = ""
     """File to append to; empty: the zygote's own."""
@@ -266,9 +266,9 @@ def main(fd: str) -> None:
     os.close(wake_write)
     channel.close()
     become_worker(
-        spawn.argv,
+        [os.fsdecode(word) for word in spawn.argv],
         is_module=spawn.kind == "module",
-        environment=spawn.env,
+        environment={os.fsdecode(name): os.fsdecode(value) for name, value in spawn.env.items()},
         on_start=spawn.on_start,
         preloaded=preloaded,
     )
@@ -354,7 +354,7 @@ def _start(request: Spawn, parent_pid: int) -> int:
                 signal.signal(sig, signal.SIG_DFL)
             os.execvpe(request.argv[0], list(request.argv), request.env)
     except BaseException as error:  # noqa: BLE001  a child must never return into the zygote's loop
-        sys.stderr.write(f"outlast: cannot start {request.argv[0]}: {error}\n")
+        sys.stderr.write(f"outlast: cannot start {os.fsdecode(request.argv[0])}: {error}\n")
         sys.stderr.flush()
         os._exit(127)
     return 0
