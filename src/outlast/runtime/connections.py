@@ -284,6 +284,7 @@ def forget() -> None:
     with _lock:
         _noted.clear()
         _of_stores.clear()
+        _pending.clear()  # of a noting that was interrupted in its end: it would count whatever is opened from now on
 
 
 class Noting:
