@@ -16,7 +16,17 @@ import psutil
 import pytest
 
 from outlast.errors import OutlastError
-from outlast.runtime.zygote import Clear, Cleared, Exited, SendSignal, Spawn, Started, Zygote, ZygoteReady
+from outlast.runtime.zygote import (
+    Clear,
+    Cleared,
+    Exited,
+    FailedToStart,
+    SendSignal,
+    Spawn,
+    Started,
+    Zygote,
+    ZygoteReady,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.cold]
 
@@ -217,6 +227,17 @@ def test_worker_does_not_ignore_what_its_launcher_was_told_to(tmp_path: Path) ->
             assert exited.exit_code == -number
     finally:
         zygote.close()
+
+
+def test_worker_that_cannot_be_started_leaves_nothing_open(zygote: Zygote, tmp_path: Path) -> None:
+    """A log file that was opened before another one could not be is closed again."""
+    receive(zygote, ZygoteReady)
+    before = sorted(os.listdir(f"/proc/{zygote.pid}/fd"))
+    out, missing = str(tmp_path / "out"), str(tmp_path / "no such folder" / "err")
+    for key in range(3):
+        zygote.send(Spawn(key=key, argv=(b"script.py",), env=dict(os.environb), stdout=out, stderr=missing))
+        receive(zygote, FailedToStart)
+    assert sorted(os.listdir(f"/proc/{zygote.pid}/fd")) == before
 
 
 @pytest.mark.parametrize("kind", ["script", "exec"])

@@ -18,6 +18,7 @@ import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import msgspec
 
@@ -326,16 +327,16 @@ def _serve(channel: MessageChannel[Request], wake_read: int, children: _Children
 
 def _start(request: Spawn, parent_pid: int) -> int:
     """Fork; return the pid, or 0 in a child that is to run Python code here."""
-    stdout = _open_log(request.stdout)
-    stderr = stdout if request.stderr == request.stdout else _open_log(request.stderr)
-    # A child would ignore SIGTERM as its parent does until it is set up: it waits for it until then.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    pid = os.fork()
-    if pid:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        for fd in {stdout, stderr} - {-1}:
-            os.close(fd)
-        return pid
+    with ExitStack() as opened:
+        stdout = _open_log(request.stdout, opened)
+        stderr = stdout if request.stderr == request.stdout else _open_log(request.stderr, opened)
+        # A child would ignore SIGTERM as its parent does until it is set up: it waits for it until then.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        pid = os.fork()
+        if pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            return pid
+        opened.pop_all()
     try:
         os.setsid()
         processes.die_with_parent(parent_pid)
@@ -360,7 +361,9 @@ def _start(request: Spawn, parent_pid: int) -> int:
     return 0
 
 
-def _open_log(path: str) -> int:
+def _open_log(path: str, opened: ExitStack) -> int:
     if not path:
         return -1
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    opened.callback(os.close, fd)
+    return fd
