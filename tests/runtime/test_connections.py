@@ -56,9 +56,15 @@ def test_what_comes_after_an_interrupted_noting_is_left_alone(monkeypatch: pytes
     def interrupt() -> frozenset[tuple[int, int]]:
         raise Interrupted
 
-    with pytest.raises(Interrupted), connections.noting():
-        noted = connect()
-        monkeypatch.setattr(connections, "connected_sockets", interrupt)
+    noted = list[socket.socket]()
+
+    def connect_until_interrupted() -> None:
+        with connections.noting():
+            noted.extend(connect())
+            monkeypatch.setattr(connections, "connected_sockets", interrupt)
+
+    with pytest.raises(Interrupted):
+        connect_until_interrupted()
     monkeypatch.setattr(connections, "connected_sockets", look)
     connections.cut_all()
     assert noted[0].recv(1) == b""
