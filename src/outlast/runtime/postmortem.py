@@ -26,10 +26,9 @@ import struct
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -228,15 +227,13 @@ def begin_with_hook() -> None:
     if _recorder is not None:
         _recorder.forget()
     elif (kept := begin()) is not None:
-        sys.excepthook = _recording(kept, sys.excepthook)
+        before = sys.excepthook
 
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+            kept.exception(error)
+            return before(kind, error, trace)
 
-def _recording(kept: Recorder, before: Callable[..., Any]) -> Callable[..., Any]:
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        kept.exception(error)
-        return before(kind, error, trace)
-
-    return hook
+        sys.excepthook = hook
 
 
 def describe_exception(error: BaseException) -> Cause:
@@ -287,15 +284,11 @@ def _text_of(error: BaseException) -> str:
 def _users_frame(trace: TracebackType | None) -> str:
     found = ""
     while trace is not None:
-        if not _is_library(trace.tb_frame):
-            code = trace.tb_frame.f_code
+        code = trace.tb_frame.f_code
+        if not _is_library_file(code.co_filename):
             found = f"{_short(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
     return found.removesuffix(" in <module>")
-
-
-def _is_library(frame: FrameType) -> bool:
-    return _is_library_file(frame.f_code.co_filename)
 
 
 def _is_library_file(name: str) -> bool:

@@ -45,7 +45,7 @@ class Preload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     modules: tuple[str, ...]
     own_modules: tuple[str, ...]
-    folder: str
+    folder: bytes
 
 
 class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -146,7 +146,7 @@ class Zygote:
             "outlast.runtime.zygote",
             interpreter=("-u", "-c", _MAIN),
             environment=env,
-            task=Preload(modules=tuple(preload), own_modules=tuple(own_preload), folder=folder),
+            task=Preload(modules=tuple(preload), own_modules=tuple(own_preload), folder=os.fsencode(folder)),
             receives=Reply,
             stdin=None,  # the agent's is the workers', as under torchrun
         )
@@ -278,9 +278,10 @@ def main(fd: str) -> None:
 def _preload(task: Preload) -> tuple[ZygoteReady, list[Preloaded]]:
     started_s, failed = clock.now_s(), dict[str, str]()
     preloaded = preload(task.modules, failed)
-    sys.path.insert(0, task.folder)
+    folder = os.fsdecode(task.folder)
+    sys.path.insert(0, folder)
     preloaded += preload(task.own_modules, failed)
-    sys.path.remove(task.folder)
+    sys.path.remove(folder)
     gc.collect()
     gc.freeze()
     return ZygoteReady(import_s=clock.now_s() - started_s, failed=failed), preloaded
