@@ -27,7 +27,7 @@ from outlast import clock, logs
 from outlast.decoding import from_json
 from outlast.inprocess import protocol as m
 from outlast.inprocess.bootstrap import BootstrapProxy
-from outlast.inprocess.hub_client import HubClient, PeerFailover
+from outlast.inprocess.hub_client import HubClient
 from outlast.inprocess.progress import Page, RankWatch
 from outlast.inprocess.protocol import MonitorTask
 from outlast.monitor import stacks
@@ -86,17 +86,14 @@ class _MonitorDuty:
         self._is_ready = False
         self._proxy: BootstrapProxy | None = None
         self._looked_s = clock.now_s()
-        self._locator = PeerFailover(self._selector, task)
-        self._hub = HubClient(
-            self._selector, task, self._locator, on_order=self._on_order, on_candidates=self._send_to_rank
-        )
+        self._hub = HubClient(self._selector, task, on_order=self._on_order, on_candidates=self._send_to_rank)
         rank.setblocking(False)
         self._selector.register(rank, selectors.EVENT_READ, self._on_rank)
         self._selector.register(pidfd, selectors.EVENT_READ, self._on_death)
 
     def run(self) -> None:
         """Serve until neither the rank nor another member needs it."""
-        self._send_to_rank(m.Listening(address=self._locator.address))
+        self._send_to_rank(m.Listening(address=self._hub.address))
         try:
             while not self._is_done:
                 due_s = self._look()
@@ -180,10 +177,11 @@ class _MonitorDuty:
             return b""
 
     def _on_report(self, data: bytes) -> None:
-        match m.decode_from_rank(data):
+        message: m.FromRank = m.decode(data, m.FromRank)
+        match message:
             case m.Connect() as order:
                 self._connect = order
-                self._locator.connect(order)
+                self._hub.connect(order)
             case m.Reconnect() as known:
                 if known.final_report is not None:
                     self._note_left()
@@ -236,13 +234,13 @@ class _MonitorDuty:
     def _start_proxy(self, final_report: m.Gone) -> None:
         def resume(answer: m.Connect | None) -> None:
             if answer is not None and self._connect is None:
-                self._locator.connect(answer)
+                self._hub.connect(answer)
             self._hub.end(final_report)
 
         self._proxy = BootstrapProxy(
             self._selector,
             key=self._task.bootstrap_key,
-            address=self._locator.address,
+            address=self._hub.address,
             known=self._connect,
             timeout_s=self._task.limits.barrier_timeout_s,
             on_answer=resume,
