@@ -122,7 +122,7 @@ class Hub:
         """When to call :meth:`look`."""
         due = [self._next_silence_check_s, *(absence.until_s for absence in self._absent.values())]
         decision_s = None if self._state is None else restart.next_deadline_s(self._state, self._limits)
-        return min(*due, *(time_s for time_s in (self._end_s, decision_s) if time_s is not None))
+        return min([*due, *(time_s for time_s in (self._end_s, decision_s) if time_s is not None)])
 
     @property
     def is_over(self) -> bool:

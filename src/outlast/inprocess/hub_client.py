@@ -195,7 +195,7 @@ class HubClient:
             due.append(self._hub.deadline_s)
         if self._search is not None:
             due.append(self._search.deadline_s)
-        return min(*due, *self._newcomers.values(), *self._probes.values())
+        return min([*due, *self._newcomers.values(), *self._probes.values()])
 
     def discount_pause(self) -> None:
         """This process did not run for a while: what others sent meanwhile is still to be read."""
