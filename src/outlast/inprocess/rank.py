@@ -25,7 +25,7 @@ from outlast.errors import ConfigError, ExitReason, OutlastError, RestartAbort
 from outlast.incidents import EventKind, IncidentKind
 from outlast.inprocess import call as calls
 from outlast.inprocess import protocol as m
-from outlast.inprocess.bootstrap import Bootstrap, own_address
+from outlast.inprocess.bootstrap import Bootstrap
 from outlast.inprocess.monitor_client import Instruction, MonitorLink, MonitorThread
 from outlast.inprocess.plugins import Plugins, State, labels_of
 from outlast.inprocess.progress import Page, RankPhase
@@ -35,8 +35,9 @@ from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_restart import add_fault, count_causes
 from outlast.policy.rank_assignment import assign
 from outlast.runtime import connections, device
+from outlast.runtime.addresses import own_address
 from outlast.runtime.board import InProcessFault, InProcessMark
-from outlast.runtime.interruption import SignalInterruption
+from outlast.runtime.interruption import CallOutcome, SignalInterruption
 from outlast.runtime.journal import Journal
 
 log = logging.getLogger(__name__)
@@ -70,18 +71,21 @@ class StatusReporter:
         self._left_s: float | None = None
         self._journal: Journal | None = None
         self._has_ended = False
-        self._mark = self._open_mark()
-        if self._mark is not None:
-            self._mark.arm(call, patience_s=config.barrier_timeout + config.hard_timeout)
+        self._mark: InProcessMark | None = None
+        if place.board is not None:
+            try:
+                self._mark = InProcessMark(place.board, place.local_rank)
+                self._mark.arm(call, patience_s=config.barrier_timeout + config.hard_timeout)
+            except OutlastError as error:
+                log.warning("restarts in process cannot be reported to the node's agent: %s", error)
         if call == 0 and place.is_first:
             _say_what_the_launcher_allows(place.launcher)
 
     def begin(self, go: p.Go) -> None:
         """Report that a call begins, which this rank takes part in or waits through as a spare."""
         rank = go.ranks.get(self._place.global_rank)
-        if self._mark is not None:
-            state = p.InProcessState.SPARE if rank is None else p.InProcessState.ACTIVE
-            self._mark.set(state, go.restart_count, _for_agent(go.faults))
+        state = p.InProcessState.SPARE if rank is None else p.InProcessState.ACTIVE
+        self._set(state, go.restart_count, go.faults)
         if go.restart_count > 0 and rank == 0:
             self._write_restarted(go)
         self._ranks, self._left_s = go.ranks, None
@@ -90,45 +94,38 @@ class StatusReporter:
         """Report that the running call is left, for the one named."""
         if self._left_s is None:
             self._left_s = clock.now_s()
-        if self._mark is not None:
-            self._mark.set(p.InProcessState.RESTARTING, restart_count, _for_agent(faults))
+        self._set(p.InProcessState.RESTARTING, restart_count, faults)
 
     def complete(self) -> None:
         """Report that the function returned here."""
-        if self._mark is not None:
-            self._mark.set(p.InProcessState.COMPLETED)
+        self._set(p.InProcessState.COMPLETED)
 
     def finish(self) -> None:
         """Report that it returned on all active ranks."""
         self._has_ended = True
-        if self._mark is not None:
-            self._mark.set(p.InProcessState.RETURNED)
+        self._set(p.InProcessState.RETURNED)
 
     def leave(self) -> None:
         """Report that this rank is permanently removed, and its peers resume."""
         self._has_ended = True
-        if self._mark is not None:
-            self._mark.set(p.InProcessState.LEFT)
+        self._set(p.InProcessState.LEFT)
 
     def close(self) -> None:
         """Report, unless the call came to one of the ends above, that it was given up; idempotent."""
         if self._mark is not None:
             if not self._has_ended:
-                self._mark.set(p.InProcessState.GAVE_UP)
+                self._set(p.InProcessState.GAVE_UP)
             self._mark.close()
             self._mark = None
         if self._journal is not None:
             self._journal.close()
             self._journal = None
 
-    def _open_mark(self) -> InProcessMark | None:
-        if self._place.board is None:
-            return None
-        try:
-            return InProcessMark(self._place.board, self._place.local_rank)
-        except OutlastError as error:
-            log.warning("restarts in process cannot be reported to the node's agent: %s", error)
-            return None
+    def _set(
+        self, state: p.InProcessState, restart_count: int | None = None, faults: Iterable[p.RankFault] = ()
+    ) -> None:
+        if self._mark is not None:
+            self._mark.set(state, restart_count, _for_agent(faults))
 
     def _write_restarted(self, go: p.Go) -> None:
         place = self._place
@@ -249,13 +246,6 @@ class RankLeft(SystemExit):
         return self.reason
 
 
-class _CallResult:
-    """What the function ended with: a value, or the ``SystemExit`` that it raised."""
-
-    def __init__(self, value: object = None, leaving: SystemExit | None = None) -> None:
-        self.value, self.leaving = value, leaving
-
-
 class WrappedRank:
     """Go through calls as ordered, until all have completed.
 
@@ -271,7 +261,7 @@ class WrappedRank:
         self._place = env.read_worker()
         self._context = RestartContext(self._place)
         self._ready_for = -1
-        self._returned: _CallResult | None = None
+        self._returned: CallOutcome | None = None
         self._kept: dict[str, Any] = {}
         self._handle: calls.Handle | None = None
         self._store: calls.CallStore | None = None
@@ -317,7 +307,7 @@ class WrappedRank:
         stack.callback(self._reporter.close)
         self._background = calls.Background()
         stack.callback(self._background.thaw)
-        self._host = own_address(place)
+        self._host = own_address(None if place.world_size == 1 else place.master_addr)
         bootstrap = Bootstrap(place, timeout_s=config.barrier_timeout)
         labels = labels_of(self._plugins.rank_assignment)
         task = MonitorTask.of(config, place, host=self._host, bootstrap_key=bootstrap.key, labels=labels)
@@ -443,23 +433,24 @@ class WrappedRank:
         self._page.set_phase(RankPhase.OUT)
         self._settle(outcome)
 
-    def _enter(self, go: p.Go, rank: int, given: Mapping[str, Any]) -> _CallResult | BaseException:
+    def _enter(self, go: p.Go, rank: int, given: Mapping[str, Any]) -> CallOutcome:
         """Call the function; return what it ended with.
 
-        This frame is the boundary of what is interrupted: it is not, whatever it calls is.
+        This frame is the boundary of what is interrupted: it is not, whatever it calls is. So it calls nothing outside
+        of the ``try`` once it has entered.
         """
+        outcome = CallOutcome()
         if not self._interruption.enter(go.restart_count):
-            return calls.RestartRequested()
+            outcome.error = calls.RestartRequested()
+            return outcome
         try:
             self._prepare(go, rank)
             self._page.set_phase(RankPhase.IN_FN)
             self._plugins.initialize(self._context.describe())
-            value = self._function(**given)
-        except SystemExit as error:
-            return _CallResult(leaving=error)
+            outcome.value = self._function(**given)
         except BaseException as error:  # noqa: BLE001 - whatever ended the function is dealt with outside
-            return error
-        return _CallResult(value)
+            outcome.error = error
+        return outcome
 
     def _prepare(self, go: p.Go, rank: int) -> None:
         """Set the scene for the function on this rank."""
@@ -477,28 +468,27 @@ class WrappedRank:
             }
         )
 
-    def _settle(self, outcome: _CallResult | BaseException) -> None:
+    def _settle(self, outcome: CallOutcome) -> None:
         """Report how the call ended, and leave it if it failed."""
-        if not isinstance(outcome, _CallResult):
-            self._reporter.restart(self._context.restart_count + 1)
-        if isinstance(outcome, _CallResult):
+        error = outcome.error
+        if error is None or isinstance(error, SystemExit):
             self._returned = outcome
             self._page.set_phase(RankPhase.COMPLETED)
-            if outcome.leaving is not None:
-                calls.drop(outcome.leaving)
+            calls.drop(error)
             self._reporter.complete()
             self._link.send(p.Completed(restart_count=self._context.restart_count))
             return
-        if isinstance(outcome, KeyboardInterrupt):
+        self._reporter.restart(self._context.restart_count + 1)
+        if isinstance(error, KeyboardInterrupt):
             self._leave(None)
             self._link.send(p.Left(reason="interrupted by the keyboard", fatal=True))
-            raise outcome
-        if isinstance(outcome, RestartAbort):
+            raise error
+        if isinstance(error, RestartAbort):
             self._leave(None)
-            self._give_up(outcome)
-        if not isinstance(outcome, calls.RestartRequested):
-            self._report_fault(outcome)
-        self._leave(outcome)
+            self._give_up(error)
+        if not isinstance(error, calls.RestartRequested):
+            self._report_fault(error)
+        self._leave(error)
 
     def _report_fault(self, error: BaseException) -> None:
         fault = p.RankFault(
@@ -545,8 +535,8 @@ class WrappedRank:
         if self._returned is None:
             return None
         calls.end_groups()
-        if self._returned.leaving is not None:
-            raise self._returned.leaving
+        if self._returned.error is not None:
+            raise self._returned.error
         return self._returned.value
 
     def _part(self, reason: str, *, report: bool) -> NoReturn:
