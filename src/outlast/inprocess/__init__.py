@@ -28,26 +28,7 @@ _HOMES = {
     "current_handle": "outlast.inprocess.call",
 }
 
-__all__ = [
-    "ActiveWorldSizeDivisibleBy",
-    "Assignment",
-    "Compose",
-    "FaultCounter",
-    "FillGaps",
-    "Handle",
-    "Level",
-    "MaxActiveWorldSize",
-    "Member",
-    "RankLeft",
-    "RestartRequested",
-    "Restore",
-    "RetryController",
-    "ShiftRanks",
-    "State",
-    "Tree",
-    "Wrapper",
-    "current_handle",
-]
+__all__ = list(_HOMES)
 
 # On first use: a monitor process imports single modules of this package, and no torch.
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

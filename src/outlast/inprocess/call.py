@@ -40,32 +40,19 @@ class RestartRequested(BaseException):
     """All ranks leave the wrapped function now; not to be caught."""
 
 
-class _Atomic:
-    __slots__ = ("_interruption", "_page")
+class _Part:
+    """A part of the function with something of its own; may be nested."""
 
-    def __init__(self, interruption: SignalInterruption, page: Page) -> None:
-        self._interruption, self._page = interruption, page
+    __slots__ = ("_enter", "_leave")
 
-    def __enter__(self) -> None:
-        self._interruption.enter_atomic()
-        self._page.enter_atomic()
-
-    def __exit__(self, *raised: object) -> None:
-        self._page.leave_atomic()
-        self._interruption.leave_atomic()
-
-
-class _Unprotected:
-    __slots__ = ("_page",)
-
-    def __init__(self, page: Page) -> None:
-        self._page = page
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._enter, self._leave = enter, leave
 
     def __enter__(self) -> None:
-        self._page.pause()
+        self._enter()
 
     def __exit__(self, *raised: object) -> None:
-        self._page.resume()
+        self._leave()
 
 
 class Handle:
@@ -124,7 +111,7 @@ class Handle:
 
         A restart that was ordered meanwhile begins at its end. The hard timeout still holds.
         """
-        return _Atomic(self._interruption, self._page)
+        return _Part(self._interruption.enter_atomic, self._interruption.leave_atomic)
 
     def begin_update(self) -> None:
         """Record that what training changes is not whole from here until :meth:`end_update`; may be called repeatedly.
@@ -144,7 +131,7 @@ class Handle:
 
         Other ranks' faults still end the call.
         """
-        return _Unprotected(self._page)
+        return _Part(self._page.pause, self._page.resume)
 
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
         """Return the object of this name that this process kept from an earlier call, else what ``make()`` returns.

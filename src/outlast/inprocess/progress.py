@@ -23,7 +23,7 @@ from outlast.inprocess.protocol import MonitorTask
 from outlast.policy.inprocess_protocol import RankFault, RankFaultKind
 
 _PAGE_BYTES = 4096
-_BEAT, _PROGRESS, _PHASE, _RESTART_COUNT, _PAUSES, _ATOMICS = range(6)
+_BEAT, _PROGRESS, _PHASE, _RESTART_COUNT, _PAUSES = range(5)
 
 
 class RankPhase(IntEnum):
@@ -105,15 +105,7 @@ class Page:
 
     def reset_depths(self) -> None:
         """Forget parts that were left by an exception."""
-        self._words[_PAUSES] = self._words[_ATOMICS] = 0
-
-    def enter_atomic(self) -> None:
-        """Enter a part in which no restart may happen; may be nested."""
-        self._words[_ATOMICS] += 1
-
-    def leave_atomic(self) -> None:
-        """Leave such a part."""
-        self._words[_ATOMICS] -= 1
+        self._words[_PAUSES] = 0
 
     # -- read by the monitor process ---------------------------------------------------------------------------
 
@@ -141,11 +133,6 @@ class Page:
     def is_paused(self) -> bool:
         """Whether hang protection is off."""
         return self._words[_PAUSES] > 0
-
-    @property
-    def is_atomic(self) -> bool:
-        """Whether no restart may happen now."""
-        return self._words[_ATOMICS] > 0
 
 
 _SEM_BYTES = 64  # sem_t has 32 on 64-bit Linux

@@ -322,8 +322,7 @@ def examine(
     started = time.monotonic()
     for rank in living:
         rank.responsive = rank.process_state not in ("T", "t")
-    answers = _Answers(board, [rank for rank in living if rank.state.attached and rank.responsive])
-    with answers:
+    with _Answers(board, [rank for rank in living if rank.state.attached and rank.responsive]) as answers:
         for rank in living:
             rank.dump = stacks.Dump(rank.state.pid)
             # A process that a debugger holds (t) is left alone.
