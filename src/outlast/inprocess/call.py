@@ -313,21 +313,12 @@ class Background:
 
     def __init__(self) -> None:
         self._excepthook = sys.excepthook
-        self._children = _children()
-
-    def freeze(self) -> None:
-        """Spare the collector the objects that live anyway: it takes 100 times as long to look through them all."""
-        gc.collect()
-        gc.freeze()
-
-    def thaw(self) -> None:
-        """Undo :meth:`freeze`."""
-        gc.unfreeze()
+        self._children = set(multiprocessing.active_children())
 
     def restore(self) -> None:
         """Take back the hooks that process groups put in, and end the data loaders' workers that are left."""
         sys.excepthook = self._excepthook  # torch puts another layer around it for every default group
-        end_children(_children() - self._children)
+        end_children(set(multiprocessing.active_children()) - self._children)
 
 
 def leave(callbacks: Iterable[Callable[[], None]], error: BaseException | None, background: Background) -> None:
@@ -392,10 +383,6 @@ def _destroy_groups() -> None:
     # Counted before anything is connected. Ranks that count differently would give their next group different names,
     # and wait for each other forever.
     world.group_count = 0
-
-
-def _children() -> set[BaseProcess]:
-    return set(multiprocessing.active_children())
 
 
 def end_children(children: Iterable[BaseProcess]) -> None:

@@ -138,8 +138,11 @@ class Page:
 _SEM_BYTES = 64  # sem_t has 32 on 64-bit Linux
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_kept: list[ctypes.Array[ctypes.c_char]] = []
-"""Semaphores are never freed: the main thread may answer at any later time."""
+_post = ctypes.cast(_libc.sem_post, ctypes.c_void_p)
+_semaphore = ctypes.create_string_buffer(_SEM_BYTES)
+"""Never freed: the main thread may answer at any later time."""
+if _libc.sem_init(ctypes.byref(_semaphore), 0, 0) != 0:
+    raise OSError(ctypes.get_errno(), "sem_init failed")
 
 
 class MainThreadProgress:
@@ -149,26 +152,18 @@ class MainThreadProgress:
     """
 
     def __init__(self) -> None:
-        if _kept:
-            self._semaphore = _kept[0]
-        else:
-            self._semaphore = ctypes.create_string_buffer(_SEM_BYTES)
-            if _libc.sem_init(ctypes.byref(self._semaphore), 0, 0) != 0:
-                raise OSError(ctypes.get_errno(), "sem_init failed")
-            _kept.append(self._semaphore)
-        self._post = ctypes.cast(_libc.sem_post, ctypes.c_void_p)
         self._asked = False
 
     def ask(self) -> None:
         """Ask for a sign, unless the last one is still due. Blocks: never."""
         if not self._asked:
-            full = ctypes.pythonapi.Py_AddPendingCall(self._post, ctypes.byref(self._semaphore))
+            full = ctypes.pythonapi.Py_AddPendingCall(_post, ctypes.byref(_semaphore))
             self._asked = full == 0
 
     def take(self) -> bool:
         """Return whether there was a sign since the last call. Blocks: never."""
         answered = False
-        while _libc.sem_trywait(ctypes.byref(self._semaphore)) == 0:
+        while _libc.sem_trywait(ctypes.byref(_semaphore)) == 0:
             answered = True
         if answered:
             self._asked = False

@@ -8,6 +8,7 @@ the node, the journal, and the log (:class:`StatusReporter`).
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 import os
@@ -190,47 +191,6 @@ _ABORT_S = 5.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
-class RestartContext:
-    """The last order to go, and the faults since.
-
-    Args:
-        place: This process's place at its start.
-
-    Thread: the main thread; :meth:`describe` from any.
-    """
-
-    def __init__(self, place: env.WorkerEnv) -> None:
-        self.place = place
-        self.restart_count = 0
-        """The one that this rank was ordered to enter last."""
-        self._go: p.Go | None = None
-        self._faults: tuple[p.RankFault, ...] = ()
-
-    def note_go(self, go: p.Go) -> None:
-        """Note an order to go; its counts have all faults before it."""
-        self._go, self.restart_count, self._faults = go, go.restart_count, ()
-
-    def note_faults(self, faults: Iterable[p.RankFault]) -> None:
-        """Note faults since the last order to go."""
-        for fault in faults:
-            self._faults = add_fault(self._faults, fault)
-
-    def describe(self) -> State:
-        """Return it for plug-ins."""
-        go, place = self._go, self.place
-        ranks = go.ranks if go is not None else {}
-        return State(
-            initial_rank=place.global_rank,
-            initial_world_size=place.world_size,
-            rank=ranks.get(place.global_rank),
-            world_size=len(ranks) or place.world_size,
-            active_world_size=go.active_world_size if go is not None else place.world_size,
-            iteration=self.restart_count,
-            node=place.node,
-            fault_counts=count_causes(go.fault_counts if go is not None else {}, self._faults),
-        )
-
-
 class RankLeft(SystemExit):
     """This rank leaves a wrapped function for good, and the others resume; its process ends with exit code 0.
 
@@ -259,20 +219,15 @@ class WrappedRank:
     def __init__(self, config: InProcessRestartConfig, plugins: Plugins) -> None:
         self._config, self._plugins = config, plugins
         self._place = env.read_worker()
-        self._context = RestartContext(self._place)
+        self._go: p.Go | None = None
+        self._faults: tuple[p.RankFault, ...] = ()
+        """Since that order to go."""
         self._ready_for = -1
         self._returned: CallOutcome | None = None
         self._kept: dict[str, Any] = {}
         self._handle: calls.Handle | None = None
         self._store: calls.CallStore | None = None
         self._interruption = SignalInterruption(calls.RestartRequested, WrappedRank._enter.__code__)
-        self._function: Callable[..., Any]
-        self._handle_name: str | None
-        self._reporter: StatusReporter
-        self._background: calls.Background
-        self._page: Page
-        self._link: MonitorLink
-        self._thread: MonitorThread
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the function until it has returned on all active ranks; return what it returned here last.
@@ -306,7 +261,7 @@ class WrappedRank:
         self._reporter = StatusReporter(place, config)
         stack.callback(self._reporter.close)
         self._background = calls.Background()
-        stack.callback(self._background.thaw)
+        stack.callback(gc.unfreeze)
         self._host = own_address(None if place.world_size == 1 else place.master_addr)
         bootstrap = Bootstrap(place, timeout_s=config.barrier_timeout)
         labels = labels_of(self._plugins.rank_assignment)
@@ -329,7 +284,8 @@ class WrappedRank:
         noting.start()
         stack.callback(noting.stop)
         stack.callback(calls.set_current, None)
-        self._background.freeze()
+        gc.collect()
+        gc.freeze()  # the collector takes 100 times as long to look through the objects that live anyway
         stack.callback(bootstrap.close)
         return bootstrap
 
@@ -350,7 +306,7 @@ class WrappedRank:
                     bootstrap.close()
                     self._go_into(order)
                 case p.Restart():
-                    self._context.note_faults(order.faults)
+                    self._note_faults(order.faults)
                     self._reporter.restart(order.restart_count, order.faults)
                     if order.restart_count > self._ready_for:
                         self._leave(None)
@@ -379,7 +335,7 @@ class WrappedRank:
         """Record that this rank can enter a call, if it may."""
         if restart_count > 0:
             try:
-                self._plugins.health_check(self._context.describe())
+                self._plugins.health_check(self._describe())
             except RestartAbort as error:
                 self._give_up(error)
             except Exception as error:  # noqa: BLE001 - whatever a health check raises: it failed
@@ -407,7 +363,7 @@ class WrappedRank:
     # -- a call ------------------------------------------------------------------------------------------
 
     def _go_into(self, go: p.Go) -> None:
-        self._context.note_go(go)
+        self._go, self._faults = go, ()  # its counts have all faults before it
         self._reporter.begin(go)
         self._returned = None
         if self._place.global_rank not in go.ranks:
@@ -416,7 +372,7 @@ class WrappedRank:
         if rank is None:
             return  # a spare: it waits for the next order
         handle = self._handle = calls.open_handle(
-            self._context.describe(),
+            self._describe(),
             interruption=self._interruption,
             page=self._page,
             on_first_ping=self._thread.count_pings_only,
@@ -446,7 +402,7 @@ class WrappedRank:
         try:
             self._prepare(go, rank)
             self._page.set_phase(RankPhase.IN_FN)
-            self._plugins.initialize(self._context.describe())
+            self._plugins.initialize(self._describe())
             outcome.value = self._function(**given)
         except BaseException as error:  # noqa: BLE001 - whatever ended the function is dealt with outside
             outcome.error = error
@@ -476,9 +432,9 @@ class WrappedRank:
             self._page.set_phase(RankPhase.COMPLETED)
             calls.drop(error)
             self._reporter.complete()
-            self._link.send(p.Completed(restart_count=self._context.restart_count))
+            self._link.send(p.Completed(restart_count=self._restart_count))
             return
-        self._reporter.restart(self._context.restart_count + 1)
+        self._reporter.restart(self._restart_count + 1)
         if isinstance(error, KeyboardInterrupt):
             self._leave(None)
             self._link.send(p.Left(reason="interrupted by the keyboard", fatal=True))
@@ -493,15 +449,15 @@ class WrappedRank:
     def _report_fault(self, error: BaseException) -> None:
         fault = p.RankFault(
             initial_rank=self._place.global_rank,
-            restart_count=self._context.restart_count,
+            restart_count=self._restart_count,
             kind=p.RankFaultKind.EXCEPTION,
             summary=calls.describe(error),
             is_consequence=calls.is_consequence(error),
         )
-        self._context.note_faults((fault,))
+        self._note_faults((fault,))
         self._link.send(fault)
         if not fault.is_consequence:
-            log.warning("the function failed on this rank in call %d", self._context.restart_count, exc_info=error)
+            log.warning("the function failed on this rank in call %d", self._restart_count, exc_info=error)
 
     def _leave(self, error: BaseException | None) -> None:
         """Let go of the call that was entered last. Idempotent."""
@@ -513,7 +469,7 @@ class WrappedRank:
         try:
             calls.leave(handle.take_callbacks(), error, self._background)
             calls.set_current(None)
-            self._plugins.finalize(self._context.describe())
+            self._plugins.finalize(self._describe())
         except RestartAbort as failure:
             self._give_up(failure)
         except Exception as failure:
@@ -528,7 +484,7 @@ class WrappedRank:
 
     def _finish(self) -> Any:
         self._reporter.finish()
-        state = self._context.describe()
+        state = self._describe()
         self._handle = None
         calls.set_current(None)
         self._plugins.completion(state)
@@ -585,18 +541,44 @@ class WrappedRank:
             counts={"restarts": order.restart_count, "faults": sum(order.fault_counts.values())},
             rank=self._place.global_rank,
             node=self._place.node,
-            iteration=self._context.restart_count,
+            iteration=self._restart_count,
         )
 
     def _terminate(self) -> None:
         try:
-            self._plugins.terminate(self._context.describe())
+            self._plugins.terminate(self._describe())
         except Exception:
             log.exception("the terminate plug-in failed")
 
     def _close_store(self) -> None:
         if self._store is not None:
             self._store.close()
+
+    # -- where it stands ---------------------------------------------------------------------------------------
+
+    @property
+    def _restart_count(self) -> int:
+        """The call that this rank was ordered to enter last."""
+        return self._go.restart_count if self._go is not None else 0
+
+    def _note_faults(self, faults: Iterable[p.RankFault]) -> None:
+        for fault in faults:
+            self._faults = add_fault(self._faults, fault)
+
+    def _describe(self) -> State:
+        """Return it for plug-ins. Thread: any."""
+        go, place = self._go, self._place
+        ranks = go.ranks if go is not None else {}
+        return State(
+            initial_rank=place.global_rank,
+            initial_world_size=place.world_size,
+            rank=ranks.get(place.global_rank),
+            world_size=len(ranks) or place.world_size,
+            active_world_size=go.active_world_size if go is not None else place.world_size,
+            iteration=self._restart_count,
+            node=place.node,
+            fault_counts=count_causes(go.fault_counts if go is not None else {}, self._faults),
+        )
 
     # -- for others ---------------------------------------------------------------------------------------------
 
@@ -609,7 +591,7 @@ class WrappedRank:
             log.exception("the check before the abort failed")
         try:
             device.abort_collectives()
-            self._plugins.abort(self._context.describe())
+            self._plugins.abort(self._describe())
         except Exception:
             log.exception("the abort plug-in failed")
 

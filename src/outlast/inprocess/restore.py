@@ -319,7 +319,7 @@ def _why_not(state: Mapping[str, Any], parts: Parts) -> str:
         return "the state has no module and optimizer of torch"
     for path, module in parts.modules.items():
         is_sharded = any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules())
-        if is_sharded or any(isinstance(tensor, DTensor) for tensor in _tensors_of(module)):
+        if is_sharded or any(isinstance(one, DTensor) for one in (*module.parameters(), *module.buffers())):
             return f"module {path!r} is sharded: it holds on to process groups, which do not outlive a restart"
     for path, optimizer in parts.optimizers.items():
         if hasattr(optimizer, "consolidate_state_dict"):
@@ -337,11 +337,6 @@ def _walk(state: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield from _walk(value, here)
         else:
             yield here, value
-
-
-def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 log = logging.getLogger(__name__)
