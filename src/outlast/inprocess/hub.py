@@ -121,8 +121,10 @@ class Hub:
     def deadline_s(self) -> float:
         """When to call :meth:`look`."""
         due = [self._next_silence_check_s, *(absence.until_s for absence in self._absent.values())]
+        if self._end_s is not None and clock.now_s() < self._end_s:
+            due.append(self._end_s)  # later it only waits for its own rank to leave
         decision_s = None if self._state is None else restart.next_deadline_s(self._state, self._limits)
-        return min([*due, *(time_s for time_s in (self._end_s, decision_s) if time_s is not None)])
+        return min([*due, decision_s] if decision_s is not None else due)
 
     @property
     def is_over(self) -> bool:

@@ -179,8 +179,8 @@ class HubClient:
     def look(self, now_s: float) -> float:
         """Do what is due, and return when to look again."""
         due = [now_s + self._task.heartbeat_timeout_s]
-        if self._end_s is not None:
-            due.append(self._end_s)
+        if self._end_s is not None and now_s < self._end_s:
+            due.append(self._end_s)  # later, the hub in this process may still be needed
         if self._link is not None:
             due.append(self._look_at_link(now_s, self._link.channel))
         for link in [link for link, until_s in (self._newcomers | self._probes).items() if now_s >= until_s]:
