@@ -84,8 +84,17 @@ class Bootstrap:
 
     def _open(self) -> Any:
         from outlast.runtime import store as stores  # imports torch, which no monitor process has
+        from outlast.runtime.process_groups import meeting_point
 
-        endpoint, is_hosted = _find(self._place)
+        point, variables = meeting_point(self._place), env.environ()
+        if point == "env://":
+            host, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
+        else:
+            host, _, port = point.removeprefix("tcp://").rpartition(":")
+        if not host or not port or not port.isdecimal():
+            raise ConfigError("it is not known where the ranks meet; set MASTER_ADDR and MASTER_PORT")
+        endpoint = Endpoint(host, int(port))
+        is_hosted = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         end_s = clock.now_s() + self._timeout_s
         if self._place.global_rank == 0 and not is_hosted:
             store = stores.host(endpoint, timeout_s=self._timeout_s)
@@ -100,21 +109,6 @@ class Bootstrap:
                 if clock.now_s() >= end_s:
                     raise
                 threading.Event().wait(_RETRY_S)
-
-
-def _find(place: env.WorkerEnv) -> tuple[Endpoint, bool]:
-    """Return where the store is, and whether the launcher hosts it."""
-    from outlast.runtime.process_groups import meeting_point  # imports torch, which no monitor process has
-
-    point = meeting_point(place)
-    variables = env.environ()
-    if point == "env://":
-        host, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
-    else:
-        host, _, port = point.removeprefix("tcp://").rpartition(":")
-    if not host or not port or not port.isdecimal():
-        raise ConfigError("it is not known where the ranks meet; set MASTER_ADDR and MASTER_PORT")
-    return Endpoint(host, int(port)), variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class _ProxyTask(msgspec.Struct, frozen=True, kw_only=True, tag=True):

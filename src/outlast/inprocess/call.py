@@ -234,14 +234,10 @@ class CallStore:
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener: socket.socket | None = socket.create_server((host, 0), family=family, backlog=2048)
-        self._port: int = self._listener.getsockname()[1]
-        self._host = host
-        self._store: Any = None
-
-    @property
-    def address(self) -> str:
+        self._host, self._port = host, int(self._listener.getsockname()[1])
+        self.address = f"{host} {self._port}"
         """``host port``."""
-        return f"{self._host} {self._port}"
+        self._store: Any = None
 
     def serve(self, *, timeout_s: float) -> None:
         """Host the store. Blocks: never."""

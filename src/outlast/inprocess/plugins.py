@@ -131,33 +131,26 @@ class RetryController:
         Raises:
             RestartAbort: A limit is passed; the message names it.
         """
-        for broken, limit in (
-            (
-                self.max_iterations is not None and state.iteration > self.max_iterations,
-                f"this would be restart {state.iteration} of max_iterations={self.max_iterations}",
-            ),
-            (
-                state.world_size < self.min_world_size,
-                f"{state.world_size} processes are left of min_world_size={self.min_world_size}",
-            ),
-            (
-                state.active_world_size < self.min_active_world_size,
-                f"{state.active_world_size} ranks would run of min_active_world_size={self.min_active_world_size}",
-            ),
-        ):
-            if broken:
-                raise RestartAbort(
-                    f"{limit}; look at the faults before, and restart the job",
-                    counts={
-                        "restarts": state.iteration,
-                        "living": state.world_size,
-                        "active": state.active_world_size,
-                        "faults": sum(state.fault_counts.values()),
-                    },
-                    rank=state.initial_rank,
-                    node=state.node,
-                    iteration=state.iteration,
-                )
+        if self.max_iterations is not None and state.iteration > self.max_iterations:
+            limit = f"this would be restart {state.iteration} of max_iterations={self.max_iterations}"
+        elif state.world_size < self.min_world_size:
+            limit = f"{state.world_size} processes are left of min_world_size={self.min_world_size}"
+        elif state.active_world_size < self.min_active_world_size:
+            limit = f"{state.active_world_size} ranks would run of min_active_world_size={self.min_active_world_size}"
+        else:
+            return
+        raise RestartAbort(
+            f"{limit}; look at the faults before, and restart the job",
+            counts={
+                "restarts": state.iteration,
+                "living": state.world_size,
+                "active": state.active_world_size,
+                "faults": sum(state.fault_counts.values()),
+            },
+            rank=state.initial_rank,
+            node=state.node,
+            iteration=state.iteration,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -677,7 +677,12 @@ class Wrapper:
             ConfigError: It is not to be protected, and needs a :class:`~outlast.inprocess.Handle`.
         """
         if self.config.given.get("enabled") is False:
-            _check_needs_no_handle(function)
+            name = calls.handle_parameter(function)
+            if name is not None and inspect.signature(function).parameters[name].default is inspect.Parameter.empty:
+                raise ConfigError(
+                    f"in_process_restart.enabled is off, but {function.__qualname__}() takes a Handle, which only a "
+                    f"protected call has; give {name} a default of None, or leave enabled out"
+                )
             return function
 
         @functools.wraps(function)
@@ -686,12 +691,3 @@ class Wrapper:
             return value
 
         return protected
-
-
-def _check_needs_no_handle(function: Callable[..., Any]) -> None:
-    name = calls.handle_parameter(function)
-    if name is not None and inspect.signature(function).parameters[name].default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"in_process_restart.enabled is off, but {function.__qualname__}() takes a Handle, which only a protected "
-            f"call has; give {name} a default of None, or leave enabled out"
-        )

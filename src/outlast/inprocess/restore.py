@@ -266,22 +266,19 @@ class KeptTrainingState:
         versions = [tensor._version for tensor in self._loose]
         if versions == self._loose_versions:
             return
-        if self._loose_versions and self._loose_versions[0] >= 0:
+        if self._loose_versions[0] >= 0:
             self.has_changing_buffers = True
             changed = self._changed(versions)
-            new = [i for i in changed if i not in self._copies]
-            if new:
-                num_bytes = sum(self._loose[i].nbytes for i in {*new, *self._copies})
-                if len(self._copies) + len(new) > MAX_COPIED or num_bytes > MAX_COPIED_BYTES:
-                    self._copies = {}
-                    self._loose_versions = versions
-                    return
-                for index in new:
-                    self._copies[index] = self._loose[index].detach().clone()
-            with torch.no_grad():
-                for index in changed:
-                    if index in self._copies:
-                        self._copies[index].copy_(self._loose[index])
+            copied = {*changed, *self._copies}
+            if len(copied) > MAX_COPIED or sum(self._loose[i].nbytes for i in copied) > MAX_COPIED_BYTES:
+                self._copies = {}
+            else:
+                with torch.no_grad():
+                    for index in changed:
+                        if index in self._copies:
+                            self._copies[index].copy_(self._loose[index])
+                        else:
+                            self._copies[index] = self._loose[index].detach().clone()
         self._loose_versions = versions
 
     def _changed(self, versions: list[int]) -> list[int]:
