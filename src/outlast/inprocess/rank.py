@@ -43,12 +43,15 @@ from outlast.runtime.journal import Journal
 
 log = logging.getLogger(__name__)
 
-_HUNG = (
-    p.RankFaultKind.SOFT_TIMEOUT,
-    p.RankFaultKind.HARD_TIMEOUT,
-    p.RankFaultKind.COMPLETION_TIMEOUT,
-    p.RankFaultKind.BARRIER_TIMEOUT,
-)
+_INCIDENTS = {
+    p.RankFaultKind.EXCEPTION: IncidentKind.WORKER_FAILED,
+    p.RankFaultKind.DIED: IncidentKind.WORKER_DIED,
+    p.RankFaultKind.LINK_LOST: IncidentKind.WORKER_DIED,
+    p.RankFaultKind.SOFT_TIMEOUT: IncidentKind.WORKER_HUNG,
+    p.RankFaultKind.HARD_TIMEOUT: IncidentKind.WORKER_HUNG,
+    p.RankFaultKind.COMPLETION_TIMEOUT: IncidentKind.WORKER_HUNG,
+    p.RankFaultKind.BARRIER_TIMEOUT: IncidentKind.WORKER_HUNG,
+}
 _num_calls = 0
 
 
@@ -157,19 +160,12 @@ def _for_agent(faults: Iterable[p.RankFault]) -> list[InProcessFault]:
     return [
         InProcessFault(
             rank=fault.initial_rank,
-            kind=_kind(fault.kind),
+            kind=_INCIDENTS[fault.kind],
             summary=fault.summary or str(fault.kind).replace("_", " "),
             is_consequence=fault.is_consequence,
         )
         for fault in ranked
     ]
-
-
-def _kind(kind: p.RankFaultKind) -> IncidentKind:
-    if kind in _HUNG:
-        return IncidentKind.WORKER_HUNG
-    dead = kind in (p.RankFaultKind.DIED, p.RankFaultKind.LINK_LOST)
-    return IncidentKind.WORKER_DIED if dead else IncidentKind.WORKER_FAILED
 
 
 def _say_what_the_launcher_allows(launcher: str) -> None:
@@ -247,11 +243,11 @@ class WrappedRank:
             self._interruption.install()
             stack.callback(self._interruption.uninstall)
             stacks.register()
-            bootstrap = self._open(stack)
-            self._join(bootstrap)
-            return self._follow(bootstrap)
+            self._open(stack)
+            self._join()
+            return self._follow()
 
-    def _open(self, stack: ExitStack) -> Bootstrap:
+    def _open(self, stack: ExitStack) -> None:
         """Set up what lives as long as this rank's part."""
         config, place = self._config, self._place
         before = {variable: env.environ().get(variable) for variable in _VARIABLES}
@@ -263,9 +259,9 @@ class WrappedRank:
         self._background = calls.Background()
         stack.callback(gc.unfreeze)
         self._host = own_address(None if place.world_size == 1 else place.master_addr)
-        bootstrap = Bootstrap(place, timeout_s=config.barrier_timeout)
+        self._bootstrap = Bootstrap(place, timeout_s=config.barrier_timeout)
         labels = labels_of(self._plugins.rank_assignment)
-        task = MonitorTask.of(config, place, host=self._host, bootstrap_key=bootstrap.key, labels=labels)
+        task = MonitorTask.of(config, place, host=self._host, bootstrap_key=self._bootstrap.key, labels=labels)
         self._page = Page.create()
         stack.callback(self._page.close)
         self._link = MonitorLink(task, self._page)
@@ -286,24 +282,23 @@ class WrappedRank:
         stack.callback(calls.set_current, None)
         gc.collect()
         gc.freeze()  # the collector takes 100 times as long to look through the objects that live anyway
-        stack.callback(bootstrap.close)
-        return bootstrap
+        stack.callback(self._bootstrap.close)
 
     # -- orders ------------------------------------------------------------------------------------------------
 
-    def _join(self, bootstrap: Bootstrap) -> None:
+    def _join(self) -> None:
         listening = self._next(self._config.barrier_timeout)
         if not isinstance(listening, m.Listening):
             raise OutlastError(f"the monitor process did not start: {listening!r}")
-        bootstrap.run(listening.address, self._link.send)
+        self._bootstrap.run(listening.address, self._link.send)
         self._get_ready(0)
 
-    def _follow(self, bootstrap: Bootstrap) -> Any:
+    def _follow(self) -> Any:
         while True:
             order = self._next()
             match order:
                 case p.Go():
-                    bootstrap.close()
+                    self._bootstrap.close()
                     self._go_into(order)
                 case p.Restart():
                     self._note_faults(order.faults)
