@@ -151,13 +151,13 @@ class Hub:
         link = m.HubLink(self._selector, channel, partial(self._on_messages, rank), partial(self._on_broken, rank))
         self._peers[rank] = _LinkedMember(link, join)
         before, self._candidates = self._candidates, self._order_candidates()
-        self._send(rank, self._describe())
+        self._send(self._describe(), (rank,))
         if self._candidates != before:
-            self._send_all(self._describe(), [other for other in self._peers if other != rank])
+            self._send(self._describe(), [other for other in self._peers if other != rank])
         if self._state is not None:
             self._advance(self._came(rank, join))
         elif rank not in self._known:
-            self._send(rank, p.Expel(reason="the others resumed without this rank"))
+            self._send(p.Expel(reason="the others resumed without this rank"), (rank,))
         self._settle()
 
     def look(self) -> None:
@@ -206,7 +206,7 @@ class Hub:
     def _take(self, rank: int, peer: _LinkedMember, message: m.OnLink) -> None:
         match message:
             case m.Beat():
-                self._send(rank, message)
+                self._send(message, (rank,))
             case m.Gone() | p.RankReady() | p.RankFault() | p.Completed() | p.Left() | p.Assigned() if (
                 self._state is None
             ):
@@ -233,10 +233,7 @@ class Hub:
                 oldest_s = min(oldest_s, received_s)
         self._next_silence_check_s = oldest_s + self._heartbeat_timeout_s
 
-    def _send(self, rank: int, message: m.OnLink) -> None:
-        self._send_all(message, (rank,))
-
-    def _send_all(self, message: m.OnLink, ranks: Iterable[int]) -> None:
+    def _send(self, message: m.OnLink, ranks: Iterable[int]) -> None:
         frame = encode_frame(message)
         for rank in ranks:
             if (peer := self._peers.get(rank)) is None:
@@ -349,7 +346,7 @@ class Hub:
             if self._state.phase == restart.RestartPhase.RUNNING:
                 self._out_of_reach.clear()
         for action in actions:
-            self._send_all(action.order, action.to)
+            self._send(action.order, action.to)
         if self._state.end is not None and self._end_s is None:
             self._end_s = clock.now_s() + _END_S
 
@@ -358,7 +355,7 @@ class Hub:
         assert self._state is not None
         self._known = {rank: self._places[rank] for rank in sorted(self._state.members)}
         self._candidates = self._order_candidates()
-        self._send_all(self._describe(), list(self._peers))
+        self._send(self._describe(), list(self._peers))
 
     def _order_candidates(self) -> tuple[p.HubCandidate, ...]:
         able = [

@@ -99,7 +99,6 @@ class HubClient:
         self._answer_s: float | None = None
         self.is_over = False
         """The hub has no more orders for the rank, or the rank no more reports for it."""
-        self._space = machine_id()
         self._key: bytes | None = None
         self._known = m.HubCandidates(candidates=())
         self._hub: Hub | None = None
@@ -114,6 +113,9 @@ class HubClient:
         """``host port`` where this process listens."""
         self._own = p.HubCandidate(
             initial_rank=task.initial_rank, node=task.node, address=self.address, life=secrets.token_hex(8)
+        )
+        self._place = m.MemberPlace(
+            node=task.node, space=machine_id(), pid=task.pid, address=self.address, labels=task.labels
         )
         selector.register(self._listener, selectors.EVENT_READ, self._on_connection)
 
@@ -388,7 +390,7 @@ class HubClient:
             limits=self._task.limits,
             heartbeat_timeout_s=self._task.heartbeat_timeout_s,
             host=self._own,
-            space=self._space,
+            space=self._place.space,
             predecessor=self._known if self._known.members else None,
             patience_s=RECONNECT_S + patience_s,
         )
@@ -441,14 +443,11 @@ class HubClient:
         return channel
 
     def _make_join(self, wants: str) -> m.JoinHub:
-        task = self._task
         self._joined_with = self._record.standing
         return m.JoinHub(
-            initial_rank=task.initial_rank,
-            initial_world_size=task.initial_world_size,
-            place=m.MemberPlace(
-                node=task.node, space=self._space, pid=task.pid, address=self.address, labels=task.labels
-            ),
+            initial_rank=self._task.initial_rank,
+            initial_world_size=self._task.initial_world_size,
+            place=self._place,
             life=self._own.life,
             wants=wants,
             standing=self._joined_with,

@@ -20,6 +20,7 @@ import selectors
 import signal
 import socket
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -216,10 +217,8 @@ class _MonitorDuty:
             return
         self._rank_is_gone = True
         for watched in (self._pidfd, self._rank):
-            try:
+            with suppress(KeyError):  # the socket ended before
                 self._selector.unregister(watched)
-            except KeyError:
-                pass  # the socket ended before
         if self._has_bootstrapped or isinstance(final_report, p.Left):
             return self._hub.end(final_report)
         proxy = self._proxy = start_proxy(
@@ -276,10 +275,8 @@ class _MonitorDuty:
         self._kill_s = clock.now_s() + grace_s
 
     def _signal(self, number: signal.Signals) -> None:
-        try:
+        with suppress(OSError):  # it ended by itself meanwhile
             signal.pidfd_send_signal(self._pidfd, number)
-        except OSError:
-            pass  # it ended by itself meanwhile
 
     def _send_to_rank(self, message: m.FromMonitor) -> None:
         try:

@@ -321,9 +321,8 @@ class Tree:
     def __init__(self, *levels: Level, may_shrink: bool = False) -> None:
         require(bool(levels), "Tree() has no levels; name at least one")
         require(sum(level.whole for level in levels) <= 1, "more than one Level of a Tree has whole=True; keep one")
-        self._levels = levels
+        self._levels = {f"tree-{number}": level for number, level in enumerate(levels)}
         self._may_shrink = may_shrink
-        self._names = [f"tree-{number}" for number in range(len(levels))]
 
     def __call__(self, assignment: Assignment) -> Assignment:
         """Return the assignment without gaps.
@@ -331,14 +330,15 @@ class Tree:
         Raises:
             RestartAbort: Spares do not suffice, and it must not shrink.
         """
+        levels = self._levels.values()
         if not assignment.previous:
-            spares = [level.spare for level in self._levels]
+            spares = [level.spare for level in levels]
             return hold_back(assignment, place=self._place, spares=spares)
-        whole = next((number + 1 for number, level in enumerate(self._levels) if level.whole), None)
+        whole = next((number + 1 for number, level in enumerate(levels) if level.whole), None)
         return fill_gaps(assignment, place=self._place, whole=whole, may_shrink=self._may_shrink)
 
     def __repr__(self) -> str:
-        return f"Tree({', '.join(map(repr, self._levels))}, may_shrink={self._may_shrink})"
+        return f"Tree({', '.join(map(repr, self._levels.values()))}, may_shrink={self._may_shrink})"
 
     def labels(self) -> dict[str, str]:
         """Return this rank's parts of the machine, for ``Member.labels``.
@@ -346,12 +346,11 @@ class Tree:
         Raises:
             ConfigError: An environment variable is not set.
         """
-        named = zip(self._names, self._levels, strict=True)
-        return {name: level.part() for name, level in named if level.key != "node"}
+        return {name: level.part() for name, level in self._levels.items() if level.key != "node"}
 
     def _place(self, member: Member) -> list[str]:
-        named = zip(self._names, self._levels, strict=True)
-        return [member.node if level.key == "node" else member.labels[name] for name, level in named]
+        levels = self._levels.items()
+        return [member.node if level.key == "node" else member.labels[name] for name, level in levels]
 
 
 Plugin = Callable[[State], Any]

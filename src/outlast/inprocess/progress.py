@@ -247,7 +247,7 @@ class RankWatch:
         base_ns = progress_ns if self._ordered_to_leave_ns is None else min(progress_ns, self._ordered_to_leave_ns)
         hard_ns = base_ns + self._hard_ns
         if now_ns >= hard_ns:
-            return self._fault(restart_count, RankFaultKind.HARD_TIMEOUT, self._describe(now_ns, hard=True)), None
+            return self._fault(restart_count, RankFaultKind.HARD_TIMEOUT, self._why_hard(now_ns)), None
         if self._ordered_to_leave_ns is not None or self._reported_soft >= restart_count:
             return None, hard_ns
         soft_ns = progress_ns + self._soft_ns
@@ -256,8 +256,8 @@ class RankWatch:
         fresh_until_ns = page.beat_ns + self._fresh_ns
         if now_ns <= fresh_until_ns:
             self._reported_soft = restart_count
-            fault = self._fault(restart_count, RankFaultKind.SOFT_TIMEOUT, self._describe(now_ns, hard=False))
-            return fault, hard_ns
+            text = f"no progress for {(now_ns - progress_ns) / 1e9:.1f} s (soft_timeout={self._task.soft_timeout_s:g})"
+            return self._fault(restart_count, RankFaultKind.SOFT_TIMEOUT, text), hard_ns
         # The monitor thread does not run either: it may come back (a long call that holds the interpreter's lock).
         return None, min(hard_ns, now_ns + self._fresh_ns // 4)
 
@@ -276,11 +276,8 @@ class RankWatch:
     def _fault(self, restart_count: int, kind: RankFaultKind, summary: str) -> RankFault:
         return RankFault(initial_rank=self._task.initial_rank, restart_count=restart_count, kind=kind, summary=summary)
 
-    def _describe(self, now_ns: int, *, hard: bool) -> str:
-        since_s = (now_ns - self._page.progress_ns) / 1e9
-        text = f"no progress for {since_s:.1f} s"
-        if not hard:
-            return text + f" (soft_timeout={self._task.soft_timeout_s:g})"
+    def _why_hard(self, now_ns: int) -> str:
+        text = f"no progress for {(now_ns - self._page.progress_ns) / 1e9:.1f} s"
         if now_ns > self._page.beat_ns + self._fresh_ns:
             text += "; it was stopped, or held the interpreter's lock"
         elif self._ordered_to_leave_ns is not None:

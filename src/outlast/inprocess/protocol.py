@@ -5,7 +5,8 @@
   :class:`Connect` once, then what it reports (:data:`~outlast.policy.inprocess_protocol.Report`); it receives
   :class:`Listening` first, then orders, and in between who could host the hub (:class:`HubCandidates`), so that it
   can start another monitor process where its first one is gone (:class:`Reconnect`).
-* Between monitor processes and the hub: a :data:`HubChannel`, after the proof of the job's secret.
+* Between monitor processes and the hub: a :data:`HubChannel`, after the proof of the job's secret; a :class:`HubLink`
+  is its place in an event loop.
 
 A :class:`MemberRecord` remembers what a member was ordered and reported, so that a new hub or monitor process can
 resume from it. Nothing here imports torch.

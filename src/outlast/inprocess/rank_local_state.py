@@ -15,7 +15,7 @@ import mmap
 import os
 import random
 import struct
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import msgspec
@@ -113,11 +113,12 @@ _SCALARS = frozenset((str, int, float, bool, type(None)))
 _INT_MAX = 2**63
 
 
-class _Encoded(msgspec.Struct, frozen=True):
-    """One value, taken apart."""
+class _Description(msgspec.Struct, frozen=True):
+    """A value without the content of its tensors."""
 
     tree: bytes
-    tensors: list[tuple[str, str, list[int], bytes]]
+    tensors: list[tuple[str, str, list[int]]]
+    """Names, dtypes and shapes."""
 
 
 class _Payload(msgspec.Struct, frozen=True):
@@ -329,26 +330,42 @@ def _is_simple(value: Any) -> bool:
     return True
 
 
-def _as_bytes(value: Any) -> bytes:
+def take_apart(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Return a description of a value, and the bytes of its tensors, as they are on the host."""
     flat = flatten(value)
-    tensors = []
-    for named in flat.tensors:
-        host = named.tensor.detach().cpu().contiguous()
-        kind = str(host.dtype).removeprefix("torch.")
-        tensors.append((named.name, kind, list(host.shape), host.reshape(-1).view(torch.uint8).numpy().tobytes()))
-    return _encoder.encode(_Encoded(flat.tree, tensors))
+    hosted = [(named.name, named.tensor.detach().cpu().contiguous()) for named in flat.tensors]
+    kinds = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in hosted]
+    contents = [one.reshape(-1).view(torch.uint8) for _, one in hosted if one.numel()]
+    return _encoder.encode(_Description(flat.tree, kinds)), contents
+
+
+def put_together(description: bytes, fill: Callable[[torch.Tensor], object]) -> Any:
+    """Return the value that :func:`take_apart` described.
+
+    Args:
+        description: What it returned first.
+        fill: Fills the bytes of the next tensor, in the same order.
+    """
+    described = from_msgpack(description, _Description)
+    tensors = {}
+    for name, dtype, shape in described.tensors:
+        one = tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        if one.numel():
+            fill(one.reshape(-1).view(torch.uint8))
+    return decode(described.tree, tensors.__getitem__)
+
+
+def _as_bytes(value: Any) -> bytes:
+    description, contents = take_apart(value)
+    return _encoder.encode((description, [one.numpy().tobytes() for one in contents]))
 
 
 def _from_bytes(data: bytes) -> Any:
-    encoded = from_msgpack(data, _Encoded)
-    tensors = {}
-    for name, kind, shape, content in encoded.tensors:
-        dtype = getattr(torch, kind)
-        if content:
-            tensors[name] = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape)
-        else:
-            tensors[name] = torch.empty(shape, dtype=dtype)
-    return decode(encoded.tree, tensors.__getitem__)
+    description, contents = from_msgpack(data, tuple[bytes, list[bytes]])
+    left = iter(contents)
+    return put_together(
+        description, lambda into: into.copy_(torch.frombuffer(bytearray(next(left)), dtype=torch.uint8))
+    )
 
 
 def _of(others: Mapping[str, bytes], name: str) -> bytes:

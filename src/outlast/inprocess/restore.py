@@ -23,11 +23,11 @@ import torch.distributed as dist
 import xxhash
 
 from outlast import clock
-from outlast.checkpoint.state import capture, decode, flatten, restore_into
+from outlast.checkpoint.state import capture, restore_into
 from outlast.decoding import from_msgpack
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.call import Handle, current_handle
-from outlast.inprocess.rank_local_state import CAPACITY_BYTES, RankLocalState, SharedBuffer
+from outlast.inprocess.rank_local_state import CAPACITY_BYTES, RankLocalState, SharedBuffer, put_together, take_apart
 from outlast.numerics.replica_digest import digest_tensors, find_replicated
 from outlast.policy.recovery_point import InPlaceHolding, InPlacePlan, Origin, plan_in_place
 from outlast.runtime import device
@@ -348,14 +348,6 @@ class _Neighbour(msgspec.Struct, frozen=True):
     fd: int
 
 
-class _PartHeader(msgspec.Struct, frozen=True):
-    """What is sent before the tensors of a part."""
-
-    tree: bytes
-    tensors: list[tuple[str, str, list[int]]]
-    """Names, dtypes and shapes."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
     """How training goes on from memory."""
@@ -585,13 +577,10 @@ class _StateExchange:
 
     def send_part(self, parts: Mapping[str, Any], taker: int) -> None:
         """Send modules and optimizers."""
-        flat = flatten(capture(parts))
-        hosted = [(named.name, named.tensor.detach().cpu().contiguous()) for named in flat.tensors]
-        kinds = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in hosted]
-        self.pass_on(msgspec.msgpack.encode(_PartHeader(flat.tree, kinds)), self.rank, taker)
-        for _, one in hosted:
-            if one.numel():
-                dist.send(one.reshape(-1).view(torch.uint8), dst=taker, group=self._group)
+        description, contents = take_apart(capture(parts))
+        self.pass_on(description, self.rank, taker)
+        for one in contents:
+            dist.send(one, dst=taker, group=self._group)
 
     def receive_part(self, parts: Mapping[str, Any], giver: int) -> None:
         """Receive modules and optimizers into those given.
@@ -599,11 +588,6 @@ class _StateExchange:
         Raises:
             CheckpointError: They do not fit.
         """
-        header = from_msgpack(self.pass_on(b"", giver, self.rank), _PartHeader)
-        tensors = {}
-        for name, dtype, shape in header.tensors:
-            one = torch.empty(shape, dtype=getattr(torch, dtype))
-            if one.numel():
-                dist.recv(one.reshape(-1).view(torch.uint8), src=giver, group=self._group)
-            tensors[name] = one
-        restore_into(dict(parts), decode(header.tree, tensors.__getitem__))
+        description = self.pass_on(b"", giver, self.rank)
+        received = put_together(description, lambda into: dist.recv(into, src=giver, group=self._group))
+        restore_into(dict(parts), received)

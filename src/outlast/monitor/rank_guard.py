@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -360,10 +361,8 @@ class HangWatch:
                 self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
-        try:
+        with suppress(ProcessLookupError):  # it ended by itself meanwhile
             signal.pidfd_send_signal(self._worker, number)
-        except ProcessLookupError:
-            pass  # it ended by itself meanwhile
 
     def _is_gone(self, timeout_s: float) -> bool:
         poll = select.poll()

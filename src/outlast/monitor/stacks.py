@@ -176,11 +176,9 @@ class Dump:
         """Send the signal; return whether the process can answer it (it registered, and lives)."""
         # Without a handler the signal would end the process.
         if self._path is not None and _is_caught(self.pid, DUMP_SIGNAL):
-            try:
+            with suppress(ProcessLookupError):
                 _signal_main_thread(self.pid, DUMP_SIGNAL)
                 self.requested = True
-            except ProcessLookupError:
-                pass
         return self.requested
 
     def is_complete(self) -> bool:
