@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from typing import TypeVar
 
@@ -25,7 +25,6 @@ from outlast.checkpoint.replica.protocol import (
     Get,
     Keep,
     Kept,
-    Message,
     Ping,
     Proceed,
     Put,
@@ -66,20 +65,17 @@ class Service:
         """
         try:
             while (request := self._channel.receive()) is not None:
-                self._answer(request)
+                match request:
+                    case Ping():
+                        self._channel.send(Proceed())
+                    case Put():
+                        self._put(request)
+                    case Get():
+                        self._get(request)
+                    case _:
+                        raise ProtocolError(f"it sent a {type(request).__name__} as a request")
         finally:
             self._close_part()
-
-    def _answer(self, request: Message) -> None:
-        match request:
-            case Ping():
-                self._channel.send(Proceed())
-            case Put():
-                self._put(request)
-            case Get():
-                self._get(request)
-            case _:
-                raise ProtocolError(f"it sent a {type(request).__name__} as a request")
 
     # -- taking in ---------------------------------------------------------------------------------------------
 
@@ -141,17 +137,8 @@ class Service:
 
     def _patiently(self, work: Callable[[], T]) -> T:
         """Do what may take a disk long, and inform the peer meanwhile, up to ``MAX_WORK_S``."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - handed over to the thread that waits
-                future.set_exception(error)
-
-        worker = threading.Thread(target=run, name="outlast-replica-disk", daemon=True)
-        worker.start()
-        try:
+        with ThreadPoolExecutor(1, thread_name_prefix="outlast-replica-disk") as pool:
+            future = pool.submit(work)
             for _ in range(round(MAX_WORK_S / WORKING_S)):
                 try:
                     return future.result(WORKING_S)
@@ -160,8 +147,6 @@ class Service:
                         raise
                     self._channel.send(Working())
             return future.result()  # the peer's own timeout decides
-        finally:
-            worker.join()
 
     # -- giving out --------------------------------------------------------------------------------------------
 
