@@ -257,8 +257,8 @@ class VerifiedReader(StorageReader):
         """Turn to another generation."""
         if checkpoint_id is None:
             return
-        parent, _, folder = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
-        directory = GlobalDirectory.open(parent or ("." if folder else "/"))
+        parent, slash, folder = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
+        directory = GlobalDirectory.open(parent or slash or ".")
         number = folder.removeprefix("step-")
         if not number.isdecimal():
             raise CheckpointError(f"{checkpoint_id} does not end in step-<n>; name the folder of one generation")
