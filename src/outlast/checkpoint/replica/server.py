@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from typing import TypeVar
 
+from outlast import clock
 from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError, Incoming
 from outlast.checkpoint.replica.parity import Block, Parities, write_all
 from outlast.checkpoint.replica.protocol import (
@@ -184,6 +185,8 @@ IDLE_S = 60.0
 """Seconds without progress after which an authenticated peer is left; its own timeouts are shorter."""
 ACCEPT_PAUSE_S = 0.1
 """Seconds before the next attempt when the system gives no connection, for lack of descriptors."""
+CLOSE_S = 2.0
+"""Longest wait for all threads together: one that waits for a disk cannot be woken."""
 MAX_STRANGERS = 32
 MAX_PEERS = 128
 MAX_SOURCES = 1024
@@ -237,7 +240,7 @@ class ReplicaServer:
         return port
 
     def close(self) -> None:
-        """Stop listening and end all connections. Idempotent. Blocks: until their threads end, about 2 s at most."""
+        """Stop listening and end all connections. Idempotent. Blocks: until their threads end, ``CLOSE_S`` at most."""
         with self._lock:
             if self._stopping.is_set():
                 return
@@ -246,8 +249,9 @@ class ReplicaServer:
             for channel in (*self._strangers, *self._peers):
                 channel.abort()
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
+        end_s = clock.now_s() + CLOSE_S
         for thread in threads:
-            thread.join(2.0)
+            thread.join(max(0.0, end_s - clock.now_s()))
         self._socket.close()
         self._parities.close()
 
