@@ -58,13 +58,11 @@ class ClaimedPlace(ABC):
     Its methods raise CheckpointError where an object store, and OSError where a file system fails.
     """
 
+    url: str
+    """The place, as a path where it is one."""
+
     @abstractmethod
     def __init__(self, url: str) -> None: ...
-
-    @property
-    @abstractmethod
-    def url(self) -> str:
-        """The place, as a path where it is one."""
 
     @property
     @abstractmethod
@@ -394,6 +392,7 @@ class GenerationFolder(ClaimedPlace):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))
+        self.url = os.fspath(self.path)
 
     def generation(self, iteration: int) -> Path:
         """Return the folder of a committed generation."""
@@ -402,10 +401,6 @@ class GenerationFolder(ClaimedPlace):
     def temporary(self, iteration: int, attempt: SaveAttempt | str) -> Path:
         """Return the folder of an attempt."""
         return self.path / f"step-{iteration}.tmp-{attempt}"
-
-    @property
-    def url(self) -> str:
-        return os.fspath(self.path)
 
     @property
     def owners(self) -> Records:

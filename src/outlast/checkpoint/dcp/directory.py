@@ -172,11 +172,8 @@ class ObjectDirectory(GlobalDirectory):
     is_remote = True
 
     def __init__(self, url: str) -> None:
-        self._store = open_store(url.rstrip("/"))
-
-    @property
-    def url(self) -> str:
-        return self._store.url
+        self.url = url.rstrip("/")
+        self._store = open_store(self.url)
 
     @property
     def owners(self) -> Records:

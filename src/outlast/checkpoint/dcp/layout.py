@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -139,15 +140,13 @@ def _group(inventories: Sequence[Inventory]) -> tuple[list[_PartGroup], list[lis
     return list(groups.values()), own
 
 
-def _check_whole(groups: Iterable[_PartGroup]) -> None:
-    have: dict[str, int] = {}
-    whole: dict[str, int] = {}
+def _check_whole(groups: Sequence[_PartGroup]) -> None:
+    have = Counter[str]()
     for group in groups:
-        have[group.first.item] = have.get(group.first.item, 0) + math.prod(group.first.shape)
-        whole[group.first.item] = math.prod(group.first.global_shape)
-    for name, count in have.items():
-        if count != whole[name]:
-            raise CheckpointError(f"tensor {name!r}: the ranks' parts have {count} elements of {whole[name]}")
+        have[group.first.item] += math.prod(group.first.shape)
+    for name, shape in {group.first.item: group.first.global_shape for group in groups}.items():
+        if have[name] != (whole := math.prod(shape)):
+            raise CheckpointError(f"tensor {name!r}: the ranks' parts have {have[name]} elements of {whole}")
 
 
 def _first_holders(inventories: Sequence[Inventory]) -> list[list[int]]:

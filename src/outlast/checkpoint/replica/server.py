@@ -102,14 +102,11 @@ class Service:
             else:
                 write_all(part.fd, piece, start + offset)
 
-        def room(where: slice) -> memoryview:
-            return self._scratch[: where.stop - where.start]
-
         try:
             self._channel.send(Proceed())
             for start in range(0, request.num_bytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, request.num_bytes - start)
-                self._channel.send(Chunk(self._channel.receive_chunk(size, room, write)))
+                self._channel.send(Chunk(self._channel.receive_chunk(size, self._scratch, write)))
             if not isinstance(self._channel.receive(), Keep):
                 raise ConnectionResetError("it left before the end")
             self._patiently(part.keep)
