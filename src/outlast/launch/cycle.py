@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,8 +223,8 @@ class Cycle:
                 Spawn(
                     key=key,
                     kind=launch.kind,
-                    argv=launch.argv_of(rank := worker.local_rank),
-                    env={**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)},
+                    argv=tuple(map(os.fsencode, launch.argv_of(rank := worker.local_rank))),
+                    env=_as_bytes({**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)}),
                     stdout=logs.destinations.stdouts.get(rank) or "",
                     stderr=logs.destinations.stderrs.get(rank) or "",
                     on_start="" if launch.kind == "exec" else "outlast.monitor.stacks:register",
@@ -652,6 +652,10 @@ class Cycle:
         if isinstance(message, dict):
             message = message.get("message", "")
         return str(message).splitlines()[0] if message else ""
+
+
+def _as_bytes(variables: Mapping[str, str]) -> dict[bytes, bytes]:
+    return {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
 
 
 def _as_text(value: Replay | tuple[Distrusted, ...] | None) -> str:

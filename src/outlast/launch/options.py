@@ -403,6 +403,10 @@ def _make_folder(path: Path, source: str) -> tuple[Path, ...]:
     new = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     named = f"{source}={path}" if source.startswith("-") else f"{source}, {path},"
     try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{ascii(named)[1:-1]} is not UTF-8, as what is written there must be; {remedy}") from None
+    try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ConfigError(f"{named} is not a folder; {remedy}") from None

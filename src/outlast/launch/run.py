@@ -35,7 +35,7 @@ from outlast.policy.lease import LeaseOwner
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import Endpoint, is_loopback, own_address, parse_endpoints
 from outlast.runtime.lease import FolderRecords, InUse, Lease
-from outlast.runtime.processes import this_process
+from outlast.runtime.processes import name_program, this_process
 from outlast.runtime.store import StoreAnswer, probe
 from outlast.runtime.zygote import Zygote
 from outlast.wording import count
@@ -543,7 +543,7 @@ def _describe_owner(options: RunOptions) -> LeaseOwner:
         process=this_process(),
         run=options.run_id,
         names=options.names,
-        script=os.path.realpath(options.torchrun.training_script),
+        script=name_program(options.torchrun.training_script),
         job=f"{options.run_id} {options.endpoints} {here}" if has_nodes else None,
         allocation=values.get("SLURM_JOB_ID") or None,
         requeues=int(requeues) if requeues.isdigit() else 0,
