@@ -320,18 +320,22 @@ def write_image(
     Blocks: until the disk has confirmed everything.
     """
     try:
-        with _new_file(path, direct=True) as fd:
+        with new_file(path, len(image), direct=True) as fd:
             return _write(fd, image, look, num_threads, path)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    with _new_file(path, direct=False) as fd:
+    with new_file(path, len(image)) as fd:
         return _write(fd, image, look, num_threads, path)
 
 
 @contextlib.contextmanager
-def _new_file(path: Path, *, direct: bool) -> Iterator[int]:
-    """Open a new file, and delete it when the block fails."""
+def new_file(path: Path, num_bytes: int, *, direct: bool = False) -> Iterator[int]:
+    """Open a new file that has room for its bytes, and delete it when the block fails.
+
+    Raises:
+        OSError: The file exists, the disk is full, or it takes no direct writes (EINVAL).
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
@@ -340,6 +344,12 @@ def _new_file(path: Path, *, direct: bool) -> Iterator[int]:
             path.unlink(missing_ok=True)  # some systems make the file before they refuse the flag
         raise
     try:
+        try:
+            if num_bytes:
+                os.posix_fallocate(fd, 0, num_bytes)  # a full disk fails at once, and pieces lie side by side
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         yield fd
     except BaseException:  # whatever ends it, half a file is unusable
         path.unlink(missing_ok=True)
@@ -350,12 +360,6 @@ def _new_file(path: Path, *, direct: bool) -> Iterator[int]:
 
 def _write(fd: int, image: memoryview, look: Look | None, num_threads: int, path: Path) -> tuple[str, ...]:
     size = len(image)
-    try:
-        if size:
-            os.posix_fallocate(fd, 0, size)  # a full disk fails at once, and pieces lie side by side
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
     def write_chunk(index: int) -> None:
         if index == num_chunks(size) // 2:

@@ -86,4 +86,7 @@ def _make_new(path: Path, data: bytes) -> bool:
         write_durably(path, data)
     except FileExistsError:
         return False
+    except OSError:
+        path.unlink(missing_ok=True)  # a part of it must not stand for the whole
+        raise
     return True
