@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
 
 
-class _Command(Command):
+class _StatusCommand(Command):
     """Lets ``--watch`` stand before the run directory without its number."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -35,7 +35,7 @@ class _Command(Command):
 _WATCH_S = 2.0
 
 
-@click.command("status", cls=_Command)
+@click.command("status", cls=_StatusCommand)
 @click.argument("target", metavar="RUN_DIR|HOST:PORT")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else (--watch: one a line).")
 @click.option(
