@@ -429,9 +429,9 @@ def starts_within(scene: Scene) -> None:
         with pytest.raises(DeadlineExceeded, match=f"within {seconds} s"):
             one.require(1)
         assert seconds <= clock.now_s() - begun_s < seconds + 2.0
-    config, now_s = RecoveryConfig(ping_interval=0.1, ping_timeout=2.0), clock.now_s()
+    config = RecoveryConfig(ping_interval=0.1, ping_timeout=2.0)
     for limits, is_asked_again, is_lost in ((RecoveryConfig(), False, False), (config, True, True)):
-        one, spare = pool_of(limits), actor(0)
+        one, spare, now_s = pool_of(limits), actor(0), clock.now_s()
         one.spares, one._pings = (spare,), {0: _SparePing(ref=None, sent_s=now_s - 0.3)}
         one._ping_spares()
         assert spare.handle.status.remote.called == is_asked_again

@@ -258,17 +258,6 @@ class StateTracker:
         self._stepped_ns = clock.now_ns()
         return self._schedule.due(iteration, agreed)
 
-    def wait(self) -> None:
-        """Wait until what was saved is committed.
-
-        Raises:
-            CheckpointError: The newest save failed.
-
-        Blocks: up to ``CheckpointConfig.save_timeout``.
-        """
-        if self._manager is not None:
-            self._manager.wait()
-
     def give_up(self) -> None:
         """Have the working thread wait for no save any more; :meth:`close` follows. Blocks: never. Thread: any."""
         if (manager := self._manager) is not None:
