@@ -25,19 +25,17 @@ if TYPE_CHECKING:
 from outlast.version import __version__
 
 _HOMES = {
-    "Attempt": "outlast.session",
-    "CheckpointConfig": "outlast.config",
-    "Config": "outlast.config",
-    "ExitReason": "outlast.errors",
-    "FaultToleranceConfig": "outlast.config",
-    "InProcessRestartConfig": "outlast.config",
-    "OutlastError": "outlast.errors",
-    "PreemptionConfig": "outlast.config",
-    "RerunStateMachineConfig": "outlast.config",
-    "Session": "outlast.session",
-    "StepDecision": "outlast.session",
-    "StragglerDetectionConfig": "outlast.config",
-    "init": "outlast.session",
+    "outlast.config": (
+        "CheckpointConfig",
+        "Config",
+        "FaultToleranceConfig",
+        "InProcessRestartConfig",
+        "PreemptionConfig",
+        "RerunStateMachineConfig",
+        "StragglerDetectionConfig",
+    ),
+    "outlast.errors": ("ExitReason", "OutlastError"),
+    "outlast.session": ("Attempt", "Session", "StepDecision", "init"),
 }
 
 __all__ = [

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from outlast.errors import ConfigError
@@ -147,16 +148,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         ConfigError: A variable that must be a number is not one.
     """
     env = os.environ if environment is None else environment
-
-    def number(*names: str, default: int) -> int:
-        for name in names:
-            if (text := env.get(name)) not in (None, ""):
-                try:
-                    return int(text)
-                except ValueError:
-                    raise ConfigError(f"environment variable {name}={text!r} is not a number; unset it") from None
-        return default
-
+    number = partial(read_number, env)
     if RUN_ID in env and BOARD in env:
         launcher = "outlast"
     elif "TORCHELASTIC_RUN_ID" in env or ("RANK" in env and "WORLD_SIZE" in env):
@@ -206,6 +198,34 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
     )
 
 
+def read_number(values: Mapping[str, str], *names: str, default: int) -> int:
+    """Return the number in the first of some variables that is set and not empty.
+
+    Raises:
+        ConfigError: It is not a number.
+    """
+    for name in names:
+        if text := values.get(name):
+            try:
+                return int(text)
+            except ValueError:
+                raise ConfigError(f"environment variable {name}={text!r} is not a number; unset it") from None
+    return default
+
+
+def read_counts(values: Mapping[str, str], name: str) -> tuple[int, ...]:
+    """Return what :func:`expand_counts` makes of a variable; nothing where it is not set.
+
+    Raises:
+        ConfigError: It is not in Slurm's form.
+    """
+    text = values.get(name)
+    try:
+        return expand_counts(text) if text else ()
+    except ConfigError as error:
+        raise ConfigError(f"environment variable {name}: {error}; unset it") from None
+
+
 def name_of_run(run_id: str | None) -> tuple[str, ...]:
     """Return the name that a run's id is; nothing where nobody thought of one.
 
@@ -243,13 +263,9 @@ def _tasks_per_node(env: Mapping[str, str], world_size: int) -> tuple[int, ...]:
         ConfigError: It is not in Slurm's form.
     """
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        if text := env.get(name):
-            try:
-                counts = expand_counts(text)
-            except ConfigError as error:
-                raise ConfigError(f"environment variable {name}: {error}; unset it") from None
-            if sum(counts) == world_size:  # else it is about another step, or about the whole job
-                return counts
+        counts = read_counts(env, name)
+        if counts and sum(counts) == world_size:  # else it is about another step, or about the whole job
+            return counts
     return ()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -86,3 +88,14 @@ def test_bars_are_made_of_medians_and_the_worse_hang(monkeypatch: pytest.MonkeyP
     assert json.loads(result.to_json())["details"]["phases_s"]["Ray Train, kill"] == {"began": 8.0, "stepped": 10.0}
     assert len(told) == 3 * 4
     Console(file=io.StringIO()).print(result.render())
+
+
+def test_without_ray_the_command_says_what_to_install() -> None:
+    """Without Ray the module is imported as any other; the benchmark is one line on standard error and exit code 2."""
+    call = "import sys; sys.modules['ray'] = None; from outlast.cli.main import main; main()"
+    command = (sys.executable, "-c", call, "bench", "ray", "--json")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("outlast: Ray Train is not installed")
+    assert "pip install 'ray[train]'" in line

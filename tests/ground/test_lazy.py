@@ -14,7 +14,7 @@ def test_a_name_is_imported_when_it_is_first_used(monkeypatch: pytest.MonkeyPatc
     """A name is found in its home and kept; all names are listed; another one is an AttributeError."""
     package = types.ModuleType("package")
     monkeypatch.setitem(sys.modules, "package", package)
-    get, list_names = lazy_names("package", {"ConfigError": "outlast.errors", "gone": "no.such.module"})
+    get, list_names = lazy_names("package", {"outlast.errors": ["ConfigError"], "no.such.module": ["gone"]})
     assert {"ConfigError", "gone", "__name__"} <= set(list_names())
     assert not hasattr(package, "ConfigError")
     from outlast.errors import ConfigError

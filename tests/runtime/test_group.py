@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from outlast.env import WorkerEnv
-from outlast.runtime.process_groups import Group, _first_node, meeting_point
+from outlast.runtime.process_groups import Group, meeting_point
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,11 @@ from outlast.runtime.process_groups import Group, _first_node, meeting_point
         ("rack[1-2]n[01-02]", "rack1n01"),
     ],
 )
-def test_the_first_node_of_a_slurm_list_is_found(nodes: str, first: str) -> None:
+def test_the_first_node_of_a_slurm_list_is_found(monkeypatch: pytest.MonkeyPatch, nodes: str, first: str) -> None:
     """All ranks of a step derive the same meeting point from the list of its nodes."""
-    assert _first_node(nodes) == first
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
+    assert meeting_point(WorkerEnv(launcher="srun")).startswith(f"tcp://{first}:")
 
 
 def test_ranks_of_a_slurm_step_meet_without_settings(monkeypatch: pytest.MonkeyPatch) -> None:

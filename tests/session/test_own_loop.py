@@ -149,7 +149,9 @@ for iteration in range(run.restore(state), 10):
         if iteration == 5 and run.global_rank == 1:
             state["model"].weight[0, 0] += 0.5
     decision = run.end_step(is_last=iteration == 9)
-    run.save_due(state)
+    saved = run.save_due(state)
+    if saved is not None:
+        saved.wait()
     if decision.stop:
         print("stopped at", decision.iteration, "for", decision.reason.name, decision.save, flush=True)
         break

@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from outlast.checkpoint.tiers import Rejection
 
 _HOMES = {
-    "CheckpointManager": "outlast.checkpoint.manager",
-    "Rejection": "outlast.checkpoint.tiers",
-    "Restored": "outlast.checkpoint.recovery",
-    "SaveHandle": "outlast.checkpoint.save",
-    "SaveResult": "outlast.checkpoint.save",
+    "outlast.checkpoint.manager": ("CheckpointManager",),
+    "outlast.checkpoint.recovery": ("Restored",),
+    "outlast.checkpoint.save": ("SaveHandle", "SaveResult"),
+    "outlast.checkpoint.tiers": ("Rejection",),
 }
 
 __all__ = ["CheckpointManager", "Rejection", "Restored", "SaveHandle", "SaveResult"]

@@ -155,18 +155,11 @@ class Writer:
     def _replicate(self, request: f.Write, image: Image) -> tuple[CopyOutcome, ...]:
         with self._lock:
             replicator = self._replicator
-        targets = request.targets or tuple(holder.target for holder in request.holders)
-        if not targets:
-            return ()
         if replicator is None:
+            targets = request.targets or tuple(holder.target for holder in request.holders)
             return tuple(CopyOutcome(target.node, None, "this writer has no key", True) for target in targets)
-        if request.holders:
-            return replicator.replicate_blocks(
-                request.key, image.fd, request.num_bytes, request.holders, timeout_s=request.timeout_s
-            )
-        return replicator.replicate(
-            request.key, image.fd, request.num_bytes, request.targets, timeout_s=request.timeout_s
-        )
+        takers = request.holders or request.targets
+        return replicator.replicate(request.key, image.fd, request.num_bytes, takers, timeout_s=request.timeout_s)
 
     # -- other nodes -------------------------------------------------------------------------------------------
 

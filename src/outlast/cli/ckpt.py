@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from outlast import clock
-from outlast.cli.main import HELP, CommandGroup, complete_folder, ending_on_signals
+from outlast.cli.main import (
+    HELP,
+    CommandGroup,
+    complete_folder,
+    ending_on_signals,
+    json_option,
+    open_console,
+    print_json,
+)
 from outlast.errors import CheckpointError, ConfigError, ExitReason
 from outlast.wording import count, number_ranges
 
@@ -36,9 +44,6 @@ SCHEMA = 1
 """Of what ``--json`` prints; raised when a field changes its meaning or goes."""
 
 _directories = click.argument("directories", metavar="DIR...", nargs=-1, required=True, shell_complete=complete_folder)
-_as_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output."
-)
 
 
 @click.group(
@@ -72,7 +77,7 @@ Examples:
 """,
 )
 @_directories
-@_as_json
+@json_option
 def list_generations(directories: tuple[str, ...], as_json: bool) -> int:
     """List generations: where their parts lie, and whether they can be loaded.
 
@@ -82,7 +87,7 @@ def list_generations(directories: tuple[str, ...], as_json: bool) -> int:
     """
     looked, code = _look_into(directories)
     if as_json:
-        _print_json({"schema": SCHEMA, "places": [one.entry for one in looked]})
+        print_json({"schema": SCHEMA, "places": [one.entry for one in looked]})
         return code
 
     _print(*render_places([one.entry for one in looked], now_ns=clock.wall_ns()))
@@ -111,7 +116,7 @@ Examples:
 @click.option(
     "--threads", type=click.IntRange(1, 256), default=8, show_default=True, help="Parts that are read at once."
 )
-@_as_json
+@json_option
 def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: int, as_json: bool) -> int:
     """Read every byte of every generation and compare it with its digest.
 
@@ -147,7 +152,7 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
         for place in places
     )
     if as_json:
-        _print_json({"schema": SCHEMA, "ok": ok, "num_bytes_read": num_bytes_read, "places": places})
+        print_json({"schema": SCHEMA, "ok": ok, "num_bytes_read": num_bytes_read, "places": places})
     else:
         _print(*render_verified(places, num_bytes_read))
     return int(ExitReason.FINISHED if ok else ExitReason.FAILED)
@@ -193,7 +198,7 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="Say what would go, and delete nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask. Without a terminal nothing is asked either.")
-@_as_json
+@json_option
 def prune(
     directories: tuple[str, ...],
     keep: int | None,
@@ -235,7 +240,7 @@ def prune(
         click.confirm("Delete this?", abort=True, err=True)
     reports = [_carry_out(one, plan, dry_run=dry_run) for one, plan in zip(looked, plans, strict=True)]
     if as_json:
-        _print_json({"schema": SCHEMA, "dry_run": dry_run, "places": reports})
+        print_json({"schema": SCHEMA, "dry_run": dry_run, "places": reports})
     failed = any(report["errors"] for report in reports)
     return int(ExitReason.FAILED if failed else code)
 
@@ -277,16 +282,8 @@ def _look_into(directories: Iterable[str]) -> tuple[list[DirectoryListing], int]
     return looked, int(code)
 
 
-def _print_json(value: Mapping[str, object]) -> None:
-    import msgspec
-
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-
-
 def _print(*parts: object) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
+    console = open_console(width=160)
     for part in parts:
         console.print(part)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outlast.cli.main import HELP, complete_folder, ending_on_signals
+from outlast.cli.main import HELP, complete_folder, ending_on_signals, json_option
 from outlast.errors import ExitReason
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ Examples:
     shell_complete=complete_folder,
     help="Keep journals, output and generations of both runs in this new folder.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@json_option
 def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
     """Watch a real training survive wrong numbers, a killed rank, a hung rank, lost nodes and a preemption.
 

@@ -1,7 +1,7 @@
 """``outlast``: the entry point of the command line, and what its commands share.
 
-Shared are context settings, a group that helps, the end by a signal, and what a shell needs to complete words. Imports
-stay inside the commands, so that ``outlast --help`` answers at once.
+Shared are context settings, a group that helps, how failures and signals end a command, what prints, and what a shell
+needs to complete words. Imports stay inside the commands, so that ``outlast --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from outlast.errors import ConfigError, ExitReason
+from outlast.errors import ConfigError, ExitReason, OutlastError
 from outlast.version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """Context settings of every command."""
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 
 
 class CommandGroup(click.Group):
@@ -62,6 +66,38 @@ def ending_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def failing_in_one_line(what: str = "", *errors: type[Exception]) -> Iterator[None]:
+    """End the command with one line and exit code 1 for an ``OutlastError``, or one of ``errors``.
+
+    Bad input passes: :func:`main` ends the command with exit code 2.
+    """
+    failures: tuple[type[Exception], ...] = (OutlastError, *errors)
+    try:
+        yield
+    except ConfigError:
+        raise
+    except failures as error:
+        click.echo(f"outlast: {what}{error}", err=True)
+        raise click.exceptions.Exit(ExitReason.FAILED) from None
+
+
+def print_json(value: object, *, on_one_line: bool = False) -> None:
+    """Print a value as JSON, for programs."""
+    import msgspec
+
+    data = msgspec.json.encode(value)
+    click.echo((data if on_one_line else msgspec.json.format(data, indent=2)).decode())
+
+
+def open_console(*, width: int) -> Console:
+    """Return the terminal to print to; a file or a pipe takes lines of ``width`` columns."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)
 
 
 _COMMANDS = {

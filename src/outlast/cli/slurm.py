@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outlast import env, logs
-from outlast.cli.main import HELP, CommandGroup, complete_folder
+from outlast.cli.main import HELP, CommandGroup, complete_folder, failing_in_one_line
 from outlast.cli.run import complete_run_word
-from outlast.errors import ConfigError, ExitReason, OutlastError
+from outlast.errors import ConfigError, ExitReason
 
 if TYPE_CHECKING:
     from outlast.integrations.slurm import BatchScript
@@ -153,7 +153,7 @@ def submit(dry_run: bool, **settings: Any) -> int:
     from outlast.integrations.slurm.jobs import submit as hand_over
 
     _log_to_stderr()
-    try:
+    with failing_in_one_line():
         script = _script_from(settings)
         if dry_run:
             rendered, sbatch = prepare(script)
@@ -161,11 +161,6 @@ def submit(dry_run: bool, **settings: Any) -> int:
             click.echo(f"\n# Not submitted. Without --dry-run: {shlex.join(sbatch)}")
         else:
             click.echo(hand_over(script))
-    except ConfigError:
-        raise
-    except OutlastError as error:
-        click.echo(f"outlast: {error}", err=True)
-        return int(ExitReason.FAILED)
     return int(ExitReason.FINISHED)
 
 
@@ -206,15 +201,10 @@ def requeue(run_dir: str, exit_code: int, job_id: str | None, num_job_retries_on
         if info is None:
             raise ConfigError("this runs in no Slurm job; name one with --job-id")
         job_id = info.job_id
-    try:
+    with failing_in_one_line(f"job {job_id} is not given back: ", OSError):
         ruling = end_job(
             Path(run_dir).absolute(), job_id, exit_code, num_job_retries_on_failure=num_job_retries_on_failure
         )
-    except ConfigError:
-        raise
-    except (OutlastError, OSError) as error:
-        click.echo(f"outlast: job {job_id} is not given back: {error}", err=True)
-        return int(ExitReason.FAILED)
     what = "goes back to the queue" if ruling.requeue else "is not re-queued"
     logging.getLogger(logs.OUTCOME).info("Slurm job %s %s: %s", job_id, what, ruling.reason)
     return int(ExitReason.FINISHED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outlast import clock
+from outlast.cli.main import HELP, print_json
 from outlast.errors import ConfigError, ExitReason, RendezvousError
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ _WATCH_S = 2.0
 @click.command(
     "status",
     cls=_Command,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP,
     epilog="""\b
 Examples:
   outlast status runs/my-run
@@ -100,27 +102,19 @@ def _look(target: str) -> StatusReport:
 
 
 def _show(report: StatusReport, *, as_json: bool, watches: bool) -> None:
-    import msgspec
-
-    from outlast.status.report import render, terminal_width
+    from outlast.env import environ
+    from outlast.status.report import render
 
     if as_json:
-        data = msgspec.json.encode(report)
-        click.echo((data if watches else msgspec.json.format(data, indent=2)).decode())
+        print_json(report, on_one_line=watches)
         return
-    redraws = watches and _can_redraw()
-    lines = list(render(report, width=terminal_width() if sys.stdout.isatty() else None))
-    if redraws:
+    is_terminal = sys.stdout.isatty()
+    lines = list(render(report, width=shutil.get_terminal_size().columns if is_terminal else None))
+    if watches and is_terminal and environ().get("TERM", "dumb") != "dumb":
         click.clear()
     elif watches:
         lines = [f"--- {report.time} ---", *lines]
     click.echo("\n".join(lines))
-
-
-def _can_redraw() -> bool:
-    from outlast.env import environ
-
-    return sys.stdout.isatty() and environ().get("TERM", "dumb") != "dumb"
 
 
 def _is_number(text: Any) -> bool:

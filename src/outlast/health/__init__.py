@@ -16,13 +16,10 @@ if TYPE_CHECKING:
     from outlast.health.process_group import ProcessGroupCheck, check_process_group
 
 _HOMES = {
-    "CheckResult": "outlast.health.probing",
-    "ProcessGroupCheck": "outlast.health.process_group",
-    "Status": "outlast.health.probing",
-    "check_gpu": "outlast.health.devices",
-    "check_node": "outlast.health.node",
-    "check_process_group": "outlast.health.process_group",
-    "has_failed": "outlast.health.probing",
+    "outlast.health.devices": ("check_gpu",),
+    "outlast.health.node": ("check_node",),
+    "outlast.health.probing": ("CheckResult", "Status", "has_failed"),
+    "outlast.health.process_group": ("ProcessGroupCheck", "check_process_group"),
 }
 
 __all__ = [

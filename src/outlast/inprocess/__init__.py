@@ -8,24 +8,22 @@ from __future__ import annotations
 from outlast.lazy import lazy_names
 
 _HOMES = {
-    "ActiveWorldSizeDivisibleBy": "outlast.inprocess.plugins",
-    "Assignment": "outlast.policy.rank_assignment",
-    "Compose": "outlast.inprocess.plugins",
-    "FaultCounter": "outlast.inprocess.plugins",
-    "FillGaps": "outlast.inprocess.plugins",
-    "Handle": "outlast.inprocess.call",
-    "Level": "outlast.inprocess.plugins",
-    "MaxActiveWorldSize": "outlast.inprocess.plugins",
-    "Member": "outlast.policy.rank_assignment",
-    "RankLeft": "outlast.inprocess.rank",
-    "Restore": "outlast.inprocess.restore",
-    "RestartRequested": "outlast.inprocess.call",
-    "RetryController": "outlast.inprocess.plugins",
-    "ShiftRanks": "outlast.inprocess.plugins",
-    "State": "outlast.inprocess.plugins",
-    "Tree": "outlast.inprocess.plugins",
-    "Wrapper": "outlast.inprocess.rank",
-    "current_handle": "outlast.inprocess.call",
+    "outlast.inprocess.call": ("Handle", "RestartRequested", "current_handle"),
+    "outlast.inprocess.plugins": (
+        "ActiveWorldSizeDivisibleBy",
+        "Compose",
+        "FaultCounter",
+        "FillGaps",
+        "Level",
+        "MaxActiveWorldSize",
+        "RetryController",
+        "ShiftRanks",
+        "State",
+        "Tree",
+    ),
+    "outlast.inprocess.rank": ("RankLeft", "Wrapper"),
+    "outlast.inprocess.restore": ("Restore",),
+    "outlast.policy.rank_assignment": ("Assignment", "Member"),
 }
 
 __all__ = [

@@ -15,20 +15,12 @@ if TYPE_CHECKING:
     from outlast.policy.rerun import Action, Diagnosis, Finding, Replay
 
 _HOMES = {
-    "Action": "outlast.policy.rerun",
-    "Agreement": "outlast.numerics.replica_digest",
-    "Diagnosis": "outlast.policy.rerun",
-    "Differences": "outlast.numerics.validation",
-    "Finding": "outlast.policy.rerun",
-    "FiniteCheck": "outlast.numerics.nonfinite",
-    "NonFiniteAction": "outlast.numerics.nonfinite",
-    "NonFiniteDetector": "outlast.numerics.nonfinite",
-    "Replay": "outlast.policy.rerun",
-    "Replica": "outlast.numerics.replica_digest",
-    "ReplicaDigest": "outlast.numerics.replica_digest",
-    "ReplayableIterator": "outlast.numerics.replay",
-    "RerunStateMachine": "outlast.numerics.rerun_machine",
-    "RerunDecision": "outlast.numerics.rerun_machine",
+    "outlast.numerics.nonfinite": ("FiniteCheck", "NonFiniteAction", "NonFiniteDetector"),
+    "outlast.numerics.replay": ("ReplayableIterator",),
+    "outlast.numerics.replica_digest": ("Agreement", "Replica", "ReplicaDigest"),
+    "outlast.numerics.rerun_machine": ("RerunDecision", "RerunStateMachine"),
+    "outlast.numerics.validation": ("Differences",),
+    "outlast.policy.rerun": ("Action", "Diagnosis", "Finding", "Replay"),
 }
 
 __all__ = [

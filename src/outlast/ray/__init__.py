@@ -20,21 +20,13 @@ if TYPE_CHECKING:
     from outlast.ray.watch import LossKind, LostActor
 
 _HOMES = {
-    "ActorGroup": "outlast.ray.actor_group",
-    "Dispatch": "outlast.ray.dispatch",
-    "LossKind": "outlast.ray.watch",
-    "LostActor": "outlast.ray.watch",
-    "Mesh": "outlast.ray.protocol",
-    "MeshDispatch": "outlast.ray.dispatch",
-    "MeshRank": "outlast.ray.protocol",
-    "PassThroughDispatch": "outlast.ray.dispatch",
-    "TrainActor": "outlast.ray.train_actor",
-    "Pending": "outlast.ray.actor_group",
-    "RecoveryConfig": "outlast.config",
-    "RecoveryReport": "outlast.ray.recovery",
-    "Whole": "outlast.ray.dispatch",
-    "concat": "outlast.ray.dispatch",
-    "register_dispatch": "outlast.ray.dispatch",
+    "outlast.config": ("RecoveryConfig",),
+    "outlast.ray.actor_group": ("ActorGroup", "Pending"),
+    "outlast.ray.dispatch": ("Dispatch", "MeshDispatch", "PassThroughDispatch", "Whole", "concat", "register_dispatch"),
+    "outlast.ray.protocol": ("Mesh", "MeshRank"),
+    "outlast.ray.recovery": ("RecoveryReport",),
+    "outlast.ray.train_actor": ("TrainActor",),
+    "outlast.ray.watch": ("LossKind", "LostActor"),
 }
 
 __all__ = [

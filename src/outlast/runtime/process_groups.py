@@ -212,18 +212,12 @@ def meeting_point(place: env.WorkerEnv) -> str:
     if place.launcher != "srun":
         return "env://"
     variables = env.environ()
-    address = variables.get("MASTER_ADDR") or _first_node(
-        variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or "localhost"
-    )
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or "localhost"
+    address = variables.get("MASTER_ADDR") or expand_nodes(nodes)[0]
     # Jobs and steps that run side by side on a node must not meet each other.
     number = int(variables.get("SLURM_JOB_ID", "0")) * 7 + int(variables.get("SLURM_STEP_ID", "0"))
     port = variables.get("MASTER_PORT") or str(20000 + number % 12000)
     return f"tcp://{address}:{port}"
-
-
-def _first_node(nodes: str) -> str:
-    """Return the first name of a Slurm node list such as ``gpu[07-09,12],login1``."""
-    return expand_nodes(nodes)[0]
 
 
 class _Making:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outlast import env
-from outlast.env import expand_counts, expand_nodes
-from outlast.errors import ConfigError
+from outlast.env import expand_nodes, read_counts, read_number
 
 log = logging.getLogger(__name__)
 _logged: set[tuple[str, int]] = set()
@@ -69,16 +68,16 @@ def get_slurm_info(environment: Mapping[str, str] | None = None) -> SLURMInfo | 
     if not job_id:
         return None
     node_list = values.get("SLURM_JOB_NODELIST") or values.get("SLURM_NODELIST") or ""
-    per_node = _counts(values, "SLURM_TASKS_PER_NODE")
-    wished = _counts(values, "SLURM_NTASKS_PER_NODE") or _counts(values, "SLURM_STEP_TASKS_PER_NODE") or per_node
-    names = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    per_node = read_counts(values, "SLURM_TASKS_PER_NODE")
+    wished = read_counts(values, "SLURM_NTASKS_PER_NODE") or read_counts(values, "SLURM_STEP_TASKS_PER_NODE")
+    num_named = len(expand_nodes(node_list)) or 1
     return SLURMInfo(
         job_id=job_id,
         job_name=values.get("SLURM_JOB_NAME", ""),
         node_list=node_list,
-        num_nodes=_number(values, *names, default=len(expand_nodes(node_list)) or 1),
-        ntasks_per_node=max(wished, default=1),
-        restart_count=_number(values, "SLURM_RESTART_COUNT", default=0),
+        num_nodes=read_number(values, "SLURM_JOB_NUM_NODES", "SLURM_NNODES", default=num_named),
+        ntasks_per_node=max(wished or per_node, default=1),
+        restart_count=read_number(values, "SLURM_RESTART_COUNT", default=0),
         partition=values.get("SLURM_JOB_PARTITION", ""),
         array_task_id=values.get("SLURM_ARRAY_TASK_ID") or None,
         tasks_per_node=per_node,
@@ -112,20 +111,3 @@ def log_job_info(environment: Mapping[str, str] | None = None) -> SLURMInfo | No
             _logged.add(start)
             log.info("%s", info.describe())
     return info
-
-
-def _number(values: Mapping[str, str], *names: str, default: int) -> int:
-    for name in names:
-        if text := values.get(name):
-            if not text.isdecimal():
-                raise ConfigError(f"environment variable {name}={text!r} is not a number; unset it")
-            return int(text)
-    return default
-
-
-def _counts(values: Mapping[str, str], name: str) -> tuple[int, ...]:
-    text = values.get(name)
-    try:
-        return expand_counts(text) if text else ()
-    except ConfigError as error:
-        raise ConfigError(f"environment variable {name}: {error}; unset it") from None

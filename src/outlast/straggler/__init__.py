@@ -14,18 +14,11 @@ if TYPE_CHECKING:
     from outlast.straggler.report import Report
 
 _HOMES = {
-    "Basis": "outlast.policy.slowness",
-    "Findings": "outlast.policy.stragglers",
-    "MachineVerdict": "outlast.policy.stragglers",
-    "RankTimings": "outlast.policy.slowness",
-    "Report": "outlast.straggler.report",
-    "Slowness": "outlast.policy.slowness",
-    "SlownessCause": "outlast.policy.stragglers",
-    "StepSection": "outlast.straggler.recorder",
-    "Straggler": "outlast.policy.stragglers",
-    "StragglerDetector": "outlast.straggler.detector",
-    "Timing": "outlast.policy.slowness",
-    "WaitingRank": "outlast.policy.stragglers",
+    "outlast.policy.slowness": ("Basis", "RankTimings", "Slowness", "Timing"),
+    "outlast.policy.stragglers": ("Findings", "MachineVerdict", "SlownessCause", "Straggler", "WaitingRank"),
+    "outlast.straggler.detector": ("StragglerDetector",),
+    "outlast.straggler.recorder": ("StepSection",),
+    "outlast.straggler.report": ("Report",),
 }
 
 __all__ = [

@@ -228,7 +228,7 @@ class SectionRecorder:
 
     def section(self, name: str, *, on_device: bool = True) -> StepSection:
         """Return the section of a name; arguments as for :meth:`index`."""
-        return StepSection(self.enter, self.leave, self.index(name, on_device=on_device))
+        return _section(self, self.index(name, on_device=on_device))
 
     def enter(self, index: int) -> None:
         """Begin a section; one within itself is part of the one around it."""
@@ -244,13 +244,17 @@ class SectionRecorder:
             self._stack.append([index, perf_counter_ns(), 0, span])
         else:
             self._stack.append([index, 0, 0, None])
+        if index == _LEFT_OUT:
+            self._left_out += 1
 
-    def leave(self, index: int, *, failed: bool = False) -> None:
+    def leave(self, index: int, failed: bool = False) -> None:
         """End the innermost open section of that number, and what is still open in it; a failed one is not counted."""
         now_ns = perf_counter_ns()
         stack = self._stack
         if threading.get_ident() != self._thread:
             return
+        if index == _LEFT_OUT and self._left_out:
+            self._left_out -= 1
         while stack and stack[-1][0] != index:
             if not any(entry[0] == index for entry in stack):
                 return
@@ -275,22 +279,11 @@ class SectionRecorder:
 
     def waiting(self) -> StepSection:
         """Return a section around waiting for other ranks: the time within is no section's."""
-        return StepSection(self.enter, self.leave, _WAITING)
+        return _section(self, _WAITING)
 
     def left_out(self) -> StepSection:
         """Return a section around what belongs to no step, such as a save or an evaluation: nothing in it is timed."""
-
-        def enter(index: int) -> None:
-            if threading.get_ident() == self._thread:
-                self.enter(index)
-                self._left_out += 1
-
-        def leave(index: int, *, failed: bool) -> None:
-            if threading.get_ident() == self._thread and self._left_out:
-                self._left_out -= 1
-                self.leave(index)
-
-        return StepSection(enter, leave, _LEFT_OUT)
+        return _section(self, _LEFT_OUT)
 
     def drop_open(self) -> None:
         """Forget what is open, as after an exception."""
@@ -337,21 +330,20 @@ class SectionRecorder:
 class StepSection:
     """A stretch of a step: a context manager, and a decorator; within itself it is part of the one around it.
 
-    What is within is timed, or is waiting, or is left out. One object serves every use of it.
+    What is within is timed, or is waiting, or is left out. One object serves every use of it; a detector makes it.
     """
 
-    __slots__ = ("_enter", "_leave", "index")
+    __slots__ = ("_recorder", "index")
 
-    def __init__(self, enter: Callable[[int], None], leave: Callable[..., None], index: int) -> None:
-        self._enter, self._leave = enter, leave
-        self.index = index
-        """Its number in the recorder."""
+    _recorder: SectionRecorder
+    index: int
+    """Its number in the recorder."""
 
     def __enter__(self) -> None:
-        self._enter(self.index)
+        self._recorder.enter(self.index)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
-        self._leave(self.index, failed=kind is not None)
+        self._recorder.leave(self.index, kind is not None)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return the function with every call of it in this section.
@@ -368,6 +360,12 @@ class StepSection:
                 return function(*args, **kwargs)
 
         return marked
+
+
+def _section(recorder: SectionRecorder, index: int) -> StepSection:
+    section = StepSection()
+    section._recorder, section.index = recorder, index
+    return section
 
 
 class Wrappings:

@@ -14,10 +14,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError, Incoming
-from outlast.checkpoint.replica.parity import Parities, write_all
+from outlast.checkpoint.replica.parity import Block, Parities, write_all
 from outlast.checkpoint.replica.protocol import (
     SLICE_BYTES,
     Chunk,
@@ -39,25 +39,6 @@ WORKING_S = 1.0
 """Seconds after which a peer that waits for a disk gets a :class:`Working`."""
 MAX_WORK_S = 120.0
 T = TypeVar("T")
-
-
-class _Sink(Protocol):
-    """Where a part's bytes go."""
-
-    def write(self, piece: memoryview, offset: int) -> None: ...
-    def keep(self) -> None: ...
-    def drop(self) -> None: ...
-
-
-class _WholePart:
-    """A part that is stored as it comes."""
-
-    def __init__(self, incoming: Incoming) -> None:
-        self._incoming = incoming
-        self.keep, self.drop = incoming.keep, incoming.drop
-
-    def write(self, piece: memoryview, offset: int) -> None:
-        write_all(self._incoming.fd, piece, offset)
 
 
 class Service:
@@ -103,9 +84,9 @@ class Service:
     # -- taking in ---------------------------------------------------------------------------------------------
 
     def _put(self, request: Put) -> None:
-        made: list[_Sink] = []
+        made: list[Incoming | Block] = []
         try:
-            self._patiently(lambda: made.append(self._sink(request)))
+            self._patiently(lambda: made.append(self._begin(request)))
         except (ConnectionError, TimeoutError):
             for late in made:
                 late.drop()
@@ -113,22 +94,28 @@ class Service:
         except (HoldingsError, OSError) as error:
             self._channel.refuse(error)
             return
-        sink = made[0]
+        (part,) = made
         received = 0
 
         def write(piece: memoryview, offset: int) -> None:
             nonlocal received
             received = start + offset + len(piece)
-            sink.write(piece, start + offset)
+            if isinstance(part, Block):
+                part.write(piece, start + offset)
+            else:
+                write_all(part.fd, piece, start + offset)
+
+        def room(where: slice) -> memoryview:
+            return self._scratch[: where.stop - where.start]
 
         try:
             self._channel.send(Proceed())
             for start in range(0, request.num_bytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, request.num_bytes - start)
-                self._channel.send(Chunk(self._channel.receive_chunk(size, self._room, write)))
+                self._channel.send(Chunk(self._channel.receive_chunk(size, room, write)))
             if not isinstance(self._channel.receive(), Keep):
                 raise ConnectionResetError("it left before the end")
-            self._patiently(sink.keep)
+            self._patiently(part.keep)
             self._channel.send(Kept())
         except HoldingsError as error:
             self._give_up(str(error), request.num_bytes - received)
@@ -137,15 +124,12 @@ class Service:
         except OSError as error:
             self._give_up(f"it cannot be written: {error.strerror}", request.num_bytes - received)
         finally:
-            sink.drop()
+            part.drop()
 
-    def _room(self, part: slice) -> memoryview:
-        return self._scratch[: part.stop - part.start]
-
-    def _sink(self, request: Put) -> _Sink:
+    def _begin(self, request: Put) -> Incoming | Block:
         if request.contributor >= 0:
             return self._parities.begin(request.key, request.contributor, request.num_contributors)
-        return _WholePart(self._holdings.receive(request.key, request.num_bytes))
+        return self._holdings.receive(request.key, request.num_bytes)
 
     def _give_up(self, error: str, num_bytes: int) -> None:
         """Report it to the peer, and take what the peer sends until it has read that."""
