@@ -491,11 +491,11 @@ _LOOK_S = 0.5
 """From an answer of a keeper to the next question whether it lives."""
 
 
-def start_on(node_id: str, actor_class: type, *args: Any, **options: Any) -> Any:
+def start_on(node_id: str, actor_class: type, arguments: Mapping[str, Any], **options: Any) -> Any:
     """Start an actor without resources of its own on a node; return its handle. Blocks: never."""
     pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     started = ray.remote(actor_class).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned, **options)
-    return started.remote(*args)
+    return started.remote(**arguments)
 
 
 class NodeKeeper:
@@ -618,7 +618,7 @@ class NodeKeepers:
         return found, gone
 
     def _start(self, node_id: str) -> None:
-        self._keepers[node_id] = _Keeper(start_on(node_id, NodeKeeper, f"{self._name}-{node_id}"))
+        self._keepers[node_id] = _Keeper(start_on(node_id, NodeKeeper, {"address": f"{self._name}-{node_id}"}))
 
     def _lose(self, node_id: str, reply: Reply) -> bool:
         """Give up a keeper that died; return whether another one could take its place."""
