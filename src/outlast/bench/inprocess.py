@@ -377,8 +377,7 @@ def measure_steps(num_rounds: str, port: str) -> Iterator[dict[str, float]]:
     for _ in range(int(num_rounds)):
         found_s = take_turns(kinds, _NUM_TURNS, order)
         yield {
-            "plain_ms": median(found_s["plain"]) * 1e3,
-            "wrapped_ms": median(found_s["wrapped"]) * 1e3,
+            **{f"{name}_ms": median(seconds) * 1e3 for name, seconds in found_s.items()},
             "wrapped_pct": cost_in_percent(found_s["wrapped"], found_s["plain"]),
             "watching_cpu_pct": 100 * median(blocks.watching_shares),
         }

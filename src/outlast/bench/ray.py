@@ -5,7 +5,6 @@ An actor of ours and Ray Train's function train one model; one of their ranks fa
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
@@ -335,13 +335,20 @@ def run_ray_train(folder: Path, *, num_workers: int) -> None:
             failure_config=ray.train.FailureConfig(max_failures=3),
         ),
     )
-    # In a thread, which it takes no signals from: Ctrl-C is this program's.
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        run = threads.submit(trainer.fit)
+    run: Future[object] = Future()
+
+    def fit() -> None:
         try:
-            run.result(_LONGEST_RUN_S)
-        except (ray.train.TrainingFailedError, TimeoutError) as error:
-            raise OutlastError(f"Ray Train did not recover from the kill: {error}") from error
+            run.set_result(trainer.fit())
+        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+            run.set_exception(error)
+
+    # In a thread, which it takes no signals from: Ctrl-C is this program's. Nothing waits for one that never ends.
+    threading.Thread(target=fit, name="outlast-bench-ray-train", daemon=True).start()
+    try:
+        run.result(_LONGEST_RUN_S)
+    except (ray.train.TrainingFailedError, TimeoutError) as error:
+        raise OutlastError(f"Ray Train did not recover from the kill in {_LONGEST_RUN_S:g} s: {error}") from error
 
 
 def _train(config: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outlast.cli.main import HELP, complete_folder, ending_on_signals, json_option
+from outlast.cli.main import HELP, complete_folder, ending_on_signals, failing_in_one_line, json_option
 from outlast.errors import ExitReason
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
     """
     from outlast.demo.plan import Shape
 
-    with ending_on_signals():
+    with ending_on_signals(), failing_in_one_line():
         try:
             return _perform(Shape(iterations=iterations), seed=seed, keep=keep, as_json=as_json)
         except KeyboardInterrupt:

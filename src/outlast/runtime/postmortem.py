@@ -35,11 +35,11 @@ from typing import Any
 import msgspec
 
 from outlast import clock, env
-from outlast.decoding import json_decoder
+from outlast.decoding import from_json, json_decoder
 from outlast.env import WorkerEnv, clean_name
 from outlast.errors import OutlastError
 from outlast.incidents import Cause, EventKind, Incident, IncidentKind, Verdict
-from outlast.policy.rerun import Diagnosis, decode_diagnosis, encode_diagnosis
+from outlast.policy.rerun import Diagnosis
 from outlast.runtime.files import write_atomically
 from outlast.runtime.journal import Journal
 
@@ -361,7 +361,7 @@ def write_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank:
     """
     path = _path(run_dir, job, cycle, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, encode_diagnosis(diagnosis))
+    write_atomically(path, msgspec.json.encode(diagnosis))
     return path
 
 
@@ -369,7 +369,7 @@ def read_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: 
     """Return what a rank left; ``None`` when it left nothing, or nothing that can be read (which is logged)."""
     path = _path(run_dir, job, cycle, rank)
     try:
-        return decode_diagnosis(path.read_bytes())
+        return from_json(path.read_bytes(), Diagnosis)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
