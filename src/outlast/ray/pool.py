@@ -49,6 +49,8 @@ _MAX_FAILED_STARTS = 3
 _POLL_S = 0.2
 _RESERVE_POLL_S = 0.5
 _CHOICE_S = 0.05
+_AGAIN_S = 0.1
+"""From a question that did not reach its actor to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -144,7 +146,7 @@ class Ping:
     """A question that one actor is asked again and again, to know whether it lives; one at a time."""
 
     due_s: float = 0.0
-    """When it is asked again, if nothing is unanswered."""
+    """When it is asked again, if no reply is waited for."""
     asked_s: float = math.inf
     """Since when it is unanswered; infinite = it is answered."""
     ref: Any = None
@@ -156,12 +158,17 @@ class Ping:
         Args:
             method: The remote method that asks.
         """
-        if self.ref is not None:
-            return reply_if_ready(self.ref)
         now_s = clock.now_s()
-        if now_s >= self.due_s:
-            self.ref, self.asked_s = method.remote(), now_s
-        return None
+        if self.ref is None:
+            if now_s >= self.due_s:
+                self.ref, self.asked_s = method.remote(), min(self.asked_s, now_s)
+            return None
+        reply = reply_if_ready(self.ref)
+        if reply is not None and reply.fault == ReplyFault.UNREACHABLE:
+            # It may live: it is asked again, and is silent since it was asked first.
+            self.ref, self.due_s = None, now_s + _AGAIN_S
+            return None
+        return reply
 
     def note_answer(self, due_s: float) -> None:
         """Note that the question was answered, and when it is to be asked again."""
