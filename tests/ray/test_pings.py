@@ -10,7 +10,7 @@ import pytest
 
 from outlast import clock
 from outlast.ray import pool
-from outlast.ray.pool import Ping, Reply, ReplyFault
+from outlast.ray.pool import ActorPing, Reply, ReplyFault
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> list[Reply | None]:
 def test_one_question_is_open_at_a_time_and_the_next_waits_for_its_time(replies: list[Reply | None]) -> None:
     """Nothing is asked while a reply is waited for, nor before the next question is due."""
     method: Any = Mock()
-    ping, answer = Ping(), Reply(value="well")
+    ping, answer = ActorPing(), Reply(value="well")
     replies += [None, answer]
     assert [ping.poll(method) for _ in range(3)] == [None, None, answer]
     assert method.remote.call_count == 1
@@ -40,7 +40,7 @@ def test_question_that_did_not_arrive_is_asked_again_and_silence_counts_from_the
 ) -> None:
     """An actor that could not be reached for a moment may live: the next question finds out."""
     method: Any = Mock()
-    ping, answer = Ping(), Reply(value="well")
+    ping, answer = ActorPing(), Reply(value="well")
     replies += [Reply(fault=ReplyFault.UNREACHABLE), answer]
     assert ping.poll(method) is None
     first_s = ping.asked_s
@@ -54,7 +54,7 @@ def test_question_that_did_not_arrive_is_asked_again_and_silence_counts_from_the
 def test_death_and_errors_are_replies(replies: list[Reply | None]) -> None:
     """What the actor raised, and that it is dead, are for whoever asks."""
     for fault in (ReplyFault.DIED, ReplyFault.RAISED):
-        ping = Ping(ref="asked", asked_s=0.0)
+        ping = ActorPing(ref="asked", asked_s=0.0)
         replies.append(Reply(fault=fault))
         found = ping.poll(Mock())
         assert found is not None

@@ -142,7 +142,7 @@ def reply_if_ready(ref: Any) -> Reply | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Ping:
+class ActorPing:
     """A question that one actor is asked again and again, to know whether it lives; one at a time."""
 
     due_s: float = 0.0
@@ -237,7 +237,7 @@ class Pool:
         self._kept_nodes: set[str] = set()
         self._num_actors = 0
         self._starting: dict[int, _Starting] = {}
-        self._pings: dict[int, Ping] = {}
+        self._pings: dict[int, ActorPing] = {}
         self._failed_starts: dict[int, int] = {}
         self._num_failed_starts = 0
         self._why_failed: BaseException | None = None
@@ -490,7 +490,7 @@ class Pool:
 
     def _ping_spares(self) -> None:
         for spare in self.spares:
-            ping = self._pings.setdefault(spare.number, Ping())
+            ping = self._pings.setdefault(spare.number, ActorPing())
             reply = ping.poll(spare.handle.status)
             if reply is not None and reply.fault is None:
                 ping.note_answer(ping.asked_s + self._config.ping_interval)
@@ -556,7 +556,7 @@ class _Keeper:
     """A keeper, and what is known of its life."""
 
     handle: Any
-    ping: Ping = field(default_factory=Ping)
+    ping: ActorPing = field(default_factory=ActorPing)
     has_started: bool = False
 
 

@@ -18,7 +18,7 @@ import ray
 from outlast import clock
 from outlast.config import RecoveryConfig
 from outlast.policy.causes import Position, find_culprit
-from outlast.ray.pool import Actor, Ping, Pool, ReplyFault, await_replies, describe_error, read_reply
+from outlast.ray.pool import Actor, ActorPing, Pool, ReplyFault, await_replies, describe_error, read_reply
 from outlast.ray.protocol import ActorStatus, CallFailed, FailureKind
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class _AwaitedActor:
     """Reference to its reply."""
     alive_s: float
     """When it was last known to answer."""
-    ping: Ping
+    ping: ActorPing
     """Asks for its status."""
     overdue_s: float = math.inf
     """When a timeout of its own will be exceeded, as its status had it."""
@@ -130,7 +130,7 @@ class Watch:
         now_s = begun_s = clock.now_s()
         due_s, gathered = now_s + self._config.ping_interval, Gathered()
         waiting = {
-            rank: _AwaitedActor(actor=members[rank], call=ref, alive_s=now_s, ping=Ping(due_s=due_s))
+            rank: _AwaitedActor(actor=members[rank], call=ref, alive_s=now_s, ping=ActorPing(due_s=due_s))
             for rank, ref in refs.items()
         }
         while waiting:
