@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,8 +223,8 @@ class Cycle:
                 Spawn(
                     key=key,
                     kind=launch.kind,
-                    argv=launch.argv_of(rank := worker.local_rank),
-                    env={**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)},
+                    argv=tuple(map(os.fsencode, launch.argv_of(rank := worker.local_rank))),
+                    env=_as_bytes({**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)}),
                     stdout=logs.destinations.stdouts.get(rank) or "",
                     stderr=logs.destinations.stderrs.get(rank) or "",
                     on_start="" if launch.kind == "exec" else "outlast.monitor.stacks:register",
@@ -654,6 +654,10 @@ class Cycle:
         return str(message).splitlines()[0] if message else ""
 
 
+def _as_bytes(variables: Mapping[str, str]) -> dict[bytes, bytes]:
+    return {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
+
+
 def _as_text(value: Replay | tuple[Distrusted, ...] | None) -> str:
     return msgspec.json.encode(value).decode() if value else ""
 
@@ -689,9 +693,17 @@ class _CycleLogs:
         self.destinations = specs.reify(envs)
         self._filtered: list[TextIO] = []
         self._tails: list[TailLog] = []
+
+        def tail(files: dict[int, str], target: TextIO, needles: Sequence[str] = ()) -> None:
+            def keeps(line: str) -> bool:
+                return not needles or any(needle in line for needle in needles)
+
+            if files:
+                self._tails.append(TailLog(args.role, files, target, prefixes, log_line_filter=keeps))
+
         dest = self.destinations
-        self._tail(args.role, dest.tee_stdouts, sys.stdout, prefixes, [])
-        self._tail(args.role, dest.tee_stderrs, sys.stderr, prefixes, [])
+        tail(dest.tee_stdouts, sys.stdout)
+        tail(dest.tee_stderrs, sys.stderr)
         for needles, files, target in (
             (args.duplicate_stdout_filters, dest.tee_stdouts, dest.filtered_stdout),
             (args.duplicate_stderr_filters, dest.tee_stderrs, dest.filtered_stderr),
@@ -699,16 +711,7 @@ class _CycleLogs:
             if needles:
                 file = open(target, mode="w", errors="replace", buffering=1)  # noqa: SIM115  closed by stop()
                 self._filtered.append(file)
-                self._tail(args.role, files, file, prefixes, needles)
-
-    def _tail(
-        self, name: str, files: dict[int, str], target: TextIO, prefixes: dict[int, str] | None, needles: list[str]
-    ) -> None:
-        def keeps(line: str) -> bool:
-            return not needles or any(needle in line for needle in needles)
-
-        if files:
-            self._tails.append(TailLog(name, files, target, prefixes, log_line_filter=keeps))
+                tail(files, file, needles)
 
     def start(self) -> None:
         """Start copying."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from outlast import clock, env, logs
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
-from outlast.config.sources import LayeredSettings
+from outlast.config.sources import LayeredSettings, ft_config_from, ft_typed
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
 from outlast.runtime.addresses import parse_endpoints
@@ -111,8 +111,8 @@ def check_values(argv: Sequence[str]) -> Checked:
 
         config = load_config(args.config)
     layers = LayeredSettings(
-        options=command.fault_tolerance,
-        typed=command.fault_tolerance_typed,
+        options=ft_config_from(args, command.typed),
+        typed=ft_typed(args, command.typed),
         file=config.fault_tolerance.given if config.fault_tolerance is not None else {},
         file_name=args.config or "",
     )
@@ -402,6 +402,10 @@ def _make_folder(path: Path, source: str) -> tuple[Path, ...]:
     remedy = "name another" if source != "the run directory" else "name another with --run-dir"
     new = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     named = f"{source}={path}" if source.startswith("-") else f"{source}, {path},"
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{ascii(named)[1:-1]} is not UTF-8, as what is written there must be; {remedy}") from None
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

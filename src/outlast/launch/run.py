@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING
 
 from outlast import clock, env, logs
@@ -35,7 +35,7 @@ from outlast.policy.lease import LeaseOwner
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import Endpoint, is_loopback, own_address, parse_endpoints
 from outlast.runtime.lease import FolderRecords, InUse, Lease
-from outlast.runtime.processes import this_process
+from outlast.runtime.processes import name_program, this_process
 from outlast.runtime.store import StoreAnswer, probe
 from outlast.runtime.zygote import Zygote
 from outlast.wording import count
@@ -381,21 +381,6 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
     return ("module" if args.module else "script"), (args.training_script, *rest)
 
 
-class _TorchName:
-    """What torch's event log asks of a rendezvous handler; the agents meet through the coordinator."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-
-    def get_backend(self) -> str:
-        """Return the backend's name."""
-        return "outlast"
-
-    def get_run_id(self) -> str:
-        """Return the run's id."""
-        return self._run_id
-
-
 def _worker_spec(options: RunOptions) -> WorkerSpec:
     """Return torch's description of the workers.
 
@@ -412,12 +397,14 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
         get_logging_handler(args.event_log_handler)
     except KeyError:  # torch would find out once the job is over
         raise ValueError(f"--event-log-handler={args.event_log_handler} is no handler; write console or null") from None
+    # What torch's event log asks of a rendezvous handler; the agents meet through the coordinator.
+    names = SimpleNamespace(get_backend=lambda: "outlast", get_run_id=lambda: options.run_id)
     return WorkerSpec(
         role=args.role,
         local_world_size=determine_local_world_size(args.nproc_per_node),
         entrypoint=args.training_script,
         args=tuple(args.training_script_args),
-        rdzv_handler=_TorchName(options.run_id),  # type: ignore[arg-type]
+        rdzv_handler=names,  # type: ignore[arg-type]
         max_restarts=args.max_restarts,
         monitor_interval=args.monitor_interval,
         local_addr=args.local_addr,
@@ -556,7 +543,7 @@ def _describe_owner(options: RunOptions) -> LeaseOwner:
         process=this_process(),
         run=options.run_id,
         names=options.names,
-        script=os.path.realpath(options.torchrun.training_script),
+        script=name_program(options.torchrun.training_script),
         job=f"{options.run_id} {options.endpoints} {here}" if has_nodes else None,
         allocation=values.get("SLURM_JOB_ID") or None,
         requeues=int(requeues) if requeues.isdigit() else 0,

@@ -161,8 +161,7 @@ def as_iterators(batches: Batches) -> tuple[ReplayableIterator[Any], ...]:
 
 
 def _versions(batch: Any) -> tuple[int, ...]:
-    # A tensor made in inference mode counts no changes.
-    return tuple(tensor._version for tensor in tensors_in(batch) if not torch.is_inference(tensor))
+    return tuple(map(_version, tensors_in(batch)))
 
 
 class StepReplay:

@@ -31,13 +31,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.incidents import EventKind, Rung, Verdict
 from outlast.numerics.replay import Batches, ReplayableIterator, Rewinder, StepReplay, as_iterators, fingerprint_of
-from outlast.numerics.validation import (
-    Compare,
-    Differences,
-    Judged,
-    StepValidation,
-    describe_differences,
-)
+from outlast.numerics.validation import Compare, Differences, Judged, StepValidation, describe_differences
 from outlast.policy.rerun import (
     TABLE,
     Action,
@@ -275,14 +269,7 @@ class RerunStateMachine:
         """
         if not (self._is_open and self._is_active):
             return
-        self._validation.take_result(
-            result,
-            rejection_func,
-            message,
-            comparison_func=comparison_func,
-            tolerance=tolerance,
-            fatal=fatal,
-        )
+        self._validation.take_result(result, rejection_func, message, comparison_func, tolerance, fatal=fatal)
 
     def should_run_forward_backward(self, data_iterator: Batches = None) -> bool:
         """Return whether the step is to be run (again); the first call after the end of a step begins the next.

@@ -300,7 +300,7 @@ def _fetch_ranges(
             raise ProtocolError(f"it holds {data.total} bytes of {copy} instead of {num_bytes}")
         for number in chunks:
             chunk = into[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-            digests[number] = channel.receive_chunk(len(chunk), chunk.__getitem__)
+            digests[number] = channel.receive_chunk(len(chunk), chunk)
     channel.send(Get(copy, num_bytes, 0))
     channel.expect(Data)
 

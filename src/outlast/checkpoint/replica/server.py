@@ -12,10 +12,11 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from typing import TypeVar
 
+from outlast import clock
 from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError, Incoming
 from outlast.checkpoint.replica.parity import Block, Parities, write_all
 from outlast.checkpoint.replica.protocol import (
@@ -25,7 +26,6 @@ from outlast.checkpoint.replica.protocol import (
     Get,
     Keep,
     Kept,
-    Message,
     Ping,
     Proceed,
     Put,
@@ -66,20 +66,17 @@ class Service:
         """
         try:
             while (request := self._channel.receive()) is not None:
-                self._answer(request)
+                match request:
+                    case Ping():
+                        self._channel.send(Proceed())
+                    case Put():
+                        self._put(request)
+                    case Get():
+                        self._get(request)
+                    case _:
+                        raise ProtocolError(f"it sent a {type(request).__name__} as a request")
         finally:
             self._close_part()
-
-    def _answer(self, request: Message) -> None:
-        match request:
-            case Ping():
-                self._channel.send(Proceed())
-            case Put():
-                self._put(request)
-            case Get():
-                self._get(request)
-            case _:
-                raise ProtocolError(f"it sent a {type(request).__name__} as a request")
 
     # -- taking in ---------------------------------------------------------------------------------------------
 
@@ -105,14 +102,11 @@ class Service:
             else:
                 write_all(part.fd, piece, start + offset)
 
-        def room(where: slice) -> memoryview:
-            return self._scratch[: where.stop - where.start]
-
         try:
             self._channel.send(Proceed())
             for start in range(0, request.num_bytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, request.num_bytes - start)
-                self._channel.send(Chunk(self._channel.receive_chunk(size, room, write)))
+                self._channel.send(Chunk(self._channel.receive_chunk(size, self._scratch, write)))
             if not isinstance(self._channel.receive(), Keep):
                 raise ConnectionResetError("it left before the end")
             self._patiently(part.keep)
@@ -141,17 +135,8 @@ class Service:
 
     def _patiently(self, work: Callable[[], T]) -> T:
         """Do what may take a disk long, and inform the peer meanwhile, up to ``MAX_WORK_S``."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - handed over to the thread that waits
-                future.set_exception(error)
-
-        worker = threading.Thread(target=run, name="outlast-replica-disk", daemon=True)
-        worker.start()
-        try:
+        with ThreadPoolExecutor(1, thread_name_prefix="outlast-replica-disk") as pool:
+            future = pool.submit(work)
             for _ in range(round(MAX_WORK_S / WORKING_S)):
                 try:
                     return future.result(WORKING_S)
@@ -160,8 +145,6 @@ class Service:
                         raise
                     self._channel.send(Working())
             return future.result()  # the peer's own timeout decides
-        finally:
-            worker.join()
 
     # -- giving out --------------------------------------------------------------------------------------------
 
@@ -199,6 +182,8 @@ IDLE_S = 60.0
 """Seconds without progress after which an authenticated peer is left; its own timeouts are shorter."""
 ACCEPT_PAUSE_S = 0.1
 """Seconds before the next attempt when the system gives no connection, for lack of descriptors."""
+CLOSE_S = 2.0
+"""Longest wait for all threads together: one that waits for a disk cannot be woken."""
 MAX_STRANGERS = 32
 MAX_PEERS = 128
 MAX_SOURCES = 1024
@@ -252,7 +237,7 @@ class ReplicaServer:
         return port
 
     def close(self) -> None:
-        """Stop listening and end all connections. Idempotent. Blocks: until their threads end, about 2 s at most."""
+        """Stop listening and end all connections. Idempotent. Blocks: until their threads end, ``CLOSE_S`` at most."""
         with self._lock:
             if self._stopping.is_set():
                 return
@@ -261,8 +246,9 @@ class ReplicaServer:
             for channel in (*self._strangers, *self._peers):
                 channel.abort()
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
+        end_s = clock.now_s() + CLOSE_S
         for thread in threads:
-            thread.join(2.0)
+            thread.join(max(0.0, end_s - clock.now_s()))
         self._socket.close()
         self._parities.close()
 
