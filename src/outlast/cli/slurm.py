@@ -152,9 +152,9 @@ def submit(dry_run: bool, **settings: Any) -> int:
     with failing_in_one_line():
         script = _script_from(settings)
         if dry_run:
-            submission = prepare(script)
-            click.echo(submission.script, nl=False)
-            click.echo(f"\n# Not submitted. Without --dry-run: {shlex.join(submission.command)}")
+            rendered, sbatch = prepare(script)
+            click.echo(rendered, nl=False)
+            click.echo(f"\n# Not submitted. Without --dry-run: {shlex.join(sbatch)}")
         else:
             click.echo(hand_over(script))
     return int(ExitReason.FINISHED)
