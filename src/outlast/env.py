@@ -315,6 +315,8 @@ def update(values: Mapping[str, str | None]) -> dict[str, str | None]:
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_BRACKETS = re.compile(r"(?:[^\[\]]|\[[^\[\]]*\])*")
+_PART = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])*)(?:,|\Z)")
 _MAX_NODES = 1_000_000
 
 
@@ -353,20 +355,11 @@ def expand_nodes(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _split(text: str) -> Iterator[str]:
-    """Yield what commas outside of brackets separate."""
-    start = depth = 0
-    for position, character in enumerate(text):
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if depth not in (0, 1):
-            raise ConfigError(f"{text!r} is not a node list: its brackets do not match")
-        if character == "," and not depth:
-            yield text[start:position].strip()
-            start = position + 1
-    if depth:
+def _split(text: str) -> list[str]:
+    """Return what commas outside of brackets separate; nothing is behind a last comma."""
+    if _BRACKETS.fullmatch(text) is None:
         raise ConfigError(f"{text!r} is not a node list: its brackets do not match")
-    if text[start:].strip():
-        yield text[start:].strip()
+    return [part[1].strip() for part in _PART.finditer(text.strip())][:-1]  # the last is the end itself
 
 
 def _expand(part: str, whole: str) -> list[str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from rich.console import Console
 from outlast.bench import ray as bench
 from outlast.bench.measuring import Bar, BenchResult, MarkWriter, read_marks
 from outlast.bench.ray import RecoveryTiming, when_all, when_rank
+from outlast.errors import OutlastError
 
 STRUCK, VICTIM = 6, 1
 
@@ -86,3 +90,31 @@ def test_bars_are_made_of_medians_and_the_worse_hang(monkeypatch: pytest.MonkeyP
     assert json.loads(result.to_json())["details"]["phases_s"]["Ray Train, kill"] == {"began": 8.0, "stepped": 10.0}
     assert len(told) == 3 * 4
     Console(file=io.StringIO()).print(result.render())
+
+
+def test_without_ray_the_command_says_what_to_install() -> None:
+    """Without Ray the module is imported as any other; the benchmark is one line on standard error and exit code 2."""
+    call = "import sys; sys.modules['ray'] = None; from outlast.cli.main import main; main()"
+    command = (sys.executable, "-c", call, "bench", "ray", "--json")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("outlast: Ray Train is not installed")
+    assert "pip install 'ray[train]'" in line
+
+
+def test_a_ray_train_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart of Ray Train's that hangs ends the benchmark at its time limit: nothing waits for the thread."""
+    released = threading.Event()
+
+    class Trainer:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def fit(self) -> None:
+            released.wait()
+
+    monkeypatch.setattr(bench, "TorchTrainer", Trainer)
+    monkeypatch.setattr(bench, "_LONGEST_RUN_S", 0.1)
+    with pytest.raises(OutlastError, match="did not recover from the kill"):
+        bench.run_ray_train(tmp_path, num_workers=1)
+    released.set()

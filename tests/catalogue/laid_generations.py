@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outlast.checkpoint.directory import Directory
-from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, encode_manifest
+from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, seal
 from outlast.checkpoint.shard import CHUNK_BYTES, Identity, ShardLayout, TensorSpan, digest, shard_name
 
 RUN = "run-0a1b2c3d"
@@ -115,7 +115,7 @@ def lay_generation(
                 (path / shard_name(rank)).write_bytes(data)
             if parity and nodes[rank] == node:
                 (path / f"parity-{rank:05d}.bin").write_bytes(b"xor")
-        (path / MANIFEST).write_bytes(encode_manifest(manifest))
+        (path / MANIFEST).write_bytes(seal(manifest))
         Directory(folder).create_hint(run)
         if not suspect and name is None:
             directory.point_to(iteration)

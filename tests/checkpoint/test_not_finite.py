@@ -6,6 +6,7 @@ import logging
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from outlast.checkpoint.manager import open_manager
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
-from outlast.policy.recovery_point import Distrusted, encode_distrusted
+from outlast.policy.recovery_point import Distrusted
 from outlast.runtime.injection import armed
 
 pytestmark = pytest.mark.process
@@ -124,7 +125,7 @@ def test_a_doubtful_generation_is_not_said_to_give_way_to_a_finite_one(tmp_path:
             handle.wait(30)
             attempt = handle.attempt
     other = Distrusted(generation=15, attempt=f"{attempt}5", tier="local")  # of the second cycle, and gone
-    untrusted = encode_distrusted([other])
+    untrusted = msgspec.json.encode([other]).decode()
     with closing(open_manager(near, env=WorkerEnv(node="node", cycle=2, untrusted=untrusted))) as manager:
         restored = manager.load_latest(state)
     assert restored is not None

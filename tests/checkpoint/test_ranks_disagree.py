@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from saving_ranks import start
 from torch.distributed import HashStore
 
-from outlast.checkpoint.lane import SaveExchange, SaveOutcome
+from outlast.checkpoint.directory import SaveAttempt
+from outlast.checkpoint.lane import SaveOutcome
+from outlast.checkpoint.near_lane import NearLane
+from outlast.checkpoint.save import Save, SaveHandle
+from outlast.policy.recovery_point import Tier
 
 OUTCOMES = """
 def outcome(save):
@@ -227,12 +231,26 @@ class _GoneStore(HashStore):
 def test_a_store_that_goes_after_the_outcome_changes_nothing(last: str) -> None:
     """What ranks say once they know the outcome, and what they delete, may fail: the outcome stays what it was."""
     store: Any = _GoneStore()
-    exchange = SaveExchange(store, "test", threading.Event(), rank=0)
-    exchange.post(0, "outcome", SaveOutcome())
+    places: Any = SimpleNamespace(nodes=("a", "b"), token="test")
+    unused: Any = None
+    lane = NearLane(
+        places, rank=0, store=store, writer=unused, timeout_s=60.0, claim=None, retention=unused, outcomes=unused
+    )
+    attempt = SaveAttempt(job="job", cycle=0, token="test", ordinal=0)
+    save = Save(
+        iteration=1,
+        attempt=attempt,
+        handle=SaveHandle(1, limit_s=60.0),
+        started_ns=0,
+        stall_s=0.0,
+        tiers=frozenset({Tier.LOCAL}),
+    )
+    lane._post(save, "outcome", SaveOutcome())
     store.is_gone = True
     if last == "forget":
-        exchange.forget(1)
+        lane._forget(1)
     else:
-        exchange.part(0, 2, timeout_s=60.0)
+        lane._part(save)
     store.is_gone = False
-    assert exchange.receive(0, "outcome", SaveOutcome, timeout_s=60.0) == SaveOutcome()
+    assert lane._receive(save, "outcome", SaveOutcome, grace_s=60.0) == SaveOutcome()
+    assert lane.stop(60.0)

@@ -14,7 +14,7 @@ import torch
 
 from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.catalogue.listing import look_into
-from outlast.checkpoint.directory import DirectoryLease
+from outlast.checkpoint.directory import Claim
 from outlast.checkpoint.manager import open_manager
 from outlast.cli.main import main
 from outlast.config import CheckpointConfig
@@ -140,7 +140,7 @@ def test_what_is_committed_while_a_claim_is_taken_over_is_not_replaced(
     """Two runs believe that they own a directory, as after a stop in the middle of a commit. One has passed its last
     comparison when another takes its claim, which nothing proves yet, over. What the first then reports as saved
     stays: the second is refused at its own commit, and the first goes on."""
-    monkeypatch.setattr(DirectoryLease, "hold", lambda lease: None)
+    monkeypatch.setattr(Claim, "acquire", lambda claim: None)
     config, folder = _place(tmp_path, "local")
     at_rename, may_rename, at_manifest, may_commit = (threading.Event() for _ in range(4))
 
@@ -267,3 +267,27 @@ def test_a_file_system_without_links_gives_a_file_to_one_alone(tmp_path: Path, m
         assert not create_atomically(path, b"second")
         assert path.read_bytes() == b"first"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+
+
+def test_a_full_disk_leaves_no_part_of_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no hard links, a file that could not be written to its end is not there."""
+    import os
+
+    fsync, num_calls = os.fsync, 0
+
+    def no_links(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    def second_fails(fd: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:  # the first is that of the file under its temporary name
+            raise OSError(28, "No space left on device")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "fsync", second_fails)
+    with pytest.raises(OSError, match="No space"):
+        create_atomically(tmp_path / "file", b"data")
+    assert list(tmp_path.iterdir()) == []
+    assert create_atomically(tmp_path / "file", b"data")

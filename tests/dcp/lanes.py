@@ -14,7 +14,7 @@ from outlast.checkpoint.arena import Arena, Stager
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.global_lane import GlobalLane
-from outlast.checkpoint.directory import NEW, Claim, SaveAttempt
+from outlast.checkpoint.directory import Claim, DirectoryContent, SaveAttempt
 from outlast.checkpoint.manifest import topology_digest
 from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import Save, SaveHandle
@@ -22,7 +22,9 @@ from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, flatten
 from outlast.errors import CheckpointError
 from outlast.policy.checkpoint_plan import RetentionRules
+from outlast.policy.lease import LeaseOwner
 from outlast.policy.recovery_point import Tier
+from outlast.runtime.processes import this_process
 
 LONG_S = 60.0
 
@@ -50,7 +52,7 @@ def stage(flat: FlatState, *, rank: int = 0, world: int = 1, iteration: int = 0,
     def provide(num_bytes: int) -> Arena:
         fd = os.memfd_create("image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, num_bytes)
-        return Arena(fd, num_bytes)
+        return Arena(fd)
 
     try:
         staged = stager.stage(flat, identity, provide)
@@ -93,6 +95,18 @@ class Noted:
         self._note(error)
 
 
+class _Unleased(Claim):
+    """A claim without a lease."""
+
+    def acquire(self) -> None:
+        """Nobody else is there."""
+
+
+def _unleased_claim(directory: GlobalDirectory, run: str) -> Claim:
+    own = LeaseOwner(token="", process=this_process(), run=run)
+    return _Unleased(directory, run, DirectoryContent(), own, may_resume_other=False, on_lost=lambda refused: None)
+
+
 def open_lane(
     directory: GlobalDirectory,
     store: Any,
@@ -122,7 +136,7 @@ def open_lane(
         global_error=None,
         replication=Replication(),
         seen_local=None,
-        seen_global=NEW,
+        seen_global=DirectoryContent(),
     )
     lane = GlobalLane(
         places,
@@ -130,7 +144,7 @@ def open_lane(
         store=store,
         writer=InPlace(write),  # type: ignore[arg-type]
         timeout_s=timeout_s,
-        claim=Claim(directory, run, NEW) if rank == 0 else None,
+        claim=_unleased_claim(directory, run) if rank == 0 else None,
         retention=rules,
         outcomes=Noted(note),  # type: ignore[arg-type]
     )

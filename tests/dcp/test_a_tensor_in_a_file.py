@@ -26,23 +26,23 @@ def test_torch_reads_the_blob_without_unpickling_anything_of_its_own(torch_name,
     tensor = numbers.view(dtype).reshape(shape) if numbers.numel() else torch.empty(shape, dtype=dtype)
     raw = _raw(tensor)
 
-    blob = tensor_blob(name, shape, len(raw))
-    found = torch.load(io.BytesIO(blob.prefix + raw + blob.suffix), weights_only=True)
+    prefix, suffix = tensor_blob(name, shape, len(raw))
+    found = torch.load(io.BytesIO(prefix + raw + suffix), weights_only=True)
 
     assert (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
     assert _raw(found) == raw
-    assert len(blob.prefix) % ALIGNMENT == 0
+    assert len(prefix) % ALIGNMENT == 0
 
 
 def test_a_tensor_of_more_than_4_gib_is_read(tmp_path: Path) -> None:
     """Sizes and places that do not fit into 32 bits are told in the format's 64 bit fields."""
     count = (5 << 30) // 4
-    blob = tensor_blob("F32", (count,), 4 * count)
+    prefix, suffix = tensor_blob("F32", (count,), 4 * count)
     path = tmp_path / "large"
     with open(path, "wb") as file:  # a hole: it takes no room
-        file.write(blob.prefix)
-        file.seek(len(blob.prefix) + 4 * count - 4)
-        file.write(b"\0\0\x80\x3f" + blob.suffix)
+        file.write(prefix)
+        file.seek(len(prefix) + 4 * count - 4)
+        file.write(b"\0\0\x80\x3f" + suffix)
 
     found = torch.load(path, mmap=True, weights_only=True)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.reshard import load_resharded
-from outlast.checkpoint.state import blocks_of
+from outlast.checkpoint.state import rows_of
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.env import WorkerEnv
 from outlast.testing.ranks import free_port
@@ -108,7 +108,7 @@ def test_blocks_are_where_torch_has_them() -> None:
             first = _StridedShard(0, split_factor=tensor) if tensor > 1 else Shard(0)
             for rank in itertools.product(range(data), range(tensor)):
                 shape, offset = _compute_local_shape_and_global_offset((size,), (data, tensor), rank, (first, last))
-                blocks = blocks_of((size,), (first, last), (data, tensor), rank).get(0, [])
-                assert sum(map(len, blocks)) == shape[0]
-                if blocks:
-                    assert blocks[0].start == offset[0]
+                rows = rows_of((size,), (first, last), (data, tensor), rank).get(0, [])
+                assert len(rows) == shape[0]
+                if len(rows):
+                    assert rows[0] == offset[0]

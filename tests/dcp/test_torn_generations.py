@@ -259,3 +259,21 @@ def test_a_reader_wants_the_folder_of_a_generation(pristine: Path) -> None:
     """A path that names no generation is refused with what to give."""
     with pytest.raises(CheckpointError, match="does not end in step-<n>"):
         VerifiedReader(pristine)
+
+
+@pytest.mark.parametrize(
+    ("url", "parent"),
+    [("/step-7", "/"), ("step-7", "."), ("runs/step-7/", "runs"), ("s3://b/run/step-7", "s3://b/run")],
+)
+def test_a_reader_opens_the_folder_that_holds_its_generation(url: str, parent: str, monkeypatch) -> None:
+    """A generation that lies directly below the root is not looked for in the current folder."""
+    opened = []
+
+    def refuse(name: str) -> GlobalDirectory:
+        opened.append(name)
+        raise CheckpointError("nothing is opened here")
+
+    monkeypatch.setattr(GlobalDirectory, "open", refuse)
+    with pytest.raises(CheckpointError, match="nothing is opened"):
+        VerifiedReader(url)
+    assert opened == [parent]

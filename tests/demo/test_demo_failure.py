@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 from test_outcome import GOOD
 
-from outlast.demo import show
+from outlast.cli.main import main
+from outlast.demo import show, stage
 from outlast.demo.outcome import DemoOutcome
 from outlast.demo.plan import Shape
 from outlast.demo.view import SilentView
@@ -37,6 +39,20 @@ def test_a_training_that_fails_is_told_with_its_output(tmp_path: Path, monkeypat
     assert Path(outcome.folder).parent == tmp_path
     assert list(Path(outcome.folder).glob("undisturbed/run/journal/*.jsonl"))
     assert not Path(outcome.folder, "with-faults").exists(), "there is nothing to compare with"
+
+
+def test_a_script_that_is_not_installed_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its script the demo ends with exit code 1 and a line that says what to do, not with a traceback."""
+    monkeypatch.setattr(stage, "_candidates", lambda: [])
+    monkeypatch.setattr(sys, "argv", ["outlast", "demo", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (1, "")
+    assert "train_gpt.py is not installed; reinstall outlast" in err
+    assert len(err.splitlines()) == 1
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ class Node:
 
     def open_part(self, key: CopyKey) -> tuple[int, int] | None:
         """Return a descriptor of the memory that holds a part, and the part's length; ``None``: it is not there."""
-        opened, fd = self.client.ask(f.Open(key=key), f.Opened, timeout_s=60)
+        opened, fd = self.client.ask(f.Open(key=key), f.Done, timeout_s=60)
         return (fd, opened.num_bytes) if fd is not None else None
 
     def read_part(self, key: CopyKey) -> bytes:
@@ -114,7 +114,7 @@ class Node:
                     assert outcome.error is None, outcome
         own = next(key for key in self.parts if key.rank == self.rank)
         data = self.parts[own]
-        _, memory = self.client.ask(f.Take(rank=self.rank, num_bytes=len(data), may_steal=True), f.Taken, timeout_s=60)
+        _, memory = self.client.ask(f.Take(rank=self.rank, num_bytes=len(data), may_steal=True), f.Done, timeout_s=60)
         assert memory is not None
         os.pwrite(memory, data, 0)
         self.client.ask(f.Write(key=own, num_bytes=len(data), path=None), f.Written, timeout_s=60, fd=memory)

@@ -58,6 +58,16 @@ def test_times_are_readable(tmp_path: Path) -> None:
     assert [event.time for event in read(tmp_path)] == [written.time, ""]
 
 
+def test_text_that_is_not_utf8_is_written_with_a_mark(tmp_path: Path) -> None:
+    """An argument, or the name of a file, may be no text: the event is there, with a mark in the place of each byte."""
+    journal = Journal(tmp_path, run_id="r", job="j", node="n", proc="agent")
+    journal.write(EventKind.JOB_STARTED, command=["train.py", "a\udcffb"], pid=7)
+    journal.close()
+    (event,) = read(tmp_path)
+    assert event.kind is EventKind.JOB_STARTED
+    assert event.data == {"command": ["train.py", "a?b"], "pid": 7}
+
+
 def test_torn_line_costs_only_itself(tmp_path: Path) -> None:
     """A line torn by a kill is skipped, also when the next process appends to the same file."""
     journal = open_journal(tmp_path)

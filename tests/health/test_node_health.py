@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import fsspec  # type: ignore[import-untyped]
 import pytest
 
 from outlast.checkpoint.vault import Vault
@@ -90,6 +91,18 @@ def test_object_store(tmp_path: Path) -> None:
     outcome = check(StoreCheck(url="file:///proc/none"))
     assert outcome.status == Status.FAILED
     assert "cannot be written" in outcome.reason
+
+
+def test_a_store_that_gives_nothing_back_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that takes a file and cannot be read has failed, and the file is removed from it all the same."""
+    files = fsspec.filesystem("memory")
+
+    def fail(*_: object) -> bytes:
+        raise PermissionError("may not be read")
+
+    monkeypatch.setattr(type(files), "cat_file", fail)
+    assert check(StoreCheck(url="memory://bucket/unread")).status == Status.FAILED
+    assert files.find("bucket/unread") == []
 
 
 @pytest.mark.parametrize(

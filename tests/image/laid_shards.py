@@ -26,7 +26,7 @@ def memfd(num_bytes: int) -> int:
 def provide(num_bytes: int) -> Arena:
     """Return an arena that is a page longer than asked for."""
     num_bytes = -(-num_bytes // 4096) * 4096 + 4096
-    return Arena(memfd(num_bytes), num_bytes)
+    return Arena(memfd(num_bytes))
 
 
 def flat_of(tensors: Mapping[str, torch.Tensor], note: str = "as saved") -> FlatState:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+
+import pytest
 import torch
 
 from outlast.checkpoint.arena import CopyGuard, changed_only_by_step
@@ -66,3 +69,21 @@ def test_a_closed_guard_lets_the_optimizer_alone() -> None:
     guard.close()
     assert waited == ["x"]
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_an_optimizer_at_the_place_of_a_former_one_is_watched() -> None:
+    """An optimizer that took the memory of one that is gone waits for copies, too."""
+    guard, waited, former = CopyGuard(), list[str](), set[int]()
+    for _ in range(100):
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        guard.watch({"optim": optimizer}, lambda: waited.append("x"))
+        optimizer.step()
+        assert waited.pop() == "x"
+        if id(optimizer) in former:
+            break
+        former.add(id(optimizer))
+        del optimizer
+        gc.collect()
+    else:
+        pytest.fail("no optimizer took the place of a former one")

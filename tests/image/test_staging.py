@@ -29,7 +29,7 @@ def stager() -> Iterator[Stager]:
 
 def test_sealed_memory_cannot_shrink() -> None:
     """Nobody who has an arena's descriptor can take pages from under a process that has it mapped."""
-    arena = Arena(memfd(8192), 8192)
+    arena = Arena(memfd(8192))
     with pytest.raises(PermissionError):
         os.ftruncate(arena.fd, 4096)
     assert os.fstat(arena.fd).st_size == 8192
@@ -39,7 +39,7 @@ def test_sealed_memory_cannot_shrink() -> None:
 
 def test_touching_changes_nothing_and_can_be_stopped() -> None:
     """Pages are made ready without a change of what lies in them."""
-    arena = Arena(memfd(1 << 20), 1 << 20)
+    arena = Arena(memfd(1 << 20))
     arena.array[:] = 7
     arena.touch(threading.Event())
     stopped = threading.Event()

@@ -81,14 +81,14 @@ def test_pings_count(page: Page) -> None:
 
 
 def test_parts_are_seen_from_outside(page: Page) -> None:
-    """The monitor process sees that hang protection is off, and that an atomic part runs."""
+    """The monitor process sees that hang protection is off, and the monitor thread that an atomic part runs."""
     handle = make(page, {}, [])
     with handle.disable_hang_protection(), handle.disable_hang_protection():
         assert page.is_paused
     assert not page.is_paused
     with handle.atomic():
-        assert page.is_atomic
-    assert not page.is_atomic
+        assert handle._interruption.is_atomic
+    assert not handle._interruption.is_atomic
 
 
 def test_outside_there_is_no_handle() -> None:

@@ -10,6 +10,7 @@ import pytest
 from outlast import clock
 from outlast.inprocess import protocol as m
 from outlast.inprocess.hub import Hub, order_candidates
+from outlast.inprocess.hub_client import HubClient
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_protocol import RestartLimits
 from outlast.runtime.wire import ProtocolError, encode_frame
@@ -138,6 +139,52 @@ def test_candidates_are_spread_over_nodes() -> None:
     ]
     assert [c.initial_rank for c in order_candidates(able, 1)] == [1, 2, 4, 0]
     assert [c.initial_rank for c in order_candidates(able[:2], 1)] == [1, 0]
+
+
+def test_a_hub_that_gave_its_last_order_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its own rank is not yet out of the wrapper, it waits for what comes instead of looking all the time."""
+    members = Members(2, 2)
+    try:
+        members.run_until(p.Go, range(2), 0)
+        for link in members.links.values():
+            link.send(p.Completed(restart_count=0))
+        members.run_until(p.Finish, range(2), 0)
+        now_s = clock.now_s
+        monkeypatch.setattr(clock, "now_s", lambda: now_s() + 10.0)
+        assert members.hub.is_over
+        assert members.hub.deadline_s > clock.now_s()
+    finally:
+        members.close()
+
+
+def test_a_hub_that_outlives_its_rank_does_not_spin() -> None:
+    """A monitor process that only hosts the hub for the others waits for what comes."""
+    selector = selectors.DefaultSelector()
+    task = m.MonitorTask(
+        pid=1,
+        initial_rank=0,
+        initial_world_size=2,
+        node="n",
+        host="127.0.0.1",
+        limits=RestartLimits(),
+        soft_timeout_s=60.0,
+        hard_timeout_s=90.0,
+        thread_interval_s=1.0,
+        process_interval_s=1.0,
+        heartbeat_interval_s=30.0,
+        heartbeat_timeout_s=60.0,
+        termination_grace_s=0.0,
+    )
+    client = HubClient(selector, task, on_order=lambda _: None, on_candidates=lambda _: None)
+    try:
+        client.connect(m.Connect(hub=client.address, token="a" * 32))
+        client.end(m.Gone(fault=p.RankFault(initial_rank=0, restart_count=0, kind=p.RankFaultKind.DIED)))
+        later_s = clock.now_s() + 5.0
+        assert not client.is_done
+        assert client.look(later_s) > later_s
+    finally:
+        client.close()
+        selector.close()
 
 
 def test_small_pieces_make_whole_messages() -> None:

@@ -6,7 +6,9 @@ import multiprocessing
 import sys
 import time
 import weakref
+from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from outlast.errors import PeerLost
 from outlast.inprocess.call import Background, describe, drop, end_children, is_consequence
+from outlast.inprocess.rank import WrappedRank
 
 
 class Big:
@@ -49,6 +52,30 @@ def test_a_fault_is_told_in_one_line() -> None:
     assert text.startswith("ValueError: outer (at ")
     assert "test_leaving.py:" in text
     assert "and more" not in text
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(0), ValueError("wrong")])
+def test_nothing_is_called_once_the_function_has_ended(error: BaseException | None) -> None:
+    """An order to leave that comes in that moment cannot be raised in anything that the wrapper calls."""
+    called: list[str] = []
+
+    def function() -> int:
+        if error is not None:
+            raise error
+        return 5
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_back is not None and frame.f_back.f_code is WrappedRank._enter.__code__:
+            called.append(frame.f_code.co_name)
+
+    rank: Any = Mock(_function=function)
+    sys.setprofile(note)
+    try:
+        outcome = WrappedRank._enter(rank, Mock(), 0, {})
+    finally:
+        sys.setprofile(None)
+    assert called[-1] == "function"
+    assert (outcome.value, outcome.error) == (None if error else 5, error)
 
 
 @pytest.mark.parametrize(

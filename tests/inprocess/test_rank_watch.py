@@ -182,10 +182,9 @@ def test_page_is_shared() -> None:
     other = Page(os.dup(page.fd))
     page.set_phase(RankPhase.IN_FN, 7)
     page.pause()
-    assert (other.phase, other.restart_count, other.is_paused, other.is_atomic) == (RankPhase.IN_FN, 7, True, False)
+    assert (other.phase, other.restart_count, other.is_paused) == (RankPhase.IN_FN, 7, True)
     page.resume()
-    page.enter_atomic()
-    assert (other.is_paused, other.is_atomic) == (False, True)
+    assert not other.is_paused
     assert other.progress_ns == page.progress_ns
     other.close()
     page.close()

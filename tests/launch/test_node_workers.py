@@ -11,12 +11,14 @@ from unittest.mock import Mock
 import pytest
 
 from outlast.incidents import Incident, IncidentKind
+from outlast.launch.agent_events import Timers
 from outlast.launch.cycle import Cycle
-from outlast.launch.workers import WorkerProcess
+from outlast.launch.node_agent import AgentState, NodeAgent
+from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import find_culprit
 from outlast.runtime.board import Board
 from outlast.runtime.postmortem import Postmortem
-from outlast.runtime.zygote import Started
+from outlast.runtime.zygote import Clear, Cleared, Exited, Started
 
 
 def cycle_with(*, over: bool, num_workers: int = 1) -> Any:
@@ -70,3 +72,57 @@ def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def test_a_zygote_that_dies_while_workers_are_ended_leaves_nothing_to_clear() -> None:
+    """The grace period of workers that died with their zygote ends for the new one's workers in nothing: they are not
+    killed, and the next cycle can start."""
+    first, second = Mock(pid=1, **{"receive.return_value": None}), Mock(**{"receive.return_value": Cleared()})
+    workers = NodeWorkers(first, lambda: second)
+    workers.begin_clearing(gently=True)
+    assert not workers.are_cleared
+    assert workers.receive() is None
+    workers.clear()
+    second.send.assert_not_called()
+    assert workers.are_cleared
+    workers.begin_clearing(gently=False)
+    second.send.assert_called_once_with(Clear())
+    workers.receive()
+    assert workers.are_cleared
+
+
+def test_a_health_check_that_waits_for_dying_workers_begins_when_their_zygote_dies() -> None:
+    """Workers of a zygote that died are gone, so that a check of the GPUs which they held need not wait any more."""
+    agent: Any = SimpleNamespace(_state=AgentState.JOINING, _health=Mock(), _start_if_ready=Mock())
+    NodeAgent._on_workers_lost(agent)
+    agent._health.note_cleared.assert_called_once_with()
+    agent._start_if_ready.assert_called_once_with()
+
+
+def exit_in(state: AgentState, *, all_ended: bool) -> Any:
+    """Return an agent in a state, after a worker of its cycle ended without having saved."""
+    cycle = Mock(over=state == AgentState.JOINING, all_ended=all_ended, lacks_a_rank=True)
+    cycle.continues_without.return_value = False
+    agent: Any = Mock(_state=state, _cycle=cycle, _timers=Timers())
+    agent._timers.set("grace", 600.0, Mock())
+    NodeAgent._on_exited(agent, Exited(key=0, pid=1, exit_code=1, mono_ns=1))
+    return agent
+
+
+@pytest.mark.parametrize("all_ended", [True, False])
+def test_a_grace_period_ends_with_the_last_worker(all_ended: bool) -> None:
+    """The next cycle waits no longer for the survivors of a failed one than until the last of them has ended."""
+    agent = exit_in(AgentState.JOINING, all_ended=all_ended)
+    assert agent._workers.clear.called is all_ended
+    assert agent._timers.is_set("grace") is not all_ended
+
+
+def test_workers_that_end_one_by_one_do_not_prolong_a_shutdown() -> None:
+    """Once one ended without having saved the others have a few seconds, and never more than they had before."""
+    agent = exit_in(AgentState.LEAVING, all_ended=False)
+    agent._timers.set("grace", 0.0, killing := Mock())
+    until_s = agent._timers._deadlines["alone"][0]
+    NodeAgent._on_exited(agent, Exited(key=0, pid=1, exit_code=1, mono_ns=1))
+    assert agent._timers._deadlines["alone"][0] == until_s
+    agent._timers.fire()
+    killing.assert_called_once_with()

@@ -17,17 +17,20 @@ pytestmark = [pytest.mark.process]
 
 SCRIPT = """
 import os, pathlib, sys, time
+import msgspec
+
 from outlast import env
+from outlast.decoding import from_json
 from outlast.monitor import RankMonitor
 from outlast.policy.recovery_point import Tier
-from outlast.policy.rerun import Diagnosis, Finding, decode_replay, encode_diagnosis, decode_diagnosis
+from outlast.policy.rerun import Diagnosis, Finding, Replay
 from outlast.runtime.board import LoadedCopy
 from outlast.runtime.device import device_name
 from outlast.runtime.postmortem import write_diagnosis
 
 place, what, folder = env.read_worker(), sys.argv[1], pathlib.Path(sys.argv[2])
 device = device_name(place.device or place.node, place.local_rank)
-replay, monitor = decode_replay(place.replay), RankMonitor()
+replay, monitor = from_json(place.replay, Replay) if place.replay else None, RankMonitor()
 monitor.report_progress()
 monitor.set_iteration(7)
 # One write: the output of both ranks goes to one file.
@@ -48,10 +51,10 @@ def leave(code, finding, **facts):
     told = folder / f"cycle-{place.cycle}.json"
     if place.global_rank == 1:
         facts = {"node": place.node, "device": device, "what": "loss", "first": "nan", "batch": "5f3a", **facts}
-        text = encode_diagnosis(Diagnosis(finding=finding, rank=1, iteration=7, **facts))
+        text = msgspec.json.encode(Diagnosis(finding=finding, rank=1, iteration=7, **facts))
         (folder / "half").write_bytes(text)
         (folder / "half").rename(told)
-    found = decode_diagnosis(when_there(told).read_bytes())
+    found = from_json(when_there(told).read_bytes(), Diagnosis)
     write_diagnosis(place.run_dir, place.job, place.cycle, place.global_rank, found)
     monitor.set_leaving(code)
     raise SystemExit(code)

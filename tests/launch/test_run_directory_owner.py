@@ -17,10 +17,11 @@ import torch
 
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
+from outlast.launch.agent_events import Mailbox
 from outlast.launch.options import parse_options
-from outlast.launch.run import RunOwner
+from outlast.launch.run import may_write, own_run_directory
 from outlast.policy.lease import LeaseOwner
-from outlast.runtime.lease import FolderRecords, decode_owner, encode_owner
+from outlast.runtime.lease import FolderRecords, Lease, decode_owner, encode_owner
 from outlast.runtime.processes import this_process
 from outlast.testing import Cluster
 
@@ -154,8 +155,8 @@ def test_a_job_whose_run_directory_was_taken_over_ends(tmp_path: Path) -> None:
 
 
 @contextmanager
-def _owner(*options: str) -> Iterator[RunOwner]:
-    owner = RunOwner(parse_options(options))
+def _owner(*options: str) -> Iterator[Lease]:
+    owner = own_run_directory(parse_options(options), Mailbox[object]())
     try:
         yield owner
     finally:
@@ -164,7 +165,8 @@ def _owner(*options: str) -> Iterator[RunOwner]:
 
 def test_a_job_that_is_refused_before_it_began_leaves_no_trace(tmp_path: Path) -> None:
     """Its run directory is empty again, and the next job takes it without a word."""
-    owner = RunOwner(parse_options([f"--run-dir={tmp_path}/run", str(_script(tmp_path))]))
+    options = parse_options([f"--run-dir={tmp_path}/run", str(_script(tmp_path))])
+    owner = own_run_directory(options, Mailbox[object]())
     assert FolderRecords(tmp_path / "run").numbers() == [1]
     owner.withdraw()
     owner.release()
@@ -182,12 +184,12 @@ def test_agents_of_one_job_share_its_run_directory(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=r"run directory .* is in use by run a"), _owner(*common, script):
             pass
-        second.lead()
+        second.acquire(leads=True)
         assert FolderRecords(tmp_path / "run").numbers() == [2]
-        assert second.may_write()
-        assert not first.may_write()
-        first.lead()
-        assert first.may_write()
+        assert may_write(second)
+        assert not may_write(first)
+        first.acquire(leads=True)
+        assert may_write(first)
     with _owner(*common, "--rdzv-id=b", script):
         assert max(FolderRecords(tmp_path / "run").numbers()) == 4
 

@@ -20,7 +20,7 @@ from outlast.launch import protocol as m
 from outlast.launch.agent_events import Mailbox
 from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.coordinator_server import CoordinatorServer
-from outlast.launch.cycle import Cycle
+from outlast.launch.cycle import Cycle, WorkerLaunch
 from outlast.launch.membership import JobSettings
 from outlast.launch.node_agent import AgentState, NodeAgent
 from outlast.launch.options import parse_options
@@ -162,11 +162,7 @@ class Watching:
         self.client = CoordinatorClient(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
         options: Any = SimpleNamespace(max_nodes=1, num_slots=1, torchrun=SimpleNamespace(max_restarts=3))
         self.agent = NodeAgent(
-            Mock(local_world_size=2),
-            options=options,
-            command=("exec", ()),
-            base_env={},
-            logs_specs=Mock(),
+            WorkerLaunch(options=options, kind="exec", argv=(), env={}, spec=Mock(local_world_size=2), logs=Mock()),
             workers=workers,
             writer=None,
             client=self.client,

@@ -101,6 +101,7 @@ WRONG = [
     ("run --config=place.toml train.py", "run_dir of place.toml", "name another"),
     ("run --run-dir=train.py train.py", "--run-dir=", "name another"),
     ("run --run-dir=/proc/x/y train.py", "--run-dir=/proc/x/y cannot be made", "writable"),
+    ("run --run-dir=a\udcffb train.py", "a\\udcffb is not UTF-8", "name another"),
     ("run --log-dir=train.py train.py", "--log-dir=", "name another"),
     ("run --run-dir=a/b --log-dir=/proc/x train.py", "--log-dir=/proc/x cannot be made", "writable"),
     # other commands

@@ -20,7 +20,6 @@ from outlast.policy.recovery_point import (
     TierName,
     choose_recovery_point,
     decode_distrusted,
-    encode_distrusted,
     is_distrusted,
     is_doubtful,
     judge,
@@ -199,7 +198,7 @@ def test_the_farthest_near_tier_is_judged() -> None:
 def test_the_list_survives_the_environment() -> None:
     """Workers read from the text what the coordinator wrote, and an empty variable means that all is trusted."""
     known = (distrust(load(120), 121), distrust(load(100, "global"), 101))
-    assert decode_distrusted(encode_distrusted(known)) == known
+    assert decode_distrusted(msgspec.json.encode(known).decode()) == known
     assert decode_distrusted(None) == ()
     with pytest.raises(msgspec.DecodeError):
         decode_distrusted('[{"generation": 1}]')

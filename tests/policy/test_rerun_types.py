@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.decoding import from_json
+from outlast.env import WorkerEnv
 from outlast.policy.rerun import (
     Diagnosis,
     Finding,
     Replay,
-    decode_diagnosis,
-    decode_replay,
-    encode_diagnosis,
-    encode_replay,
     relative_difference,
     to_json_number,
     to_number,
@@ -28,7 +27,7 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 def test_every_number_survives_json(value: float) -> None:
     """NaN and infinity, which JSON lacks, come back as they were, and so does every other number."""
     diagnosis = Diagnosis(finding=Finding.REPRODUCED, rank=1, iteration=5, first=to_json_number(value))
-    back = to_number(decode_diagnosis(encode_diagnosis(diagnosis)).first)
+    back = to_number(from_json(msgspec.json.encode(diagnosis), Diagnosis).first)
     assert back is not None
     assert back == value or (math.isnan(back) and math.isnan(value))
 
@@ -36,8 +35,8 @@ def test_every_number_survives_json(value: float) -> None:
 def test_replay_survives_the_environment() -> None:
     """A worker reads the replay that the launcher wrote, and none where it wrote none."""
     replay = Replay(iteration=5, attempt="j-1-ab.3", device="gpu-1", node="n1", rank=2, call=1, first="nan", tries=1)
-    assert decode_replay(encode_replay(replay)) == replay
-    assert decode_replay(None) is None
+    assert from_json(msgspec.json.encode(replay).decode(), Replay) == replay
+    assert WorkerEnv().replay is None
 
 
 def test_description_names_everything() -> None:

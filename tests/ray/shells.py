@@ -26,8 +26,7 @@ from outlast.ray.protocol import (
     Mesh,
     ShellSettings,
 )
-from outlast.ray.shell import create_shell
-from outlast.ray.train_actor import TrainActor
+from outlast.ray.train_actor import TrainActor, create_shell
 
 LIMIT_S = 60.0
 
@@ -246,7 +245,7 @@ class Crew:
         return list(joined)
 
     def begin_call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        call = Call(id=1, incarnation=self.incarnation, method=method)
+        call = Call(incarnation=self.incarnation, method=method)
         parcel = ray.put((args, kwargs))
         return [shell.call.remote(call, parcel) for shell in self.slots]
 

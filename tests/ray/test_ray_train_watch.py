@@ -7,10 +7,11 @@ import signal
 import pytest
 
 ray = pytest.importorskip("ray")
+from outlast import env  # noqa: E402
 from outlast.config import FaultToleranceConfig  # noqa: E402
 from outlast.incidents import EventKind  # noqa: E402
 from outlast.journal import read  # noqa: E402
-from outlast.ray.train_watch import RunFacts, TrainWatch, WorkerPlace  # noqa: E402
+from outlast.ray.train_watch import TrainWatch, WorkerPlace  # noqa: E402
 from outlast.testing import RankProcesses  # noqa: E402
 
 PATIENCE_S = 100.0
@@ -44,15 +45,11 @@ def workers(tmp_path):
 @pytest.fixture
 def watches(ray_cluster, tmp_path):
     """A watch for each of the two machines."""
-    told = RunFacts(
-        run_id="run",
-        job="job",
-        run_dir=str(tmp_path / "run"),
-        fault_tolerance=FaultToleranceConfig(rank_section_timeouts={"step": 0.5}, num_warmup_iterations=0).to_json(),
-        keeps_writer=False,
-    )
+    config = FaultToleranceConfig(rank_section_timeouts={"step": 0.5}, num_warmup_iterations=0)
+    run = {"run_id": "run", "job": "job", "run_dir": str(tmp_path / "run"), "keeps_writer": False}
     started = [
-        ray.remote(num_cpus=0, max_concurrency=8)(TrainWatch).remote(f"machine-{rank}", told) for rank in range(2)
+        ray.remote(num_cpus=0, max_concurrency=8)(TrainWatch).remote(f"machine-{rank}", config, **run)
+        for rank in range(2)
     ]
     yield started
     for watch in started:
@@ -64,7 +61,7 @@ def begin(watches, workers, *, meet):
     posts = []
     for rank, watch in enumerate(watches):
         place = WorkerPlace(local_rank=0, global_rank=rank, pid=workers.pid(rank))
-        posts.append(ray.get(watch.begin.remote(0, [place], 1), timeout=PATIENCE_S))
+        posts.append(ray.get(watch.begin.remote(0, [place]), timeout=PATIENCE_S))
     for watch in watches:
         ray.get(watch.meet.remote(meet), timeout=PATIENCE_S)
     return posts
@@ -73,7 +70,7 @@ def begin(watches, workers, *, meet):
 def let_hang(workers, posts, ranks):
     """Have workers go into the section that they do not leave, once all of them are attached."""
     for rank in ranks:
-        workers.send(rank, posts[rank].board)
+        workers.send(rank, posts[rank][env.BOARD])
         workers.next_line(rank, PATIENCE_S, containing="attached")
     for rank in ranks:
         workers.send(rank, "")
@@ -111,4 +108,4 @@ def test_resting_watch_ends_nobody(watches, workers):
     assert ray.get(watches[1].end_worker.remote(0, 1), timeout=PATIENCE_S) is False
     ray.get(watches[1].close.remote(), timeout=PATIENCE_S)
     assert all(workers.running(rank) for rank in range(2))
-    assert all(post.board and not post.writer for post in posts)
+    assert all(post[env.BOARD] and not post[env.WRITER] for post in posts)

@@ -33,7 +33,7 @@ class Group:
         holders = tuple(Holder(other, self.nodes[other].target) for other in holders_of(self.ranks, rank))
         replicator = Replicator(KEY)
         try:
-            return replicator.replicate_blocks(CopyKey(7, "a", rank), fd, len(self.shards[rank]), holders, timeout_s=10)
+            return replicator.replicate(CopyKey(7, "a", rank), fd, len(self.shards[rank]), holders, timeout_s=10)
         finally:
             replicator.close()
 
@@ -178,6 +178,24 @@ def test_parities_that_nobody_finishes_are_bounded() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_parity_given_up_while_its_last_block_is_kept_is_not_handed_over(make_node, monkeypatch) -> None:
+    """Its memory is given back by then: other bytes must not pass for the parity."""
+    memory = make_node().memory
+    parities = Parities(memory)
+    block = parities.begin(CopyKey(0, "a", 0, PARITY_PART), 1, 1)
+    block.write(memoryview(b"x"), 0)
+    finish = parities.finish
+
+    def finish_late(whole) -> None:
+        parities.close()
+        finish(whole)
+
+    monkeypatch.setattr(parities, "finish", finish_late)
+    with pytest.raises(HoldingsError, match="given up"):
+        block.keep()
+    assert not memory.parts
+
+
 @given(st.integers(0, 100 * CHUNK_BYTES), st.integers(1, 9))
 def test_blocks_cover_every_chunk_once(num_bytes: int, num_holders: int) -> None:
     """Blocks follow each other, the longest first, and none is more than its share rounded up."""
@@ -231,9 +249,9 @@ def test_ragged_groups_come_back_whole(data: st.DataObject) -> None:
         for lost in ranks:
             rebuilt = b""
             for pieces in client._plan(CopyKey(1, "a", lost), members):
-                assert all(ranks[piece.member] != lost for piece in pieces)
-                out = bytearray(pieces[0].num_bytes)
-                for piece in pieces:
+                assert all(ranks[member] != lost for member, _ in pieces)
+                out = bytearray(pieces[0][1].num_bytes)
+                for _, piece in pieces:
                     source = parts[piece.key][piece.offset : piece.offset + piece.num_bytes]
                     assert len(source) == piece.num_bytes
                     xor_into(out, source)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outlast.checkpoint.manifest import CopyKey
+from outlast.checkpoint.manifest import CopyKey, HoldingsError
 from outlast.checkpoint.replica import protocol as f
 from outlast.checkpoint.replica import server as server_module
 from outlast.checkpoint.replica.client import ReplicaError, Replicator, Target, fetch, ping, push
@@ -236,6 +236,31 @@ def test_a_closed_server_lets_go_of_everything(make_node, hold: Callable[[bytes]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("outlast-replica")]
     with pytest.raises(ReplicaError, match="Connection refused"):
         ping(node.target, KEY, timeout_s=10)
+
+
+def test_closing_a_server_waits_once_for_all_that_a_disk_keeps(make_node, monkeypatch) -> None:
+    """However many peers wait for a disk that hangs, closing takes no longer than with one."""
+    node = make_node()
+    stuck, freed = threading.Semaphore(0), threading.Event()
+
+    def receive(key: CopyKey, num_bytes: int) -> None:
+        stuck.release()
+        freed.wait(60)
+        raise HoldingsError("the disk came back too late")
+
+    monkeypatch.setattr(node.memory, "receive", receive)
+    monkeypatch.setattr(server_module, "CLOSE_S", 1.0)
+    peers = [join(node) for _ in range(8)]
+    for _, peer in peers:
+        peer.send(f.Put(COPY, 5))
+        assert stuck.acquire(timeout=10)
+    before_s = time.monotonic()
+    node.server.close()
+    took_s = time.monotonic() - before_s
+    freed.set()
+    for _, peer in peers:
+        peer.close()
+    assert took_s < 5, f"{took_s:.1f} s for 8 peers"
 
 
 class Flipper:

@@ -46,6 +46,38 @@ def test_connections_being_made_are_cut_too() -> None:
     connections.forget()
 
 
+def test_what_comes_after_an_interrupted_noting_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A noting that was interrupted in its end cuts the connections of its time, and none of a new beginning."""
+    look = connections.connected_sockets
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt() -> frozenset[tuple[int, int]]:
+        raise Interrupted
+
+    noted = list[socket.socket]()
+
+    def connect_until_interrupted() -> None:
+        with connections.noting():
+            noted.extend(connect())
+            monkeypatch.setattr(connections, "connected_sockets", interrupt)
+
+    with pytest.raises(Interrupted):
+        connect_until_interrupted()
+    monkeypatch.setattr(connections, "connected_sockets", look)
+    connections.cut_all()
+    assert noted[0].recv(1) == b""
+    connections.forget()
+    own = connect()
+    connections.cut_all()
+    own[1].sendall(b"x")
+    assert own[0].recv(1) == b"x"
+    for one in (*own, *noted):
+        one.close()
+    connections.forget()
+
+
 def test_a_descriptor_of_something_else_is_left_alone() -> None:
     """A number that was given to another file meanwhile is recognised."""
     with connections.noting():

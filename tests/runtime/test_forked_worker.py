@@ -43,10 +43,9 @@ def run(zygote: Zygote, folder: Path, code: str, *args: str, **variables: str) -
     script, out = folder / "script.py", folder / "out"
     script.write_text(code)
     out.unlink(missing_ok=True)
-    environment = {**os.environ, **variables}
-    zygote.send(
-        Spawn(key=next(KEYS), argv=(os.path.relpath(script), *args), env=environment, stdout=str(out), stderr=str(out))
-    )
+    environment = {os.fsencode(name): os.fsencode(value) for name, value in {**os.environ, **variables}.items()}
+    argv = tuple(map(os.fsencode, (os.path.relpath(script), *args)))
+    zygote.send(Spawn(key=next(KEYS), argv=argv, env=environment, stdout=str(out), stderr=str(out)))
     return end(zygote), out.read_text()
 
 
@@ -194,6 +193,6 @@ def test_ends_of_scripts_are_those_of_an_interpreter(zygote: Zygote, tmp_path: P
     assert "forked_worker" not in text
     code, _ = run(zygote, tmp_path, "import os, sys\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nprint('x', end='')")
     assert code == 120
-    zygote.send(Spawn(key=next(KEYS), argv=("no_such.py",), env=dict(os.environ), stderr=str(tmp_path / "missing")))
+    zygote.send(Spawn(key=next(KEYS), argv=(b"no_such.py",), env=dict(os.environb), stderr=str(tmp_path / "missing")))
     assert end(zygote) == 2
     assert "no_such.py': [Errno 2] No such file" in (tmp_path / "missing").read_text()

@@ -43,6 +43,37 @@ def test_an_exception_is_kept_with_its_text_frame_and_traceback(kept: Postmortem
     assert kept.read(0).cause is None
 
 
+def test_a_text_that_is_not_utf8_is_kept(kept: Postmortem) -> None:
+    """A message may name a file whose name is no text; its strange bytes are written as escapes."""
+    recorder = Recorder(kept.path(0))
+    recorder.exception(raised(ValueError("cannot read part-\udcff.bin")))
+    remains = kept.read(0)
+    assert remains.cause is not None
+    assert remains.cause.text == "cannot read part-\\udcff.bin"
+    assert "part-\\udcff.bin" in remains.trace
+
+
+def test_an_exception_in_the_place_of_an_earlier_one_is_kept(kept: Postmortem) -> None:
+    """What is kept is of the exception that ends the process, also where it lies in the memory of an earlier one."""
+    recorder = Recorder(kept.path(0))
+    numbers = set()
+    for number in range(20):
+        recorder.forget()
+        error = ValueError(f"error {number}")
+        numbers.add(id(error))
+        recorder.exception(error)
+        cause = kept.read(0).cause
+        assert cause is not None
+        assert cause.text == f"error {number}"
+        first_ns = cause.mono_ns
+        recorder.exception(error)  # told again at the outermost level: as it was told first
+        cause = kept.read(0).cause
+        assert cause is not None
+        assert cause.mono_ns == first_ns
+        del error
+    assert len(numbers) < 20, "no memory was used again"
+
+
 def test_library_frames_are_left_out() -> None:
     """The line that is named is the user's, though the exception comes from the standard library."""
     with pytest.raises(ValueError, match="base") as caught:

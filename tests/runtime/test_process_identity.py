@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from outlast.runtime.processes import is_alive, this_process
+from outlast.runtime.processes import is_alive, this_process, this_program
 
 
 def test_process_that_named_itself_is_found() -> None:
@@ -34,3 +35,13 @@ def test_process_that_has_ended_is_not_alive() -> None:
         assert is_alive(child_process) is False
         assert child.wait(timeout=60) == 0
     assert is_alive(child_process) is False
+
+
+def test_a_script_whose_path_is_not_utf8_has_a_name_that_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What names the script is kept in files, which are UTF-8; the strange bytes of its path are escapes there."""
+    script = Path(os.fsdecode(bytes(tmp_path) + b"/a\xff.py"))
+    script.touch()
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    assert this_program() == f"{tmp_path}/a\\xff.py"

@@ -223,6 +223,16 @@ def test_descriptors_of_an_unreadable_message_do_not_leak() -> None:
         assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("packet", [b"x", b"\1\0\0", b"\2\0\0\0x", b"\1\0\0\0xy"])
+def test_a_packet_of_another_length_is_an_error(packet: bytes) -> None:
+    """A packet that is shorter or longer than it announces, even without room for a length, is no message."""
+    ours, theirs = socket_pair(packets=True)
+    with MessageChannel[Any](ours, Any) as channel, theirs:
+        theirs.send(packet)
+        with pytest.raises(ProtocolError, match="a packet of"):
+            channel.receive()
+
+
 def test_bulk_data_passes_between_messages() -> None:
     """Bytes in memory and of a file follow a message and arrive where the receiver wants them."""
     data = os.urandom(3_000_000)

@@ -16,7 +16,17 @@ import psutil
 import pytest
 
 from outlast.errors import OutlastError
-from outlast.runtime.zygote import Clear, Cleared, Exited, SendSignal, Spawn, Started, Zygote, ZygoteReady
+from outlast.runtime.zygote import (
+    Clear,
+    Cleared,
+    Exited,
+    FailedToStart,
+    SendSignal,
+    Spawn,
+    Started,
+    Zygote,
+    ZygoteReady,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.cold]
 
@@ -42,7 +52,8 @@ def spawn(zygote: Zygote, tmp_path: Path, code: str, *args: str, key: int = 0) -
     script = tmp_path / f"script{key}.py"
     script.write_text(code)
     out = str(tmp_path / f"out{key}")
-    zygote.send(Spawn(key=key, argv=(str(script), *args), env={**os.environ, "RANK": str(key)}, stdout=out, stderr=out))
+    argv, environment = tuple(map(os.fsencode, (script, *args))), {**os.environb, b"RANK": b"%d" % key}
+    zygote.send(Spawn(key=key, argv=argv, env=environment, stdout=out, stderr=out))
     started = receive(zygote, Started)
     assert isinstance(started, Started)
     return started.pid
@@ -84,8 +95,8 @@ def test_lines_of_workers_that_share_an_output_are_whole(tmp_path: Path) -> None
     try:
         receive(zygote, ZygoteReady)
         for key in range(2):
-            environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RANK": str(key)}
-            zygote.send(Spawn(key=key, argv=(str(script),), env=environment, stdout=out, stderr=out))
+            environment = {**os.environb, b"PYTHONUNBUFFERED": b"1", b"RANK": b"%d" % key}
+            zygote.send(Spawn(key=key, argv=(bytes(script),), env=environment, stdout=out, stderr=out))
         codes = [reply.exit_code for _ in range(4) if isinstance(reply := receive(zygote, (Started, Exited)), Exited)]
         assert codes == [0, 0]
     finally:
@@ -152,7 +163,7 @@ def test_owner_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:
         "from outlast.runtime.zygote import *\n"
         "zygote = Zygote(preload=(), env=dict(os.environ))\n"
         "zygote.receive()\n"
-        f"zygote.send(Spawn(key=0, argv=({str(script)!r},), env=dict(os.environ)))\n"
+        f"zygote.send(Spawn(key=0, argv=({bytes(script)!r},), env=dict(os.environb)))\n"
         "print(zygote.pid, zygote.receive().pid, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -186,10 +197,10 @@ def test_worker_that_has_just_been_forked_is_ended_too(zygote: Zygote, tmp_path:
     own yet is ended like any other."""
     script = tmp_path / "sleep.py"
     script.write_text("import time; time.sleep(60)")
-    argv = (str(script),) if kind == "script" else (sys.executable, str(script))
+    argv = (bytes(script),) if kind == "script" else (os.fsencode(sys.executable), bytes(script))
     for token in range(10):
         for key in range(4):
-            zygote.send(Spawn(key=key, kind=kind, argv=argv, env=dict(os.environ)))
+            zygote.send(Spawn(key=key, kind=kind, argv=argv, env=dict(os.environb)))
         zygote.send(Clear(token=token))
         news: object = None
         while not isinstance(news, Cleared):
@@ -218,12 +229,39 @@ def test_worker_does_not_ignore_what_its_launcher_was_told_to(tmp_path: Path) ->
         zygote.close()
 
 
+def test_worker_that_cannot_be_started_leaves_nothing_open(zygote: Zygote, tmp_path: Path) -> None:
+    """A log file that was opened before another one could not be is closed again."""
+    receive(zygote, ZygoteReady)
+    before = sorted(os.listdir(f"/proc/{zygote.pid}/fd"))
+    out, missing = str(tmp_path / "out"), str(tmp_path / "no such folder" / "err")
+    for key in range(3):
+        zygote.send(Spawn(key=key, argv=(b"script.py",), env=dict(os.environb), stdout=out, stderr=missing))
+        receive(zygote, FailedToStart)
+    assert sorted(os.listdir(f"/proc/{zygote.pid}/fd")) == before
+
+
+@pytest.mark.parametrize("kind", ["script", "exec"])
+def test_words_that_are_not_utf8_come_to_the_worker_as_they_are(zygote: Zygote, tmp_path: Path, kind: str) -> None:
+    """Linux has bytes in an environment and in arguments; whatever they are, a worker starts and gets them."""
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text("import os, sys; print(os.environb[b'STRANGE'], os.fsencode(sys.argv[1]))")
+    argv = (bytes(script), b"a\xffb") if kind == "script" else (os.fsencode(sys.executable), bytes(script), b"a\xffb")
+    environment = {**os.environb, b"STRANGE": b"\xfe"}
+    zygote.send(Spawn(key=0, kind=kind, argv=argv, env=environment, stdout=str(out), stderr=str(out)))
+    receive(zygote, ZygoteReady)
+    receive(zygote, Started)
+    exited = receive(zygote, Exited)
+    assert out.read_text() == "b'\\xfe' b'a\\xffb'\n"
+    assert isinstance(exited, Exited)
+    assert exited.exit_code == 0
+
+
 def test_worker_that_has_just_been_forked_hears_sigterm(zygote: Zygote, tmp_path: Path) -> None:
     """A signal that comes before the worker can be told from the zygote, which ignores it, is not lost."""
     script = tmp_path / "sleep.py"
     script.write_text("import time; time.sleep(60)")
     for key in range(40):
-        zygote.send(Spawn(key=key, argv=(str(script),), env=dict(os.environ)))
+        zygote.send(Spawn(key=key, argv=(bytes(script),), env=dict(os.environb)))
         zygote.send(SendSignal(signal=signal.SIGTERM, key=key, group=key % 2 == 0))
     receive(zygote, ZygoteReady)
     codes: dict[int, int] = {}

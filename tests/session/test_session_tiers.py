@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from ranks import Ranks
 
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.journal import read
-from outlast.policy.recovery_point import Distrusted, encode_distrusted
+from outlast.policy.recovery_point import Distrusted
 
 pytestmark = [pytest.mark.process]
 
@@ -102,10 +103,10 @@ def test_a_distrusted_generation_is_passed_over_and_without_another_the_run_stop
         number: Distrusted(generation=number, attempt=attempt, tier="local", tainted=("no-1",))
         for number, attempt in attempts.items()
     }
-    code, output = _train(tmp_path, 8, settings, OUTLAST_UNTRUSTED=encode_distrusted([bad[4], bad[8]]))
+    code, output = _train(tmp_path, 8, settings, OUTLAST_UNTRUSTED=msgspec.json.encode([bad[4], bad[8]]).decode())
     assert code == ExitReason.FAILED_VALIDATION, output
     assert "no trusted generation is left" in output
-    code, output = _train(tmp_path, 6, settings, OUTLAST_UNTRUSTED=encode_distrusted([bad[8]]))
+    code, output = _train(tmp_path, 6, settings, OUTLAST_UNTRUSTED=msgspec.json.encode([bad[8]]).decode())
     assert code == 0, output
     assert "at 6 6.0 True" in output
     restored = [event.iteration for event in read(tmp_path / "run") if event.kind == EventKind.RESTORED]

@@ -275,7 +275,7 @@ STRAGGLER: dict[str, Proof] = {
 
 pytest.importorskip("ray", reason="groups of actors need Ray")
 from outlast.ray import actor_group, pool, recovery, watch  # noqa: E402
-from outlast.ray.pool import Pool, Reply, _SparePing  # noqa: E402
+from outlast.ray.pool import ActorPing, Pool, Reply  # noqa: E402
 from outlast.ray.protocol import Mesh  # noqa: E402
 from outlast.ray.recovery import Incarnation, Recovery, _Progress  # noqa: E402
 from outlast.ray.watch import Gathered, Watch, _AwaitedActor  # noqa: E402
@@ -404,14 +404,16 @@ def asks_as_often_as_told(scene: Scene) -> None:
     scene.patch.setattr(watch.ray, "wait", wait)
     for config in (RecoveryConfig(), RecoveryConfig(ping_interval=0.1)):
         now_s = clock.now_s()
-        waiting = {0: _AwaitedActor(actor=actor(0), call="ref", alive_s=now_s, due_s=now_s + 99)}
+        waiting = {0: _AwaitedActor(actor=actor(0), call="ref", alive_s=now_s, ping=ActorPing(due_s=now_s + 99))}
         Watch(config, Mock())._await_something(waiting, math.inf)
     assert waits == [0.5, 0.1]
 
 
 def silence(config: RecoveryConfig) -> float:
     """Return after how many seconds an actor that does not answer is lost."""
-    return Watch(config, Mock())._silent_s(_AwaitedActor(actor=actor(0), call="ref", alive_s=0.0, due_s=0.0))
+    return Watch(config, Mock())._silent_s(
+        _AwaitedActor(actor=actor(0), call="ref", alive_s=0.0, ping=ActorPing(asked_s=0.0))
+    )
 
 
 def pool_of(config: RecoveryConfig) -> Any:
@@ -429,13 +431,13 @@ def starts_within(scene: Scene) -> None:
         with pytest.raises(DeadlineExceeded, match=f"within {seconds} s"):
             one.require(1)
         assert seconds <= clock.now_s() - begun_s < seconds + 2.0
-    config, now_s = RecoveryConfig(ping_interval=0.1, ping_timeout=2.0), clock.now_s()
+    config = RecoveryConfig(ping_interval=0.1, ping_timeout=2.0)
     for limits, is_asked_again, is_lost in ((RecoveryConfig(), False, False), (config, True, True)):
-        one, spare = pool_of(limits), actor(0)
-        one.spares, one._pings = (spare,), {0: _SparePing(ref=None, sent_s=now_s - 0.3)}
+        one, spare, now_s = pool_of(limits), actor(0), clock.now_s()
+        one.spares, one._pings = (spare,), {0: ActorPing(due_s=now_s - 0.3 + limits.ping_interval)}
         one._ping_spares()
         assert spare.handle.status.remote.called == is_asked_again
-        one._pings = {0: _SparePing(ref="ref", sent_s=now_s - 3.0)}
+        one._pings = {0: ActorPing(ref="ref", asked_s=now_s - 3.0)}
         one._ping_spares()
         assert (one.spares == ()) == is_lost
 

@@ -18,7 +18,7 @@ from outlast.health.node import probe_node
 from outlast.health.probing import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import NodeRefused, Timers
+from outlast.launch.agent_events import AgentStops, Timers
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
@@ -240,7 +240,7 @@ def life_of_a_node(config: HealthConfig) -> Any:
         was_admitted,
         checkups.begin.mock_calls,
         sorted(timers._deadlines),
-        any(isinstance(call.args[0], NodeRefused) for call in mailbox.put.mock_calls),
+        any(isinstance(call.args[0], AgentStops) for call in mailbox.put.mock_calls),
     )
 
 

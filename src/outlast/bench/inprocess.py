@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -371,55 +372,16 @@ def measure_steps(num_rounds: str, port: str) -> Iterator[dict[str, float]]:
     Collective: both ranks.
     """
     torch.set_num_threads(1)
-    blocks = _Blocks(env.read_worker().global_rank, int(port))
-    kinds = {"plain": blocks.plain, "wrapped": blocks.wrapped}
-    order = random.Random(0)  # the same on both ranks
-    for _ in range(int(num_rounds)):
-        found_s = take_turns(kinds, _NUM_TURNS, order)
-        yield {
-            "plain_ms": median(found_s["plain"]) * 1e3,
-            "wrapped_ms": median(found_s["wrapped"]) * 1e3,
-            "wrapped_pct": cost_in_percent(found_s["wrapped"], found_s["plain"]),
-            "watching_cpu_pct": 100 * median(blocks.watching_shares),
-        }
-        blocks.watching_shares.clear()
+    rank, group_numbers = env.read_worker().global_rank, itertools.count(1)
+    store = TCPStore("127.0.0.1", int(port), is_master=rank == 0, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    batch_size: int | None = None
+    watching_shares: list[float] = []  # what the monitor thread and process take of a core, for each block
 
-
-class _Blocks:
-    """Blocks of steps, in the wrapper or out of it. Collective: both ranks, here and in each block."""
-
-    def __init__(self, rank: int, port: int) -> None:
-        self._rank = rank
-        self._store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-        self._num_groups = 0
-        self._batch_size: int | None = None
-        self.watching_shares: list[float] = []
-        """What the monitor thread and process took of a core, for each block in the wrapper."""
-        config = InProcessRestartConfig(soft_timeout=_SOFT_TIMEOUT_S, hard_timeout=_HARD_TIMEOUT_S)
-        self._wrapped = Wrapper(config)(self._in_wrapper)
-
-    def plain(self) -> float:
-        """Return the seconds of a step without the wrapper."""
-        self._num_groups += 1
-        store = PrefixStore(str(self._num_groups), self._store)
-        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=2, timeout=_STORE_TIMEOUT)
-        return self._block()[0]
-
-    def wrapped(self) -> float:
-        """Return the seconds of a step in the wrapper."""
-        found = self._wrapped()
-        assert found is not None, "no rank is a spare here"
-        seconds, share = found
-        self.watching_shares.append(share)
-        return float(seconds)
-
-    def _in_wrapper(self) -> tuple[float, float]:
-        dist.init_process_group("gloo", timeout=_STORE_TIMEOUT)
-        return self._block()
-
-    def _block(self) -> tuple[float, float]:
-        training = SmallTraining(self._batch_size)
-        self._batch_size = training.batch.shape[0]
+    def block() -> tuple[float, float]:
+        """Return the seconds of a step, and what the other threads and processes of this rank took of a core."""
+        nonlocal batch_size
+        training = SmallTraining(batch_size)
+        batch_size = training.batch.shape[0]
         for _ in range(_WARM):
             training.step()
         watching_ns, begin_ns = _watching_ns(), clock.now_ns()
@@ -429,6 +391,34 @@ class _Blocks:
         del training
         dist.destroy_process_group()
         return taken_ns / 1e9 / _BLOCK, watched_ns / taken_ns
+
+    def plain() -> float:
+        group = PrefixStore(str(next(group_numbers)), store)
+        dist.init_process_group("gloo", store=group, rank=rank, world_size=2, timeout=_STORE_TIMEOUT)
+        return block()[0]
+
+    def in_wrapper() -> tuple[float, float]:
+        dist.init_process_group("gloo", timeout=_STORE_TIMEOUT)
+        return block()
+
+    def wrapped() -> float:
+        found = wrapper()
+        assert found is not None, "no rank is a spare here"
+        seconds, share = found
+        watching_shares.append(share)
+        return seconds
+
+    config = InProcessRestartConfig(soft_timeout=_SOFT_TIMEOUT_S, hard_timeout=_HARD_TIMEOUT_S)
+    wrapper: Callable[[], tuple[float, float] | None] = Wrapper(config)(in_wrapper)
+    order = random.Random(0)  # the same on both ranks
+    for _ in range(int(num_rounds)):
+        found_s = take_turns({"plain": plain, "wrapped": wrapped}, _NUM_TURNS, order)
+        yield {
+            **{f"{name}_ms": median(seconds) * 1e3 for name, seconds in found_s.items()},
+            "wrapped_pct": cost_in_percent(found_s["wrapped"], found_s["plain"]),
+            "watching_cpu_pct": 100 * median(watching_shares),
+        }
+        watching_shares.clear()
 
 
 def _watching_ns() -> int:

@@ -12,6 +12,8 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,23 +72,19 @@ def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS)
         writer = WriterProcess()
     except OSError as error:
         raise OutlastError(f"no writer process can be started: {error}") from error
-    try:
-        with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
-            place = describe_place(Path(name))
-            progress(f"{num_tensors * TENSOR_BYTES / 2**20:.0f} MiB, {place}; all are read from the page cache")
-            agent = {env.WRITER: writer.address}
-            _save_and_kill(name, num_tensors, agent)
-            progress("saved by all libraries; the process that did is killed")
-            rounds = measure_rounds(
-                *(measure_loads, name, num_tensors),
-                repeats=repeats,
-                progress=progress,
-                timeout_s=_TIMEOUT_S,
-                one_thread=False,
-                variables=agent,
-            )
-    finally:
-        writer.close()
+    with closing(writer), tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
+        place, agent = describe_place(Path(name)), {env.WRITER: writer.address}
+        progress(f"{num_tensors * TENSOR_BYTES / 2**20:.0f} MiB, {place}; all are read from the page cache")
+        _save_and_kill(name, num_tensors, agent)
+        progress("saved by all libraries; the process that did is killed")
+        rounds = measure_rounds(
+            *(measure_loads, name, num_tensors),
+            repeats=repeats,
+            progress=progress,
+            timeout_s=_TIMEOUT_S,
+            one_thread=False,
+            variables=agent,
+        )
     return BenchResult(
         "load",
         (
@@ -117,7 +115,7 @@ def save_and_wait(folder: str, num_tensors: str) -> None:
 
     warnings.simplefilter("ignore")  # the peers' own
     saved, files = CheckpointState(int(num_tensors)), _SavedFiles(Path(folder))
-    manager = CheckpointManager(files.config())
+    manager = CheckpointManager(files.ours)
     manager.save(saved.state, 1).wait()
     torch.save(saved.state_dict(), files.torch)
     state_dict_saver.save(saved.state_dict(), checkpoint_id=files.dcp, no_dist=True)
@@ -135,28 +133,72 @@ def measure_loads(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
     Every measure begins with tensors that hold other values, in memory that is warm, and ends with a check of all
     values. Every file is in the page cache.
     """
+    from safetensors.torch import load_file
+
     warnings.simplefilter("ignore")  # the peers' own
-    files = _SavedFiles(Path(folder))
-    loads = _Loads(CheckpointState(int(num_tensors)), files)
+    saved, files = CheckpointState(int(num_tensors)), _SavedFiles(Path(folder))
+    state = saved.state_dict()  # of the live tensors, which stay the same
+    meta = MetaCheckpointing.find(saved, files.meta) if files.meta.exists() else None
+
+    def torch_load() -> Found:
+        """Load into new tensors, and then into the live ones."""
+        saved.forget()
+        seconds, loaded = timed(lambda: torch.load(files.torch, weights_only=True))
+        _check("torch.load", holds(loaded["model"]))
+        applied_s, _ = timed(lambda: saved.load_state_dict(loaded))
+        _check("torch.load", saved.is_right())
+        return {"torch_load": seconds, "torch_load_applied": seconds + applied_s}
+
+    def load_mapped() -> None:
+        saved.load_state_dict(torch.load(files.torch, weights_only=True, mmap=True))
+
+    def load_dcp() -> None:
+        state_dict_loader.load(state, checkpoint_id=files.dcp, no_dist=True)
+
+    def load_safetensors() -> None:
+        """Map a file, and copy it into the live tensors."""
+        loaded = load_file(files.safetensors)
+        for name, tensor in saved.tensors().items():
+            tensor.copy_(loaded[name])
+
+    def load_meta(meta: MetaCheckpointing) -> Found:
+        saved.forget()
+        seconds, loaded = timed(lambda: meta.load(state))
+        saved.load_state_dict(loaded)
+        _check("meta", saved.is_right())
+        return {"meta": seconds}
+
+    def into_live(name: str, load: Callable[[], object]) -> Found:
+        saved.forget()
+        seconds, _ = timed(load)
+        _check(name, saved.is_right())
+        return {name: seconds}
+
     files.warm()
-    yield from rounds_of(loads.measures(), int(num_rounds))
-    loads.close()
+    measures: list[Callable[[], Found]] = [
+        lambda: _load_ours(saved, files, "local"),
+        torch_load,
+        lambda: into_live("dcp_load", load_dcp),
+        lambda: _load_ours(saved, files, "memory"),
+        lambda: into_live("safetensors", load_safetensors),
+        lambda: into_live("torch_mapped", load_mapped),
+        *([] if meta is None else [partial(load_meta, meta)]),
+    ]
+    yield from rounds_of(measures, int(num_rounds))
+    if meta is not None:
+        meta.close()
 
 
 class _SavedFiles:
     """Where the state is saved, by each library in a place of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self.ours = folder / "ours"
+        self.ours = CheckpointConfig(local_directory=str(folder / "ours"))
         self.torch = folder / "state.pt"
         self.dcp = folder / "dcp"
         self.safetensors = folder / "state.safetensors"
         self.meta = folder / "meta"
         self._folder = folder
-
-    def config(self) -> CheckpointConfig:
-        """Return the settings of our manager."""
-        return CheckpointConfig(local_directory=str(self.ours))
 
     def warm(self) -> None:
         """Read every file once: ours was written past the page cache, the others through it."""
@@ -168,96 +210,24 @@ class _SavedFiles:
                         pass
 
 
-class _Loads:
-    """Loads into a state that lives, each followed by a look at the values.
+def _load_ours(saved: CheckpointState, files: _SavedFiles, tier: str) -> Found:
+    """Load from the local tier, or from the memory of the agent's writer; who saved it was killed.
 
-    Args:
-        saved: The state.
-        files: Where from.
+    Every byte is compared with its digest before any tensor is touched, and again where it lies.
     """
+    place = env.read_worker()
+    if tier == "local":
+        place = dataclasses.replace(place, writer=None)
+    saved.forget()
+    opened_s, manager = timed(lambda: open_manager(files.ours, env=place))
+    with closing(manager):
+        seconds, restored = timed(lambda: manager.load_latest(saved.state))
+    if restored is None or restored.tier != tier:
+        raise SystemExit(f"nothing was loaded from {tier}: {restored}")
+    _check(tier, saved.is_right())
+    return {tier: seconds, f"{tier}_opened": opened_s}
 
-    def __init__(self, saved: CheckpointState, files: _SavedFiles) -> None:
-        self._saved, self._files = saved, files
-        self._meta = MetaCheckpointing.find(saved, files.meta) if files.meta.exists() else None
 
-    def measures(self) -> list[Callable[[], Found]]:
-        """Return all of them, in the order of a round."""
-        files, saved = self._files, self._saved
-
-        def mapped() -> None:
-            saved.load_state_dict(torch.load(files.torch, weights_only=True, mmap=True))
-
-        def dcp() -> None:
-            state_dict_loader.load(state, checkpoint_id=files.dcp, no_dist=True)
-
-        state = saved.state_dict()  # of the live tensors, which stay the same
-        return [
-            lambda: self._ours("local", with_agent=False),
-            self.torch_load,
-            lambda: self._into_live("dcp_load", dcp),
-            lambda: self._ours("memory", with_agent=True),
-            lambda: self._into_live("safetensors", self._load_safetensors),
-            lambda: self._into_live("torch_mapped", mapped),
-            *([] if self._meta is None else [self.meta]),
-        ]
-
-    def torch_load(self) -> Found:
-        """Into new tensors, and then into the live ones."""
-        self._saved.forget()
-        seconds, loaded = timed(lambda: torch.load(self._files.torch, weights_only=True))
-        self._check("torch.load", holds(loaded["model"]))
-        applied_s, _ = timed(lambda: self._saved.load_state_dict(loaded))
-        self._check("torch.load", self._saved.is_right())
-        return {"torch_load": seconds, "torch_load_applied": seconds + applied_s}
-
-    def meta(self) -> Found:
-        """``torch_checkpointing``, into the live tensors."""
-        meta, into = self._meta, self._saved.state_dict()
-        assert meta is not None, "only measured where it has saved"
-        self._saved.forget()
-        seconds, loaded = timed(lambda: meta.load(into))
-        self._saved.load_state_dict(loaded)
-        self._check("meta", self._saved.is_right())
-        return {"meta": seconds}
-
-    def _load_safetensors(self) -> None:
-        """Map a file, and copy it into the live tensors."""
-        from safetensors.torch import load_file
-
-        loaded = load_file(self._files.safetensors)
-        for name, tensor in self._saved.tensors().items():
-            tensor.copy_(loaded[name])
-
-    def _into_live(self, name: str, load: Callable[[], object]) -> Found:
-        self._saved.forget()
-        seconds, _ = timed(load)
-        self._check(name, self._saved.is_right())
-        return {name: seconds}
-
-    def _ours(self, tier: str, *, with_agent: bool) -> Found:
-        """Load from the local tier, or from the memory of the agent's writer; who saved it was killed.
-
-        Every byte is compared with its digest before any tensor is touched, and again where it lies.
-        """
-        place = env.read_worker()
-        if not with_agent:
-            place = dataclasses.replace(place, writer=None)
-        self._saved.forget()
-        opened_s, manager = timed(lambda: open_manager(self._files.config(), env=place))
-        try:
-            seconds, restored = timed(lambda: manager.load_latest(self._saved.state))
-        finally:
-            manager.close()
-        if restored is None or restored.tier != tier:
-            raise SystemExit(f"nothing was loaded from {tier}: {restored}")
-        self._check(tier, self._saved.is_right())
-        return {tier: seconds, f"{tier}_opened": opened_s}
-
-    def _check(self, who: str, is_right: bool) -> None:
-        if not is_right:
-            raise SystemExit(f"{who}: what was loaded is not what was saved")
-
-    def close(self) -> None:
-        """End what peers have started."""
-        if self._meta is not None:
-            self._meta.close()
+def _check(who: str, is_right: bool) -> None:
+    if not is_right:
+        raise SystemExit(f"{who}: what was loaded is not what was saved")

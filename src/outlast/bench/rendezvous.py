@@ -13,7 +13,7 @@ import resource
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -154,7 +154,7 @@ class _ProcessAgents:
             self._agents.append(made(number, **job))
             # One by one: torch looks up a name for each connection, and one machine asking for hundreds at
             # once is more than some name servers answer. It is not what is measured.
-            self._agents[-1].wait_until_connected(clock.now_s() + _TIMEOUT_S)
+            self._agents[-1].wait_until("connected", clock.now_s() + _TIMEOUT_S)
 
     def join(self) -> list[tuple[int, int]]:
         """Let the agents meet the others; return each one's rank, and when it had it."""
@@ -162,7 +162,7 @@ class _ProcessAgents:
         for agent in self._agents:
             agent.join()
         for agent in self._agents:
-            agent.wait_until_ranked(deadline_s)
+            agent.wait_until("ranked", deadline_s)
         return [(agent.rank, agent.ranked_ns) for agent in self._agents]
 
     def finish(self) -> None:
@@ -189,20 +189,23 @@ class _SimulatedAgent(ABC):
         """Its node rank, once it has one."""
         self.ranked_ns = 0
         """When it had its rank, in monotonic nanoseconds."""
-        self._connected, self._ranked = threading.Event(), threading.Event()
+        self._reached = {name: threading.Event() for name in ("connected", "ranked", "over")}
         self._error: str | None = None
 
-    def wait_until_connected(self, deadline_s: float) -> None:
-        """Return once it could join; raise ``DeadlineExceeded`` if it could not. Blocks: until the deadline."""
-        self._wait(self._connected, deadline_s, "was not connected")
+    def wait_until(self, what: str, deadline_s: float) -> None:
+        """Return once it is connected, ranked, or its job is over.
+
+        Raises:
+            DeadlineExceeded: It is not.
+
+        Blocks: until the deadline.
+        """
+        if not self._reached[what].wait(max(0.0, deadline_s - clock.now_s())) or self._error is not None:
+            raise DeadlineExceeded(f"an agent is not {what}: {self._error or 'no answer in time'}")
 
     @abstractmethod
     def join(self) -> None:
         """Begin to join; returns at once."""
-
-    def wait_until_ranked(self, deadline_s: float) -> None:
-        """Return once it has its rank; raise ``DeadlineExceeded`` if it has none. Blocks: until the deadline."""
-        self._wait(self._ranked, deadline_s, "got no rank")
 
     @abstractmethod
     def finish(self) -> None:
@@ -212,19 +215,15 @@ class _SimulatedAgent(ABC):
     def close(self, deadline_s: float) -> None:
         """Leave, and free everything."""
 
-    def _wait(self, event: threading.Event, deadline_s: float, what: str) -> None:
-        if not event.wait(max(0.0, deadline_s - clock.now_s())) or self._error is not None:
-            raise DeadlineExceeded(f"an agent {what}: {self._error or 'no answer in time'}")
-
     def _take_rank(self, rank: int) -> None:
         self.ranked_ns = clock.now_ns()
         self.rank = rank
-        self._ranked.set()
+        self._reached["ranked"].set()
 
     def _fail(self, error: str) -> None:
         self._error = error
-        self._connected.set()
-        self._ranked.set()
+        for event in self._reached.values():
+            event.set()
 
 
 class _OutlastAgent(_SimulatedAgent):
@@ -232,7 +231,6 @@ class _OutlastAgent(_SimulatedAgent):
 
     def __init__(self, number: int, *, num_agents: int, port: int, run_id: str) -> None:
         super().__init__()
-        self._over = threading.Event()
         self._cycle = 0
         self._cycle_store: TCPStore | None = None
         settings = JobSettings(job=run_id, num_slots=num_agents, join_timeout_s=_TIMEOUT_S)
@@ -261,39 +259,33 @@ class _OutlastAgent(_SimulatedAgent):
 
     def join(self) -> None:
         """Begin to join; returns at once."""
-        self._link.send(m.JoinRequest(node=self._link.node, epoch=self._link.epoch, addr=_HOST, nproc=_NPROC))
+        self._send(m.JoinRequest, addr=_HOST, nproc=_NPROC)
 
     def finish(self) -> None:
-        """Progress that its work is done; returns at once."""
-        facts = m.CycleFacts(cycle=self._cycle)
-        self._link.send(m.Finished(node=self._link.node, epoch=self._link.epoch, facts=facts))
+        """Report that its work is done; returns at once."""
+        self._send(m.Finished, facts=m.CycleFacts(cycle=self._cycle))
 
     def close(self, deadline_s: float) -> None:
         """Leave once the job is over for all, and free everything."""
-        self._wait(self._over, deadline_s, "got no notice of the job's end")
+        self.wait_until("over", deadline_s)
         self._link.close()
         self._cycle_store = None
+
+    def _send(self, message: Callable[..., Any], **fields: object) -> None:
+        self._link.send(message(node=self._link.node, epoch=self._link.epoch, **fields))
 
     def _on_news(self, news: News) -> None:
         match news:
             case LinkUp():
-                self._connected.set()
+                self._reached["connected"].set()
             case m.Prepare():
                 self._cycle_store = store = open_cycle_store(_HOST)
-                self._link.send(
-                    m.Master(
-                        node=self._link.node,
-                        epoch=self._link.epoch,
-                        cycle=news.cycle,
-                        addr=_HOST,
-                        port=store.port,
-                    )
-                )
+                self._send(m.Master, cycle=news.cycle, addr=_HOST, port=store.port)
             case m.Start():
                 self._cycle = news.cycle
                 self._take_rank(news.node_rank)
             case m.Stop():
-                self._over.set()
+                self._reached["over"].set()
             case LinkFailed() | LinkDown():
                 self._fail(news.error)
             case m.CycleOver():
@@ -340,7 +332,7 @@ class _C10dAgent(_SimulatedAgent):
         try:
             backend, store = create_backend(parameters)
             self._handler = create_handler(store, backend, parameters)
-            self._connected.set()
+            self._reached["connected"].set()
             if self._joining.wait(_TIMEOUT_S):
                 self._take_rank(self._handler.next_rendezvous().rank)
         except Exception as error:  # noqa: BLE001 - the thread that waits raises it

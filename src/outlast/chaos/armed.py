@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -150,11 +150,10 @@ class ArmedFaults:
         """
         if not self._begin_or_end_step(iteration, state, has_durable):
             return
-        for occurrence in self._due(iteration):
-            if occurrence.fault.target == FaultTarget.WEIGHT:
-                self._strike_tensor(occurrence, state)
-            elif occurrence.fault.target == FaultTarget.ACTIVATION:
-                self._await_forward(occurrence, state)
+        for occurrence in self._due_in(FaultTarget.WEIGHT, iteration):
+            self._strike_tensor(occurrence, state)
+        for occurrence in self._due_in(FaultTarget.ACTIVATION, iteration):
+            self._await_forward(occurrence, state)
 
     def on_loss(self, iteration: int, loss: LossT) -> LossT:
         """Return the loss that the step validates: a number or a tensor; a changed tensor is another one.
@@ -163,11 +162,8 @@ class ArmedFaults:
             iteration: Number of optimizer steps done before this step.
             loss: What is about to be validated.
         """
-        if iteration < self._next:
-            return loss
-        for occurrence in self._due(iteration):
-            if occurrence.fault.target == FaultTarget.LOSS:
-                loss = self._strike_loss(occurrence, loss)
+        for occurrence in self._due_in(FaultTarget.LOSS, iteration):
+            loss = self._strike_loss(occurrence, loss)
         return loss
 
     def after_backward(self, iteration: int, state: Mapping[str, Any]) -> None:
@@ -180,11 +176,8 @@ class ArmedFaults:
         Raises:
             ConfigError: A fault names a tensor, an element or a bit that does not exist.
         """
-        if iteration < self._next:
-            return
-        for occurrence in self._due(iteration):
-            if occurrence.fault.target == FaultTarget.GRADIENT:
-                self._strike_tensor(occurrence, state)
+        for occurrence in self._due_in(FaultTarget.GRADIENT, iteration):
+            self._strike_tensor(occurrence, state)
 
     def after_step(self, iteration: int, state: Mapping[str, Any], *, has_durable: bool = True) -> None:
         """Apply what is due between this step and the next; call it once what is due was saved.
@@ -231,6 +224,10 @@ class ArmedFaults:
             )
             self._look_ahead()
         return self._due_now
+
+    def _due_in(self, target: FaultTarget, iteration: int) -> Sequence[Occurrence]:
+        """Return what is due in some of the numbers; one comparison while nothing is."""
+        return () if iteration < self._next else [one for one in self._due(iteration) if one.fault.target == target]
 
     def _look_ahead(self) -> None:
         """Set the first iteration at which the hooks have to look again."""

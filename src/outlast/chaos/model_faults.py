@@ -31,21 +31,12 @@ def choose_tensor(state: Mapping[str, Any], occurrence: Occurrence) -> tuple[str
     Raises:
         ConfigError: No weight of this rank has a name that fits the fault's pattern.
     """
-    of_gradients = occurrence.fault.target == FaultTarget.GRADIENT
 
     def pick(weight: torch.Tensor) -> torch.Tensor | None:
-        return weight.grad if of_gradients else weight
+        tensor = weight.grad if occurrence.fault.target == FaultTarget.GRADIENT else weight
+        return tensor if tensor is not None and can_damage(occurrence.fault.kind, tensor) else None
 
-    def fits(weight: torch.Tensor) -> bool:
-        tensor = pick(weight)
-        return tensor is not None and can_damage(occurrence.fault.kind, tensor)
-
-    if (chosen := _choose(dict(_weights(state)), occurrence, fits)) is None:
-        return None
-    name, weight = chosen
-    tensor = pick(weight)
-    assert tensor is not None, "it fits"
-    return name, tensor
+    return _choose(dict(_weights(state)), occurrence, pick)
 
 
 def choose_module(state: Mapping[str, Any], occurrence: Occurrence) -> tuple[str, torch.nn.Module] | None:
@@ -54,10 +45,11 @@ def choose_module(state: Mapping[str, Any], occurrence: Occurrence) -> tuple[str
     Raises:
         ConfigError: No module of this rank has a name that fits the fault's pattern.
     """
-    any_will_do = occurrence.fault.tensor is not None
-    return _choose(
-        dict(_named_modules(state)), occurrence, lambda module: any_will_do or next(module.children(), None) is None
-    )
+
+    def pick(module: torch.nn.Module) -> torch.nn.Module | None:
+        return module if occurrence.fault.tensor is not None or next(module.children(), None) is None else None
+
+    return _choose(dict(_named_modules(state)), occurrence, pick)
 
 
 def replace_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[Any, bool]:
@@ -86,16 +78,14 @@ def replace_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor | N
     return output, False
 
 
-def _choose(named: Mapping[str, T], occurrence: Occurrence, fits: Callable[[T], bool]) -> tuple[str, T] | None:
+def _choose(named: Mapping[str, T], occurrence: Occurrence, pick: Callable[[T], T | None]) -> tuple[str, T] | None:
+    """Return a name and what ``pick`` makes of its value, one of those where it returns something."""
     pattern = occurrence.fault.tensor
     names = sorted(name for name in named if pattern is None or fnmatchcase(name, pattern))
     if pattern is not None and not names:
         raise ConfigError(f"tensor={pattern!r} fits no name on this rank; {nearest(pattern, named)}")
-    names = [name for name in names if fits(named[name])]
-    if not names:
-        return None
-    name = names[occurrence.draw(len(names), "tensor")]
-    return name, named[name]
+    found = [(name, part) for name in names if (part := pick(named[name])) is not None]
+    return found[occurrence.draw(len(found), "tensor")] if found else None
 
 
 def _modules(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:

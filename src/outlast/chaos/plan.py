@@ -204,12 +204,10 @@ class Fault:
             f"bit={self.bit} is for kind='bit_flip', from 0 to the element's last bit; correct it or leave it out",
         )
         require(self.element is None or self.element >= 0, f"element={self.element} must not be negative")
-        for name in ("section", "duration_s", "factor", "after_s"):
-            require(getattr(self, name) is None, f"{name} is not for kind={self.kind!r}; leave it out")
+        self._check_absent("section", "duration_s", "factor", "after_s")
 
     def _check_process(self) -> None:
-        for name in ("target", "tensor", "element", "bit"):
-            require(getattr(self, name) is None, f"{name} is not for kind={self.kind!r}; leave it out")
+        self._check_absent("target", "tensor", "element", "bit")
         require(
             self.duration_s is None or (self.kind in _LASTING and self.duration_s > 0),
             f"duration_s={self.duration_s} is for kind sleep, hold_gil and slow, and above 0; correct it or leave it "
@@ -217,13 +215,16 @@ class Fault:
         )
         if self.kind == FaultKind.SLOW:
             require(self.factor is not None, "factor is missing; a slow needs one above 1")
-            for name in ("section", "rate"):
-                require(getattr(self, name) is None, f"{name} is not for kind='slow'; leave it out")
+            self._check_absent("section", "rate")
 
         require(
             self.factor is None or (self.kind == FaultKind.SLOW and self.factor > 1),
             f"factor={self.factor} is for kind slow, and above 1; correct it or leave it out",
         )
+
+    def _check_absent(self, *names: str) -> None:
+        for name in names:
+            require(getattr(self, name) is None, f"{name} is not for kind={self.kind!r}; leave it out")
 
     def _check_victim(self) -> None:
         given = [name for name in ("rank", "node", "device") if getattr(self, name) is not None]

@@ -17,6 +17,7 @@ import math
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import torch
 
 from outlast import clock
 from outlast.checkpoint.manifest import TensorEntry
-from outlast.checkpoint.protocol import Take, Taken
+from outlast.checkpoint.protocol import Done, Take
 from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorSpan
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 from outlast.checkpoint.writer_client import WriterClient
@@ -54,16 +55,19 @@ class Arena:
 
     Args:
         fd: Its descriptor, from now on the arena's.
-        num_bytes: Its size.
     """
 
-    def __init__(self, fd: int, num_bytes: int) -> None:
-        self.fd, self.num_bytes = fd, num_bytes
-        self.inode = os.fstat(fd).st_ino
+    def __init__(self, fd: int) -> None:
+        found = os.fstat(fd)
+        self.fd, self.num_bytes = fd, found.st_size
+        self.inode = found.st_ino
         """Tells it from all others, in any process."""
-        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # no process that maps it can lose a page
-        self._map = mmap.mmap(fd, num_bytes)
-        self.array: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        try:
+            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # no process that maps it can lose a page
+            self.array: Bytes = np.frombuffer(mmap.mmap(fd, self.num_bytes), dtype=np.uint8)
+        except OSError:
+            os.close(fd)
+            raise
 
     def touch(self, stop: threading.Event) -> None:
         """Have the kernel provide the pages, until done or stopped. Thread: any; others run meanwhile."""
@@ -103,7 +107,7 @@ class Staged:
             copy.result()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _CopyRun:
     """Small tensors of one type and device that lie side by side; or a large one."""
 
@@ -114,24 +118,20 @@ class _CopyRun:
     is_small: bool
 
 
-def _runs(flat: FlatState, layout: ShardLayout) -> Iterator[_CopyRun]:
-    small, begin, end, kind = list[int](), 0, 0, None
+def _runs(flat: FlatState, layout: ShardLayout) -> list[_CopyRun]:
+    runs: list[_CopyRun] = []
+    kind: tuple[torch.dtype, torch.device] | None = None
     for index, offset in zip(layout.order, layout.offsets, strict=True):
         named = flat.tensors[index]
-        num_bytes = _num_bytes(named)
-        is_small = num_bytes <= SMALL_BYTES
-        if small and not (is_small and kind == (named.dtype, named.device) and end - begin < RUN_BYTES):
-            yield _CopyRun(begin, end, small, is_small=True)
-            small = []
-        if not is_small:
-            yield _CopyRun(offset, offset + num_bytes, [index], is_small=False)
-            continue
-        if not small:
-            begin, kind = offset, (named.dtype, named.device)
-        small.append(index)
-        end = offset + num_bytes
-    if small:
-        yield _CopyRun(begin, end, small, is_small=True)
+        before, kind = kind, (named.dtype, named.device)
+        end, is_small = offset + _num_bytes(named), _num_bytes(named) <= SMALL_BYTES
+        last = runs[-1] if runs else None
+        if last and last.is_small and is_small and before == kind and last.end - last.begin < RUN_BYTES:
+            last.indices.append(index)
+            last.end = end
+        else:
+            runs.append(_CopyRun(offset, end, [index], is_small))
+    return runs
 
 
 def _num_bytes(named: NamedTensor) -> int:
@@ -205,7 +205,7 @@ class Stager:
                     for named in flat.tensors
                 ]
             )
-            self._runs = list(_runs(flat, self._layout))
+            self._runs = _runs(flat, self._layout)
         return self._layout.place(identity, len(flat.tree))
 
     def _pieces(self, flat: FlatState, start: int, deferred: Collection[str]) -> tuple[list[_Piece], list[_Piece]]:
@@ -362,7 +362,7 @@ class ArenaPool:
 
     def _ask(self, num_bytes: int, may_steal: bool) -> Arena | None:
         request = Take(rank=self._rank, num_bytes=num_bytes, busy=tuple(self._busy), may_steal=may_steal)
-        taken, fd = self._writer.ask(request, Taken, timeout_s=self._answer_s)
+        _, fd = self._writer.ask(request, Done, timeout_s=self._answer_s)
         if fd is None:
             return None
         inode = os.fstat(fd).st_ino
@@ -370,7 +370,7 @@ class ArenaPool:
             os.close(fd)
         else:
             self._forget_dropped(inode)
-            self._known[inode] = Arena(fd, taken.num_bytes)
+            self._known[inode] = Arena(fd)
         self._busy.add(inode)
         return self._known[inode]
 
@@ -423,7 +423,7 @@ class CopyGuard:
         self.stall_s = 0.0
         """Seconds that :meth:`wait` took so far."""
         self._waits: list[Callable[[], None]] = []
-        self._hooks: dict[int, Any] = {}
+        self._hooks = weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]()
         self._lock = threading.Lock()
 
     def watch(self, state: Mapping[str, Any], wait: Callable[[], None]) -> None:
@@ -431,8 +431,8 @@ class CopyGuard:
         with self._lock:
             self._waits.append(wait)
         for optimizer in _optimizers(state):
-            if id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(lambda *_: self.wait())
+            if optimizer not in self._hooks:
+                self._hooks[optimizer] = optimizer.register_step_pre_hook(lambda *_: self.wait())
 
     def wait(self) -> None:
         """Wait for all copies that are under way. Thread: any. Blocks: up to the rest of one memory copy."""

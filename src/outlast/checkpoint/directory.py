@@ -17,11 +17,12 @@ import logging
 import os
 import re
 import shutil
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Self
 
 import msgspec
 from msgspec import structs
@@ -38,6 +39,10 @@ from outlast.runtime.lease import FolderRecords, InUse, Lease, Records
 log = logging.getLogger(__name__)
 RUN = "run.json"
 """Names the run that a directory belongs to; a hint, since it has no digest."""
+SUSPECT = "suspect"
+"""Folder of what was saved for diagnosis."""
+TRACKER = "latest"
+_GENERATION = re.compile(r"step-(\d+)")
 MAX_TRIES = 3
 """To be the first in a directory where others try, too."""
 _REMEDY = "give it a directory of its own"
@@ -47,31 +52,91 @@ class DirectoryRefused(Untrusted):
     """The directory is another run's: no save of this run can go there, now or later."""
 
 
-class ClaimedPlace(Protocol):
-    """A folder of the local tier, or the global tier."""
+class ClaimedPlace(ABC):
+    """A folder of the local tier, or the global tier: generations, and names of who they belong to.
+
+    Its methods raise CheckpointError where an object store, and OSError where a file system fails.
+    """
+
+    url: str
+    """The place, as a path where it is one."""
+
+    @abstractmethod
+    def __init__(self, url: str) -> None: ...
 
     @property
-    def url(self) -> str:
-        """The place, as a path where it is one."""
-
-    @property
+    @abstractmethod
     def owners(self) -> Records:
         """The records of the place's owners."""
 
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of all that lies directly in the place."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """Return a file. Raises: FileNotFoundError, when there is none."""
+
+    @abstractmethod
+    def write(self, name: str, data: bytes) -> None:
+        """Put a small file, or replace it in one step."""
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> bool:
+        """Put a small file unless it exists; of several that try at once, one succeeds; return whether this call did.
+
+        Raises:
+            OSError: It cannot be written, or there is one that cannot be read: it may be another run's.
+        """
+
+    @property
+    def suspects(self) -> Self:
+        """Where saves for diagnosis go; none of them is ever the newest generation."""
+        return type(self)(f"{self.url}/{SUSPECT}")
+
     def generations(self) -> list[int]:
         """Return the iterations that have a folder of a committed name, newest first; whole or not."""
+        found = (_GENERATION.fullmatch(name) for name in self.names())
+        return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def hint(self) -> str | None:
         """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read."""
+        try:
+            return decode_hint(self.read(RUN))
+        except OSError:
+            return None  # manifests name it too; a disk that fails makes the save fail
 
     def named_runs(self) -> Iterator[str]:
         """Yield the runs that manifests name, newest generation first, those for diagnosis last."""
+        for place in (self, self.suspects):
+            for iteration in place.generations():
+                try:
+                    run = run_of(place.read(f"step-{iteration}/{MANIFEST}"), iteration)
+                except OSError:
+                    continue
+                if run is not None:
+                    yield run
 
     def create_hint(self, run: str) -> bool:
         """Name the run that the place belongs to, unless it is named; return whether this call did."""
+        return self.create(RUN, msgspec.json.encode(_RunHint(run)))
 
     def write_hint(self, run: str) -> None:
         """Name the run that the place belongs to, whatever it was named before."""
+        self.write(RUN, msgspec.json.encode(_RunHint(run)))
+
+    def latest(self) -> int | None:
+        """Return what the tracker names, a hint for people; ``None``: nothing that can be read."""
+        try:
+            text = self.read(TRACKER).decode(errors="replace")
+        except OSError:
+            return None
+        prefix, _, number = text.strip().partition("-")
+        return int(number) if prefix == "step" and number.isdecimal() else None
+
+    def point_to(self, iteration: int) -> None:
+        """Set the tracker."""
+        self.write(TRACKER, f"step-{iteration}\n".encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +147,8 @@ class DirectoryContent:
     generations: tuple[int, ...] = ()
 
 
-NEW = DirectoryContent()
-"""An empty directory."""
-
-
 class _RunHint(msgspec.Struct, frozen=True):
     run: str
-
-
-def encode_hint(run: str) -> bytes:
-    """Return the content of ``run.json``."""
-    return msgspec.json.encode(_RunHint(run))
 
 
 def decode_hint(data: bytes) -> str | None:
@@ -117,34 +173,42 @@ def owner_of(place: ClaimedPlace) -> DirectoryRun | None:
     return find_owner(place.hint(), place.named_runs())
 
 
-class DirectoryLease:
-    """The lease on one directory of generations.
+class Claim:
+    """A run's right to save into a directory, and the lease that keeps other living writers away.
 
     Args:
         place: The directory.
+        run: The run.
+        seen: What lay there when the run began; ``None`` = that is not known.
         own: How this run describes itself.
         may_resume_other: Generations that another run saved there may be loaded.
         on_lost: Called once, in a thread of the lease's, when the directory was taken over.
 
-    Thread: any.
+    Thread: one; :meth:`acquire` and :meth:`release` any.
     """
 
     def __init__(
         self,
         place: ClaimedPlace,
+        run: str,
+        seen: DirectoryContent | None,
         own: LeaseOwner,
         *,
         may_resume_other: bool,
         on_lost: Callable[[DirectoryRefused], None],
     ) -> None:
-        self._place, self._own, self._may_resume_other = place, own, may_resume_other
+        self._place, self._run, self._seen = place, run, seen
+        self._own, self._may_resume_other = own, may_resume_other
         self._lease = Lease(place.owners, own, follow=self._follow, on_lost=lambda lost: on_lost(self._refused(lost)))
+        self._left: Counter[str] | None = None
+        self.is_held = False
+        """Whether the directory was this run's when it was last looked at."""
 
-    def hold(self) -> None:
-        """Take the directory, or compare: the directory is still this run's.
+    def acquire(self) -> None:
+        """Take the lease, before anything there is resumed from, or compare: it is still this run's.
 
         Raises:
-            DirectoryRefused: It is another run's.
+            DirectoryRefused: The directory is another run's.
             CheckpointError: A store does not answer.
             OSError: A folder cannot be written to.
         """
@@ -158,88 +222,13 @@ class DirectoryLease:
             raise CheckpointError(str(error)) from error
 
     def release(self, *, is_idle: bool) -> None:
-        """Let go of the directory; see :meth:`Lease.release`."""
-        self._lease.release(is_idle=is_idle)
-
-    def _refused(self, error: InUse) -> DirectoryRefused:
-        is_named = error.owner.series != self._own.series  # else it would resume from what that one saved
-        who = f"this training is run {self._own.series} and" if is_named else "this training"
-        remedy = "end one of the two" if error.was_lost else "wait until that one has ended"
-        if error.owner.process == self._own.process:
-            remedy = "close the manager or session of this process that has it"
-        return DirectoryRefused(f"{error}; {who} saves nothing there; {remedy}, or {_REMEDY}")
-
-    def _follow(self, before: LeaseOwner) -> LeaseOwner:
-        """Check whose generations this run resumes from, if they are not its own.
-
-        Returns:
-            How this run describes itself: without a name of its own it has that of the training that it continues.
-
-        Raises:
-            DirectoryRefused: They are another training's.
-        """
-        is_same = is_same_training(before, self._own)
-        own = self._own if self._own.names or not is_same else structs.replace(self._own, names=before.names)
-        if is_same and (not set(before.names).isdisjoint(self._own.names) or before.run == self._own.run):
-            return own
-        if not self._is_own_series():
-            return self._own
-        what = f"{self._place.url} holds what {_name(before, self._own)} saved"
-        if is_same:
-            why = ", as it runs the same script" if before.script is not None and self._own.script is not None else ""
-            log.warning("%s; training resumes from there%s", what, why)
-        elif self._may_resume_other:
-            log.warning("%s; training resumes from there, since resume_from_other_run is on", what)
-        else:
-            own_name = _name(self._own, before).rstrip(",")
-            option = " (--resume-from-other-run)" if self._own.outlives else ""
-            remedy = f"to resume from there set checkpoint.resume_from_other_run = true{option}, else {_REMEDY}"
-            raise DirectoryRefused(f"{what}; this is {own_name}; {remedy}")
-        return own
-
-    def _is_own_series(self) -> bool:
-        """Return whether the directory holds generations that this run takes for its own."""
-        owner = owner_of(self._place)
-        return owner is not None and owner.is_proven and owner.run == self._own.series
-
-
-class Claim:
-    """A run's right to save into a directory.
-
-    Args:
-        place: The directory.
-        run: The run.
-        seen: What lay there when the run began; ``None`` = that is not known.
-        lease: Keeps other living writers away; ``None`` = nothing does.
-
-    Thread: one.
-    """
-
-    def __init__(
-        self, place: ClaimedPlace, run: str, seen: DirectoryContent | None, lease: DirectoryLease | None = None
-    ) -> None:
-        self._place, self._run, self._seen, self._lease = place, run, seen, lease
-        self._left: Counter[str] | None = None
-        self.is_held = False
-        """Whether the directory was this run's when it was last looked at."""
-
-    def acquire(self) -> None:
-        """Take the lease, before anything there is resumed from; see :meth:`DirectoryLease.hold`."""
-        if self._lease is not None:
-            self._lease.hold()
-
-    def release(self, *, is_idle: bool) -> None:
         """Release the lease. Idempotent. Blocks: up to 2 s where the directory does not answer."""
-        if self._lease is not None:
-            self._lease.release(is_idle=is_idle)
+        self._lease.release(is_idle=is_idle)
 
     def hold(self) -> None:
         """Make the claim, or compare it with what lies there now; a hint that is lost or wrong is written again.
 
-        Raises:
-            DirectoryRefused: The directory is another run's.
-            CheckpointError: A store does not answer.
-            OSError: A folder cannot be written to.
+        Raises: as :meth:`acquire`.
         """
         self.acquire()
         for _ in range(MAX_TRIES):
@@ -279,9 +268,46 @@ class Claim:
             self.is_held = False
             raise DirectoryRefused(
                 f"{self._place.url} belongs to run {owner.run}, which saves there; this training is run {self._run} "
-                "and saves nothing there; give it a directory of its own"
+                f"and saves nothing there; {_REMEDY}"
             )
         return True
+
+    def _refused(self, error: InUse) -> DirectoryRefused:
+        is_named = error.owner.series != self._own.series  # else it would resume from what that one saved
+        who = f"this training is run {self._own.series} and" if is_named else "this training"
+        remedy = "end one of the two" if error.was_lost else "wait until that one has ended"
+        if error.owner.process == self._own.process:
+            remedy = "close the manager or session of this process that has it"
+        return DirectoryRefused(f"{error}; {who} saves nothing there; {remedy}, or {_REMEDY}")
+
+    def _follow(self, before: LeaseOwner) -> LeaseOwner:
+        """Check whose generations this run resumes from, if they are not its own.
+
+        Returns:
+            How this run describes itself: without a name of its own it has that of the training that it continues.
+
+        Raises:
+            DirectoryRefused: They are another training's.
+        """
+        is_same = is_same_training(before, self._own)
+        own = self._own if self._own.names or not is_same else structs.replace(self._own, names=before.names)
+        if is_same and (not set(before.names).isdisjoint(self._own.names) or before.run == self._own.run):
+            return own
+        owner = owner_of(self._place)
+        if owner is None or not owner.is_proven or owner.run != self._own.series:
+            return self._own  # no generation there is one that this run takes for its own
+        what = f"{self._place.url} holds what {_name(before, self._own)} saved"
+        if is_same:
+            why = ", as it runs the same script" if before.script is not None and self._own.script is not None else ""
+            log.warning("%s; training resumes from there%s", what, why)
+        elif self._may_resume_other:
+            log.warning("%s; training resumes from there, since resume_from_other_run is on", what)
+        else:
+            own_name = _name(self._own, before).rstrip(",")
+            option = " (--resume-from-other-run)" if self._own.outlives else ""
+            remedy = f"to resume from there set checkpoint.resume_from_other_run = true{option}, else {_REMEDY}"
+            raise DirectoryRefused(f"{what}; this is {own_name}; {remedy}")
+        return own
 
 
 def _name(owner: LeaseOwner, other: LeaseOwner) -> str:
@@ -292,10 +318,6 @@ def _name(owner: LeaseOwner, other: LeaseOwner) -> str:
     return f"{name}, script {owner.script},"
 
 
-SUSPECT = "suspect"
-"""Folder of what was saved for diagnosis."""
-TRACKER = "latest"
-_GENERATION = re.compile(r"step-(\d+)")
 _DOOMED = re.compile(r"step-\d+\.doomed")
 _PASSED = re.compile(r"step-\d+\.(?:tmp|aside)-(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)")
 
@@ -331,11 +353,12 @@ def part_name(key: CopyKey) -> str:
     return shard_name(key.rank) if key.part == SHARD_PART else f"{clean_name(key.part)}-{key.rank:05d}.bin"
 
 
-class GenerationFolder:
+class GenerationFolder(ClaimedPlace):
     """A folder of generations, as this rank sees it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))
+        self.url = os.fspath(self.path)
 
     def generation(self, iteration: int) -> Path:
         """Return the folder of a committed generation."""
@@ -345,58 +368,29 @@ class GenerationFolder:
         """Return the folder of an attempt."""
         return self.path / f"step-{iteration}.tmp-{attempt}"
 
-    def generations(self) -> list[int]:
-        """Return the iterations that have a folder of a committed name, newest first; whole or not."""
-        try:
-            names = os.listdir(self.path)
-        except FileNotFoundError:
-            return []
-        return sorted((int(match[1]) for name in names if (match := _GENERATION.fullmatch(name))), reverse=True)
-
     @property
-    def url(self) -> str:
-        """The folder, as messages name it."""
-        return os.fspath(self.path)
-
-    @property
-    def owners(self) -> FolderRecords:
-        """The records of the folder's owners."""
+    def owners(self) -> Records:
         return FolderRecords(self.path)
 
-    def hint(self) -> str | None:
-        """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read."""
+    def names(self) -> list[str]:
         try:
-            return decode_hint((self.path / RUN).read_bytes())
-        except OSError:
-            return None  # manifests name it too; a disk that fails makes the save fail
+            return sorted(os.listdir(self.path))
+        except FileNotFoundError:
+            return []
 
-    def named_runs(self) -> Iterator[str]:
-        """Yield the runs that manifests name, newest generation first, those for diagnosis last."""
-        for folder in (self, GenerationFolder(self.path / SUSPECT)):
-            for iteration in folder.generations():
-                try:
-                    run = run_of((folder.generation(iteration) / MANIFEST).read_bytes(), iteration)
-                except OSError:
-                    continue
-                if run is not None:
-                    yield run
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
 
-    def create_hint(self, run: str) -> bool:
-        """Name the run that the folder belongs to, unless it is named; return whether this call did.
+    def write(self, name: str, data: bytes) -> None:
+        write_atomically(self.path / name, data)
 
-        Raises:
-            OSError: It cannot be written, or there is a name that cannot be read: it may be another run's.
-        """
+    def create(self, name: str, data: bytes) -> bool:
         self.path.mkdir(parents=True, exist_ok=True)
-        if create_atomically(self.path / RUN, encode_hint(run)):
+        if create_atomically(self.path / name, data):
             return True
         with contextlib.suppress(FileNotFoundError):
-            (self.path / RUN).read_bytes()
+            self.read(name)
         return False
-
-    def write_hint(self, run: str) -> None:
-        """Name the run that the folder belongs to, whatever it was named before."""
-        write_atomically(self.path / RUN, encode_hint(run))
 
     def promote(self, iteration: int, attempt: SaveAttempt) -> None:
         """Give an attempt its final name; what has that name already is set aside, not written to."""
@@ -405,10 +399,6 @@ class GenerationFolder:
             os.rename(final, self.path / f"step-{iteration}.aside-{attempt}")
         os.rename(self.temporary(iteration, attempt), final)
         fsync_folder(self.path)
-
-    def point_to(self, iteration: int) -> None:
-        """Set the tracker."""
-        write_atomically(self.path / TRACKER, f"step-{iteration}\n".encode())
 
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
         """Remove what earlier attempts of this job, and interrupted deletions, left; return the names.

@@ -73,6 +73,10 @@ class SaveOutcome(msgspec.Struct, frozen=True):
         return kind(f"{what}: {self.error}", rank=rank, iteration=iteration)
 
 
+class _Acknowledged(msgspec.Struct, frozen=True):
+    """An outcome was received; there is nothing to add."""
+
+
 class Reached(NamedTuple):
     """What a lane has done for a save."""
 
@@ -131,7 +135,9 @@ class Lane(ABC):
         """Whether the outcome of the save under way is known, or other ranks cannot have committed it."""
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._exchange = SaveExchange(store, f"{places.token}/{self._name}", self._stop, rank=rank)
+        self._store = store
+        self._posted: list[tuple[int, str]] = []
+        """Keys of the store, by the ordinal of their save."""
         self._thread = threading.Thread(target=self._run, name=f"outlast-{self._name}", daemon=True)
         self._thread.start()  # it waits for the first save, which comes after the constructor
 
@@ -141,7 +147,11 @@ class Lane(ABC):
 
     def has(self, save: Save) -> bool:
         """Return whether a save's iteration is known to be in all of its tiers. Thread: any."""
-        return not self._committed.missing(save.iteration, save.tiers)
+        return not self._missing(save)
+
+    def _missing(self, save: Save) -> frozenset[Tier]:
+        """Return those of a save's tiers that it is not in; what is saved for diagnosis lies beside the committed."""
+        return save.tiers if save.suspect else self._committed.missing(save.iteration, save.tiers)
 
     def submit(self, save: Save) -> None:
         """Commit a save. Thread: any, but on all ranks in the same order."""
@@ -156,27 +166,30 @@ class Lane(ABC):
 
     def _run(self) -> None:
         while (save := self._saves.get()) is not None:
-            reached: Reached | None = None
-            error: CheckpointError | None = None
             try:
-                reached = self._commit(save)
-            except CheckpointError as failure:
-                error = failure
-            except Exception as failure:  # noqa: BLE001 - whatever it is, it must not end saving without a report
-                text = f"saving iteration {save.iteration} failed: {type(failure).__name__}: {failure}"
-                error = CheckpointError(text, rank=self._rank, iteration=save.iteration)
-            try:
-                if error is not None:
-                    self._clear_up(save)
-                    self._outcomes.failed(save, error)
-                elif reached is not None:
-                    self._outcomes.committed(save, reached.tiers, reached.failures)
-                    if reached.next_lane is not None:
-                        reached.next_lane.submit(save)
-                    else:
-                        self._outcomes.finished(save)
+                self._take(save)
             except Exception:  # such an error is not the save's, and the next save must be tried
                 log.exception("reporting the save of iteration %d failed", save.iteration)
+
+    def _take(self, save: Save) -> None:
+        """Commit a save, report what became of it, and hand it on."""
+        try:
+            reached = self._commit(save)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end saving without a report
+            failure = error if isinstance(error, CheckpointError) else None
+            if failure is None:
+                text = f"saving iteration {save.iteration} failed: {type(error).__name__}: {error}"
+                failure = CheckpointError(text, rank=self._rank, iteration=save.iteration)
+            try:
+                self._clear_up(save)
+            finally:
+                self._outcomes.failed(save, failure)
+            return
+        self._outcomes.committed(save, reached.tiers, reached.failures)
+        if reached.next_lane is not None:
+            reached.next_lane.submit(save)
+        else:
+            self._outcomes.finished(save)
 
     @abstractmethod
     def _commit(self, save: Save) -> Reached:
@@ -194,25 +207,44 @@ class Lane(ABC):
 
     def _post(self, save: Save, name: str, value: msgspec.Struct) -> None:
         """Send all ranks something about a save. Raises: PeerSilent, when the ranks' store is gone."""
-        self._exchange.post(save.attempt.ordinal, name, value)
+        key = self._store_key(save, name)
+        with _store_errors():
+            self._store.set(key, msgspec.json.encode(value).decode())
+        self._posted.append((save.attempt.ordinal, key))
 
     def _receive(self, save: Save, name: str, kind: type[T], *, grace_s: float = 0.0) -> T:
-        """Return what a rank posted. Raises: CheckpointError, when it posted nothing in time, or this rank leaves."""
-        try:
-            return self._exchange.receive(save.attempt.ordinal, name, kind, timeout_s=self._left_s() + grace_s)
-        except Stopped:
-            raise CheckpointError(
-                f"the save of iteration {save.iteration} is abandoned: this rank is closing",
-                rank=self._rank,
-                iteration=save.iteration,
-            ) from None
-        except NoAnswer:
-            raise PeerSilent(
-                f"iteration {save.iteration}: no answer ({name}) after {self._timeout_s:g} s (save_timeout); "
-                "see the log of that rank",
-                rank=self._rank,
-                iteration=save.iteration,
-            ) from None
+        """Return what a rank posted.
+
+        Args:
+            save: What it is about.
+            name: As given to :meth:`_post`, by whichever rank.
+            kind: Type of the value.
+            grace_s: Seconds to wait beyond the save's deadline.
+
+        Raises:
+            PeerSilent: Nothing was posted in time, or the ranks' store is gone.
+            CheckpointError: This rank leaves.
+        """
+        key = self._store_key(save, name)
+        end_s, pause_s = clock.now_s() + self._left_s() + grace_s, 0.001
+        with _store_errors():
+            while not self._store.check([key]):
+                if self._stop.wait(pause_s):
+                    raise CheckpointError(
+                        f"the save of iteration {save.iteration} is abandoned: this rank is closing",
+                        rank=self._rank,
+                        iteration=save.iteration,
+                    )
+                if clock.now_s() >= end_s:
+                    raise PeerSilent(
+                        f"iteration {save.iteration}: no answer ({name}) after {self._timeout_s:g} s (save_timeout); "
+                        "see the log of that rank",
+                        rank=self._rank,
+                        iteration=save.iteration,
+                    )
+                pause_s = min(POLL_S, 2 * pause_s)
+            word = bytes(self._store.get(key))
+        return from_json(word, kind)
 
     def _gather(self, save: Save, name: str, kind: type[A]) -> Iterator[A]:
         """Yield what each rank has, by rank. Raises: CheckpointError, when one has nothing, or another iteration."""
@@ -231,10 +263,36 @@ class Lane(ABC):
         outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S)
         self._is_decided = True
         if outcome.is_refused:
-            self._exchange.part(save.attempt.ordinal, self._world_size, timeout_s=GRACE_S)
+            self._part(save)
         if outcome.error is not None:
             raise outcome.failure(what, rank=self._rank, iteration=save.iteration)
-        self._exchange.forget(save.attempt.ordinal)
+        self._forget(save.attempt.ordinal)
+
+    def _part(self, save: Save) -> None:
+        """Acknowledge the outcome of a save after which ranks leave.
+
+        Rank 0, which may host the store, waits up to ``GRACE_S`` for all others, so that none of them finds it gone.
+        """
+        self._end_ns = clock.now_ns() + int(GRACE_S * 1e9)
+        try:
+            self._post(save, f"acknowledged/{self._rank}", _Acknowledged())
+            for rank in range(self._world_size) if self._rank == 0 else ():
+                self._receive(save, f"acknowledged/{rank}", _Acknowledged)
+        except CheckpointError:
+            return  # the outcome is what counts
+
+    def _forget(self, before: int) -> None:
+        """Delete what this rank posted about earlier saves: all ranks have taken part in a later one since."""
+        try:
+            for ordinal, key in self._posted:
+                if ordinal < before:
+                    self._store.delete_key(key)
+        except RuntimeError as error:
+            log.debug("the store is gone, with all that was posted there: %s", error)
+        self._posted = [(ordinal, key) for ordinal, key in self._posted if ordinal >= before]
+
+    def _store_key(self, save: Save, name: str) -> str:
+        return f"outlast/checkpoint/{self._places.token}/{self._name}/{save.attempt.ordinal}/{name}"
 
     # -- after a commit ----------------------------------------------------------------------------------------
 
@@ -265,105 +323,6 @@ class Lane(ABC):
     def _newest(self, save: Save, present: list[int]) -> int:
         """Return the generation below which old ones may be removed."""
         return save.iteration
-
-
-class NoAnswer(Exception):
-    """A peer posted nothing in time."""
-
-
-class Stopped(Exception):
-    """This rank leaves; nobody waits any more."""
-
-
-class _Acknowledged(msgspec.Struct, frozen=True):
-    """An outcome was received; there is nothing to add."""
-
-
-class SaveExchange:
-    """One thread's messages to its peers.
-
-    Args:
-        store: A store connection for this thread alone.
-        namespace: Unique for the ranks' processes and the thread's purpose.
-        stop: Set when this rank leaves.
-        rank: This rank, which errors name.
-
-    Thread: the one that owns it.
-    """
-
-    def __init__(self, store: Any, namespace: str, stop: threading.Event, *, rank: int) -> None:
-        self._store, self._namespace, self._stop, self._rank = store, namespace, stop, rank
-        self._posted: list[tuple[int, str]] = []
-
-    def post(self, ordinal: int, name: str, value: msgspec.Struct) -> None:
-        """Send all ranks something about the save of that ordinal.
-
-        Raises:
-            PeerSilent: The ranks' store is gone.
-        """
-        key = self._key(ordinal, name)
-        with _store_errors():
-            self._store.set(key, msgspec.json.encode(value).decode())
-        self._posted.append((ordinal, key))
-
-    def receive(self, ordinal: int, name: str, kind: type[T], *, timeout_s: float) -> T:
-        """Return what was posted under that name.
-
-        Args:
-            ordinal: Number of the save.
-            name: As given to :meth:`post`, by whichever rank.
-            kind: Type of the value.
-            timeout_s: Longest wait.
-
-        Raises:
-            NoAnswer: Nothing was posted in time.
-            PeerSilent: The ranks' store is gone.
-            Stopped: This rank leaves.
-
-        Blocks: until it is posted, up to ``timeout_s``.
-        """
-        key = self._key(ordinal, name)
-        end_s, pause_s = clock.now_s() + timeout_s, 0.001
-        with _store_errors():
-            while not self._store.check([key]):
-                if self._stop.wait(pause_s):
-                    raise Stopped
-                if clock.now_s() >= end_s:
-                    raise NoAnswer(name)
-                pause_s = min(POLL_S, 2 * pause_s)
-            word = bytes(self._store.get(key))
-        return from_json(word, kind)
-
-    def part(self, ordinal: int, num_ranks: int, *, timeout_s: float) -> None:
-        """Acknowledge the outcome of a save after which ranks leave.
-
-        Rank 0, which may host the store, waits for all others, so that none of them finds it gone.
-
-        Args:
-            ordinal: Number of the save.
-            num_ranks: All ranks.
-            timeout_s: Longest wait.
-        """
-        end_s = clock.now_s() + timeout_s
-        try:
-            self.post(ordinal, f"acknowledged/{self._rank}", _Acknowledged())
-            for rank in range(num_ranks) if self._rank == 0 else ():
-                self.receive(ordinal, f"acknowledged/{rank}", _Acknowledged, timeout_s=end_s - clock.now_s())
-        except (NoAnswer, Stopped, PeerSilent):
-            return  # the outcome is what counts
-
-    def forget(self, before: int) -> None:
-        """Delete what this rank posted about earlier saves: all ranks have taken part in a later one since."""
-        try:
-            for ordinal, key in self._posted:
-                if ordinal < before:
-                    self._store.delete_key(key)
-        except RuntimeError as error:
-            log.debug("the store is gone, with all that was posted there: %s", error)
-        self._posted = [(ordinal, key) for ordinal, key in self._posted if ordinal >= before]
-
-    def _key(self, ordinal: int, name: str) -> str:
-        return f"outlast/checkpoint/{self._namespace}/{ordinal}/{name}"
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import logging
 import operator
@@ -35,7 +36,7 @@ L = TypeVar("L", bound=Lane)
 KEEPER_PATIENCE_S = 20.0
 """Seconds in which a node of Ray gets another writer, where the actor that kept the first one died."""
 COST_WEIGHT = 0.3
-"""Of the newest save in the mean of what saves cost."""
+"""Of the earlier saves in the mean of what saves cost; the newest one has the rest."""
 ANSWER_S = 30.0
 """A writer that gives no memory within this hangs."""
 
@@ -65,12 +66,13 @@ class CheckpointManager:
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
         patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
-        self._writer = WriterClient(
-            place.writer, owner=f"rank {place.global_rank}", node=place.node, patience_s=patience_s
-        )
-        self._peers = Peers(place.global_rank, place.world_size, timeout_s=config.save_timeout)
-        self._global: GlobalLane | None = None
-        try:
+        with contextlib.ExitStack() as opened:  # nothing of it stays, whatever fails
+            self._writer = WriterClient(
+                place.writer, owner=f"rank {place.global_rank}", node=place.node, patience_s=patience_s
+            )
+            opened.callback(self._writer.close)
+            self._peers = Peers(place.global_rank, place.world_size, timeout_s=config.save_timeout)
+            opened.callback(self._peers.close)
             self._places = places = agree_places(config, place, self._peers, self._writer)
             self._claims = Claims(config, place, places, on_lost=self._note_refused)
             self._stager = Stager()
@@ -82,11 +84,15 @@ class CheckpointManager:
                 may_steal=places.local is not None or not places.memory,
             )
             self._outcomes = Outcomes(place, journal, self._arenas, suspect_window=config.suspect_window)
-            self._open_lanes()
-        except BaseException:  # nothing that was opened stays, whatever failed
-            self._peers.close()
-            self._writer.close()
-            raise
+            opened.callback(self._outcomes.close)
+            self._global: GlobalLane | None = None
+            if places.directory is not None:  # the last lane first: each hands saves on to the next
+                rules = self._rules(config.most_recent_k, config.save_retain_interval)
+                self._global = self._open_lane(GlobalLane, self._claims.far, rules)
+                opened.callback(self._global.stop, 0.2)
+            rules = self._rules(config.local_most_recent_k)
+            self._near = self._open_lane(NearLane, self._claims.near, rules, next_lane=self._global)
+            opened.pop_all()
         if place.is_first:
             warn_of_copies(config, places)
         self._recovery = CheckpointRecovery(config, places, self._peers, self._writer, self._arenas)
@@ -101,35 +107,24 @@ class CheckpointManager:
         self._closed = False
         atexit.register(self._at_exit)
 
-    def _open_lanes(self) -> None:
-        """Start the lanes, the last one first: each hands saves on to the next."""
-        config, places, claims = self.config, self._places, self._claims
+    def _rules(self, most_recent_k: int, interval: int = 0) -> RetentionRules:
+        window = self.config.suspect_window
+        return RetentionRules(most_recent_k=most_recent_k, retain_interval=interval, suspect_window=window)
 
-        def open_lane(
-            kind: type[L], claim: Claim | None, most_recent_k: int, interval: int = 0, next_lane: Lane | None = None
-        ) -> L:
-            return kind(
-                places,
-                rank=self._place.global_rank,
-                store=self._peers.store(timeout_s=config.save_timeout),
-                writer=self._writer,
-                timeout_s=config.save_timeout,
-                claim=claim,
-                retention=RetentionRules(
-                    most_recent_k=most_recent_k, retain_interval=interval, suspect_window=config.suspect_window
-                ),
-                outcomes=self._outcomes,
-                next_lane=next_lane,
-            )
-
-        if places.directory is not None:
-            self._global = open_lane(GlobalLane, claims.far, config.most_recent_k, config.save_retain_interval)
-        try:
-            self._near = open_lane(NearLane, claims.near, config.local_most_recent_k, next_lane=self._global)
-        except BaseException:  # no thread stays, whatever failed
-            if self._global is not None:
-                self._global.stop(0.2)
-            raise
+    def _open_lane(
+        self, kind: type[L], claim: Claim | None, retention: RetentionRules, next_lane: Lane | None = None
+    ) -> L:
+        return kind(
+            self._places,
+            rank=self._place.global_rank,
+            store=self._peers.store(),
+            writer=self._writer,
+            timeout_s=self.config.save_timeout,
+            claim=claim,
+            retention=retention,
+            outcomes=self._outcomes,
+            next_lane=next_lane,
+        )
 
     @property
     def durable_iteration(self) -> int | None:
@@ -192,13 +187,11 @@ class CheckpointManager:
         """
         if self._ordinal:
             raise CheckpointError("load_latest() comes before the first save(); make another manager to load again")
-        begin_ns = clock.now_ns()
+        started_ns = clock.now_ns()
         loaded, is_ours = self._recovery.newest(state, decode_distrusted(self._place.untrusted), has)
         if loaded is not None:
-            loaded.restore(state)
-            self._note_loaded(loaded, begin_ns, is_ours=is_ours)
-        self._may_save = True
-        self._prepare(state)
+            self._restore(loaded, state, started_ns, is_ours=is_ours)
+        self._begin_saving(state)
         return self._restored
 
     def go_on(self, state: Mapping[str, Any], iteration: int, origin: Restored | None) -> None:
@@ -222,8 +215,7 @@ class CheckpointManager:
         self._start_from(committed, iteration)
         if self.durable_iteration is not None:
             self._outcomes.report_durable(self.durable_iteration)
-        self._may_save = True
-        self._prepare(state)
+        self._begin_saving(state)
 
     def load_suspect(self, state: Mapping[str, Any], iteration: int) -> Restored | None:
         """Load what was saved at ``iteration`` for diagnosis, to look at the step that follows it once more.
@@ -246,10 +238,8 @@ class CheckpointManager:
         loaded = self._recovery.suspect(state, iteration, decode_distrusted(self._place.untrusted))
         if loaded is None:
             return None
-        loaded.restore(state)
-        self._may_save = True
-        self._note_loaded(loaded, started_ns, is_ours=True)
-        self._prepare(state)
+        self._restore(loaded, state, started_ns, is_ours=True)
+        self._begin_saving(state)
         return self._restored
 
     def save(
@@ -297,7 +287,8 @@ class CheckpointManager:
             return handle
         if not suspect:
             self._outcomes.saving(iteration)
-        attempt = self._next_attempt()
+        attempt = self._attempt(self._ordinal)
+        self._ordinal += 1  # failed ones count, so that the ranks' counts stay alike
         handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=str(attempt))
         save = Save(
             iteration=iteration,
@@ -321,7 +312,8 @@ class CheckpointManager:
         if save.guard is not None:
             self._guard.watch(state, save.guard)
         self._submit(save)
-        self._cost_s = save.stall_s + COST_WEIGHT * (self._cost_s - save.stall_s) if self._cost_s else save.stall_s
+        if save.error is None:
+            self._cost_s = save.stall_s + COST_WEIGHT * (self._cost_s - save.stall_s) if self._cost_s else save.stall_s
         if not self.config.async_save:
             wait_for_all([handle], self._limit_s)
         elif save.attempt.ordinal == 0 and save.arena is not None:
@@ -396,7 +388,8 @@ class CheckpointManager:
         """Take note of why no save can succeed. Thread: any."""
         self._outcomes.refusal = error
 
-    def _note_loaded(self, loaded: ProvenGeneration, started_ns: int, *, is_ours: bool) -> None:
+    def _restore(self, loaded: ProvenGeneration, state: Mapping[str, Any], started_ns: int, *, is_ours: bool) -> None:
+        loaded.restore(state)
         load_s = (clock.now_ns() - started_ns) / 1e9
         self._restored = restored = loaded.describe(self._place.global_rank, load_s=load_s)
         if is_ours:
@@ -432,10 +425,8 @@ class CheckpointManager:
         if not suspect:
             self._outcomes.check(self.config.max_consecutive_save_failures, iteration=iteration)
 
-    def _next_attempt(self) -> SaveAttempt:
-        """Name an attempt; failed ones count, so that the ranks' counts stay alike."""
-        place, ordinal = self._place, self._ordinal
-        self._ordinal += 1
+    def _attempt(self, ordinal: int) -> SaveAttempt:
+        place = self._place
         return SaveAttempt(job=place.job, cycle=place.cycle, token=self._places.token, ordinal=ordinal)
 
     def _submit(self, save: Save) -> None:
@@ -464,11 +455,11 @@ class CheckpointManager:
             )
         return wanted
 
-    def _prepare(self, state: Mapping[str, Any]) -> None:
-        """Have memory ready for the first save, which is going to be about as large as the state is now."""
+    def _begin_saving(self, state: Mapping[str, Any]) -> None:
+        """Allow saves, and have memory ready for the first, which is going to be about as large as the state is now."""
+        self._may_save = True
         flat = flatten({"state": capture(state), "random": capture_random()})
-        attempt = SaveAttempt(job=self._place.job, cycle=0, token=self._places.token, ordinal=0)
-        self._arenas.prepare(self._stager.size_of(flat, self._identity(0, attempt)) + (1 << 16))
+        self._arenas.prepare(self._stager.size_of(flat, self._identity(0, self._attempt(0))) + (1 << 16))
 
     def _stage(self, save: Save, flat: FlatState, deferred: frozenset[str]) -> Save:
         """Copy a state; what goes wrong is the save's error, for all ranks.

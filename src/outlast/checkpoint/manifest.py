@@ -37,7 +37,7 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 def seal(manifest: msgspec.Struct) -> bytes:
-    """Return the file of a manifest. Equal manifests give equal bytes."""
+    """Return the file of a manifest: the manifest and its SHA-256. Equal manifests give equal bytes."""
     body = msgspec.json.encode(manifest)
     return msgspec.json.encode(_Sealed(msgspec.Raw(body), hashlib.sha256(body).hexdigest()))
 
@@ -154,11 +154,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def topology_digest(world_size: int) -> str:
     """Return what ranks of another arrangement do not share."""
     return hashlib.sha256(f"ranks={world_size}".encode()).hexdigest()[:16]
-
-
-def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest's file: the manifest and its SHA-256. Equal manifests give equal bytes."""
-    return seal(manifest)
 
 
 def decode_manifest(data: bytes) -> tuple[Manifest, str]:

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TypeAlias
 
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.directory import SUSPECT, Directory, DirectoryRefused
 from outlast.checkpoint.lane import Lane, RankAnswer, Reached, SaveOutcome
-from outlast.checkpoint.manifest import MANIFEST, SCHEMA, CopyKey, Manifest, ShardEntry, TensorEntry, encode_manifest
+from outlast.checkpoint.manifest import MANIFEST, SCHEMA, CopyKey, Manifest, ShardEntry, TensorEntry, seal
 from outlast.checkpoint.save import Save
 from outlast.checkpoint.shard import MAY_BE_INFINITE, is_finite, shard_name
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
-from outlast.runtime.files import fsync_folder
+from outlast.runtime.files import fsync_folder, write_durably
 from outlast.runtime.injection import reach
 
 log = logging.getLogger(__name__)
@@ -52,17 +50,18 @@ class NearLane(Lane):
     _tier = Tier.LOCAL
     _infinite_tensors: tuple[str, ...] = ()
     """Of this rank's last shard; empty: it was finite."""
-    _warned_of: Mapping[int, tuple[str, ...]] = MappingProxyType({})
+    _warned_of: _Infinite | None = None
 
     def _commit(self, save: Save) -> Reached:
-        missing = self._committed.missing(save.iteration, save.tiers)
+        missing = self._missing(save)
         if not missing:
             log.debug("iteration %d is committed already; it is not written again", save.iteration)
             return Reached(missing)
         failures = self._commit_near(replace(save, tiers=missing))
         # Every rank notes it here, in the order of the saves, whatever becomes of the global copy: what is missing
         # must be the same for all.
-        self._committed.add(save.iteration, missing)
+        if not save.suspect:
+            self._committed.add(save.iteration, missing)
         return Reached(missing - {Tier.GLOBAL}, failures, self._next if Tier.GLOBAL in missing else None)
 
     def _commit_near(self, save: Save) -> tuple[f.CopyFailure, ...]:
@@ -104,7 +103,7 @@ class NearLane(Lane):
                 key=self._key(save),
                 num_bytes=save.num_bytes,
                 path=os.fspath(path) if path is not None else None,
-                numbers=_numbers(save.tensors),
+                numbers=tuple((one.dtype, one.offset, one.num_bytes) for one in _may_be_infinite(save)),
                 targets=self._places.replication.targets if replicates else (),
                 holders=self._places.replication.holders if replicates else (),
                 timeout_s=self._places.replication.timeout_s,
@@ -182,7 +181,7 @@ class NearLane(Lane):
         infinite, mine = _Infinite(), SaveOutcome()
         try:
             described, infinite = self._describe(save)
-            manifest = encode_manifest(described)
+            manifest = seal(described)
             if _is_kept_in_memory(save):
                 self._writer.ask(
                     f.PreparePart(key=self._key(save), manifest=manifest), f.Done, timeout_s=self._left_s()
@@ -255,10 +254,7 @@ class NearLane(Lane):
                 raise CheckpointError(f"rank {self._rank} does not see {path}; is it the same file system?")
         reach("checkpoint.manifest", attempt=str(save.attempt))
         self._hold_claim(save)
-        with open(temporary / MANIFEST, "xb") as file:
-            file.write(manifest)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(temporary / MANIFEST, manifest)
         fsync_folder(temporary)
         reach("checkpoint.rename", attempt=str(save.attempt))
         folder.promote(save.iteration, save.attempt)
@@ -274,11 +270,9 @@ def _is_kept_in_memory(save: Save) -> bool:
     return Tier.MEMORY in save.tiers and not save.suspect
 
 
-def _numbers(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[str, int, int], ...]:
-    """Return what of a shard may be infinite or NaN: element type, offset, bytes."""
-    return tuple(
-        (tensor.dtype, tensor.offset, tensor.num_bytes) for tensor in tensors if tensor.dtype in MAY_BE_INFINITE
-    )
+def _may_be_infinite(save: Save) -> list[TensorEntry]:
+    """Return the tensors whose numbers may be infinite or NaN."""
+    return [tensor for tensor in save.tensors if tensor.dtype in MAY_BE_INFINITE]
 
 
 def _find_infinite(save: Save) -> tuple[str, ...]:
@@ -287,10 +281,8 @@ def _find_infinite(save: Save) -> tuple[str, ...]:
     if save.arena is None:
         return ()
     with save.arena.view(save.num_bytes) as image:
-        for tensor in save.tensors:
-            if tensor.dtype not in MAY_BE_INFINITE or len(found) == MAX_NAMED:
-                continue
+        for tensor in _may_be_infinite(save):
             with image[tensor.offset : tensor.offset + tensor.num_bytes] as data:
-                if not is_finite(data, tensor.dtype):
+                if len(found) < MAX_NAMED and not is_finite(data, tensor.dtype):
                     found.append(tensor.name)
     return tuple(found)

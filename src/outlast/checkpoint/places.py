@@ -6,6 +6,7 @@ blocks for the parities of its group.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -18,7 +19,7 @@ import msgspec
 
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryLease, DirectoryRefused, look_at
+from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryRefused, look_at
 from outlast.checkpoint.manifest import decode_manifest, topology_digest
 from outlast.checkpoint.replica.client import Holder, Target
 from outlast.checkpoint.replica.parity import holders_of
@@ -46,13 +47,13 @@ class Peers:
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        timeout_s: Longest time that a gather waits for a peer.
+        timeout_s: Longest time that a gather, or a request to the ranks' store, waits.
 
     Collective: all ranks.
     """
 
     def __init__(self, rank: int, world_size: int, *, timeout_s: float) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
         self._group = Group.open(timeout_s=timeout_s) if world_size > 1 else None
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -76,7 +77,7 @@ class Peers:
             raise PeerLost("this rank left while the ranks agreed on a checkpoint; its log says why")
         return gathered
 
-    def store(self, *, timeout_s: float) -> Any:
+    def store(self) -> Any:
         """Return a connection of its own to the ranks' store, for one thread."""
         from torch.distributed import HashStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import _get_default_store
@@ -85,7 +86,7 @@ class Peers:
             return HashStore()
         default: Any = _get_default_store()
         store = default.clone()
-        store.set_timeout(datetime.timedelta(seconds=timeout_s))
+        store.set_timeout(datetime.timedelta(seconds=self._timeout_s))
         return store
 
     def close(self) -> None:
@@ -207,24 +208,28 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         raise ConfigError(
             "replication=true, but nothing outlives a worker here: set local_directory, or start with outlast run"
         )
-    drawn = next(iter(peers.gather(os.urandom(4 + SECRET_BYTES))))
+    drawn = peers.gather(os.urandom(4 + SECRET_BYTES))[0]
     token, secret = drawn[:4].hex(), drawn[4:]
     if config.replication_key_file is not None:
         secret = _read_key(config.replication_key_file)
     probe = local.path / f".probe-{token}-{peers.rank}" if local is not None else None
+    replicates = config.replication is not False and can_hold and peers.world_size > 1
     problem = ""
     try:
-        if local is not None and probe is not None:
-            local.path.mkdir(parents=True, exist_ok=True)
-            _write_probe(probe)
-    except OSError as error:
-        problem = f"local_directory={config.local_directory}: {error.strerror or error}"
-    _raise_first([data.decode() for data in peers.gather(problem.encode())])
-    replicates = config.replication is not False and can_hold and peers.world_size > 1
-    seen, seen_local, seen_global = _look(directory, local, token, place, peers, writer, secret if replicates else None)
-    everyone = [from_json(data, _RankView) for data in peers.gather(msgspec.json.encode(seen))]
-    if probe is not None:
-        probe.unlink(missing_ok=True)
+        try:
+            if local is not None and probe is not None:
+                local.path.mkdir(parents=True, exist_ok=True)
+                _write_probe(probe)
+        except OSError as error:
+            problem = f"local_directory={config.local_directory}: {error.strerror or error}"
+        _raise_first([data.decode() for data in peers.gather(problem.encode())])
+        key = secret if replicates else None
+        seen, seen_local, seen_global = _look(directory, local, token, place, peers, writer, key)
+        everyone = [from_json(data, _RankView) for data in peers.gather(msgspec.json.encode(seen))]
+    finally:
+        if probe is not None:
+            with contextlib.suppress(OSError):
+                probe.unlink(missing_ok=True)
     _raise_first([one.error or "" for one in everyone])
     nodes = _name_nodes(everyone, by_folder=local is not None)
     leaders = tuple(rank for rank, node in enumerate(nodes) if nodes.index(node) == rank)
@@ -373,15 +378,16 @@ class Claims:
         own = _describe_run(place, places.run)
         may_resume_other = config.resume_from_other_run or place.resumes_other
 
-        def claim(directory: Directory | GlobalDirectory, seen: DirectoryContent | None) -> Claim:
-            lease = DirectoryLease(directory, own, may_resume_other=may_resume_other, on_lost=on_lost)
-            return Claim(directory, places.run, seen, lease)
+        def claim(
+            directory: Directory | GlobalDirectory | None, seen: DirectoryContent | None, *, leads: bool
+        ) -> Claim | None:
+            if directory is None or not leads:
+                return None
+            return Claim(directory, places.run, seen, own, may_resume_other=may_resume_other, on_lost=on_lost)
 
-        leads = places.local is not None and places.is_leader(place.global_rank)
-        self.near = claim(places.local, places.seen_local) if leads and places.local is not None else None
+        self.near = claim(places.local, places.seen_local, leads=places.is_leader(place.global_rank))
         """To this node's folder."""
-        is_first = places.directory is not None and place.global_rank == 0
-        self.far = claim(places.directory, places.seen_global) if is_first and places.directory is not None else None
+        self.far = claim(places.directory, places.seen_global, leads=place.global_rank == 0)
         """To the global tier."""
         self._is_far_reachable = places.global_error is None
 
@@ -462,9 +468,7 @@ def warn_of_copies(config: CheckpointConfig, places: Places) -> None:
             "non_persistent_local_ckpt_algo=fully_parallel is understood as atomic: each rank's local file holds all "
             "of its own state, so that a lost node takes no other rank's along"
         )
-    if config.replication is False:
-        return
-    if places.local is None and not places.memory:
+    if config.replication is False or (places.local is None and not places.memory):
         return
     if len(places.leaders) == 1:
         log.debug("one node: nothing is copied to other nodes")

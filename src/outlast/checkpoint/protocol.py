@@ -18,7 +18,7 @@ MAX_MESSAGE_BYTES = 1 << 28
 
 
 class Take(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Provide memory to stage a shard in. Reply: :class:`Taken`."""
+    """Provide memory to stage a shard in. Reply: :class:`Done`, with its descriptor; without one all is in use."""
 
     rank: int
     num_bytes: int
@@ -26,12 +26,6 @@ class Take(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Inodes of the memory that the worker still uses."""
     may_steal: bool = False
     """The kept generation is durable elsewhere: its memory may be given."""
-
-
-class Taken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Memory, whose descriptor comes along; ``num_bytes`` 0: all is in use."""
-
-    num_bytes: int
 
 
 class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -109,15 +103,9 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Open a part that is held. Reply: :class:`Opened`."""
+    """Open a part that is held. Reply: :class:`Done`, with its descriptor; without one it is not here."""
 
     key: CopyKey
-
-
-class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A part, whose descriptor comes along; ``num_bytes`` -1: it is not here."""
-
-    num_bytes: int
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -180,4 +168,4 @@ class WriterRefusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request: TypeAlias = Take | Write | PreparePart | KeepPart | Discard | List | Open | Serve | Fetch | GetPart | Assemble
-Reply: TypeAlias = Taken | Written | Listed | Opened | Serving | Fetched | GotPart | Done | WriterRefusal | Assembled
+Reply: TypeAlias = Written | Listed | Serving | Fetched | GotPart | Done | WriterRefusal | Assembled

@@ -10,6 +10,7 @@ more copy of its rank, the nearest of all, of exactly one attempt, so that the c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -312,26 +313,28 @@ class CheckpointRecovery:
         put_off = table.not_finite if self._config.prefer_finite else set[tuple[int, str]]()
         while (point := choose_best_point(table.copies, refused, doubtful=doubtful, not_finite=put_off)) is not None:
             proven, vote = self._prove_and_vote(prover, point, reshard=point.attempt in resharded)
-            votes = [from_json(data, _Vote) for data in self._peers.gather(msgspec.json.encode(vote))]
-            against = [(rank, vote.rejection) for rank, vote in enumerate(votes) if vote.rejection is not None]
-            if not against:
-                for rank, vote in enumerate(votes):
-                    if vote.fatal is not None:
-                        text = f"generation {point.generation} does not fit rank {rank}: {vote.fatal}"
-                        raise Mismatch(text, rank=rank)
-                assert proven is not None
-                if (point.generation, point.attempt) not in put_off:
-                    rejected += _not_finite(table, refused, point, put_off)
-                newer = [rejection for rejection in rejected if rejection.generation >= point.generation]
-                return ProvenGeneration(
-                    point=point,
-                    copy=proven,
-                    finite=(point.generation, point.attempt) not in committed.not_finite,
-                    rejected=sorted(newer, key=lambda one: (-one.generation, one.rank, one.tier)),
-                    committed=_committed(committed, refused, point.generation),
-                )
-            if proven is not None:
-                proven.close()
+            with contextlib.ExitStack() as unused:  # also when a peer leaves, or the generation does not fit
+                if proven is not None:
+                    unused.callback(proven.close)
+                votes = [from_json(data, _Vote) for data in self._peers.gather(msgspec.json.encode(vote))]
+                against = [(rank, vote.rejection) for rank, vote in enumerate(votes) if vote.rejection is not None]
+                if not against:
+                    for rank, vote in enumerate(votes):
+                        if vote.fatal is not None:
+                            text = f"generation {point.generation} does not fit rank {rank}: {vote.fatal}"
+                            raise Mismatch(text, rank=rank)
+                    assert proven is not None
+                    unused.pop_all()
+                    if (point.generation, point.attempt) not in put_off:
+                        rejected += _not_finite(table, refused, point, put_off)
+                    newer = [rejection for rejection in rejected if rejection.generation >= point.generation]
+                    return ProvenGeneration(
+                        point=point,
+                        copy=proven,
+                        finite=(point.generation, point.attempt) not in committed.not_finite,
+                        rejected=sorted(newer, key=lambda one: (-one.generation, one.rank, one.tier)),
+                        committed=_committed(committed, refused, point.generation),
+                    )
             has_other_layout = any(vote.other_layout for vote in votes)
             for rank, rejection in against:
                 rejected.append(rejection)

@@ -202,7 +202,7 @@ class CopyProver:
             manifest, _ = decode_manifest(held.manifest)
             if (manifest.iteration, manifest.attempt) == (copy.generation, copy.attempt):
                 self._checked(manifest, copy)
-                _, fd = self.writer.ask(f.Open(key=self._key(copy)), f.Opened, timeout_s=OPEN_TIMEOUT_S)
+                _, fd = self.writer.ask(f.Open(key=self._key(copy)), f.Done, timeout_s=OPEN_TIMEOUT_S)
                 if fd is not None:
                     return _ShardCopy(fd, manifest, self.peers.rank, in_memory=True)
         raise Incomplete("the writer does not hold it any more")

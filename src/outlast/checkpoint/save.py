@@ -245,8 +245,13 @@ class Outcomes:
 
     def committed(self, save: Save, tiers: frozenset[Tier], failures: tuple[CopyFailure, ...]) -> None:
         """A save was committed to more tiers; empty: it was in all of them before."""
-        for failure in failures:
-            self._not_copied(save.iteration, failure)
+        for failure in failures:  # warned of once until the partner takes a copy again
+            if failure.is_new:
+                log.warning("no copy on node %s: %s; saves continue without it", failure.node, failure.error)
+                text = f"node {failure.node}: {failure.error}"
+                self._write_incident(IncidentKind.REPLICATION_FAILED, save.iteration, text, partner=failure.node)
+            else:
+                log.debug("still no copy on node %s: %s", failure.node, failure.error)
         self._reached[save.attempt.ordinal] = self._reached.get(save.attempt.ordinal, frozenset()) | tiers
         if not tiers or save.suspect:
             return
@@ -310,15 +315,6 @@ class Outcomes:
                 return False
             time.sleep(_LOOK_S)
         return True
-
-    def _not_copied(self, iteration: int, failure: CopyFailure) -> None:
-        """A partner holds no right copy of this rank's shard; warned of once until it takes one again."""
-        if not failure.is_new:
-            log.debug("still no copy on node %s: %s", failure.node, failure.error)
-            return
-        log.warning("no copy on node %s: %s; saves continue without it", failure.node, failure.error)
-        text = f"node {failure.node}: {failure.error}"
-        self._write_incident(IncidentKind.REPLICATION_FAILED, iteration, text, partner=failure.node)
 
     # -- loads -------------------------------------------------------------------------------------------------
 

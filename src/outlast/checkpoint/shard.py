@@ -108,14 +108,6 @@ def digests(data: bytes) -> tuple[str, ...]:
     return tuple(digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))
 
 
-def digest_pieces(pieces: Iterable[memoryview]) -> str:
-    """Return the digest of a chunk that is given piece by piece."""
-    state = xxhash.xxh3_64()
-    for piece in pieces:
-        state.update(piece)
-    return state.hexdigest()
-
-
 class _HeaderEntry(msgspec.Struct, frozen=True, gc=False):
     """A tensor in the header."""
 
@@ -328,18 +320,22 @@ def write_image(
     Blocks: until the disk has confirmed everything.
     """
     try:
-        with _new_file(path, direct=True) as fd:
+        with new_file(path, len(image), direct=True) as fd:
             return _write(fd, image, look, num_threads, path)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    with _new_file(path, direct=False) as fd:
+    with new_file(path, len(image)) as fd:
         return _write(fd, image, look, num_threads, path)
 
 
 @contextlib.contextmanager
-def _new_file(path: Path, *, direct: bool) -> Iterator[int]:
-    """Open a new file, and delete it when the block fails."""
+def new_file(path: Path, num_bytes: int, *, direct: bool = False) -> Iterator[int]:
+    """Open a new file that has room for its bytes, and delete it when the block fails.
+
+    Raises:
+        OSError: The file exists, the disk is full, or it takes no direct writes (EINVAL).
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
@@ -348,6 +344,12 @@ def _new_file(path: Path, *, direct: bool) -> Iterator[int]:
             path.unlink(missing_ok=True)  # some systems make the file before they refuse the flag
         raise
     try:
+        try:
+            if num_bytes:
+                os.posix_fallocate(fd, 0, num_bytes)  # a full disk fails at once, and pieces lie side by side
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         yield fd
     except BaseException:  # whatever ends it, half a file is unusable
         path.unlink(missing_ok=True)
@@ -358,12 +360,6 @@ def _new_file(path: Path, *, direct: bool) -> Iterator[int]:
 
 def _write(fd: int, image: memoryview, look: Look | None, num_threads: int, path: Path) -> tuple[str, ...]:
     size = len(image)
-    try:
-        if size:
-            os.posix_fallocate(fd, 0, size)  # a full disk fails at once, and pieces lie side by side
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
     def write_chunk(index: int) -> None:
         if index == num_chunks(size) // 2:
@@ -392,14 +388,14 @@ def _digest(image: memoryview, look: Look | None, index: int) -> str:
     """Return the digest of a chunk, looking at it on the way."""
     start = index * CHUNK_BYTES
     with image[start : start + CHUNK_BYTES] as chunk:
-        return digest(chunk) if look is None else digest_pieces(_looked_at(chunk, start, look))
-
-
-def _looked_at(chunk: memoryview, start: int, look: Look) -> Iterator[memoryview]:
-    for offset in range(0, len(chunk), PIECE_BYTES):
-        with chunk[offset : offset + PIECE_BYTES] as piece:
-            yield piece
-            look(piece, start + offset)
+        if look is None:
+            return digest(chunk)
+        state = xxhash.xxh3_64()
+        for offset in range(0, len(chunk), PIECE_BYTES):
+            with chunk[offset : offset + PIECE_BYTES] as piece:
+                state.update(piece)
+                look(piece, start + offset)
+        return state.hexdigest()
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -79,8 +79,8 @@ def own_part(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     mesh = value.device_mesh
     if any(type(placement).__name__ == "_StridedShard" for placement in value.placements):
         coordinate = mesh.get_coordinate()
-        blocks = blocks_of(value.shape, value.placements, mesh.mesh.shape, coordinate or [0] * mesh.mesh.dim())
-        if any(len(found) > 1 for found in blocks.values()):
+        rows = rows_of(value.shape, value.placements, mesh.mesh.shape, coordinate or [0] * mesh.mesh.dim())
+        if any(len(found) and found[-1] - found[0] >= len(found) for found in rows.values()):
             raise CheckpointError(
                 f"state {path!r}: a DTensor placed as {tuple(value.placements)} has parts that are not one block; "
                 "redistribute() it to Shard or Replicate before it is saved or loaded"
@@ -89,43 +89,22 @@ def own_part(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(map(int, shape)), tuple(map(int, offset))
 
 
-def blocks_of(
+def rows_of(
     shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
-) -> dict[int, list[range]]:
-    """Return which indices of each sharded dimension lie at a place of the mesh."""
-    rows: dict[int, list[range]] = {}
+) -> dict[int, Any]:
+    """Return which indices of each sharded dimension, in ascending order, lie at a place of the mesh."""
+    rows: dict[int, Any] = {}
     for placement, num_parts, index in zip(placements, mesh_shape, coordinate, strict=True):
-        dim = getattr(placement, "dim", None)
-        if dim is None:
-            continue
-        found = rows.get(dim, [range(shape[dim])])
-        blocks = _chunks(found, getattr(placement, "split_factor", 1))
-        rows[dim] = _joined([piece for block in blocks for piece in _chunks(block, num_parts)[index]])
+        if (dim := getattr(placement, "dim", None)) is not None:
+            blocks = _chunks(rows.get(dim, np.arange(shape[dim])), getattr(placement, "split_factor", 1))
+            rows[dim] = np.concatenate([_chunks(block, num_parts)[index] for block in blocks])
     return rows
 
 
-def _chunks(rows: list[range], count: int) -> list[list[range]]:
-    """Cut rows as ``torch.chunk`` does, with empty chunks at the end where there are too few."""
-    length = -(-sum(map(len, rows)) // count)
-    chunks: list[list[range]] = []
-    for number in range(count):
-        chunk, skip, left = list[range](), number * length, length
-        for piece in rows:
-            taken = piece[skip : skip + left]
-            skip, left = max(0, skip - len(piece)), left - len(taken)
-            chunk.append(taken)
-        chunks.append(_joined(chunk))
-    return chunks
-
-
-def _joined(rows: list[range]) -> list[range]:
-    joined: list[range] = []
-    for piece in filter(None, rows):
-        if joined and joined[-1].stop == piece.start:
-            joined[-1] = range(joined[-1].start, piece.stop)
-        else:
-            joined.append(piece)
-    return joined
+def _chunks(rows: Any, count: int) -> list[Any]:
+    """Cut an array as ``torch.chunk`` does, with empty chunks at the end where there is too little."""
+    length = -(-len(rows) // count)
+    return [rows[number * length : (number + 1) * length] for number in range(count)]
 
 
 def distribute(local: torch.Tensor, layout: Layout, meshes: Sequence[Any]) -> torch.Tensor:

@@ -114,9 +114,10 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient) -> Table:
         not_finite={(held.generation, held.attempt) for one in listings for held in one.held if not held.finite},
     )
     for rank, listing in enumerate(listings):
+        gives_copies = places.is_leader(rank) and places.nodes[rank] in places.targets
         for held in listing.held:
-            _enter(table, held, rank, places)
-        if places.is_leader(rank) and places.nodes[rank] in places.targets:
+            _enter(table, held, rank, places, gives_copies=gives_copies)
+        if gives_copies:
             _note_members(table, listing.held, places.nodes[rank])
     for held in (held for one in listings for held in one.held):
         _enter_rebuildable(table, held)
@@ -127,7 +128,7 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient) -> Table:
     return table
 
 
-def _enter(table: Table, held: HeldGeneration, rank: int, places: Places) -> None:
+def _enter(table: Table, held: HeldGeneration, rank: int, places: Places, *, gives_copies: bool) -> None:
     """Enter what one rank reported: its own copies, and, if it leads its node, what the node has of others."""
     if held.tier == Tier.GLOBAL:
         for copies in table.copies:
@@ -136,9 +137,7 @@ def _enter(table: Table, held: HeldGeneration, rank: int, places: Places) -> Non
     node = places.nodes[rank]
     if rank in held.ranks:
         table.copies[rank].add(Copy(held.generation, held.attempt, held.tier, node))
-    if not places.is_leader(rank) or node not in places.targets:
-        return
-    for other in held.ranks:
+    for other in held.ranks if gives_copies else ():
         if other < len(table.copies) and places.nodes[other] != node:
             table.copies[other].add(Copy(held.generation, held.attempt, Tier.REPLICA, node))
 
@@ -191,19 +190,18 @@ def _list_local(mine: _Listing, places: Places, own: int) -> None:
             check_manifest(manifest, places)
             check_origin(manifest, iteration=generation, run=None)
         except CheckpointError as error:
-            if own in places.members(own):
-                mine.rejected.append(reject(error, generation, Tier.LOCAL, own, file))
+            mine.rejected.append(reject(error, generation, Tier.LOCAL, own, file))
             continue
         folder = places.local.generation(generation)
+        is_own_here = not manifest.nodes or manifest.nodes[own] == places.node
         present = []
         for rank in range(manifest.world_size) if leads else [own]:
             path = folder / shard_name(rank)
-            belongs = rank in places.members(own) and _saved_here(manifest, rank, places)
             try:
                 check_shard(path, manifest, rank)
                 present.append(rank)
             except CheckpointError as error:
-                if rank == own and (belongs or not isinstance(error, Incomplete) or path.exists()):
+                if rank == own and (is_own_here or not isinstance(error, Incomplete) or path.exists()):
                     file = f"step-{generation}/{shard_name(rank)}"
                     mine.rejected.append(reject(error, generation, Tier.LOCAL, rank, file))
         parities = []
@@ -211,10 +209,6 @@ def _list_local(mine: _Listing, places: Places, own: int) -> None:
             keys = [CopyKey(generation, manifest.attempt, rank, PARITY_PART) for rank in range(manifest.world_size)]
             parities = [key.rank for key in keys if (folder / part_name(key)).exists()]
         mine.held.append(_held(manifest, Tier.LOCAL, tuple(present), parities))
-
-
-def _saved_here(manifest: Manifest, rank: int, places: Places) -> bool:
-    return not manifest.nodes or manifest.nodes[rank] == places.node
 
 
 def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,7 +230,7 @@ class Vault:
             if folder is not None:
                 return _IncomingFile(folder.temporary(key.iteration, key.attempt) / part_name(key), num_bytes)
             image = self._make(None, num_bytes)
-            return _IncomingMemory(image, lambda: self._admit(image, key))
+            return _IncomingMemory(self, image, key)
         except OSError as error:
             raise HoldingsError(f"no room for {num_bytes} bytes of rank {key.rank}: {error}") from error
 
@@ -295,7 +295,8 @@ class Vault:
             raise
         return Image(fd, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, rank, length=num_bytes)
 
-    def _admit(self, image: Image, key: CopyKey) -> None:
+    def admit(self, image: Image, key: CopyKey) -> None:
+        """Hold what has arrived, in place of an older copy of the part."""
         with self._lock:
             for other in list(self._images):
                 if other.rank is None and other.key == key:
@@ -350,13 +351,13 @@ class _IncomingFile:
 class _IncomingMemory:
     """A part that is received into memory."""
 
-    def __init__(self, image: Image, admit: Callable[[], None]) -> None:
-        self._image, self._admit, self._done = image, admit, False
+    def __init__(self, vault: Vault, image: Image, key: CopyKey) -> None:
+        self._vault, self._image, self._key, self._done = vault, image, key, False
         self.fd = image.fd
 
     def keep(self) -> None:
         self._done = True
-        self._admit()
+        self._vault.admit(self._image, self._key)
 
     def drop(self) -> None:
         if not self._done:

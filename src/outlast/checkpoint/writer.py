@@ -9,11 +9,14 @@ It imports no torch, so that it starts in a fraction of a second and takes littl
 from __future__ import annotations
 
 import argparse
+import errno
+import logging
 import os
 import signal
 import socket
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,11 +29,15 @@ from outlast.checkpoint.replica.parity import blocks_of
 from outlast.checkpoint.replica.server import ReplicaServer
 from outlast.checkpoint.shard import Numbers, digest_image, write_image
 from outlast.checkpoint.vault import Image, Vault
+from outlast.errors import CheckpointError
 from outlast.runtime.injection import reach
 from outlast.runtime.processes import die_with_parent
 from outlast.runtime.wire import MessageChannel
 
+log = logging.getLogger(__name__)
 MAX_SMALL_BYTES = 1 << 27
+AGAIN_S = 1.0
+"""Between two tries to accept a connection where the system has no room for one."""
 
 
 class Writer:
@@ -72,9 +79,7 @@ class Writer:
             match request:
                 case f.Take():
                     image = self._vault.take(request.rank, request.num_bytes, request.busy, may_steal=request.may_steal)
-                    if image is None:
-                        return f.Taken(num_bytes=0), None
-                    return f.Taken(num_bytes=image.num_bytes), os.dup(image.fd)
+                    return f.Done(), None if image is None else os.dup(image.fd)
                 case f.Write():
                     return self._write(request, _needed(fd)), None
                 case f.PreparePart():
@@ -87,7 +92,7 @@ class Writer:
                     return f.Listed(generations=self._vault.list()), None
                 case f.Open():
                     found = self._vault.open(request.key)
-                    return (f.Opened(num_bytes=-1), None) if found is None else (f.Opened(num_bytes=found[1]), found[0])
+                    return f.Done(), None if found is None else found[0]
                 case f.Serve():
                     return f.Serving(port=self._serve_peers(request)), None
                 case f.Fetch():
@@ -108,7 +113,7 @@ class Writer:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             return f.WriterRefusal(error=f"{where}{error.strerror or error}"), None
-        except (HoldingsError, ReplicaError, MemoryError, ValueError) as error:
+        except (CheckpointError, HoldingsError, ReplicaError, MemoryError, ValueError) as error:
             return f.WriterRefusal(error=str(error) or type(error).__name__), None
 
     # -- shards ------------------------------------------------------------------------------------------------
@@ -155,18 +160,11 @@ class Writer:
     def _replicate(self, request: f.Write, image: Image) -> tuple[CopyOutcome, ...]:
         with self._lock:
             replicator = self._replicator
-        targets = request.targets or tuple(holder.target for holder in request.holders)
-        if not targets:
-            return ()
         if replicator is None:
+            targets = request.targets or tuple(holder.target for holder in request.holders)
             return tuple(CopyOutcome(target.node, None, "this writer has no key", True) for target in targets)
-        if request.holders:
-            return replicator.replicate_blocks(
-                request.key, image.fd, request.num_bytes, request.holders, timeout_s=request.timeout_s
-            )
-        return replicator.replicate(
-            request.key, image.fd, request.num_bytes, request.targets, timeout_s=request.timeout_s
-        )
+        takers = request.holders or request.targets
+        return replicator.replicate(request.key, image.fd, request.num_bytes, takers, timeout_s=request.timeout_s)
 
     # -- other nodes -------------------------------------------------------------------------------------------
 
@@ -234,11 +232,27 @@ def main() -> None:
     writer = Writer(Vault())
     with socket.socket(fileno=args.fd) as listening:
         while True:
-            connection, _ = listening.accept()
+            connection = _accept(listening)
             if _peer_user(connection) != os.getuid():  # an abstract socket has no permissions of its own
                 connection.close()
                 continue
             threading.Thread(target=writer.serve, args=(connection,), name="outlast-serve", daemon=True).start()
+
+
+def _accept(listening: socket.socket) -> socket.socket:
+    """Return the next connection; without a free descriptor wait for one, since the memory tier ends with the process.
+
+    Raises:
+        OSError: The socket is unusable.
+    """
+    while True:
+        try:
+            return listening.accept()[0]
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                raise
+            log.warning("no connection can be accepted (%s); the next try is in %g s", error.strerror, AGAIN_S)
+        time.sleep(AGAIN_S)
 
 
 def _peer_user(connection: socket.socket) -> int:

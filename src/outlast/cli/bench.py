@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
-from outlast.cli.main import HELP, CommandGroup, ending_on_signals
-from outlast.errors import ExitReason, OutlastError
+from outlast.cli.main import CommandGroup, ending_on_signals, failing_in_one_line, json_option, open_console
+from outlast.errors import ExitReason
 
 
-@click.group(
-    "bench",
-    cls=CommandGroup,
-    context_settings=HELP,
-    epilog="""\b
-Examples:
-  outlast bench heartbeat
-  outlast bench restart --repeats 9
-  TMPDIR=/nvme outlast bench save
-  outlast bench rendezvous --json | jq '.bars[] | {name, value, bar, ok}'
-  outlast bench save --help
-""",
-)
+@click.group("bench", cls=CommandGroup)
 def bench() -> None:
     """Measure outlast beside its peers.
 
@@ -31,149 +22,151 @@ def bench() -> None:
     Leave the machine alone meanwhile: what else runs on it is measured too.
 
     Exit code 0: every bar is kept; 1: one is missed, or could not be measured.
+
+    Examples:
+      outlast bench heartbeat
+      outlast bench restart --repeats 9
+      TMPDIR=/nvme outlast bench save
+      outlast bench rendezvous --json | jq '.bars[] | {name, value, bar, ok}'
+      outlast bench save --help
     """
 
 
-def _add(
-    name: str, *, summary: str, text: str, takes: str, repeats: int = 5, sized: bool = False, example: str = ""
-) -> None:
-    """Add the command of a benchmark; ``outlast.bench`` has a module of its name.
+_NUMBER = click.IntRange(min=1)
+
+
+def _benchmark(*, takes: str, repeats: int = 5, sized: bool = False, example: str = "") -> Callable[[Any], Any]:
+    """Make a command of a function's name and docstring; it runs the module of that name in ``outlast.bench``.
 
     Args:
-        name: Its name.
-        summary: What is measured, in a line.
-        text: The same, for its help.
         takes: How long it takes.
         repeats: Rounds that count unless others are asked for.
         sized: It moves a state whose size can be chosen.
         example: One more example for its help.
     """
 
-    def measure(as_json: bool, repeats: int, tensors: int | None = None) -> int:
-        return _measure(name, as_json=as_json, repeats=repeats, tensors=tensors)
+    def add(function: Callable[[], None]) -> Any:
+        name = function.__name__
+        summary, _, text = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
+        codes = "Exit code 0: every bar is kept; 1: one is missed, or could not be measured."
+        examples = [f"outlast bench {name}", example, f"outlast bench {name} --repeats 9 --json | jq .bars"]
+        measure: Any = partial(_measure, name)
+        if sized:
+            tensors = "Size of the state, in tensors of 16 MiB; default 64, which the bars are for."
+            measure = click.option("--tensors", "num_tensors", type=_NUMBER, metavar="N", help=tensors)(measure)
+        rounds = "Rounds that count; medians are shown."
+        measure = click.option("--repeats", type=_NUMBER, default=repeats, show_default=True, metavar="N", help=rounds)(
+            measure
+        )
+        return bench.command(
+            name,
+            short_help=summary,
+            help=f"{text}\n\nTakes {takes}. {codes}",
+            epilog="\n  ".join(["\b\nExamples:", *filter(None, examples)]) + "\n",
+        )(json_option(measure))
 
-    measure.__doc__ = (
-        f"{text}\n\nTakes {takes}. Exit code 0: every bar is kept; 1: one is missed, or could not be measured."
-    )
-    function: Any = measure
-    if sized:
-        tensors = "Size of the state, in tensors of 16 MiB; default 64, which the bars are for."
-        function = click.option("--tensors", type=click.IntRange(min=1), metavar="N", help=tensors)(function)
-    function = click.option(
-        "--repeats",
-        type=click.IntRange(min=1),
-        default=repeats,
-        show_default=True,
-        metavar="N",
-        help="Rounds that count; medians are shown.",
-    )(function)
-    function = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")(function)
-    examples = [f"outlast bench {name}", example, f"outlast bench {name} --repeats 9 --json | jq .bars"]
-    lines = "\n".join(f"  {line}" for line in examples if line)
-    bench.command(name, context_settings=HELP, short_help=summary, epilog=f"\b\nExamples:\n{lines}\n")(function)
+    return add
 
 
-def _measure(name: str, *, as_json: bool, repeats: int, tensors: int | None) -> int:
-    from rich.console import Console
-
-    size = {} if tensors is None else {"num_tensors": tensors}
-
+def _measure(name: str, *, as_json: bool, repeats: int, num_tensors: int | None = None) -> int:
     def progress(line: str) -> None:
         click.echo(f"[bench {name}] {line}", err=True)
 
-    try:
-        with ending_on_signals():
-            module = importlib.import_module(f"outlast.bench.{name}")
-            result = module.measure(repeats=repeats, progress=progress, **size)
-    except OutlastError as error:
-        click.echo(f"outlast: {error}", err=True)
-        return int(ExitReason.FAILED)
+    size = {} if num_tensors is None else {"num_tensors": num_tensors}
+    with ending_on_signals(), failing_in_one_line():
+        result = importlib.import_module(f"outlast.bench.{name}").measure(repeats=repeats, progress=progress, **size)
     if as_json:
         for note in result.notes:
             progress(note)
         click.echo(result.to_json())
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=120)
-        console.print(result.render())
+        open_console(width=120).print(result.render())
     return int(ExitReason.FINISHED if result.ok else ExitReason.FAILED)
 
 
-_add(
-    name="heartbeat",
-    summary="A heartbeat, and entering and leaving a section.",
-    text="A heartbeat, beside TCPStore.set on the same machine; entering and leaving a section. In a worker "
-    "process, on a board that another process holds, as under `outlast run`.",
-    takes="seconds",
-)
-_add(
-    name="restart",
-    summary="From a killed rank to all ranks' next all-reduce.",
-    text="From SIGKILL of one of 2 and of 4 ranks until all have finished an all-reduce in the next cycle, beside "
-    "torchrun; how soon a death and a hang are noticed.",
-    takes="about two minutes",
-)
-_add(
-    name="inprocess",
-    summary="From a fault to the function restarted in process.",
-    text="From an exception, a kill and three kinds of hang until four ranks are back in the function, beside "
-    "nvidia-resiliency-ext where it is installed; what the wrapper costs when nothing is wrong.",
-    takes="about six minutes, with the peer ten",
-)
-_add(
-    name="rendezvous",
-    summary="Up to 512 agents meet on this machine.",
-    text="64, 256 and 512 agents meet, beside torchrun's c10d rendezvous. The agents are simulated and start no "
-    "workers.",
-    takes="about half a minute",
-)
-_add(
-    name="save",
-    summary="What a save costs training, and when it is durable.",
-    text="How long training waits in a save, how much its steps slow down while it is written, and how long until "
-    "it is durable, beside torch.distributed.checkpoint and others. Writes to TMPDIR: name a real disk.",
-    takes="about five minutes",
-    repeats=7,
-    sized=True,
-    example="TMPDIR=/nvme outlast bench save",
-)
-_add(
-    name="load",
-    summary="From files or memory to live tensors, verified.",
-    text="From files, and from the memory of a writer that outlived its process, to live tensors, every byte "
-    "verified, beside torch.load and torch.distributed.checkpoint. Writes to TMPDIR: name a real disk.",
-    takes="about a minute",
-    repeats=7,
-    sized=True,
-    example="TMPDIR=/nvme outlast bench load",
-)
-_add(
-    name="replica",
-    summary="A shard fetched from another node's writer, verified.",
-    text="A shard fetched from another writer over loopback, every byte verified, beside gloo's send and recv of "
-    "the same bytes.",
-    takes="about half a minute",
-    repeats=7,
-    sized=True,
-)
-_add(
-    name="numerics",
-    summary="Digests of replicas; what judging a step costs.",
-    text="Digests of 512 MiB of bfloat16 on one core, beside torch.hash_tensor; how much longer a step of two "
-    "ranks takes when its loss is judged and nothing is wrong.",
-    takes="about a minute",
-)
-_add(
-    name="straggler",
-    summary="What timing a step's sections costs.",
-    text="Timing a step with three sections, beside torch's record_function; a report on slow ranks.",
-    takes="seconds",
-)
-_add(
-    name="ray",
-    summary="From an actor's death or hang to the next step.",
-    text="From SIGKILL of an actor until its group's next step has returned, beside Ray Train's restart; how soon "
-    "a hang is noticed. Needs outlast[ray].",
-    takes="about seven minutes",
-)
+@_benchmark(takes="seconds")
+def heartbeat() -> None:
+    """A heartbeat, and entering and leaving a section.
+
+    A heartbeat, beside TCPStore.set on the same machine; entering and leaving a section. In a worker process, on a
+    board that another process holds, as under `outlast run`.
+    """
+
+
+@_benchmark(takes="about two minutes")
+def restart() -> None:
+    """From a killed rank to all ranks' next all-reduce.
+
+    From SIGKILL of one of 2 and of 4 ranks until all have finished an all-reduce in the next cycle, beside
+    torchrun; how soon a death and a hang are noticed.
+    """
+
+
+@_benchmark(takes="about six minutes, with the peer ten")
+def inprocess() -> None:
+    """From a fault to the function restarted in process.
+
+    From an exception, a kill and three kinds of hang until four ranks are back in the function, beside
+    nvidia-resiliency-ext where it is installed; what the wrapper costs when nothing is wrong.
+    """
+
+
+@_benchmark(takes="about half a minute")
+def rendezvous() -> None:
+    """Up to 512 agents meet on this machine.
+
+    64, 256 and 512 agents meet, beside torchrun's c10d rendezvous. The agents are simulated and start no workers.
+    """
+
+
+@_benchmark(takes="about five minutes", repeats=7, sized=True, example="TMPDIR=/nvme outlast bench save")
+def save() -> None:
+    """What a save costs training, and when it is durable.
+
+    How long training waits in a save, how much its steps slow down while it is written, and how long until it is
+    durable, beside torch.distributed.checkpoint and others. Writes to TMPDIR: name a real disk.
+    """
+
+
+@_benchmark(takes="about a minute", repeats=7, sized=True, example="TMPDIR=/nvme outlast bench load")
+def load() -> None:
+    """From files or memory to live tensors, verified.
+
+    From files, and from the memory of a writer that outlived its process, to live tensors, every byte verified,
+    beside torch.load and torch.distributed.checkpoint. Writes to TMPDIR: name a real disk.
+    """
+
+
+@_benchmark(takes="about half a minute", repeats=7, sized=True)
+def replica() -> None:
+    """A shard fetched from another node's writer, verified.
+
+    A shard fetched from another writer over loopback, every byte verified, beside gloo's send and recv of the same
+    bytes.
+    """
+
+
+@_benchmark(takes="about a minute")
+def numerics() -> None:
+    """Digests of replicas; what judging a step costs.
+
+    Digests of 512 MiB of bfloat16 on one core, beside torch.hash_tensor; how much longer a step of two ranks takes
+    when its loss is judged and nothing is wrong.
+    """
+
+
+@_benchmark(takes="seconds")
+def straggler() -> None:
+    """What timing a step's sections costs.
+
+    Timing a step with three sections, beside torch's record_function; a report on slow ranks.
+    """
+
+
+@_benchmark(takes="about seven minutes")
+def ray() -> None:
+    """From an actor's death or hang to the next step.
+
+    From SIGKILL of an actor until its group's next step has returned, beside Ray Train's restart; how soon a hang
+    is noticed. Needs outlast[ray].
+    """

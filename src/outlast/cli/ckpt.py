@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from outlast import clock
-from outlast.cli.main import HELP, CommandGroup, complete_folder, ending_on_signals
+from outlast.cli.main import (
+    CommandGroup,
+    complete_folder,
+    ending_on_signals,
+    json_option,
+    open_console,
+    print_json,
+)
 from outlast.errors import CheckpointError, ConfigError, ExitReason
 from outlast.wording import count, number_ranges
 
@@ -36,70 +43,47 @@ SCHEMA = 1
 """Of what ``--json`` prints; raised when a field changes its meaning or goes."""
 
 _directories = click.argument("directories", metavar="DIR...", nargs=-1, required=True, shell_complete=complete_folder)
-_as_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output."
-)
 
 
-@click.group(
-    "ckpt",
-    cls=CommandGroup,
-    context_settings=HELP,
-    epilog="""\b
-Examples:
-  outlast ckpt ls /nvme/run s3://bucket/run
-  outlast ckpt verify s3://bucket/run --iteration 12000
-  outlast ckpt prune /nvme/run --keep 3 --dry-run
-""",
-)
+@click.group("ckpt", cls=CommandGroup)
 def ckpt() -> None:
     """List, verify and prune checkpoints.
 
     DIR is a local_directory, one node's folder in it, or a global directory: a path or a URL (s3://bucket/run,
     gs://bucket/run). Nothing else is needed: no run, no torch.distributed, no GPU.
+
+    Examples:
+      outlast ckpt ls /nvme/run s3://bucket/run
+      outlast ckpt verify s3://bucket/run --iteration 12000
+      outlast ckpt prune /nvme/run --keep 3 --dry-run
     """
 
 
-@ckpt.command(
-    "ls",
-    context_settings=HELP,
-    short_help="What is there, and whether it can be loaded.",
-    epilog="""\b
-Examples:
-  outlast ckpt ls /nvme/run
-  outlast ckpt ls /nvme/run s3://bucket/run
-  outlast ckpt ls s3://bucket/run --json | jq '.places[].generations[] | select(.valid) | .iteration'
-""",
-)
+@ckpt.command("ls", short_help="What is there, and whether it can be loaded.")
 @_directories
-@_as_json
+@json_option
 def list_generations(directories: tuple[str, ...], as_json: bool) -> int:
     """List generations: where their parts lie, and whether they can be loaded.
 
     The check is quick: manifests, sizes and headers. What `verify` does reads every byte.
 
     Exit code 0: listed, whatever its state; 1: a directory cannot be read; 2: bad input.
+
+    Examples:
+      outlast ckpt ls /nvme/run
+      outlast ckpt ls /nvme/run s3://bucket/run
+      outlast ckpt ls s3://bucket/run --json | jq '.places[].generations[] | select(.valid) | .iteration'
     """
     looked, code = _look_into(directories)
     if as_json:
-        _print_json({"schema": SCHEMA, "places": [one.entry for one in looked]})
+        print_json({"schema": SCHEMA, "places": [one.entry for one in looked]})
         return code
 
     _print(*render_places([one.entry for one in looked], now_ns=clock.wall_ns()))
     return code
 
 
-@ckpt.command(
-    "verify",
-    context_settings=HELP,
-    short_help="Read every byte and compare it with its digest.",
-    epilog="""\b
-Examples:
-  outlast ckpt verify /nvme/run
-  outlast ckpt verify s3://bucket/run --iteration 12000
-  outlast ckpt verify /nvme/run --json | jq '.places[].generations[].problems[]'
-""",
-)
+@ckpt.command("verify", short_help="Read every byte and compare it with its digest.")
 @_directories
 @click.option(
     "--iteration",
@@ -111,13 +95,18 @@ Examples:
 @click.option(
     "--threads", type=click.IntRange(1, 256), default=8, show_default=True, help="Parts that are read at once."
 )
-@_as_json
+@json_option
 def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: int, as_json: bool) -> int:
     """Read every byte of every generation and compare it with its digest.
 
     Copies of other nodes' ranks are read too. What is wrong is named: the file, the tensors, the 8 MiB chunk.
 
     Exit code 0: every byte is right; 1: something is bad, cannot be read, or there is no generation; 2: bad input.
+
+    Examples:
+      outlast ckpt verify /nvme/run
+      outlast ckpt verify s3://bucket/run --iteration 12000
+      outlast ckpt verify /nvme/run --json | jq '.places[].generations[].problems[]'
     """
     import msgspec
 
@@ -147,23 +136,13 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
         for place in places
     )
     if as_json:
-        _print_json({"schema": SCHEMA, "ok": ok, "num_bytes_read": num_bytes_read, "places": places})
+        print_json({"schema": SCHEMA, "ok": ok, "num_bytes_read": num_bytes_read, "places": places})
     else:
         _print(*render_verified(places, num_bytes_read))
     return int(ExitReason.FINISHED if ok else ExitReason.FAILED)
 
 
-@ckpt.command(
-    "prune",
-    context_settings=HELP,
-    short_help="Delete old generations and what failed saves left.",
-    epilog="""\b
-Examples:
-  outlast ckpt prune /nvme/run --keep 3 --dry-run
-  outlast ckpt prune s3://bucket/run --keep 5 --retain-interval 10000
-  outlast ckpt prune /nvme/run --leftovers --older-than 6 --yes
-""",
-)
+@ckpt.command("prune", short_help="Delete old generations and what failed saves left.")
 @_directories
 @click.option("--keep", type=click.IntRange(min=1), help="Newest valid generations to keep; without it none goes.")
 @click.option(
@@ -193,7 +172,7 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="Say what would go, and delete nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask. Without a terminal nothing is asked either.")
-@_as_json
+@json_option
 def prune(
     directories: tuple[str, ...],
     keep: int | None,
@@ -212,6 +191,11 @@ def prune(
     newer than it, nor what cannot be read. A leftover goes when its owner is known to be gone, or by its age.
 
     Exit code 0: done; 1: something could not be deleted, or a directory cannot be read; 2: bad input.
+
+    Examples:
+      outlast ckpt prune /nvme/run --keep 3 --dry-run
+      outlast ckpt prune s3://bucket/run --keep 5 --retain-interval 10000
+      outlast ckpt prune /nvme/run --leftovers --older-than 6 --yes
     """
     from outlast.checkpoint.catalogue.entries import Rule, plan_pruning
 
@@ -235,7 +219,7 @@ def prune(
         click.confirm("Delete this?", abort=True, err=True)
     reports = [_carry_out(one, plan, dry_run=dry_run) for one, plan in zip(looked, plans, strict=True)]
     if as_json:
-        _print_json({"schema": SCHEMA, "dry_run": dry_run, "places": reports})
+        print_json({"schema": SCHEMA, "dry_run": dry_run, "places": reports})
     failed = any(report["errors"] for report in reports)
     return int(ExitReason.FAILED if failed else code)
 
@@ -277,16 +261,8 @@ def _look_into(directories: Iterable[str]) -> tuple[list[DirectoryListing], int]
     return looked, int(code)
 
 
-def _print_json(value: Mapping[str, object]) -> None:
-    import msgspec
-
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-
-
 def _print(*parts: object) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
+    console = open_console(width=160)
     for part in parts:
         console.print(part)
 

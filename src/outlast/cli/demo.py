@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outlast.cli.main import HELP, complete_folder, ending_on_signals
+from outlast.cli.main import Command, complete_folder, ending_on_signals, failing_in_one_line, json_option
 from outlast.errors import ExitReason
 
 if TYPE_CHECKING:
@@ -20,17 +20,7 @@ if TYPE_CHECKING:
     from outlast.demo.plan import Shape
 
 
-@click.command(
-    "demo",
-    context_settings=HELP,
-    epilog="""\b
-Examples:
-  outlast demo
-  outlast demo --seed 7                   other victims, at other moments
-  outlast demo --iterations 300 --keep runs/demo
-  outlast demo --json | jq .bit_identical
-""",
-)
+@click.command("demo", cls=Command)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Draws order, victims, moments.")
 @click.option("--iterations", type=int, default=115, show_default=True, help="Length of each run, at least 105.")
 @click.option(
@@ -39,7 +29,7 @@ Examples:
     shell_complete=complete_folder,
     help="Keep journals, output and generations of both runs in this new folder.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@json_option
 def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
     """Watch a real training survive wrong numbers, a killed rank, a hung rank, lost nodes and a preemption.
 
@@ -52,10 +42,16 @@ def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
 
     Exit code 0: the results are identical, each fault was noticed for what it was, and each rank was restored from
     where it should; else 1.
+
+    Examples:
+      outlast demo
+      outlast demo --seed 7                   other victims, at other moments
+      outlast demo --iterations 300 --keep runs/demo
+      outlast demo --json | jq .bit_identical
     """
     from outlast.demo.plan import Shape
 
-    with ending_on_signals():
+    with ending_on_signals(), failing_in_one_line():
         try:
             return _perform(Shape(iterations=iterations), seed=seed, keep=keep, as_json=as_json)
         except KeyboardInterrupt:

@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING
 import click
 
 from outlast import env
-from outlast.cli.main import HELP, complete_file, complete_folder, ending_on_signals
+from outlast.cli.main import (
+    Command,
+    complete_file,
+    complete_folder,
+    ending_on_signals,
+    json_option,
+    open_console,
+    print_json,
+)
 from outlast.errors import ConfigError, ExitReason
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outlast.config import Config, HealthConfig
     from outlast.health import CheckResult
 
 
@@ -22,18 +29,7 @@ SCHEMA = 1
 _STYLES = {"ok": "green", "skipped": "dim"}
 
 
-@click.command(
-    "doctor",
-    context_settings=HELP,
-    epilog="""\b
-Examples:
-  outlast doctor
-  outlast doctor --config outlast.toml                 the tiers and limits of a run
-  outlast doctor --place /nvme/run --place s3://bucket/run --command 'test -e /data/tokens.bin'
-  srun --ntasks-per-node=1 outlast doctor --no-gpu     on all nodes of a job
-  outlast doctor --json | jq -r '.checks[] | select(.status == "failed") | .reason'
-""",
-)
+@click.command("doctor", cls=Command)
 @click.option(
     "--config",
     metavar="FILE",
@@ -54,7 +50,7 @@ Examples:
 @click.option("--no-gpu", is_flag=True, help="Look at no GPU, which takes seconds; the CPU is checked.")
 @click.option("--command", "commands", multiple=True, metavar="COMMAND", help="A check of your own; repeat.")
 @click.option("--timeout", type=float, metavar="SECONDS", help="For each check but a GPU's; default 30.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@json_option
 def doctor(
     config: str | None,
     places: tuple[str, ...],
@@ -71,61 +67,42 @@ def doctor(
     driver is asked for faults. Checks that hang or crash are answered for.
 
     Exit code 0: fit; 1: a check failed, gave no answer, or could not be made; 2: bad input.
-    """
-    import msgspec
 
+    Examples:
+      outlast doctor
+      outlast doctor --config outlast.toml                 the tiers and limits of a run
+      outlast doctor --place /nvme/run --place s3://bucket/run --command 'test -e /data/tokens.bin'
+      srun --ntasks-per-node=1 outlast doctor --no-gpu     on all nodes of a job
+      outlast doctor --json | jq -r '.checks[] | select(.status == "failed") | .reason'
+    """
+    from outlast.config import HealthConfig
+    from outlast.config.sources import load_config
     from outlast.health import check_gpu, check_node
+    from outlast.health.node import places_of
 
     if gpus and no_gpu:
         raise ConfigError("--gpu and --no-gpu contradict each other; leave one out")
-    settings = _load(config)
-    health = _health(settings, commands, timeout)
+    settings = None if config is None else load_config(config)
+    health = (settings and settings.health) or HealthConfig()
+    health = health.changed(commands=(*health.commands, *commands))
+    if timeout is not None:
+        health = health.changed(check_timeout=timeout)
+    where = () if settings is None else places_of(settings)
     node = env.clean_name(env.read_worker().node)
     with ending_on_signals():
-        results = check_node(health, places=places or _places_of(settings), node=node)
+        results = check_node(health, places=places or where or (".",), node=node)
         if not no_gpu:
             # The CPU was checked already; without a GPU only that is reported.
             found = check_gpu(gpus or None, health, node=node)
             results += tuple(result for result in found if (result.name, result.target) != ("compute", "cpu"))
     failed = [result for result in results if result.has_failed]
     if as_json:
-        report = {"schema": SCHEMA, "node": node, "ok": not failed, "checks": results}
-        click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        print_json({"schema": SCHEMA, "node": node, "ok": not failed, "checks": results})
     else:
-        from rich.console import Console
-
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=160)
-        console.print(_table(results))
+        open_console(width=160).print(_table(results))
         verdict = f"{node} is not fit to train: {len(failed)} of {len(results)} checks failed"
         click.echo(verdict if failed else f"{node} is fit to train")
     return int(ExitReason.FAILED if failed else ExitReason.FINISHED)
-
-
-def _load(path: str | None) -> Config | None:
-    if path is None:
-        return None
-    from outlast.config.sources import load_config
-
-    return load_config(path)
-
-
-def _health(settings: Config | None, commands: tuple[str, ...], timeout: float | None) -> HealthConfig:
-    from outlast.config import HealthConfig
-
-    health = settings.health if settings is not None and settings.health is not None else HealthConfig()
-    health = health.changed(commands=(*health.commands, *commands))
-    return health if timeout is None else health.changed(check_timeout=timeout)
-
-
-def _places_of(settings: Config | None) -> tuple[str, ...]:
-    """Return where a run writes; without settings, the current folder."""
-    if settings is None:
-        return (".",)
-    from outlast.health.node import places_of
-
-    return places_of(settings) or (".",)
 
 
 def _table(results: tuple[CheckResult, ...]) -> Table:

@@ -1,31 +1,46 @@
 """``outlast``: the entry point of the command line, and what its commands share.
 
-Shared are context settings, a group that helps, the end by a signal, and what a shell needs to complete words. Imports
-stay inside the commands, so that ``outlast --help`` answers at once.
+Shared are context settings, a group that helps, how failures and signals end a command, what prints, and what a shell
+needs to complete words. Imports stay inside the commands, so that ``outlast --help`` answers at once.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from outlast.errors import ConfigError, ExitReason
+from outlast.errors import ConfigError, ExitReason, OutlastError
 from outlast.version import __version__
 
-HELP = {"help_option_names": ["-h", "--help"]}
-"""Context settings of every command."""
+if TYPE_CHECKING:
+    from rich.console import Console
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 
 
-class CommandGroup(click.Group):
+class Command(click.Command):
+    """A command that takes its help from a docstring: the examples at the end of it follow the options."""
+
+    def __init__(self, name: str | None, *, help: str | None = None, epilog: str | None = None, **options: Any) -> None:
+        text, heading, examples = inspect.cleandoc(help or "").partition("\n\nExamples")
+        settings = {"help_option_names": ["-h", "--help"], **(options.pop("context_settings", None) or {})}
+        epilog = f"\b\n{heading.strip()}{examples}\n" if heading else epilog
+        super().__init__(name, help=text, epilog=epilog, context_settings=settings, **options)
+
+
+class CommandGroup(Command, click.Group):
     """A command with commands: alone it prints its help, and a mistyped command is answered with the nearest."""
+
+    command_class = Command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does; no word at all is a question, not a mistake."""
@@ -62,6 +77,38 @@ def ending_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def failing_in_one_line(what: str = "", *errors: type[Exception]) -> Iterator[None]:
+    """End the command with one line and exit code 1 for an ``OutlastError``, or one of ``errors``.
+
+    Bad input passes: :func:`main` ends the command with exit code 2.
+    """
+    failures: tuple[type[Exception], ...] = (OutlastError, *errors)
+    try:
+        yield
+    except ConfigError:
+        raise
+    except failures as error:
+        click.echo(f"outlast: {what}{error}", err=True)
+        raise click.exceptions.Exit(ExitReason.FAILED) from None
+
+
+def print_json(value: object, *, on_one_line: bool = False) -> None:
+    """Print a value as JSON, for programs."""
+    import msgspec
+
+    data = msgspec.json.encode(value)
+    click.echo((data if on_one_line else msgspec.json.format(data, indent=2)).decode())
+
+
+def open_console(*, width: int) -> Console:
+    """Return the terminal to print to; a file or a pipe takes lines of ``width`` columns."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)
 
 
 _COMMANDS = {
@@ -114,20 +161,17 @@ class _LazyGroup(CommandGroup):
         return [CompletionItem(name, help=text) for name, (_, text) in _COMMANDS.items() if name.startswith(incomplete)]
 
 
-@click.group(
-    cls=_LazyGroup,
-    context_settings=HELP,
-    epilog="""\b
-Examples:
-  outlast run --nproc-per-node=8 train.py
-  outlast doctor
-  outlast ckpt ls /shared/runs/gpt/checkpoints
-  outlast run --help
-""",
-)
+@click.group(cls=_LazyGroup)
 @click.version_option(__version__, "-V", "--version", prog_name="outlast")
 def cli() -> None:
-    """Keep long distributed PyTorch training runs alive."""
+    """Keep long distributed PyTorch training runs alive.
+
+    Examples:
+      outlast run --nproc-per-node=8 train.py
+      outlast doctor
+      outlast ckpt ls /shared/runs/gpt/checkpoints
+      outlast run --help
+    """
 
 
 def main() -> None:
@@ -157,22 +201,18 @@ def _describe(error: click.ClickException) -> str:
     return f"{message}; see {context.command_path} --help"
 
 
-@click.command(
-    "completion",
-    context_settings=HELP,
-    epilog="""\b
-Examples:
-  eval "$(outlast completion bash)"            in ~/.bashrc
-  eval "$(outlast completion zsh)"             in ~/.zshrc, behind compinit
-  outlast completion fish > ~/.config/fish/completions/outlast.fish
-""",
-)
+@click.command("completion", cls=Command)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
     """Print a script that makes a shell complete commands, options and files.
 
     The options of `outlast run` are those of the torch that is installed.
+
+    Examples:
+      eval "$(outlast completion bash)"            in ~/.bashrc
+      eval "$(outlast completion zsh)"             in ~/.zshrc, behind compinit
+      outlast completion fish > ~/.config/fish/completions/outlast.fish
     """
     from click.shell_completion import get_completion_class
 

@@ -14,28 +14,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outlast import env, logs
-from outlast.cli.main import HELP, CommandGroup, complete_folder
+from outlast.cli.main import Command, CommandGroup, complete_folder, failing_in_one_line
 from outlast.cli.run import complete_run_word
-from outlast.errors import ConfigError, ExitReason, OutlastError
+from outlast.errors import ConfigError, ExitReason
 
 if TYPE_CHECKING:
     from outlast.integrations.slurm import BatchScript
     from outlast.launch.run_parser import RunCommand
 
 
-@click.group(
-    "slurm",
-    cls=CommandGroup,
-    context_settings=HELP,
-    epilog="""\b
-Examples:
-  outlast slurm submit --nodes 4 --spares 1 --time 4:00:00 -- train.py
-  outlast slurm submit --nodes 4 --dry-run -- train.py
-  outlast slurm script --nodes 4 --outlast 'uv run outlast' -- train.py
-""",
-)
+@click.group("slurm", cls=CommandGroup)
 def slurm() -> None:
-    """Run under Slurm: make and submit batch scripts, give a job back to the queue."""
+    """Run under Slurm: make and submit batch scripts, give a job back to the queue.
+
+    Examples:
+      outlast slurm submit --nodes 4 --spares 1 --time 4:00:00 -- train.py
+      outlast slurm submit --nodes 4 --dry-run -- train.py
+      outlast slurm script --nodes 4 --outlast 'uv run outlast' -- train.py
+    """
 
 
 _RETRIES = "--num-job-retries-on-failure"
@@ -43,7 +39,7 @@ _CLEARLY_OURS = frozenset(["--cpus-per-task", "--dry-run", "--gpus-per-node", "-
 """Options that a training script hardly has itself, or that somebody who forgot where they go must hear of."""
 
 
-class _Script(click.Command):
+class _Script(Command):
     """A command whose options are Slurm's, before those of `outlast run`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -112,7 +108,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-_CONTEXT = {**HELP, "ignore_unknown_options": False, "allow_interspersed_args": False}
+_CONTEXT = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 _EXAMPLES = """\b
 Examples:
   outlast slurm {0} --nodes 4 --time 4:00:00 -- train.py --lr 3e-4
@@ -153,31 +149,18 @@ def submit(dry_run: bool, **settings: Any) -> int:
     from outlast.integrations.slurm.jobs import submit as hand_over
 
     _log_to_stderr()
-    try:
+    with failing_in_one_line():
         script = _script_from(settings)
         if dry_run:
-            submission = prepare(script)
-            click.echo(submission.script, nl=False)
-            click.echo(f"\n# Not submitted. Without --dry-run: {shlex.join(submission.command)}")
+            rendered, sbatch = prepare(script)
+            click.echo(rendered, nl=False)
+            click.echo(f"\n# Not submitted. Without --dry-run: {shlex.join(sbatch)}")
         else:
             click.echo(hand_over(script))
-    except ConfigError:
-        raise
-    except OutlastError as error:
-        click.echo(f"outlast: {error}", err=True)
-        return int(ExitReason.FAILED)
     return int(ExitReason.FINISHED)
 
 
-@slurm.command(
-    "requeue",
-    context_settings=HELP,
-    epilog="""\b
-Examples (in a batch script):
-  srun ... ; code=$?
-  outlast slurm requeue --run-dir=/shared/run --exit-code="$code"; exit "$code"
-""",
-)
+@slurm.command("requeue")
 @click.option("--run-dir", required=True, metavar="DIR", help="The run directory.")
 @click.option("--exit-code", required=True, type=click.IntRange(0, 255), help="Of the job's step.")
 @click.option("--job-id", metavar="ID", help="Default: the job that this runs in.")
@@ -196,6 +179,10 @@ def requeue(run_dir: str, exit_code: int, job_id: str | None, num_job_retries_on
     others) at most N times in a row without progress; never finished runs (0) and what needs a person (2, 17, 93).
 
     Exit code 0: done as decided, either way; 1: Slurm or the run directory refused; 2: bad input.
+
+    Examples (in a batch script):
+      srun ... ; code=$?
+      outlast slurm requeue --run-dir=/shared/run --exit-code="$code"; exit "$code"
     """
     from outlast.integrations.slurm.jobs import end_job
     from outlast.runtime.slurm_job import get_slurm_info
@@ -206,15 +193,10 @@ def requeue(run_dir: str, exit_code: int, job_id: str | None, num_job_retries_on
         if info is None:
             raise ConfigError("this runs in no Slurm job; name one with --job-id")
         job_id = info.job_id
-    try:
+    with failing_in_one_line(f"job {job_id} is not given back: ", OSError):
         ruling = end_job(
             Path(run_dir).absolute(), job_id, exit_code, num_job_retries_on_failure=num_job_retries_on_failure
         )
-    except ConfigError:
-        raise
-    except (OutlastError, OSError) as error:
-        click.echo(f"outlast: job {job_id} is not given back: {error}", err=True)
-        return int(ExitReason.FAILED)
     what = "goes back to the queue" if ruling.requeue else "is not re-queued"
     logging.getLogger(logs.OUTCOME).info("Slurm job %s %s: %s", job_id, what, ruling.reason)
     return int(ExitReason.FINISHED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outlast import clock
+from outlast.cli.main import Command, print_json
 from outlast.errors import ConfigError, ExitReason, RendezvousError
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
 
 
-class _Command(click.Command):
+class _StatusCommand(Command):
     """Lets ``--watch`` stand before the run directory without its number."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -33,18 +35,7 @@ class _Command(click.Command):
 _WATCH_S = 2.0
 
 
-@click.command(
-    "status",
-    cls=_Command,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="""\b
-Examples:
-  outlast status runs/my-run
-  outlast status runs/my-run --watch
-  outlast status node-0:29400             where no file system is shared
-  outlast status runs/my-run --json | jq '.state, .iteration, .waiting'
-""",
-)
+@click.command("status", cls=_StatusCommand)
 @click.argument("target", metavar="RUN_DIR|HOST:PORT")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else (--watch: one a line).")
 @click.option(
@@ -61,6 +52,12 @@ def status(target: str, as_json: bool, watch_s: float | None) -> int:
     the --rdzv-endpoint of a run that is under way: its coordinator is asked. Nothing is ever written.
 
     Exit code 0: it could be told, whatever the state; 2: there is no such run directory, or no coordinator answers.
+
+    Examples:
+      outlast status runs/my-run
+      outlast status runs/my-run --watch
+      outlast status node-0:29400             where no file system is shared
+      outlast status runs/my-run --json | jq '.state, .iteration, .waiting'
     """
     try:
         while True:
@@ -100,27 +97,19 @@ def _look(target: str) -> StatusReport:
 
 
 def _show(report: StatusReport, *, as_json: bool, watches: bool) -> None:
-    import msgspec
-
-    from outlast.status.report import render, terminal_width
+    from outlast.env import environ
+    from outlast.status.report import render
 
     if as_json:
-        data = msgspec.json.encode(report)
-        click.echo((data if watches else msgspec.json.format(data, indent=2)).decode())
+        print_json(report, on_one_line=watches)
         return
-    redraws = watches and _can_redraw()
-    lines = list(render(report, width=terminal_width() if sys.stdout.isatty() else None))
-    if redraws:
+    is_terminal = sys.stdout.isatty()
+    lines = list(render(report, width=shutil.get_terminal_size().columns if is_terminal else None))
+    if watches and is_terminal and environ().get("TERM", "dumb") != "dumb":
         click.clear()
     elif watches:
         lines = [f"--- {report.time} ---", *lines]
     click.echo("\n".join(lines))
-
-
-def _can_redraw() -> bool:
-    from outlast.env import environ
-
-    return sys.stdout.isatty() and environ().get("TERM", "dumb") != "dumb"
 
 
 def _is_number(text: Any) -> bool:

@@ -32,7 +32,6 @@ from outlast.config import Config
 from outlast.config.base import (
     KNOWN_NAMES,
     FieldDoc,
-    Translation,
     as_written,
     describe_fields,
     from_mapping,
@@ -63,10 +62,53 @@ def load_config(path: str | os.PathLike[str]) -> Config:
         line = _find_line(text, keys)
         return where if line is None else f"{where}:{line}"
 
-    known = Translation(values, place=place)
-    for section, keys in known.foreign.items():
-        _warn_of_foreign_keys(place((section,)), section, keys)
-    return from_mapping(Config, known.values, where=where, locate=lambda keys: _find_line(text, known.origin(keys)))
+    def locate(keys: tuple[str, ...]) -> int | None:
+        return _find_line(text, origins.get(tuple(key.replace("-", "_") for key in keys), keys))
+
+    values, origins = _translate(values, place)
+    return from_mapping(Config, values, where=where, locate=locate)
+
+
+def _translate(
+    values: Mapping[str, Any], place: Callable[[tuple[str, ...]], str]
+) -> tuple[Mapping[str, Any], Mapping[tuple[str, ...], tuple[str, ...]]]:
+    """Put the sections of other systems into ours; log which of their keys are not read here.
+
+    Args:
+        values: What a file holds.
+        place: Returns file and line of keys that stand there.
+
+    Returns:
+        The values, and keys of ours to the keys that stand in the file for them.
+
+    Raises:
+        ConfigError: Such a section has no keys, or a setting is given under both names.
+    """
+    ours = dict(values)
+    origins: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for section, known in KNOWN_NAMES.items():
+        if section not in values or section in {to for to, _ in known.values()}:
+            continue
+        given, foreign = ours.pop(section), []
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{place((section,))}: {section}: {given!r} is not a section with keys of its own")
+        for key, value in given.items():
+            name = str(key).replace("-", "_")
+            if name not in known:
+                foreign.append(str(key))
+                continue
+            own, there = known[name]
+            beside = ours.get(own, {})
+            if not isinstance(beside, Mapping) or there in {str(other).replace("-", "_") for other in beside}:
+                where = place((section, str(key)))
+                raise ConfigError(f"{where}: {section}.{key} is {own}.{there}, which is given too; keep one of them")
+            if own not in ours:
+                origins[own,] = (section,)
+            origins[own, there] = (section, str(key))
+            ours[own] = {**beside, there: value}
+        if foreign:
+            _warn_of_foreign_keys(place((section,)), section, foreign)
+    return ours, origins
 
 
 def _warn_of_foreign_keys(where: str, section: str, keys: list[str]) -> None:
@@ -300,11 +342,7 @@ def _help(field: FieldDoc) -> str:
 
 
 SCRIPT = "script's config"
-
-
 OPTION = "option"
-
-
 DEFAULT = "default"
 
 

@@ -12,9 +12,10 @@ import resource
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -118,8 +119,8 @@ class DiskCheck(Check, frozen=True, kw_only=True):
         if written != data:
             return failed(f"{folder} gives back other bytes than were written")
         space = os.statvfs(folder)
-        free = space.f_bavail * space.f_frsize
-        facts = {"free_bytes": free, "total_bytes": space.f_blocks * space.f_frsize, "free_files": space.f_favail}
+        facts = {**_room(space), "free_files": space.f_favail}
+        free = facts["free_bytes"]
         if free < self.min_free_bytes:
             hint = f"; {_SHM_HINT}" if folder.is_relative_to("/dev/shm") else ""
             return failed(f"{_gib(free)} left, {_gib(self.min_free_bytes)} needed (min_free_disk_gib){hint}", **facts)
@@ -141,8 +142,10 @@ class StoreCheck(Check, frozen=True, kw_only=True):
         name = f"{root.rstrip('/')}/.outlast-probe-{secrets.token_hex(8)}"
         try:
             files.pipe_file(name, data)
-            found = files.cat_file(name)
-            files.rm_file(name)
+            try:
+                found = files.cat_file(name)
+            finally:
+                files.rm_file(name)
         except Exception as error:  # noqa: BLE001 - every store has exceptions of its own
             return failed(f"cannot be written ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
         return ok("writable") if found == data else failed("gives back other bytes than were written")
@@ -162,20 +165,19 @@ class SharedMemoryCheck(Check, frozen=True, kw_only=True):
     def run(self) -> CheckOutcome:
         if not self.min_free_bytes:
             try:
-                space = os.statvfs(self.path)
+                facts: dict[str, Any] = _room(os.statvfs(self.path))
             except OSError as error:
                 return skipped(f"{error.strerror}; it is for {_WHOSE_SHM}")
-            free = space.f_bavail * space.f_frsize
-            facts = {"free_bytes": free, "total_bytes": space.f_blocks * space.f_frsize}
-            return ok(f"{_gib(free)} left for {_WHOSE_SHM}", **facts)
-        found = DiskCheck(path=self.path, min_free_bytes=0).run()
-        if found.status != Status.OK:
-            return found
-        free = found.facts["free_bytes"]
+        else:
+            found = DiskCheck(path=self.path, min_free_bytes=0).run()
+            if found.status != Status.OK:
+                return found
+            facts = found.facts
+        free = facts["free_bytes"]
         if free < self.min_free_bytes:
             needed = _gib(self.min_free_bytes)
-            return failed(f"{_gib(free)} left, {needed} needed (min_free_shm_gib); {_SHM_HINT}", **found.facts)
-        return ok(f"{_gib(free)} left for {_WHOSE_SHM}", **found.facts)
+            return failed(f"{_gib(free)} left, {needed} needed (min_free_shm_gib); {_SHM_HINT}", **facts)
+        return ok(f"{_gib(free)} left for {_WHOSE_SHM}", **facts)
 
 
 class MemoryCheck(Check, frozen=True, kw_only=True):
@@ -284,10 +286,20 @@ def _nearest(path: Path) -> Path:
     return path
 
 
-def _write_and_read(folder: Path, data: bytes) -> bytes:
+@contextmanager
+def _new_file(folder: Path) -> Iterator[int]:
+    """Make a file that is removed again; give its descriptor."""
     path = folder / f".outlast-probe-{os.getpid()}-{secrets.token_hex(4)}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        yield fd
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def _write_and_read(folder: Path, data: bytes) -> bytes:
+    with _new_file(folder) as fd:
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
@@ -299,9 +311,6 @@ def _write_and_read(folder: Path, data: bytes) -> bytes:
             pieces.append(piece)
             position += len(piece)
         return b"".join(pieces)
-    finally:
-        os.close(fd)
-        path.unlink()
 
 
 def _read_number(path: Path) -> int | None:
@@ -323,15 +332,10 @@ def _time_of_new_memory() -> float:
 
 
 def _time_of_new_file(folder: Path) -> float:
-    path = folder / f".outlast-clock-{os.getpid()}-{secrets.token_hex(4)}"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
+    with _new_file(folder) as fd:
         os.write(fd, b"0")
         os.fsync(fd)
         return os.fstat(fd).st_mtime
-    finally:
-        os.close(fd)
-        path.unlink()
 
 
 def _infiniband_state(name: str) -> bool | None:
@@ -342,6 +346,10 @@ def _infiniband_state(name: str) -> bool | None:
     except OSError:
         return None
     return bool(states) and all("ACTIVE" in state for state in states)
+
+
+def _room(space: os.statvfs_result) -> dict[str, int]:
+    return {"free_bytes": space.f_bavail * space.f_frsize, "total_bytes": space.f_blocks * space.f_frsize}
 
 
 def _gib(num_bytes: float) -> str:

@@ -5,6 +5,8 @@ See :class:`Wrapper`. It runs the function on the active ranks; the others are w
 
 from __future__ import annotations
 
+from itertools import chain
+
 from outlast.lazy import lazy_names
 
 _HOMES = {
@@ -26,26 +28,7 @@ _HOMES = {
     "outlast.policy.rank_assignment": ("Assignment", "Member"),
 }
 
-__all__ = [
-    "ActiveWorldSizeDivisibleBy",
-    "Assignment",
-    "Compose",
-    "FaultCounter",
-    "FillGaps",
-    "Handle",
-    "Level",
-    "MaxActiveWorldSize",
-    "Member",
-    "RankLeft",
-    "RestartRequested",
-    "Restore",
-    "RetryController",
-    "ShiftRanks",
-    "State",
-    "Tree",
-    "Wrapper",
-    "current_handle",
-]
+__all__ = list(chain.from_iterable(_HOMES.values()))
 
 # On first use: a monitor process imports single modules of this package, and no torch.
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -13,7 +13,6 @@ import datetime
 import itertools
 import logging
 import secrets
-import selectors
 import sys
 import threading
 from collections.abc import Callable
@@ -24,7 +23,6 @@ import msgspec
 from outlast import clock, env
 from outlast.errors import ConfigError, OutlastError, RendezvousError
 from outlast.inprocess import protocol as m
-from outlast.runtime import addresses
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.processes import ChildProcess, channel_to_parent
 
@@ -32,15 +30,6 @@ log = logging.getLogger("outlast.inprocess.bootstrap")
 
 _RETRY_S = 0.02
 _ordinals = itertools.count()
-
-
-def own_address(place: env.WorkerEnv) -> str:
-    """Return the address of this machine at which the other ranks reach it.
-
-    Raises:
-        RendezvousError: The machine of MASTER_ADDR cannot be found.
-    """
-    return addresses.own_address(None if place.world_size == 1 else place.master_addr)
 
 
 class Bootstrap:
@@ -95,8 +84,17 @@ class Bootstrap:
 
     def _open(self) -> Any:
         from outlast.runtime import store as stores  # imports torch, which no monitor process has
+        from outlast.runtime.process_groups import meeting_point
 
-        endpoint, is_hosted = _find(self._place)
+        point, variables = meeting_point(self._place), env.environ()
+        if point == "env://":
+            host, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
+        else:
+            host, _, port = point.removeprefix("tcp://").rpartition(":")
+        if not host or not port or not port.isdecimal():
+            raise ConfigError("it is not known where the ranks meet; set MASTER_ADDR and MASTER_PORT")
+        endpoint = Endpoint(host, int(port))
+        is_hosted = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         end_s = clock.now_s() + self._timeout_s
         if self._place.global_rank == 0 and not is_hosted:
             store = stores.host(endpoint, timeout_s=self._timeout_s)
@@ -113,21 +111,6 @@ class Bootstrap:
                 threading.Event().wait(_RETRY_S)
 
 
-def _find(place: env.WorkerEnv) -> tuple[Endpoint, bool]:
-    """Return where the store is, and whether the launcher hosts it."""
-    from outlast.runtime.process_groups import meeting_point  # imports torch, which no monitor process has
-
-    point = meeting_point(place)
-    variables = env.environ()
-    if point == "env://":
-        host, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
-    else:
-        host, _, port = point.removeprefix("tcp://").rpartition(":")
-    if not host or not port or not port.isdecimal():
-        raise ConfigError("it is not known where the ranks meet; set MASTER_ADDR and MASTER_PORT")
-    return Endpoint(host, int(port)), variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 class _ProxyTask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What the proxy has to do."""
 
@@ -137,57 +120,24 @@ class _ProxyTask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     known: m.Connect | None
 
 
-class BootstrapProxy:
-    """Finish the bootstrap in place of a rank that died.
+def start_proxy(key: str, address: str, known: m.Connect | None, timeout_s: float) -> ChildProcess:
+    """Finish the bootstrap in place of a rank that died; return the process that does it.
+
+    It sends what the rank would have sent, or ends where that cannot be known, and hosts what has to be hosted until it
+    is closed.
 
     Args:
-        selector: Of the process's loop; what it reports with a callable as data is called with the events.
         key: Of the bootstrap.
         address: ``host port`` where this process could host the hub.
         known: What initial rank 0 sent before it died; ``None``: nothing.
         timeout_s: How long initial rank 0 is waited for.
-        on_answer: Gets what the rank would have sent; ``None``: it cannot be known.
     """
-
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        *,
-        key: str,
-        address: str,
-        known: m.Connect | None,
-        timeout_s: float,
-        on_answer: Callable[[m.Connect | None], None],
-    ) -> None:
-        self._selector, self._on_answer = selector, on_answer
-        self._child = ChildProcess(
-            "outlast.inprocess.bootstrap",
-            task=_ProxyTask(key=key, address=address, timeout_s=timeout_s, known=known),
-            receives=m.Connect,
-            own_session=False,
-        )
-        self.is_asking = True
-        """Whether the answer is still to come."""
-        selector.register(self._child.channel, selectors.EVENT_READ, self._on_event)
-
-    def _on_event(self, _: int) -> None:
-        self._stop_asking()
-        try:
-            answer = self._child.channel.receive()
-        except OSError as error:
-            log.warning("the hub cannot be located: %s", error)
-            answer = None
-        self._on_answer(answer)
-
-    def close(self) -> None:
-        """End the proxy. Idempotent. Blocks: some milliseconds."""
-        self._stop_asking()
-        self._child.close()
-
-    def _stop_asking(self) -> None:
-        if self.is_asking:
-            self.is_asking = False
-            self._selector.unregister(self._child.channel)
+    return ChildProcess(
+        "outlast.inprocess.bootstrap",
+        task=_ProxyTask(key=key, address=address, timeout_s=timeout_s, known=known),
+        receives=m.Connect,
+        own_session=False,
+    )
 
 
 def main() -> int:

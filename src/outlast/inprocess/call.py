@@ -40,32 +40,19 @@ class RestartRequested(BaseException):
     """All ranks leave the wrapped function now; not to be caught."""
 
 
-class _Atomic:
-    __slots__ = ("_interruption", "_page")
+class _Part:
+    """A part of the function with something of its own; may be nested."""
 
-    def __init__(self, interruption: SignalInterruption, page: Page) -> None:
-        self._interruption, self._page = interruption, page
+    __slots__ = ("_enter", "_leave")
 
-    def __enter__(self) -> None:
-        self._interruption.enter_atomic()
-        self._page.enter_atomic()
-
-    def __exit__(self, *raised: object) -> None:
-        self._page.leave_atomic()
-        self._interruption.leave_atomic()
-
-
-class _Unprotected:
-    __slots__ = ("_page",)
-
-    def __init__(self, page: Page) -> None:
-        self._page = page
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._enter, self._leave = enter, leave
 
     def __enter__(self) -> None:
-        self._page.pause()
+        self._enter()
 
     def __exit__(self, *raised: object) -> None:
-        self._page.resume()
+        self._leave()
 
 
 class Handle:
@@ -124,7 +111,7 @@ class Handle:
 
         A restart that was ordered meanwhile begins at its end. The hard timeout still holds.
         """
-        return _Atomic(self._interruption, self._page)
+        return _Part(self._interruption.enter_atomic, self._interruption.leave_atomic)
 
     def begin_update(self) -> None:
         """Record that what training changes is not whole from here until :meth:`end_update`; may be called repeatedly.
@@ -144,7 +131,7 @@ class Handle:
 
         Other ranks' faults still end the call.
         """
-        return _Unprotected(self._page)
+        return _Part(self._page.pause, self._page.resume)
 
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
         """Return the object of this name that this process kept from an earlier call, else what ``make()`` returns.
@@ -247,14 +234,10 @@ class CallStore:
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener: socket.socket | None = socket.create_server((host, 0), family=family, backlog=2048)
-        self._port: int = self._listener.getsockname()[1]
-        self._host = host
-        self._store: Any = None
-
-    @property
-    def address(self) -> str:
+        self._host, self._port = host, int(self._listener.getsockname()[1])
+        self.address = f"{host} {self._port}"
         """``host port``."""
-        return f"{self._host} {self._port}"
+        self._store: Any = None
 
     def serve(self, *, timeout_s: float) -> None:
         """Host the store. Blocks: never."""
@@ -326,21 +309,12 @@ class Background:
 
     def __init__(self) -> None:
         self._excepthook = sys.excepthook
-        self._children = _children()
-
-    def freeze(self) -> None:
-        """Spare the collector the objects that live anyway: it takes 100 times as long to look through them all."""
-        gc.collect()
-        gc.freeze()
-
-    def thaw(self) -> None:
-        """Undo :meth:`freeze`."""
-        gc.unfreeze()
+        self._children = set(multiprocessing.active_children())
 
     def restore(self) -> None:
         """Take back the hooks that process groups put in, and end the data loaders' workers that are left."""
         sys.excepthook = self._excepthook  # torch puts another layer around it for every default group
-        end_children(_children() - self._children)
+        end_children(set(multiprocessing.active_children()) - self._children)
 
 
 def leave(callbacks: Iterable[Callable[[], None]], error: BaseException | None, background: Background) -> None:
@@ -405,10 +379,6 @@ def _destroy_groups() -> None:
     # Counted before anything is connected. Ranks that count differently would give their next group different names,
     # and wait for each other forever.
     world.group_count = 0
-
-
-def _children() -> set[BaseProcess]:
-    return set(multiprocessing.active_children())
 
 
 def end_children(children: Iterable[BaseProcess]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -29,6 +29,8 @@ from outlast.runtime.wire import encode_frame
 log = logging.getLogger(__name__)
 
 _MAX_CANDIDATES = 4
+_END_S = 2.0
+"""Seconds in which the last order has to be delivered."""
 RECONNECT_S = 5.0
 """Seconds that a member whose link broke has to come back: time for another monitor process to start on a machine
 that is busy. One whose process is seen to be gone is not waited for."""
@@ -36,103 +38,28 @@ that is busy. One whose process is seen to be gone is not waited for."""
 
 def order_candidates(able: Iterable[p.HubCandidate], host: int) -> tuple[p.HubCandidate, ...]:
     """Return who may host the hub: the one that does, then one of each other node, then others."""
-    by_rank = sorted(able, key=lambda candidate: candidate.initial_rank)
-    chosen = [candidate for candidate in by_rank if candidate.initial_rank == host]
-    nodes = {candidate.node for candidate in chosen}
+    by_rank = sorted(able, key=lambda candidate: (candidate.initial_rank != host, candidate.initial_rank))
+    of_node: dict[str, p.HubCandidate] = {}
     for candidate in by_rank:
-        if candidate.node not in nodes:
-            nodes.add(candidate.node)
-            chosen.append(candidate)
-    chosen += [candidate for candidate in by_rank if candidate not in chosen]
-    return tuple(chosen[:_MAX_CANDIDATES])
+        of_node.setdefault(candidate.node, candidate)
+    others = [candidate for candidate in by_rank if candidate is not of_node[candidate.node]]
+    return (*of_node.values(), *others)[:_MAX_CANDIDATES]
 
 
 @dataclass(slots=True)
 class _Absence:
+    """A member whose link broke and that is waited for."""
+
     until_s: float
-    pidfd: int | None
+    pidfd: int | None = None
     is_dead: bool = False
-
-
-class _ReconnectGrace:
-    """Wait for members.
-
-    Args:
-        selector: Of the process's loop.
-        space: Where this process can see whether another process lives.
-        on_death: Called from the loop when a member that is waited for proves to be dead; see :meth:`take_ended`.
-    """
-
-    def __init__(self, selector: selectors.BaseSelector, space: str, on_death: Callable[[], None]) -> None:
-        self._selector, self._space, self._on_death = selector, space, on_death
-        self._waited_for: dict[int, _Absence] = {}
-
-    def __len__(self) -> int:
-        return len(self._waited_for)
-
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._waited_for
-
-    def ranks(self) -> tuple[int, ...]:
-        """Return who is waited for."""
-        return tuple(self._waited_for)
-
-    @property
-    def deadline_s(self) -> float | None:
-        """When the next one has been waited for long enough."""
-        return min((absence.until_s for absence in self._waited_for.values()), default=None)
-
-    def begin(self, rank: int, place: m.MemberPlace, patience_s: float = RECONNECT_S) -> None:
-        """Wait for a member."""
-        self.end(rank)
-        absence = _Absence(clock.now_s() + patience_s, None)
-        self._waited_for[rank] = absence
-        if place.space != self._space:
-            return
-        try:
-            absence.pidfd = os.pidfd_open(place.pid)
-        except ProcessLookupError:
-            absence.is_dead, absence.until_s = True, 0.0
-            return
-
-        def see_death(_: int) -> None:
-            absence.is_dead, absence.until_s = True, 0.0
-            self._on_death()
-
-        self._selector.register(absence.pidfd, selectors.EVENT_READ, see_death)
-
-    def end(self, rank: int) -> None:
-        """Wait for a member no more."""
-        absence = self._waited_for.pop(rank, None)
-        if absence is not None and absence.pidfd is not None:
-            self._selector.unregister(absence.pidfd)
-            os.close(absence.pidfd)
-
-    def take_ended(self) -> list[tuple[int, bool]]:
-        """Return those who are waited for no more, and whether they are known to be dead."""
-        now_s = clock.now_s()
-        ended = [(rank, absence.is_dead) for rank, absence in self._waited_for.items() if now_s >= absence.until_s]
-        for rank, _ in ended:
-            self.end(rank)
-        return ended
-
-    def close(self) -> None:
-        """Wait for nobody; idempotent."""
-        for rank in self.ranks():
-            self.end(rank)
-
-
-log = logging.getLogger(__name__)
-
-_END_S = 2.0
-"""Seconds in which the last order has to be delivered."""
 
 
 @dataclass(slots=True)
 class _LinkedMember:
     """A member that is linked."""
 
-    channel: m.HubChannel
+    link: m.HubLink
     join: m.JoinHub
     early: list[m.OnLink] = field(default_factory=list)
     """What it sent before this hub could decide."""
@@ -169,7 +96,8 @@ class Hub:
         self._selector, self._world_size, self._limits = selector, world_size, limits
         self._heartbeat_timeout_s, self._host = heartbeat_timeout_s, host
         self._peers: dict[int, _LinkedMember] = {}
-        self._grace = _ReconnectGrace(selector, space, self._settle)
+        self._space = space
+        self._absent: dict[int, _Absence] = {}
         self._broken: dict[int, str] = {}
         self._candidates: tuple[p.HubCandidate, ...] = (host,)
         self._places: dict[int, m.MemberPlace] = {}
@@ -183,7 +111,7 @@ class Hub:
             self._known = dict(predecessor.members)
             self._places = dict(predecessor.members)
             for rank, place in self._known.items():
-                self._grace.begin(rank, place, patience_s)
+                self._await(rank, place, patience_s)
         else:
             self._state = restart.begin(world_size, clock.now_s())
 
@@ -192,47 +120,44 @@ class Hub:
     @property
     def deadline_s(self) -> float:
         """When to call :meth:`look`."""
-        due = [
-            self._next_silence_check_s,
-            self._grace.deadline_s,
-            self._end_s,
-            restart.next_deadline_s(self._state, self._limits) if self._state is not None else None,
-        ]
-        return min(time_s for time_s in due if time_s is not None)
+        due = [self._next_silence_check_s, *(absence.until_s for absence in self._absent.values())]
+        if self._end_s is not None and clock.now_s() < self._end_s:
+            due.append(self._end_s)  # later it only waits for its own rank to leave
+        decision_s = None if self._state is None else restart.next_deadline_s(self._state, self._limits)
+        return min([*due, decision_s] if decision_s is not None else due)
 
     @property
     def is_over(self) -> bool:
         """Whether the last order was given and delivered."""
         if self._end_s is None:
             return False
-        return clock.now_s() >= self._end_s or not (self._peers or len(self._grace))
+        return clock.now_s() >= self._end_s or not (self._peers or self._absent)
 
     def serves_others(self, rank: int) -> bool:
         """Return whether members other than this one are linked, or may come (back)."""
         state = self._state
         members = {} if state is None or state.end is not None else state.members
         expected = [other for other, member in members.items() if not member.is_here]
-        return any(other != rank for other in (*self._peers, *self._grace.ranks(), *expected))
+        return any(other != rank for other in (*self._peers, *self._absent, *expected))
 
     def adopt(self, channel: m.HubChannel, join: m.JoinHub) -> None:
         """Take a member in; its greeting was found to be genuine."""
         rank = join.initial_rank
         if (old := self._peers.pop(rank, None)) is not None:
-            self._selector.unregister(old.channel)
-            old.channel.close()
-        self._grace.end(rank)
+            old.link.close()
+        self._end_absence(rank)
         self._broken.pop(rank, None)
         self._places[rank] = join.place
-        self._peers[rank] = _LinkedMember(channel, join)
-        self._selector.register(channel, selectors.EVENT_READ, partial(self._on_event, rank, channel))
+        link = m.HubLink(self._selector, channel, partial(self._on_messages, rank), partial(self._on_broken, rank))
+        self._peers[rank] = _LinkedMember(link, join)
         before, self._candidates = self._candidates, self._order_candidates()
-        self._send(rank, self._describe())
+        self._send(self._describe(), (rank,))
         if self._candidates != before:
-            self._send_all(self._describe(), [other for other in self._peers if other != rank])
+            self._send(self._describe(), [other for other in self._peers if other != rank])
         if self._state is not None:
             self._advance(self._came(rank, join))
         elif rank not in self._known:
-            self._send(rank, p.Expel(reason="the others resumed without this rank"))
+            self._send(p.Expel(reason="the others resumed without this rank"), (rank,))
         self._settle()
 
     def look(self) -> None:
@@ -251,7 +176,7 @@ class Hub:
         """Discount the members' silence while this process did not run and could not receive."""
         now_ns = clock.now_ns()
         for peer in self._peers.values():
-            peer.channel.received_ns = now_ns
+            peer.link.channel.received_ns = now_ns
         self._next_silence_check_s = clock.now_s() + self._heartbeat_timeout_s
 
     def close(self) -> None:
@@ -259,30 +184,29 @@ class Hub:
 
         Blocks: up to 0.5 s for each member that takes nothing.
         """
-        self._grace.close()
+        for rank in list(self._absent):
+            self._end_absence(rank)
         for peer in self._peers.values():
-            self._selector.unregister(peer.channel)
-            peer.channel.drain(0.5)
-            peer.channel.close()
+            peer.link.channel.drain(0.5)
+            peer.link.close()
         self._peers.clear()
 
     # -- links -------------------------------------------------------------------------------------------------
 
-    def _on_event(self, rank: int, channel: m.HubChannel, _: int) -> None:
-        peer = self._peers.get(rank)
-        if peer is None or peer.channel is not channel:
-            return
-        try:
-            for message in m.exchange(self._selector, channel):
-                self._take(rank, peer, message)
-        except OSError as error:
-            self._broken.setdefault(rank, str(error))
+    def _on_messages(self, rank: int, link: m.HubLink, came: list[m.OnLink]) -> None:
+        peer = self._peers[rank]
+        assert peer.link is link
+        for message in came:
+            self._take(rank, peer, message)
         self._settle()
+
+    def _on_broken(self, rank: int, _: m.HubLink, error: OSError) -> None:
+        self._broken.setdefault(rank, str(error))  # dealt with when everything that is under way is done
 
     def _take(self, rank: int, peer: _LinkedMember, message: m.OnLink) -> None:
         match message:
             case m.Beat():
-                self._send(rank, message)
+                self._send(message, (rank,))
             case m.Gone() | p.RankReady() | p.RankFault() | p.Completed() | p.Left() | p.Assigned() if (
                 self._state is None
             ):
@@ -302,50 +226,68 @@ class Hub:
         """Give up links on which nothing has come for long."""
         oldest_s = now_s
         for rank, peer in self._peers.items():
-            received_s = peer.channel.received_ns / 1e9
+            received_s = peer.link.channel.received_ns / 1e9
             if now_s >= received_s + self._heartbeat_timeout_s:
                 self._broken.setdefault(rank, f"no sign of life for {now_s - received_s:.1f} s")
             else:
                 oldest_s = min(oldest_s, received_s)
         self._next_silence_check_s = oldest_s + self._heartbeat_timeout_s
 
-    def _send(self, rank: int, message: m.OnLink) -> None:
-        self._send_all(message, (rank,))
-
-    def _send_all(self, message: m.OnLink, ranks: Iterable[int]) -> None:
+    def _send(self, message: m.OnLink, ranks: Iterable[int]) -> None:
         frame = encode_frame(message)
         for rank in ranks:
             if (peer := self._peers.get(rank)) is None:
                 continue  # it gets it when it comes back
             peer.is_leaving |= isinstance(message, p.Expel | p.Finish | p.Abort)
-            try:
-                peer.channel.send_frame(frame)
-            except OSError as error:
-                self._broken.setdefault(rank, str(error))
-            else:
-                m.watch(self._selector, peer.channel)
+            peer.link.send_frame(frame)
 
     def _settle(self) -> None:
         """Deal with links that broke and members that do not come back, until there are none."""
         while True:
             while self._broken:
                 self._drop(*self._broken.popitem())
-            if not (ended := self._grace.take_ended()):
+            now_s = clock.now_s()
+            ended = [(rank, absence.is_dead) for rank, absence in self._absent.items() if now_s >= absence.until_s]
+            if not ended:
                 break
+            for rank, _ in ended:
+                self._end_absence(rank)
             self._lose(ended)
-        if self._state is None and not len(self._grace):
+        if self._state is None and not self._absent:
             self._take_over()
 
     def _drop(self, rank: int, error: str) -> None:
         peer = self._peers.pop(rank, None)
         if peer is None:
             return
-        self._selector.unregister(peer.channel)
-        peer.channel.close()
+        peer.link.close()
         is_member = rank in (self._known if self._state is None else self._state.members)
         if is_member and not peer.is_leaving and self._end_s is None:
             log.info("the link to rank %d broke: %s", rank, error)
-            self._grace.begin(rank, peer.join.place)
+            self._await(rank, peer.join.place, RECONNECT_S)
+
+    def _await(self, rank: int, place: m.MemberPlace, patience_s: float) -> None:
+        """Give a member time to come back, unless its process is seen to end."""
+        absence = self._absent[rank] = _Absence(clock.now_s() + patience_s)
+        if place.space != self._space:
+            return
+        try:
+            absence.pidfd = os.pidfd_open(place.pid)
+        except ProcessLookupError:
+            absence.is_dead, absence.until_s = True, 0.0
+            return
+
+        def see_death(_: int) -> None:
+            absence.is_dead, absence.until_s = True, 0.0
+            self._settle()
+
+        self._selector.register(absence.pidfd, selectors.EVENT_READ, see_death)
+
+    def _end_absence(self, rank: int) -> None:
+        absence = self._absent.pop(rank, None)
+        if absence is not None and absence.pidfd is not None:
+            self._selector.unregister(absence.pidfd)
+            os.close(absence.pidfd)
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
@@ -404,7 +346,7 @@ class Hub:
             if self._state.phase == restart.RestartPhase.RUNNING:
                 self._out_of_reach.clear()
         for action in actions:
-            self._send_all(action.order, action.to)
+            self._send(action.order, action.to)
         if self._state.end is not None and self._end_s is None:
             self._end_s = clock.now_s() + _END_S
 
@@ -413,7 +355,7 @@ class Hub:
         assert self._state is not None
         self._known = {rank: self._places[rank] for rank in sorted(self._state.members)}
         self._candidates = self._order_candidates()
-        self._send_all(self._describe(), list(self._peers))
+        self._send(self._describe(), list(self._peers))
 
     def _order_candidates(self) -> tuple[p.HubCandidate, ...]:
         able = [

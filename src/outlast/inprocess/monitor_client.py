@@ -238,7 +238,7 @@ class MonitorLink:
             if not data:
                 self._replace()
                 return found
-            message = m.decode_from_monitor(data)
+            message: m.FromMonitor = m.decode(data, m.FromMonitor)
             with self._lock:
                 if isinstance(message, m.HubCandidates):
                     self._known = message

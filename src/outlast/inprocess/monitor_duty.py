@@ -20,19 +20,21 @@ import selectors
 import signal
 import socket
 import time
+from contextlib import suppress
 
 import msgspec
 
 from outlast import clock, logs
 from outlast.decoding import from_json
 from outlast.inprocess import protocol as m
-from outlast.inprocess.bootstrap import BootstrapProxy
-from outlast.inprocess.hub_client import HubClient, PeerFailover
+from outlast.inprocess.bootstrap import start_proxy
+from outlast.inprocess.hub_client import HubClient
 from outlast.inprocess.progress import Page, RankWatch
 from outlast.inprocess.protocol import MonitorTask
 from outlast.monitor import stacks
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_protocol import WAITS
+from outlast.runtime.processes import ChildProcess
 
 log = logging.getLogger(__name__)
 
@@ -84,19 +86,17 @@ class _MonitorDuty:
         self._self_report: p.RankFault | None = None
         self._connect: m.Connect | None = None
         self._is_ready = False
-        self._proxy: BootstrapProxy | None = None
+        self._proxy: ChildProcess | None = None
+        self._is_asking = False
         self._looked_s = clock.now_s()
-        self._locator = PeerFailover(self._selector, task)
-        self._hub = HubClient(
-            self._selector, task, self._locator, on_order=self._on_order, on_candidates=self._send_to_rank
-        )
+        self._hub = HubClient(self._selector, task, on_order=self._on_order, on_candidates=self._send_to_rank)
         rank.setblocking(False)
         self._selector.register(rank, selectors.EVENT_READ, self._on_rank)
         self._selector.register(pidfd, selectors.EVENT_READ, self._on_death)
 
     def run(self) -> None:
         """Serve until neither the rank nor another member needs it."""
-        self._send_to_rank(m.Listening(address=self._locator.address))
+        self._send_to_rank(m.Listening(address=self._hub.address))
         try:
             while not self._is_done:
                 due_s = self._look()
@@ -115,8 +115,7 @@ class _MonitorDuty:
 
     @property
     def _is_done(self) -> bool:
-        is_asking = self._proxy is not None and self._proxy.is_asking
-        return self._rank_is_gone and not is_asking and self._hub.is_done
+        return self._rank_is_gone and not self._is_asking and self._hub.is_done
 
     def _look(self) -> float:
         """Do what is due, and return when to look again."""
@@ -127,18 +126,18 @@ class _MonitorDuty:
         self._looked_s = now_s
         due = [now_s + self._task.process_interval_s]
         if not self._rank_is_gone:
-            due.append(self._look_at_rank(now_s))
+            due += self._look_at_rank(now_s)
         due.append(self._hub.look(now_s))
         return min(due)
 
     # -- the rank ----------------------------------------------------------------------------------------------
 
-    def _look_at_rank(self, now_s: float) -> float:
-        due = [now_s + self._task.process_interval_s]
+    def _look_at_rank(self, now_s: float) -> list[float]:
+        due = []
         if self._closed_s is not None:
             if now_s >= self._closed_s:
                 self._lose_rank(p.Left(reason="the rank left the wrapper"))
-                return now_s
+                return [now_s]
             due.append(self._closed_s)
         if self._kill_s is not None:
             if now_s >= self._kill_s:
@@ -159,31 +158,31 @@ class _MonitorDuty:
             self._signal(signal.SIGKILL)
         if next_ns is not None:
             due.append(next_ns / 1e9)
-        return min(due)
+        return due
 
     def _on_rank(self, _: int) -> None:
-        if (data := self._receive()) is None:
-            return
-        if data:
-            self._on_report(data)
-        else:
+        if self._take_report() is False:
             self._selector.unregister(self._rank)
             self._closed_s = clock.now_s() + (0.0 if self._hub.is_over or self._has_left else _CLOSED_S)
 
-    def _receive(self) -> bytes | None:
-        """Return a packet of the rank's; empty: it was the last one; ``None``: there is none now."""
+    def _take_report(self) -> bool | None:
+        """Take in a packet of the rank's; return ``False`` where the last one came before, ``None``: there is none."""
         try:
-            return self._rank.recv(m.MAX_PACKET_BYTES)
+            data = self._rank.recv(m.MAX_PACKET_BYTES)
         except BlockingIOError:
             return None
         except OSError:
-            return b""
+            return False
+        if data:
+            self._on_report(data)
+        return bool(data)
 
     def _on_report(self, data: bytes) -> None:
-        match m.decode_from_rank(data):
+        message: m.FromRank = m.decode(data, m.FromRank)
+        match message:
             case m.Connect() as order:
                 self._connect = order
-                self._locator.connect(order)
+                self._hub.connect(order)
             case m.Reconnect() as known:
                 if known.final_report is not None:
                     self._note_left()
@@ -200,8 +199,8 @@ class _MonitorDuty:
         self._watch.note_end()
 
     def _on_death(self, _: int) -> None:
-        while data := self._receive():
-            self._on_report(data)  # what it sent before it ended
+        while self._take_report():
+            pass  # what it sent before it ended
         if not self._hub.is_over and not self._has_left:
             log.info("rank %d (pid %d) is gone", self._task.initial_rank, self._task.pid)
         fault = p.RankFault(
@@ -218,35 +217,35 @@ class _MonitorDuty:
             return
         self._rank_is_gone = True
         for watched in (self._pidfd, self._rank):
-            try:
+            with suppress(KeyError):  # the socket ended before
                 self._selector.unregister(watched)
-            except KeyError:
-                pass  # the socket ended before
         if self._has_bootstrapped or isinstance(final_report, p.Left):
+            return self._hub.end(final_report)
+        proxy = self._proxy = start_proxy(
+            self._task.bootstrap_key, self._hub.address, self._connect, self._task.limits.barrier_timeout_s
+        )
+        self._is_asking = True
+
+        def resume(_: int) -> None:
+            self._is_asking = False
+            self._selector.unregister(proxy.channel)
+            try:
+                answer = proxy.channel.receive()
+            except OSError as error:
+                log.warning("the hub cannot be located: %s", error)
+                answer = None
+            if answer is not None and self._connect is None:
+                self._hub.connect(answer)
             self._hub.end(final_report)
-        else:
-            self._start_proxy(final_report)
+
+        self._selector.register(proxy.channel, selectors.EVENT_READ, resume)
+        return None
 
     @property
     def _has_bootstrapped(self) -> bool:
         """Whether the rank knows where the hub is and, if it is with initial rank 0, has published it."""
         knows = self._connect is not None and self._task.initial_rank != 0
         return self._is_ready or knows or not self._task.bootstrap_key
-
-    def _start_proxy(self, final_report: m.Gone) -> None:
-        def resume(answer: m.Connect | None) -> None:
-            if answer is not None and self._connect is None:
-                self._locator.connect(answer)
-            self._hub.end(final_report)
-
-        self._proxy = BootstrapProxy(
-            self._selector,
-            key=self._task.bootstrap_key,
-            address=self._locator.address,
-            known=self._connect,
-            timeout_s=self._task.limits.barrier_timeout_s,
-            on_answer=resume,
-        )
 
     def _on_order(self, order: p.Order) -> None:
         """Pass an order to the rank."""
@@ -276,10 +275,8 @@ class _MonitorDuty:
         self._kill_s = clock.now_s() + grace_s
 
     def _signal(self, number: signal.Signals) -> None:
-        try:
+        with suppress(OSError):  # it ended by itself meanwhile
             signal.pidfd_send_signal(self._pidfd, number)
-        except OSError:
-            pass  # it ended by itself meanwhile
 
     def _send_to_rank(self, message: m.FromMonitor) -> None:
         try:

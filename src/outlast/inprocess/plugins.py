@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from outlast.config.base import require
 from outlast.config.training import InProcessRestartConfig
 from outlast.env import environ
 from outlast.errors import ConfigError, RestartAbort, UnhealthyRank
@@ -73,13 +74,10 @@ class Compose:
     """
 
     def __init__(self, *plugins: Callable[[Any], Any]) -> None:
-        if not plugins:
-            raise ConfigError("Compose() has no plug-ins; name at least one")
+        require(bool(plugins), "Compose() has no plug-ins; name at least one")
         for plugin in plugins:
-            if not callable(plugin):
-                raise ConfigError(
-                    f"Compose was given {plugin!r}, which cannot be called; pass an instance or a function"
-                )
+            text = f"Compose was given {plugin!r}, which cannot be called; pass an instance or a function"
+            require(callable(plugin), text)
         self._plugins = plugins
 
     def __call__(self, value: Any) -> Any:
@@ -122,11 +120,10 @@ class RetryController:
     """Fewest ranks to run the function with."""
 
     def __post_init__(self) -> None:
-        if self.max_iterations is not None and self.max_iterations < 0:
-            raise ConfigError(f"max_iterations={self.max_iterations} must not be negative; None = no limit")
+        limit = self.max_iterations
+        require(limit is None or limit >= 0, f"max_iterations={limit} must not be negative; None = no limit")
         for name in ("min_world_size", "min_active_world_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
 
     def __call__(self, state: State) -> None:
         """Check what is left.
@@ -134,33 +131,26 @@ class RetryController:
         Raises:
             RestartAbort: A limit is passed; the message names it.
         """
-        for broken, limit in (
-            (
-                self.max_iterations is not None and state.iteration > self.max_iterations,
-                f"this would be restart {state.iteration} of max_iterations={self.max_iterations}",
-            ),
-            (
-                state.world_size < self.min_world_size,
-                f"{state.world_size} processes are left of min_world_size={self.min_world_size}",
-            ),
-            (
-                state.active_world_size < self.min_active_world_size,
-                f"{state.active_world_size} ranks would run of min_active_world_size={self.min_active_world_size}",
-            ),
-        ):
-            if broken:
-                raise RestartAbort(
-                    f"{limit}; look at the faults before, and restart the job",
-                    counts={
-                        "restarts": state.iteration,
-                        "living": state.world_size,
-                        "active": state.active_world_size,
-                        "faults": sum(state.fault_counts.values()),
-                    },
-                    rank=state.initial_rank,
-                    node=state.node,
-                    iteration=state.iteration,
-                )
+        if self.max_iterations is not None and state.iteration > self.max_iterations:
+            limit = f"this would be restart {state.iteration} of max_iterations={self.max_iterations}"
+        elif state.world_size < self.min_world_size:
+            limit = f"{state.world_size} processes are left of min_world_size={self.min_world_size}"
+        elif state.active_world_size < self.min_active_world_size:
+            limit = f"{state.active_world_size} ranks would run of min_active_world_size={self.min_active_world_size}"
+        else:
+            return
+        raise RestartAbort(
+            f"{limit}; look at the faults before, and restart the job",
+            counts={
+                "restarts": state.iteration,
+                "living": state.world_size,
+                "active": state.active_world_size,
+                "faults": sum(state.fault_counts.values()),
+            },
+            rank=state.initial_rank,
+            node=state.node,
+            iteration=state.iteration,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +166,8 @@ class FaultCounter:
     does not count."""
 
     def __post_init__(self) -> None:
-        if self.max_rank_faults is not None and self.max_rank_faults < 0:
-            raise ConfigError(f"max_rank_faults={self.max_rank_faults} must not be negative; None = no limit")
+        limit = self.max_rank_faults
+        require(limit is None or limit >= 0, f"max_rank_faults={limit} must not be negative; None = no limit")
 
     def __call__(self, state: State) -> None:
         """Check this rank.
@@ -221,8 +211,7 @@ class FillGaps:
     off: ``RestartAbort``."""
 
     def __post_init__(self) -> None:
-        if self.granularity not in ("node", "rank"):
-            raise ConfigError(f"granularity={self.granularity!r} must be node or rank")
+        require(self.granularity in ("node", "rank"), f"granularity={self.granularity!r} must be node or rank")
 
     def __call__(self, assignment: Assignment) -> Assignment:
         """Return the assignment without gaps.
@@ -248,8 +237,7 @@ class MaxActiveWorldSize:
     limit: int
 
     def __post_init__(self) -> None:
-        if self.limit < 1:
-            raise ConfigError(f"MaxActiveWorldSize({self.limit}): the limit must be at least 1")
+        require(self.limit >= 1, f"MaxActiveWorldSize({self.limit}): the limit must be at least 1")
 
     def __call__(self, assignment: Assignment) -> Assignment:
         """Return the assignment with at most that many ranks."""
@@ -270,8 +258,7 @@ class ActiveWorldSizeDivisibleBy:
     divisor: int
 
     def __post_init__(self) -> None:
-        if self.divisor < 1:
-            raise ConfigError(f"ActiveWorldSizeDivisibleBy({self.divisor}): the divisor must be at least 1")
+        require(self.divisor >= 1, f"ActiveWorldSizeDivisibleBy({self.divisor}): the divisor must be at least 1")
 
     def __call__(self, assignment: Assignment) -> Assignment:
         """Return the assignment with a multiple of that many ranks."""
@@ -298,10 +285,8 @@ class Level:
     whole: bool = False
 
     def __post_init__(self) -> None:
-        if self.spare < 0:
-            raise ConfigError(f"Level(spare={self.spare}) must not be negative")
-        if self.key == "":
-            raise ConfigError("Level(key='') must name an environment variable, or be a function")
+        require(self.spare >= 0, f"Level(spare={self.spare}) must not be negative")
+        require(self.key != "", "Level(key='') must name an environment variable, or be a function")
 
     def part(self) -> str:
         """Return this rank's part of the machine at this level.
@@ -334,13 +319,10 @@ class Tree:
     """
 
     def __init__(self, *levels: Level, may_shrink: bool = False) -> None:
-        if not levels:
-            raise ConfigError("Tree() has no levels; name at least one")
-        if sum(level.whole for level in levels) > 1:
-            raise ConfigError("more than one Level of a Tree has whole=True; keep one")
-        self._levels = levels
+        require(bool(levels), "Tree() has no levels; name at least one")
+        require(sum(level.whole for level in levels) <= 1, "more than one Level of a Tree has whole=True; keep one")
+        self._levels = {f"tree-{number}": level for number, level in enumerate(levels)}
         self._may_shrink = may_shrink
-        self._names = [f"tree-{number}" for number in range(len(levels))]
 
     def __call__(self, assignment: Assignment) -> Assignment:
         """Return the assignment without gaps.
@@ -348,14 +330,15 @@ class Tree:
         Raises:
             RestartAbort: Spares do not suffice, and it must not shrink.
         """
+        levels = self._levels.values()
         if not assignment.previous:
-            spares = [level.spare for level in self._levels]
+            spares = [level.spare for level in levels]
             return hold_back(assignment, place=self._place, spares=spares)
-        whole = next((number + 1 for number, level in enumerate(self._levels) if level.whole), None)
+        whole = next((number + 1 for number, level in enumerate(levels) if level.whole), None)
         return fill_gaps(assignment, place=self._place, whole=whole, may_shrink=self._may_shrink)
 
     def __repr__(self) -> str:
-        return f"Tree({', '.join(map(repr, self._levels))}, may_shrink={self._may_shrink})"
+        return f"Tree({', '.join(map(repr, self._levels.values()))}, may_shrink={self._may_shrink})"
 
     def labels(self) -> dict[str, str]:
         """Return this rank's parts of the machine, for ``Member.labels``.
@@ -363,12 +346,11 @@ class Tree:
         Raises:
             ConfigError: An environment variable is not set.
         """
-        named = zip(self._names, self._levels, strict=True)
-        return {name: level.part() for name, level in named if level.key != "node"}
+        return {name: level.part() for name, level in self._levels.items() if level.key != "node"}
 
     def _place(self, member: Member) -> list[str]:
-        named = zip(self._names, self._levels, strict=True)
-        return [member.node if level.key == "node" else member.labels[name] for name, level in named]
+        levels = self._levels.items()
+        return [member.node if level.key == "node" else member.labels[name] for name, level in levels]
 
 
 Plugin = Callable[[State], Any]
@@ -398,8 +380,8 @@ class Plugins:
             ConfigError: One cannot be called.
         """
         for name, plugin in given.items():
-            if plugin is not None and not callable(plugin):
-                raise ConfigError(f"{name}={plugin!r} cannot be called; pass an instance or a function")
+            text = f"{name}={plugin!r} cannot be called; pass an instance or a function"
+            require(plugin is None or callable(plugin), text)
         assignment = given.pop("rank_assignment") or FillGaps(granularity=config.granularity)
         chosen = {name: plugin or _nothing for name, plugin in given.items()}
         own_check, counter = chosen["health_check"], FaultCounter(max_rank_faults=config.max_rank_faults)

@@ -23,7 +23,7 @@ from outlast.inprocess.protocol import MonitorTask
 from outlast.policy.inprocess_protocol import RankFault, RankFaultKind
 
 _PAGE_BYTES = 4096
-_BEAT, _PROGRESS, _PHASE, _RESTART_COUNT, _PAUSES, _ATOMICS = range(6)
+_BEAT, _PROGRESS, _PHASE, _RESTART_COUNT, _PAUSES = range(5)
 
 
 class RankPhase(IntEnum):
@@ -105,15 +105,7 @@ class Page:
 
     def reset_depths(self) -> None:
         """Forget parts that were left by an exception."""
-        self._words[_PAUSES] = self._words[_ATOMICS] = 0
-
-    def enter_atomic(self) -> None:
-        """Enter a part in which no restart may happen; may be nested."""
-        self._words[_ATOMICS] += 1
-
-    def leave_atomic(self) -> None:
-        """Leave such a part."""
-        self._words[_ATOMICS] -= 1
+        self._words[_PAUSES] = 0
 
     # -- read by the monitor process ---------------------------------------------------------------------------
 
@@ -142,17 +134,15 @@ class Page:
         """Whether hang protection is off."""
         return self._words[_PAUSES] > 0
 
-    @property
-    def is_atomic(self) -> bool:
-        """Whether no restart may happen now."""
-        return self._words[_ATOMICS] > 0
-
 
 _SEM_BYTES = 64  # sem_t has 32 on 64-bit Linux
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_kept: list[ctypes.Array[ctypes.c_char]] = []
-"""Semaphores are never freed: the main thread may answer at any later time."""
+_post = ctypes.cast(_libc.sem_post, ctypes.c_void_p)
+_semaphore = ctypes.create_string_buffer(_SEM_BYTES)
+"""Never freed: the main thread may answer at any later time."""
+if _libc.sem_init(ctypes.byref(_semaphore), 0, 0) != 0:
+    raise OSError(ctypes.get_errno(), "sem_init failed")
 
 
 class MainThreadProgress:
@@ -162,26 +152,18 @@ class MainThreadProgress:
     """
 
     def __init__(self) -> None:
-        if _kept:
-            self._semaphore = _kept[0]
-        else:
-            self._semaphore = ctypes.create_string_buffer(_SEM_BYTES)
-            if _libc.sem_init(ctypes.byref(self._semaphore), 0, 0) != 0:
-                raise OSError(ctypes.get_errno(), "sem_init failed")
-            _kept.append(self._semaphore)
-        self._post = ctypes.cast(_libc.sem_post, ctypes.c_void_p)
         self._asked = False
 
     def ask(self) -> None:
         """Ask for a sign, unless the last one is still due. Blocks: never."""
         if not self._asked:
-            full = ctypes.pythonapi.Py_AddPendingCall(self._post, ctypes.byref(self._semaphore))
+            full = ctypes.pythonapi.Py_AddPendingCall(_post, ctypes.byref(_semaphore))
             self._asked = full == 0
 
     def take(self) -> bool:
         """Return whether there was a sign since the last call. Blocks: never."""
         answered = False
-        while _libc.sem_trywait(ctypes.byref(self._semaphore)) == 0:
+        while _libc.sem_trywait(ctypes.byref(_semaphore)) == 0:
             answered = True
         if answered:
             self._asked = False
@@ -265,7 +247,7 @@ class RankWatch:
         base_ns = progress_ns if self._ordered_to_leave_ns is None else min(progress_ns, self._ordered_to_leave_ns)
         hard_ns = base_ns + self._hard_ns
         if now_ns >= hard_ns:
-            return self._fault(restart_count, RankFaultKind.HARD_TIMEOUT, self._describe(now_ns, hard=True)), None
+            return self._fault(restart_count, RankFaultKind.HARD_TIMEOUT, self._why_hard(now_ns)), None
         if self._ordered_to_leave_ns is not None or self._reported_soft >= restart_count:
             return None, hard_ns
         soft_ns = progress_ns + self._soft_ns
@@ -274,8 +256,8 @@ class RankWatch:
         fresh_until_ns = page.beat_ns + self._fresh_ns
         if now_ns <= fresh_until_ns:
             self._reported_soft = restart_count
-            fault = self._fault(restart_count, RankFaultKind.SOFT_TIMEOUT, self._describe(now_ns, hard=False))
-            return fault, hard_ns
+            text = f"no progress for {(now_ns - progress_ns) / 1e9:.1f} s (soft_timeout={self._task.soft_timeout_s:g})"
+            return self._fault(restart_count, RankFaultKind.SOFT_TIMEOUT, text), hard_ns
         # The monitor thread does not run either: it may come back (a long call that holds the interpreter's lock).
         return None, min(hard_ns, now_ns + self._fresh_ns // 4)
 
@@ -294,11 +276,8 @@ class RankWatch:
     def _fault(self, restart_count: int, kind: RankFaultKind, summary: str) -> RankFault:
         return RankFault(initial_rank=self._task.initial_rank, restart_count=restart_count, kind=kind, summary=summary)
 
-    def _describe(self, now_ns: int, *, hard: bool) -> str:
-        since_s = (now_ns - self._page.progress_ns) / 1e9
-        text = f"no progress for {since_s:.1f} s"
-        if not hard:
-            return text + f" (soft_timeout={self._task.soft_timeout_s:g})"
+    def _why_hard(self, now_ns: int) -> str:
+        text = f"no progress for {(now_ns - self._page.progress_ns) / 1e9:.1f} s"
         if now_ns > self._page.beat_ns + self._fresh_ns:
             text += "; it was stopped, or held the interpreter's lock"
         elif self._ordered_to_leave_ns is not None:

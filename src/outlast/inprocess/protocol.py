@@ -5,7 +5,8 @@
   :class:`Connect` once, then what it reports (:data:`~outlast.policy.inprocess_protocol.Report`); it receives
   :class:`Listening` first, then orders, and in between who could host the hub (:class:`HubCandidates`), so that it
   can start another monitor process where its first one is gone (:class:`Reconnect`).
-* Between monitor processes and the hub: a :data:`HubChannel`, after the proof of the job's secret.
+* Between monitor processes and the hub: a :data:`HubChannel`, after the proof of the job's secret; a :class:`HubLink`
+  is its place in an event loop.
 
 A :class:`MemberRecord` remembers what a member was ordered and reported, so that a new hub or monitor process can
 resume from it. Nothing here imports torch.
@@ -15,12 +16,12 @@ from __future__ import annotations
 
 import os
 import selectors
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from outlast.decoding import msgpack_decoder
+from outlast.decoding import from_msgpack
 from outlast.errors import OutlastError
 from outlast.policy.inprocess_protocol import (
     Completed,
@@ -35,7 +36,7 @@ from outlast.policy.inprocess_protocol import (
     Restart,
     RestartLimits,
 )
-from outlast.runtime.wire import BufferedChannel
+from outlast.runtime.wire import BufferedChannel, encode_frame
 
 if TYPE_CHECKING:
     from outlast.config.training import InProcessRestartConfig
@@ -204,62 +205,93 @@ FromRank = Connect | Reconnect | Report
 FromMonitor = Listening | HubCandidates | Order
 OnLink = JoinHub | NotHub | HubCandidates | Beat | Gone | Report | Order
 
-_encoder = msgspec.msgpack.Encoder()
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgpack_decoder(FromRank)
-_from_monitor: msgspec.msgpack.Decoder[FromMonitor] = msgpack_decoder(FromMonitor)
+
+def encode(message: FromRank | FromMonitor) -> bytes:
+    """Return a packet between a rank and its monitor process."""
+    return msgspec.msgpack.encode(message)
 
 
-def encode(message: FromRank | FromMonitor | OnLink) -> bytes:
-    """Return a message as bytes."""
-    return _encoder.encode(message)
-
-
-def decode_from_rank(data: bytes) -> FromRank:
-    """Return what a rank sent its monitor process.
+def decode(packet: bytes, kind: Any) -> Any:
+    """Return what a rank (:data:`FromRank`) or a monitor process (:data:`FromMonitor`) sent the other one.
 
     Raises:
-        OutlastError: It is none of ours.
+        OutlastError: It is no such message.
     """
     try:
-        return _from_rank.decode(data)
+        return from_msgpack(packet, kind)
     except msgspec.DecodeError as error:
-        raise OutlastError(f"unreadable message from a rank to its monitor process: {error}") from error
-
-
-def decode_from_monitor(data: bytes) -> FromMonitor:
-    """Return what a monitor process sent its rank.
-
-    Raises:
-        OutlastError: It is none of ours.
-    """
-    try:
-        return _from_monitor.decode(data)
-    except msgspec.DecodeError as error:
-        raise OutlastError(f"unreadable message from a monitor process to its rank: {error}") from error
+        raise OutlastError(f"unreadable message between a rank and its monitor process: {error}") from error
 
 
 HubChannel = BufferedChannel[OnLink]
 """A connection between a monitor process and the hub."""
 
 
-def watch(selector: selectors.BaseSelector, channel: HubChannel) -> None:
-    """Have a selector report when a registered channel is readable and, while something waits, writable."""
-    wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.is_waiting else 0)
-    key = selector.get_key(channel)
-    if key.events != wanted:
-        selector.modify(channel, wanted, key.data)
+class HubLink:
+    """A channel in a process's event loop: what has come is handed on, and what waits is sent.
 
-
-def exchange(selector: selectors.BaseSelector, channel: HubChannel) -> list[OnLink]:
-    """Send what waits on a registered channel, and return what has come on it.
-
-    Raises:
-        OSError: The channel is broken.
+    Args:
+        selector: Of the process's loop; what it reports with a callable as data is called with the events.
+        channel: This object owns it.
+        on_messages: Gets what has come; may be replaced.
+        on_broken: Gets the error that broke the channel, from the loop or from :meth:`send`; may be replaced.
     """
-    channel.flush()
-    came = channel.receive()
-    watch(selector, channel)
-    return came
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        channel: HubChannel,
+        on_messages: Callable[[HubLink, list[OnLink]], None],
+        on_broken: Callable[[HubLink, OSError], None],
+    ) -> None:
+        self._selector, self.channel = selector, channel
+        self.on_messages, self.on_broken = on_messages, on_broken
+        self._events = selectors.EVENT_READ
+        selector.register(channel, self._events, self._on_event)
+
+    def send(self, message: OnLink) -> None:
+        """Send a message, now or as soon as the channel accepts it."""
+        self.send_frame(encode_frame(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send what :func:`~outlast.runtime.wire.encode_frame` made; see :meth:`send`."""
+        try:
+            self.channel.send_frame(frame)
+        except OSError as error:
+            self.on_broken(self, error)
+        else:
+            self._watch()
+
+    def release(self) -> HubChannel:
+        """Return the channel, which is the caller's and no part of the loop any more."""
+        self._events = 0
+        self._selector.unregister(self.channel)
+        return self.channel
+
+    def close(self) -> None:
+        """Close the channel. Idempotent."""
+        if self._events:
+            self.release().close()
+
+    def _on_event(self, _: int) -> None:
+        if not self._events:
+            return  # closed by an event before this one
+        try:
+            self.channel.flush()
+            came = self.channel.receive()
+            self._watch()
+        except OSError as error:
+            self.on_broken(self, error)
+        else:
+            if came:
+                self.on_messages(self, came)
+
+    def _watch(self) -> None:
+        """Have the loop report when the channel is readable and, while something waits, writable."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.channel.is_waiting else 0)
+        if wanted != self._events:
+            self._events = wanted
+            self._selector.modify(self.channel, wanted, self._on_event)
 
 
 class MemberRecord:

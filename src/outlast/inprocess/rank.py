@@ -8,6 +8,7 @@ the node, the journal, and the log (:class:`StatusReporter`).
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 import os
@@ -25,7 +26,7 @@ from outlast.errors import ConfigError, ExitReason, OutlastError, RestartAbort
 from outlast.incidents import EventKind, IncidentKind
 from outlast.inprocess import call as calls
 from outlast.inprocess import protocol as m
-from outlast.inprocess.bootstrap import Bootstrap, own_address
+from outlast.inprocess.bootstrap import Bootstrap
 from outlast.inprocess.monitor_client import Instruction, MonitorLink, MonitorThread
 from outlast.inprocess.plugins import Plugins, State, labels_of
 from outlast.inprocess.progress import Page, RankPhase
@@ -35,18 +36,22 @@ from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_restart import add_fault, count_causes
 from outlast.policy.rank_assignment import assign
 from outlast.runtime import connections, device
+from outlast.runtime.addresses import own_address
 from outlast.runtime.board import InProcessFault, InProcessMark
-from outlast.runtime.interruption import SignalInterruption
+from outlast.runtime.interruption import CallOutcome, SignalInterruption
 from outlast.runtime.journal import Journal
 
 log = logging.getLogger(__name__)
 
-_HUNG = (
-    p.RankFaultKind.SOFT_TIMEOUT,
-    p.RankFaultKind.HARD_TIMEOUT,
-    p.RankFaultKind.COMPLETION_TIMEOUT,
-    p.RankFaultKind.BARRIER_TIMEOUT,
-)
+_INCIDENTS = {
+    p.RankFaultKind.EXCEPTION: IncidentKind.WORKER_FAILED,
+    p.RankFaultKind.DIED: IncidentKind.WORKER_DIED,
+    p.RankFaultKind.LINK_LOST: IncidentKind.WORKER_DIED,
+    p.RankFaultKind.SOFT_TIMEOUT: IncidentKind.WORKER_HUNG,
+    p.RankFaultKind.HARD_TIMEOUT: IncidentKind.WORKER_HUNG,
+    p.RankFaultKind.COMPLETION_TIMEOUT: IncidentKind.WORKER_HUNG,
+    p.RankFaultKind.BARRIER_TIMEOUT: IncidentKind.WORKER_HUNG,
+}
 _num_calls = 0
 
 
@@ -70,18 +75,21 @@ class StatusReporter:
         self._left_s: float | None = None
         self._journal: Journal | None = None
         self._has_ended = False
-        self._mark = self._open_mark()
-        if self._mark is not None:
-            self._mark.arm(call, patience_s=config.barrier_timeout + config.hard_timeout)
+        self._mark: InProcessMark | None = None
+        if place.board is not None:
+            try:
+                self._mark = InProcessMark(place.board, place.local_rank)
+                self._mark.arm(call, patience_s=config.barrier_timeout + config.hard_timeout)
+            except OutlastError as error:
+                log.warning("restarts in process cannot be reported to the node's agent: %s", error)
         if call == 0 and place.is_first:
             _say_what_the_launcher_allows(place.launcher)
 
     def begin(self, go: p.Go) -> None:
         """Report that a call begins, which this rank takes part in or waits through as a spare."""
         rank = go.ranks.get(self._place.global_rank)
-        if self._mark is not None:
-            state = p.InProcessState.SPARE if rank is None else p.InProcessState.ACTIVE
-            self._mark.set(state, go.restart_count, _for_agent(go.faults))
+        state = p.InProcessState.SPARE if rank is None else p.InProcessState.ACTIVE
+        self._set(state, go.restart_count, go.faults)
         if go.restart_count > 0 and rank == 0:
             self._write_restarted(go)
         self._ranks, self._left_s = go.ranks, None
@@ -90,45 +98,38 @@ class StatusReporter:
         """Report that the running call is left, for the one named."""
         if self._left_s is None:
             self._left_s = clock.now_s()
-        if self._mark is not None:
-            self._mark.set(p.InProcessState.RESTARTING, restart_count, _for_agent(faults))
+        self._set(p.InProcessState.RESTARTING, restart_count, faults)
 
     def complete(self) -> None:
         """Report that the function returned here."""
-        if self._mark is not None:
-            self._mark.set(p.InProcessState.COMPLETED)
+        self._set(p.InProcessState.COMPLETED)
 
     def finish(self) -> None:
         """Report that it returned on all active ranks."""
         self._has_ended = True
-        if self._mark is not None:
-            self._mark.set(p.InProcessState.RETURNED)
+        self._set(p.InProcessState.RETURNED)
 
     def leave(self) -> None:
         """Report that this rank is permanently removed, and its peers resume."""
         self._has_ended = True
-        if self._mark is not None:
-            self._mark.set(p.InProcessState.LEFT)
+        self._set(p.InProcessState.LEFT)
 
     def close(self) -> None:
         """Report, unless the call came to one of the ends above, that it was given up; idempotent."""
         if self._mark is not None:
             if not self._has_ended:
-                self._mark.set(p.InProcessState.GAVE_UP)
+                self._set(p.InProcessState.GAVE_UP)
             self._mark.close()
             self._mark = None
         if self._journal is not None:
             self._journal.close()
             self._journal = None
 
-    def _open_mark(self) -> InProcessMark | None:
-        if self._place.board is None:
-            return None
-        try:
-            return InProcessMark(self._place.board, self._place.local_rank)
-        except OutlastError as error:
-            log.warning("restarts in process cannot be reported to the node's agent: %s", error)
-            return None
+    def _set(
+        self, state: p.InProcessState, restart_count: int | None = None, faults: Iterable[p.RankFault] = ()
+    ) -> None:
+        if self._mark is not None:
+            self._mark.set(state, restart_count, _for_agent(faults))
 
     def _write_restarted(self, go: p.Go) -> None:
         place = self._place
@@ -159,19 +160,12 @@ def _for_agent(faults: Iterable[p.RankFault]) -> list[InProcessFault]:
     return [
         InProcessFault(
             rank=fault.initial_rank,
-            kind=_kind(fault.kind),
+            kind=_INCIDENTS[fault.kind],
             summary=fault.summary or str(fault.kind).replace("_", " "),
             is_consequence=fault.is_consequence,
         )
         for fault in ranked
     ]
-
-
-def _kind(kind: p.RankFaultKind) -> IncidentKind:
-    if kind in _HUNG:
-        return IncidentKind.WORKER_HUNG
-    dead = kind in (p.RankFaultKind.DIED, p.RankFaultKind.LINK_LOST)
-    return IncidentKind.WORKER_DIED if dead else IncidentKind.WORKER_FAILED
 
 
 def _say_what_the_launcher_allows(launcher: str) -> None:
@@ -193,47 +187,6 @@ _ABORT_S = 5.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
-class RestartContext:
-    """The last order to go, and the faults since.
-
-    Args:
-        place: This process's place at its start.
-
-    Thread: the main thread; :meth:`describe` from any.
-    """
-
-    def __init__(self, place: env.WorkerEnv) -> None:
-        self.place = place
-        self.restart_count = 0
-        """The one that this rank was ordered to enter last."""
-        self._go: p.Go | None = None
-        self._faults: tuple[p.RankFault, ...] = ()
-
-    def note_go(self, go: p.Go) -> None:
-        """Note an order to go; its counts have all faults before it."""
-        self._go, self.restart_count, self._faults = go, go.restart_count, ()
-
-    def note_faults(self, faults: Iterable[p.RankFault]) -> None:
-        """Note faults since the last order to go."""
-        for fault in faults:
-            self._faults = add_fault(self._faults, fault)
-
-    def describe(self) -> State:
-        """Return it for plug-ins."""
-        go, place = self._go, self.place
-        ranks = go.ranks if go is not None else {}
-        return State(
-            initial_rank=place.global_rank,
-            initial_world_size=place.world_size,
-            rank=ranks.get(place.global_rank),
-            world_size=len(ranks) or place.world_size,
-            active_world_size=go.active_world_size if go is not None else place.world_size,
-            iteration=self.restart_count,
-            node=place.node,
-            fault_counts=count_causes(go.fault_counts if go is not None else {}, self._faults),
-        )
-
-
 class RankLeft(SystemExit):
     """This rank leaves a wrapped function for good, and the others resume; its process ends with exit code 0.
 
@@ -249,13 +202,6 @@ class RankLeft(SystemExit):
         return self.reason
 
 
-class _CallResult:
-    """What the function ended with: a value, or the ``SystemExit`` that it raised."""
-
-    def __init__(self, value: object = None, leaving: SystemExit | None = None) -> None:
-        self.value, self.leaving = value, leaving
-
-
 class WrappedRank:
     """Go through calls as ordered, until all have completed.
 
@@ -269,20 +215,15 @@ class WrappedRank:
     def __init__(self, config: InProcessRestartConfig, plugins: Plugins) -> None:
         self._config, self._plugins = config, plugins
         self._place = env.read_worker()
-        self._context = RestartContext(self._place)
+        self._go: p.Go | None = None
+        self._faults: tuple[p.RankFault, ...] = ()
+        """Since that order to go."""
         self._ready_for = -1
-        self._returned: _CallResult | None = None
+        self._returned: CallOutcome | None = None
         self._kept: dict[str, Any] = {}
         self._handle: calls.Handle | None = None
         self._store: calls.CallStore | None = None
         self._interruption = SignalInterruption(calls.RestartRequested, WrappedRank._enter.__code__)
-        self._function: Callable[..., Any]
-        self._handle_name: str | None
-        self._reporter: StatusReporter
-        self._background: calls.Background
-        self._page: Page
-        self._link: MonitorLink
-        self._thread: MonitorThread
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the function until it has returned on all active ranks; return what it returned here last.
@@ -302,11 +243,11 @@ class WrappedRank:
             self._interruption.install()
             stack.callback(self._interruption.uninstall)
             stacks.register()
-            bootstrap = self._open(stack)
-            self._join(bootstrap)
-            return self._follow(bootstrap)
+            self._open(stack)
+            self._join()
+            return self._follow()
 
-    def _open(self, stack: ExitStack) -> Bootstrap:
+    def _open(self, stack: ExitStack) -> None:
         """Set up what lives as long as this rank's part."""
         config, place = self._config, self._place
         before = {variable: env.environ().get(variable) for variable in _VARIABLES}
@@ -316,11 +257,11 @@ class WrappedRank:
         self._reporter = StatusReporter(place, config)
         stack.callback(self._reporter.close)
         self._background = calls.Background()
-        stack.callback(self._background.thaw)
-        self._host = own_address(place)
-        bootstrap = Bootstrap(place, timeout_s=config.barrier_timeout)
+        stack.callback(gc.unfreeze)
+        self._host = own_address(None if place.world_size == 1 else place.master_addr)
+        self._bootstrap = Bootstrap(place, timeout_s=config.barrier_timeout)
         labels = labels_of(self._plugins.rank_assignment)
-        task = MonitorTask.of(config, place, host=self._host, bootstrap_key=bootstrap.key, labels=labels)
+        task = MonitorTask.of(config, place, host=self._host, bootstrap_key=self._bootstrap.key, labels=labels)
         self._page = Page.create()
         stack.callback(self._page.close)
         self._link = MonitorLink(task, self._page)
@@ -339,28 +280,28 @@ class WrappedRank:
         noting.start()
         stack.callback(noting.stop)
         stack.callback(calls.set_current, None)
-        self._background.freeze()
-        stack.callback(bootstrap.close)
-        return bootstrap
+        gc.collect()
+        gc.freeze()  # the collector takes 100 times as long to look through the objects that live anyway
+        stack.callback(self._bootstrap.close)
 
     # -- orders ------------------------------------------------------------------------------------------------
 
-    def _join(self, bootstrap: Bootstrap) -> None:
+    def _join(self) -> None:
         listening = self._next(self._config.barrier_timeout)
         if not isinstance(listening, m.Listening):
             raise OutlastError(f"the monitor process did not start: {listening!r}")
-        bootstrap.run(listening.address, self._link.send)
+        self._bootstrap.run(listening.address, self._link.send)
         self._get_ready(0)
 
-    def _follow(self, bootstrap: Bootstrap) -> Any:
+    def _follow(self) -> Any:
         while True:
             order = self._next()
             match order:
                 case p.Go():
-                    bootstrap.close()
+                    self._bootstrap.close()
                     self._go_into(order)
                 case p.Restart():
-                    self._context.note_faults(order.faults)
+                    self._note_faults(order.faults)
                     self._reporter.restart(order.restart_count, order.faults)
                     if order.restart_count > self._ready_for:
                         self._leave(None)
@@ -389,7 +330,7 @@ class WrappedRank:
         """Record that this rank can enter a call, if it may."""
         if restart_count > 0:
             try:
-                self._plugins.health_check(self._context.describe())
+                self._plugins.health_check(self._describe())
             except RestartAbort as error:
                 self._give_up(error)
             except Exception as error:  # noqa: BLE001 - whatever a health check raises: it failed
@@ -417,7 +358,7 @@ class WrappedRank:
     # -- a call ------------------------------------------------------------------------------------------
 
     def _go_into(self, go: p.Go) -> None:
-        self._context.note_go(go)
+        self._go, self._faults = go, ()  # its counts have all faults before it
         self._reporter.begin(go)
         self._returned = None
         if self._place.global_rank not in go.ranks:
@@ -426,7 +367,7 @@ class WrappedRank:
         if rank is None:
             return  # a spare: it waits for the next order
         handle = self._handle = calls.open_handle(
-            self._context.describe(),
+            self._describe(),
             interruption=self._interruption,
             page=self._page,
             on_first_ping=self._thread.count_pings_only,
@@ -443,23 +384,24 @@ class WrappedRank:
         self._page.set_phase(RankPhase.OUT)
         self._settle(outcome)
 
-    def _enter(self, go: p.Go, rank: int, given: Mapping[str, Any]) -> _CallResult | BaseException:
+    def _enter(self, go: p.Go, rank: int, given: Mapping[str, Any]) -> CallOutcome:
         """Call the function; return what it ended with.
 
-        This frame is the boundary of what is interrupted: it is not, whatever it calls is.
+        This frame is the boundary of what is interrupted: it is not, whatever it calls is. So it calls nothing outside
+        of the ``try`` once it has entered.
         """
+        outcome = CallOutcome()
         if not self._interruption.enter(go.restart_count):
-            return calls.RestartRequested()
+            outcome.error = calls.RestartRequested()
+            return outcome
         try:
             self._prepare(go, rank)
             self._page.set_phase(RankPhase.IN_FN)
-            self._plugins.initialize(self._context.describe())
-            value = self._function(**given)
-        except SystemExit as error:
-            return _CallResult(leaving=error)
+            self._plugins.initialize(self._describe())
+            outcome.value = self._function(**given)
         except BaseException as error:  # noqa: BLE001 - whatever ended the function is dealt with outside
-            return error
-        return _CallResult(value)
+            outcome.error = error
+        return outcome
 
     def _prepare(self, go: p.Go, rank: int) -> None:
         """Set the scene for the function on this rank."""
@@ -477,41 +419,40 @@ class WrappedRank:
             }
         )
 
-    def _settle(self, outcome: _CallResult | BaseException) -> None:
+    def _settle(self, outcome: CallOutcome) -> None:
         """Report how the call ended, and leave it if it failed."""
-        if not isinstance(outcome, _CallResult):
-            self._reporter.restart(self._context.restart_count + 1)
-        if isinstance(outcome, _CallResult):
+        error = outcome.error
+        if error is None or isinstance(error, SystemExit):
             self._returned = outcome
             self._page.set_phase(RankPhase.COMPLETED)
-            if outcome.leaving is not None:
-                calls.drop(outcome.leaving)
+            calls.drop(error)
             self._reporter.complete()
-            self._link.send(p.Completed(restart_count=self._context.restart_count))
+            self._link.send(p.Completed(restart_count=self._restart_count))
             return
-        if isinstance(outcome, KeyboardInterrupt):
+        self._reporter.restart(self._restart_count + 1)
+        if isinstance(error, KeyboardInterrupt):
             self._leave(None)
             self._link.send(p.Left(reason="interrupted by the keyboard", fatal=True))
-            raise outcome
-        if isinstance(outcome, RestartAbort):
+            raise error
+        if isinstance(error, RestartAbort):
             self._leave(None)
-            self._give_up(outcome)
-        if not isinstance(outcome, calls.RestartRequested):
-            self._report_fault(outcome)
-        self._leave(outcome)
+            self._give_up(error)
+        if not isinstance(error, calls.RestartRequested):
+            self._report_fault(error)
+        self._leave(error)
 
     def _report_fault(self, error: BaseException) -> None:
         fault = p.RankFault(
             initial_rank=self._place.global_rank,
-            restart_count=self._context.restart_count,
+            restart_count=self._restart_count,
             kind=p.RankFaultKind.EXCEPTION,
             summary=calls.describe(error),
             is_consequence=calls.is_consequence(error),
         )
-        self._context.note_faults((fault,))
+        self._note_faults((fault,))
         self._link.send(fault)
         if not fault.is_consequence:
-            log.warning("the function failed on this rank in call %d", self._context.restart_count, exc_info=error)
+            log.warning("the function failed on this rank in call %d", self._restart_count, exc_info=error)
 
     def _leave(self, error: BaseException | None) -> None:
         """Let go of the call that was entered last. Idempotent."""
@@ -523,7 +464,7 @@ class WrappedRank:
         try:
             calls.leave(handle.take_callbacks(), error, self._background)
             calls.set_current(None)
-            self._plugins.finalize(self._context.describe())
+            self._plugins.finalize(self._describe())
         except RestartAbort as failure:
             self._give_up(failure)
         except Exception as failure:
@@ -538,15 +479,15 @@ class WrappedRank:
 
     def _finish(self) -> Any:
         self._reporter.finish()
-        state = self._context.describe()
+        state = self._describe()
         self._handle = None
         calls.set_current(None)
         self._plugins.completion(state)
         if self._returned is None:
             return None
         calls.end_groups()
-        if self._returned.leaving is not None:
-            raise self._returned.leaving
+        if self._returned.error is not None:
+            raise self._returned.error
         return self._returned.value
 
     def _part(self, reason: str, *, report: bool) -> NoReturn:
@@ -595,18 +536,44 @@ class WrappedRank:
             counts={"restarts": order.restart_count, "faults": sum(order.fault_counts.values())},
             rank=self._place.global_rank,
             node=self._place.node,
-            iteration=self._context.restart_count,
+            iteration=self._restart_count,
         )
 
     def _terminate(self) -> None:
         try:
-            self._plugins.terminate(self._context.describe())
+            self._plugins.terminate(self._describe())
         except Exception:
             log.exception("the terminate plug-in failed")
 
     def _close_store(self) -> None:
         if self._store is not None:
             self._store.close()
+
+    # -- where it stands ---------------------------------------------------------------------------------------
+
+    @property
+    def _restart_count(self) -> int:
+        """The call that this rank was ordered to enter last."""
+        return self._go.restart_count if self._go is not None else 0
+
+    def _note_faults(self, faults: Iterable[p.RankFault]) -> None:
+        for fault in faults:
+            self._faults = add_fault(self._faults, fault)
+
+    def _describe(self) -> State:
+        """Return it for plug-ins. Thread: any."""
+        go, place = self._go, self._place
+        ranks = go.ranks if go is not None else {}
+        return State(
+            initial_rank=place.global_rank,
+            initial_world_size=place.world_size,
+            rank=ranks.get(place.global_rank),
+            world_size=len(ranks) or place.world_size,
+            active_world_size=go.active_world_size if go is not None else place.world_size,
+            iteration=self._restart_count,
+            node=place.node,
+            fault_counts=count_causes(go.fault_counts if go is not None else {}, self._faults),
+        )
 
     # -- for others ---------------------------------------------------------------------------------------------
 
@@ -619,7 +586,7 @@ class WrappedRank:
             log.exception("the check before the abort failed")
         try:
             device.abort_collectives()
-            self._plugins.abort(self._context.describe())
+            self._plugins.abort(self._describe())
         except Exception:
             log.exception("the abort plug-in failed")
 
@@ -705,7 +672,12 @@ class Wrapper:
             ConfigError: It is not to be protected, and needs a :class:`~outlast.inprocess.Handle`.
         """
         if self.config.given.get("enabled") is False:
-            _check_needs_no_handle(function)
+            name = calls.handle_parameter(function)
+            if name is not None and inspect.signature(function).parameters[name].default is inspect.Parameter.empty:
+                raise ConfigError(
+                    f"in_process_restart.enabled is off, but {function.__qualname__}() takes a Handle, which only a "
+                    f"protected call has; give {name} a default of None, or leave enabled out"
+                )
             return function
 
         @functools.wraps(function)
@@ -714,12 +686,3 @@ class Wrapper:
             return value
 
         return protected
-
-
-def _check_needs_no_handle(function: Callable[..., Any]) -> None:
-    name = calls.handle_parameter(function)
-    if name is not None and inspect.signature(function).parameters[name].default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"in_process_restart.enabled is off, but {function.__qualname__}() takes a Handle, which only a protected "
-            f"call has; give {name} a default of None, or leave enabled out"
-        )

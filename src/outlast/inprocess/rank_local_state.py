@@ -15,7 +15,7 @@ import mmap
 import os
 import random
 import struct
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import msgspec
@@ -74,14 +74,14 @@ class SharedBuffer:
             data: At most :data:`CAPACITY_BYTES`.
         """
         start = (iteration & 1) * _SLOT_BYTES
-        self._map[start : start + _HEAD.size] = _HEAD.pack(-1, 0, 0)
+        _HEAD.pack_into(self._map, start, -1, 0, 0)
         self._map[start + _HEAD.size : start + _HEAD.size + len(data)] = data
-        self._map[start : start + _HEAD.size] = _HEAD.pack(iteration, len(data), xxhash.xxh3_64_intdigest(data))
+        _HEAD.pack_into(self._map, start, iteration, len(data), xxhash.xxh3_64_intdigest(data))
 
     def clear(self) -> None:
         """Forget both iterations."""
         for slot in range(2):
-            self._map[slot * _SLOT_BYTES : slot * _SLOT_BYTES + _HEAD.size] = _HEAD.pack(-1, 0, 0)
+            _HEAD.pack_into(self._map, slot * _SLOT_BYTES, -1, 0, 0)
 
     def iterations(self) -> tuple[int, ...]:
         """Return the iterations of which it holds something, in order."""
@@ -113,11 +113,12 @@ _SCALARS = frozenset((str, int, float, bool, type(None)))
 _INT_MAX = 2**63
 
 
-class _Encoded(msgspec.Struct, frozen=True):
-    """One value, taken apart."""
+class _Description(msgspec.Struct, frozen=True):
+    """A value without the content of its tensors."""
 
     tree: bytes
-    tensors: list[tuple[str, str, list[int], bytes]]
+    tensors: list[tuple[str, str, list[int]]]
+    """Names, dtypes and shapes."""
 
 
 class _Payload(msgspec.Struct, frozen=True):
@@ -148,8 +149,9 @@ class RankLocalState:
 
     def __init__(self, state: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._state, self._optimizers = state, dict(optimizers)
-        self._stateful = dict(_stateful_in(state, ""))
-        self._has_plain = _has_plain(state)
+        leaves = list(_leaves(state, ""))
+        self._stateful = {path: value for path, _, _, value in leaves if is_stateful(value)}
+        self._has_plain = len(leaves) > len(self._stateful)
         self._random = _Random()
         self._encoded: dict[str, tuple[bytes, bytes]] = {}
 
@@ -162,13 +164,14 @@ class RankLocalState:
         simple: dict[str, Any] = {}
         others: dict[str, bytes] = {}
         for path, optimizer in self._optimizers.items():
-            numbers, rest = list[dict[str, Any]](), list[dict[str, Any]]()
-            for group in optimizer.param_groups:
-                numbers.append({name: value for name, value in group.items() if type(value) in _SCALARS})
-                rest.append(
-                    {name: value for name, value in group.items() if type(value) not in _SCALARS and name != "params"}
-                )
-            simple[f"groups {path}"] = numbers
+            groups = optimizer.param_groups
+            simple[f"groups {path}"] = [
+                {name: value for name, value in group.items() if type(value) in _SCALARS} for group in groups
+            ]
+            rest = [
+                {name: value for name, value in group.items() if type(value) not in _SCALARS and name != "params"}
+                for group in groups
+            ]
             others[f"groups {path}"] = self._encode(f"groups {path}", rest)
         for path, value in self._stateful.items():
             captured = value.state_dict()
@@ -177,7 +180,7 @@ class RankLocalState:
             else:
                 others[f"state {path}"] = self._encode(f"state {path}", captured)
         if self._has_plain:
-            for path, _, _, value in _plain_in(self._state, ""):
+            for path, _, _, value in self._plain():
                 others[f"plain {path}"] = self._encode(f"plain {path}", value)
         parts = self._random.take()
         return _encoder.encode(_Payload(*parts, simple, others))
@@ -207,7 +210,7 @@ class RankLocalState:
             for group, kept, scalars in zip(optimizer.param_groups, groups, numbers, strict=True):
                 group.update(kept)
                 group.update(scalars)
-        for path, mapping, name, value in list(_plain_in(self._state, "")):
+        for path, mapping, name, value in self._plain():
             kept = _from_bytes(_of(payload.others, f"plain {path}"))
             if isinstance(value, torch.Tensor):
                 with torch.no_grad():
@@ -217,6 +220,9 @@ class RankLocalState:
             else:
                 raise OutlastError(f"state {path!r} is a plain value in a mapping that takes none back; give a dict")
         _put_back_random(payload)
+
+    def _plain(self) -> list[tuple[str, Mapping[str, Any], str, Any]]:
+        return [leaf for leaf in _leaves(self._state, "") if not is_stateful(leaf[-1])]
 
     def _encode(self, name: str, value: Any) -> bytes:
         """Return a value as bytes: the same ones while msgpack encodes it alike, which takes a tenth as long."""
@@ -240,13 +246,8 @@ class _Random:
         self._numpy_seen, self._numpy = b"", b""
 
     def take(self) -> tuple[bytes, bytes, bytes, bytes]:
-        device = device_rng_state()
-        return (
-            self._take_python(),
-            self._take_numpy(),
-            torch.get_rng_state().numpy().tobytes(),
-            b"" if device is None else device,
-        )
+        of_torch = torch.get_rng_state().numpy().tobytes()
+        return self._take_python(), self._take_numpy(), of_torch, device_rng_state() or b""
 
     def _take_python(self) -> bytes:
         if self._python_address:
@@ -296,40 +297,22 @@ def _put_back_random(payload: _Payload) -> None:
     )
 
 
-def _is_part(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
-
-
 def _is_nested(value: Any) -> bool:
     return isinstance(value, Mapping) and any(
         is_stateful(inner) or isinstance(inner, torch.Tensor) or _is_nested(inner) for inner in value.values()
     )
 
 
-def _stateful_in(state: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(state: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any], str, Any]]:
+    """Yield what is neither module nor optimizer: its path, the mapping that has it, its name there, and itself."""
     for name, value in state.items():
         here = f"{path}.{name}" if path else str(name)
-        if _is_part(value):
+        if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
             continue
-        if is_stateful(value):
-            yield here, value
-        elif _is_nested(value):
-            yield from _stateful_in(value, here)
-
-
-def _plain_in(state: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any], str, Any]]:
-    for name, value in state.items():
-        here = f"{path}.{name}" if path else str(name)
-        if _is_part(value) or is_stateful(value):
-            continue
-        if not isinstance(value, torch.Tensor) and _is_nested(value):
-            yield from _plain_in(value, here)
+        if not is_stateful(value) and _is_nested(value):
+            yield from _leaves(value, here)
         else:
             yield here, state, name, value
-
-
-def _has_plain(state: Mapping[str, Any]) -> bool:
-    return next(_plain_in(state, ""), None) is not None
 
 
 def _is_simple(value: Any) -> bool:
@@ -347,26 +330,42 @@ def _is_simple(value: Any) -> bool:
     return True
 
 
-def _as_bytes(value: Any) -> bytes:
+def take_apart(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Return a description of a value, and the bytes of its tensors, as they are on the host."""
     flat = flatten(value)
-    tensors = []
-    for named in flat.tensors:
-        host = named.tensor.detach().cpu().contiguous()
-        kind = str(host.dtype).removeprefix("torch.")
-        tensors.append((named.name, kind, list(host.shape), host.reshape(-1).view(torch.uint8).numpy().tobytes()))
-    return _encoder.encode(_Encoded(flat.tree, tensors))
+    hosted = [(named.name, named.tensor.detach().cpu().contiguous()) for named in flat.tensors]
+    kinds = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in hosted]
+    contents = [one.reshape(-1).view(torch.uint8) for _, one in hosted if one.numel()]
+    return _encoder.encode(_Description(flat.tree, kinds)), contents
+
+
+def put_together(description: bytes, fill: Callable[[torch.Tensor], object]) -> Any:
+    """Return the value that :func:`take_apart` described.
+
+    Args:
+        description: What it returned first.
+        fill: Fills the bytes of the next tensor, in the same order.
+    """
+    described = from_msgpack(description, _Description)
+    tensors = {}
+    for name, dtype, shape in described.tensors:
+        one = tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        if one.numel():
+            fill(one.reshape(-1).view(torch.uint8))
+    return decode(described.tree, tensors.__getitem__)
+
+
+def _as_bytes(value: Any) -> bytes:
+    description, contents = take_apart(value)
+    return _encoder.encode((description, [one.numpy().tobytes() for one in contents]))
 
 
 def _from_bytes(data: bytes) -> Any:
-    encoded = from_msgpack(data, _Encoded)
-    tensors = {}
-    for name, kind, shape, content in encoded.tensors:
-        dtype = getattr(torch, kind)
-        if content:
-            tensors[name] = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).reshape(shape)
-        else:
-            tensors[name] = torch.empty(shape, dtype=dtype)
-    return decode(encoded.tree, tensors.__getitem__)
+    description, contents = from_msgpack(data, tuple[bytes, list[bytes]])
+    left = iter(contents)
+    return put_together(
+        description, lambda into: into.copy_(torch.frombuffer(bytearray(next(left)), dtype=torch.uint8))
+    )
 
 
 def _of(others: Mapping[str, bytes], name: str) -> bytes:

@@ -23,11 +23,11 @@ import torch.distributed as dist
 import xxhash
 
 from outlast import clock
-from outlast.checkpoint.state import capture, decode, flatten, restore_into
+from outlast.checkpoint.state import capture, restore_into
 from outlast.decoding import from_msgpack
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.call import Handle, current_handle
-from outlast.inprocess.rank_local_state import CAPACITY_BYTES, RankLocalState, SharedBuffer
+from outlast.inprocess.rank_local_state import CAPACITY_BYTES, RankLocalState, SharedBuffer, put_together, take_apart
 from outlast.numerics.replica_digest import digest_tensors, find_replicated
 from outlast.policy.recovery_point import InPlaceHolding, InPlacePlan, Origin, plan_in_place
 from outlast.runtime import device
@@ -43,29 +43,23 @@ _DEVICE_S = 0.5
 
 
 class Parts:
-    """The modules and optimizers of a state, by path."""
+    """The modules and optimizers in a state, by path; of a wrapped module the one within."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
         self.modules: dict[str, torch.nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        for path, value in _walk(state, ""):
+            if isinstance(value, torch.nn.Module):
+                self.modules[path] = value.module if isinstance(value, DistributedDataParallel) else value
+            elif isinstance(value, torch.optim.Optimizer):
+                self.optimizers[path] = value
 
     @property
     def mapping(self) -> dict[str, Any]:
         """Both, as a state."""
         return {**self.modules, **self.optimizers}
-
-
-def parts_of(state: Mapping[str, Any]) -> Parts:
-    """Return the modules and optimizers in a state; of a wrapped module the one within."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    parts = Parts()
-    for path, value in _walk(state, ""):
-        if isinstance(value, torch.nn.Module):
-            parts.modules[path] = value.module if isinstance(value, DistributedDataParallel) else value
-        elif isinstance(value, torch.optim.Optimizer):
-            parts.optimizers[path] = value
-    return parts
 
 
 def digest_parts(parts: Parts) -> str:
@@ -123,11 +117,10 @@ class KeptTrainingState:
         """
         self.release()
         self.rank, self.world_size = rank, world_size
-        self._iteration, self._reason, self._digest = None, "", ""
         self._copies, self._to_restore, self.has_changing_buffers = {}, [], False
-        self._parts = parts = parts_of(state)
+        self._parts = parts = Parts(state)
         self._objects = {path: weakref.ref(value) for path, value in parts.mapping.items()}
-        self._reason = _why_not(state, parts)
+        self._iteration, self._reason, self._digest = None, _why_not(state, parts), ""
         if self.page is None:
             self.page = SharedBuffer.create()
         self.page.clear()
@@ -214,7 +207,7 @@ class KeptTrainingState:
     def is_used(self, state: Mapping[str, Any]) -> bool:
         """Return whether an object of ``state`` was trained in an earlier call."""
         known = [reference() for reference in self._objects.values()]
-        return any(value is one for value in parts_of(state).mapping.values() for one in known)
+        return any(value is one for value in Parts(state).mapping.values() for one in known)
 
     def look(self, state: Mapping[str, Any]) -> tuple[int | None, str, str]:
         """Return at which iteration ``state`` is whole (``None``: it is not), why not, and its digest.
@@ -228,7 +221,7 @@ class KeptTrainingState:
             return None, "", ""  # this process was a spare
         if self._reason or self._iteration is None:
             return None, self._reason or "no step had begun", ""
-        parts = parts_of(state)
+        parts = Parts(state)
         there = parts.mapping
         for path, reference in self._objects.items():
             if there.get(path) is not reference():
@@ -237,11 +230,8 @@ class KeptTrainingState:
             return None, "the state has other parts than before", ""
         digest = digest_parts(parts)
         if digest != self._digest:
-            return (
-                None,
-                "something wrote to it since the call was left (DistributedDataParallel without init_sync=False?)",
-                "",
-            )
+            why = "something wrote to it since the call was left (DistributedDataParallel without init_sync=False?)"
+            return None, why, ""
         with torch.no_grad():
             for reference, copy in self._to_restore:
                 if (buffer := reference()) is not None:
@@ -276,22 +266,19 @@ class KeptTrainingState:
         versions = [tensor._version for tensor in self._loose]
         if versions == self._loose_versions:
             return
-        if self._loose_versions and self._loose_versions[0] >= 0:
+        if self._loose_versions[0] >= 0:
             self.has_changing_buffers = True
             changed = self._changed(versions)
-            new = [i for i in changed if i not in self._copies]
-            if new:
-                num_bytes = sum(self._loose[i].nbytes for i in {*new, *self._copies})
-                if len(self._copies) + len(new) > MAX_COPIED or num_bytes > MAX_COPIED_BYTES:
-                    self._copies = {}
-                    self._loose_versions = versions
-                    return
-                for index in new:
-                    self._copies[index] = self._loose[index].detach().clone()
-            with torch.no_grad():
-                for index in changed:
-                    if index in self._copies:
-                        self._copies[index].copy_(self._loose[index])
+            copied = {*changed, *self._copies}
+            if len(copied) > MAX_COPIED or sum(self._loose[i].nbytes for i in copied) > MAX_COPIED_BYTES:
+                self._copies = {}
+            else:
+                with torch.no_grad():
+                    for index in changed:
+                        if index in self._copies:
+                            self._copies[index].copy_(self._loose[index])
+                        else:
+                            self._copies[index] = self._loose[index].detach().clone()
         self._loose_versions = versions
 
     def _changed(self, versions: list[int]) -> list[int]:
@@ -329,7 +316,7 @@ def _why_not(state: Mapping[str, Any], parts: Parts) -> str:
         return "the state has no module and optimizer of torch"
     for path, module in parts.modules.items():
         is_sharded = any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules())
-        if is_sharded or any(isinstance(tensor, DTensor) for tensor in _tensors_of(module)):
+        if is_sharded or any(isinstance(one, DTensor) for one in (*module.parameters(), *module.buffers())):
             return f"module {path!r} is sharded: it holds on to process groups, which do not outlive a restart"
     for path, optimizer in parts.optimizers.items():
         if hasattr(optimizer, "consolidate_state_dict"):
@@ -349,11 +336,6 @@ def _walk(state: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield here, value
 
 
-def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 log = logging.getLogger(__name__)
 _TIMEOUT_S = 600.0
 
@@ -364,19 +346,6 @@ class _Neighbour(msgspec.Struct, frozen=True):
     node: str
     pid: int
     fd: int
-
-
-class _Tensor(msgspec.Struct, frozen=True):
-    name: str
-    dtype: str
-    shape: list[int]
-
-
-class _PartHeader(msgspec.Struct, frozen=True):
-    """What is sent before the tensors of a part."""
-
-    tree: bytes
-    tensors: list[_Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -459,16 +428,14 @@ class Restore:
         self._state, self._own = state, own or {}
         self._was_used = self._kept.is_used(state)
         if self._was_used:
-            for module in parts_of(state).modules.values():
+            for module in Parts(state).modules.values():
                 module.zero_grad(set_to_none=True)
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         ranks = tuple(range(world_size)) if replicas is None else tuple(sorted(replicas))
         group = Group.open(timeout_s=_TIMEOUT_S) if world_size > 1 else None
         exchange = _StateExchange(group.process_group if group is not None else None, rank)
         plan = plan_in_place(exchange.gather(self._holding(state, ranks), InPlaceHolding))
-        problem = ""
-        if plan.iteration is not None:
-            problem = self._carry_out(plan, exchange)
+        problem = "" if plan.iteration is None else self._carry_out(plan, exchange)
         self._watch(state, exchange, rank, world_size, node)
         if plan.iteration is not None and not problem:
             self._kept.note(plan.iteration)
@@ -477,18 +444,13 @@ class Restore:
             dist.destroy_process_group(group.process_group)
         self.last = None
         if plan.iteration is None or problem:
-            why = problem or plan.reason
-            if why:
+            if why := problem or plan.reason:
                 log.info("no state is kept in memory over this restart: %s", why)
             return None
         sources = tuple("peer" if one in plan.part_from else "in_place" for one in range(world_size))
         self.has_loaded = plan.has_loaded
-        self.last = Resumed(
-            iteration=plan.iteration,
-            sources=sources,
-            source=sources[rank],
-            took_s=(clock.now_ns() - started_ns) / 1e9,
-        )
+        took_s = (clock.now_ns() - started_ns) / 1e9
+        self.last = Resumed(iteration=plan.iteration, sources=sources, source=sources[rank], took_s=took_s)
         return plan.iteration
 
     @property
@@ -536,7 +498,7 @@ class Restore:
         for taker, giver in plan.own_from.items():
             if taker != giver and exchange.rank in (taker, giver):
                 own = exchange.pass_on(self._read_own(taker, plan.iteration), giver, taker) or own
-        parts = parts_of(self._state)
+        parts = Parts(self._state)
         for taker, giver in plan.part_from.items():
             if exchange.rank == giver:
                 exchange.send_part(parts.mapping, taker)
@@ -615,13 +577,10 @@ class _StateExchange:
 
     def send_part(self, parts: Mapping[str, Any], taker: int) -> None:
         """Send modules and optimizers."""
-        flat = flatten(capture(parts))
-        hosted = [(named.name, named.tensor.detach().cpu().contiguous()) for named in flat.tensors]
-        kinds = [_Tensor(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in hosted]
-        self.pass_on(msgspec.msgpack.encode(_PartHeader(flat.tree, kinds)), self.rank, taker)
-        for _, one in hosted:
-            if one.numel():
-                dist.send(one.reshape(-1).view(torch.uint8), dst=taker, group=self._group)
+        description, contents = take_apart(capture(parts))
+        self.pass_on(description, self.rank, taker)
+        for one in contents:
+            dist.send(one, dst=taker, group=self._group)
 
     def receive_part(self, parts: Mapping[str, Any], giver: int) -> None:
         """Receive modules and optimizers into those given.
@@ -629,11 +588,6 @@ class _StateExchange:
         Raises:
             CheckpointError: They do not fit.
         """
-        header = from_msgpack(self.pass_on(b"", giver, self.rank), _PartHeader)
-        tensors = {}
-        for kind in header.tensors:
-            one = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
-            if one.numel():
-                dist.recv(one.reshape(-1).view(torch.uint8), src=giver, group=self._group)
-            tensors[kind.name] = one
-        restore_into(dict(parts), decode(header.tree, tensors.__getitem__))
+        description = self.pass_on(b"", giver, self.rank)
+        received = put_together(description, lambda into: dist.recv(into, src=giver, group=self._group))
+        restore_into(dict(parts), received)

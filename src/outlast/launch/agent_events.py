@@ -41,13 +41,6 @@ class SignalReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class RunDirectoryLost:
-    """Another job has taken the run directory over, while this one was stopped or cut off."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class WriterDied:
     """The node's checkpoint writer died by itself; its owner starts another."""
 
@@ -70,18 +63,13 @@ class WatchdogFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """This node may join: it passed its health check, or none is made before."""
+class NodeFit:
+    """No health check is in this node's way any more: it may join, and workers that waited for one may start."""
 
 
 @dataclass(frozen=True, slots=True)
-class NodeChecked:
-    """The health check after a fault is done: workers that waited for it may start."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeRefused:
-    """This node failed its health check before it joined, and its agent ends."""
+class AgentStops:
+    """This agent ends: its node failed its health check before it joined, or another job has its run directory."""
 
     stop: Stop
 
@@ -194,7 +182,7 @@ class NodeJournal:
             endpoints=list(endpoints),
             limits={
                 "max_restarts": options.torchrun.max_restarts,
-                "max_restarts_total": options.max_restarts_total,
+                "max_restarts_total": options.torchrun.max_restarts_total,
                 "max_no_progress_cycles": options.fault_tolerance.max_no_progress_cycles,
             },
             join_timeout_s=options.join_timeout_s,

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +42,8 @@ from outlast.monitor.watchdog import HangReport, LearnedTimeouts, Watchdog, obse
 from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts, describe_hangs
 from outlast.policy.inprocess_protocol import InProcessState
-from outlast.policy.recovery_point import Load, encode_distrusted, tier_of_load
-from outlast.policy.rerun import Diagnosis, encode_replay
+from outlast.policy.recovery_point import Distrusted, Load, tier_of_load
+from outlast.policy.rerun import Diagnosis, Replay
 from outlast.runtime.board import Board
 from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
@@ -69,6 +69,68 @@ _WITHOUT_EFFECT = {
     "--config with a file that has it",
     "rank_termination_signal": NO_TERMINATION_SIGNAL,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLaunch:
+    """How this node's workers are started, in every cycle."""
+
+    options: RunOptions
+    kind: str
+    """As in :class:`outlast.runtime.zygote.Spawn`; so is what follows."""
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    """What every worker gets."""
+    spec: WorkerSpec
+    """torch's description of the workers."""
+    logs: LogsSpecs
+    """Where output goes."""
+
+    def argv_of(self, local_rank: int) -> tuple[str, ...]:
+        """Return what one worker runs."""
+        argv = tuple(macros.substitute(list(self.argv), str(local_rank)))  # ${local_rank}
+        if self.kind != "exec" or self.spec.numa_options is None:
+            return argv
+        from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
+
+        return _maybe_wrap_command_args_with_numa_binding(
+            argv, gpu_index=local_rank, numa_options=self.spec.numa_options
+        )
+
+    def ranks_env(self, start: m.Start, local_rank: int) -> dict[str, str]:
+        """Return what torch's scripts expect in the environment of one worker."""
+        spec, rank = self.spec, start.base_rank + local_rank
+        values = {
+            "RANK": rank,
+            "GROUP_RANK": start.node_rank,
+            "ROLE_RANK": rank,
+            "ROLE_NAME": spec.role,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "WORLD_SIZE": start.world_size,
+            "GROUP_WORLD_SIZE": start.num_nodes,
+            "ROLE_WORLD_SIZE": start.world_size,
+            "MASTER_ADDR": start.master_addr,
+            "MASTER_PORT": start.master_port,
+            "TORCHELASTIC_RESTART_COUNT": start.cycle,
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": self.options.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.environ().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+        texts = {name: str(value) for name, value in values.items()}
+        # torch's own rule for LOCAL_RANK and the visible devices, with --virtual-local-rank too.
+        LocalElasticAgent._set_local_rank_env(None, texts, local_rank, spec)  # type: ignore[arg-type]
+        return texts
+
+    def line_prefixes(self, start: m.Start) -> dict[int, str] | None:
+        """Return the prefix of each local rank's lines in the console; ``None`` = torch's own."""
+        if not (template := env.environ().get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")):
+            return None
+        names, base = Template(template), start.base_rank
+        return {
+            rank: names.safe_substitute(role_name=self.spec.role, rank=base + rank, local_rank=rank)
+            for rank in range(self.spec.local_world_size)
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,83 +173,65 @@ class Cycle:
     # -- laying it out -----------------------------------------------------------------------------------------
 
     @classmethod
-    def prepare(
-        cls,
-        start: m.Start,
-        *,
-        spec: WorkerSpec,
-        options: RunOptions,
-        job: str,
-        node: str,
-        base_env: dict[str, str],
-        logs_specs: LogsSpecs,
-        command: tuple[str, tuple[str, ...]],
-        writer: str,
-    ) -> Cycle:
+    def prepare(cls, launch: WorkerLaunch, start: m.Start, *, job: str, node: str, writer: str) -> Cycle:
         """Lay out a cycle's environments, board and logs; nothing runs yet.
 
         Args:
+            launch: How the workers are started.
             start: The coordinator's message.
-            spec: torch's description of the workers.
-            options: The launcher's options.
             job: Name of the job.
             node: Name of this node.
-            base_env: Environment that every worker gets.
-            logs_specs: Where output goes.
-            command: Kind and argv, as in :class:`outlast.runtime.zygote.Spawn`.
             writer: Address of the node's checkpoint writer; empty = there is none.
 
         Raises:
             OSError: A file of it cannot be made.
             OutlastError: Its board cannot be made.
         """
-        nproc, (kind, argv) = spec.local_world_size, command
-        board = Board.create(num_ranks=nproc)
-        shared = {
-            **base_env,
-            env.RUN_ID: options.run_id,
-            env.RUN_DIR: str(options.run_dir),
-            env.NAMES: json.dumps(options.names),
-            env.RESUME_OTHER: "1" if options.resumes_other else "",
-            env.JOB: job,
-            env.CYCLE: str(start.cycle),
-            env.NODE: node,
-            env.BOARD: board.path,
-            env.CONFIG: options.layers.launcher.to_json(),
-            env.CONFIG_FILE: options.layers.file_name,
-            env.WRITER: writer,
-            env.UNTRUSTED: encode_distrusted(start.distrusted) if start.distrusted else "",
-            env.REPLAY: encode_replay(start.replay) if start.replay is not None else "",
-        }
+        options, nproc = launch.options, launch.spec.local_world_size
         workers = {
             start.cycle * _KEYS_PER_CYCLE + rank: WorkerProcess(local_rank=rank, global_rank=start.base_rank + rank)
             for rank in range(nproc)
         }
         with ExitStack() as stack:
+            board = Board.create(num_ranks=nproc)
             stack.callback(board.close)
-            envs = {rank: _worker_env(start, rank, spec, options.run_id) for rank in range(nproc)}
+            envs = {rank: launch.ranks_env(start, rank) for rank in range(nproc)}
             in_process = InProcessRecovery(
                 board, workers, is_alone=start.num_nodes == 1, job=job, cycle=start.cycle, node=node
             )
             stack.callback(in_process.close)
             postmortem = Postmortem(nproc)
             stack.callback(postmortem.close)
-            logs = _CycleLogs(logs_specs, envs, options.torchrun, _line_prefixes(start, spec))
+            logs = _CycleLogs(launch.logs, envs, options.torchrun, launch.line_prefixes(start))
+            shared = {
+                **launch.env,
+                env.RUN_ID: options.run_id,
+                env.RUN_DIR: str(options.run_dir),
+                env.NAMES: json.dumps(options.names),
+                env.RESUME_OTHER: "1" if options.torchrun.resume_from_other_run else "",
+                env.JOB: job,
+                env.CYCLE: str(start.cycle),
+                env.NODE: node,
+                env.BOARD: board.path,
+                env.CONFIG: options.layers.launcher.to_json(),
+                env.CONFIG_FILE: options.layers.file_name,
+                env.WRITER: writer,
+                env.UNTRUSTED: _as_text(start.distrusted),
+                env.REPLAY: _as_text(start.replay),
+            }
+            spawns = [
+                Spawn(
+                    key=key,
+                    kind=launch.kind,
+                    argv=tuple(map(os.fsencode, launch.argv_of(rank := worker.local_rank))),
+                    env=_as_bytes({**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)}),
+                    stdout=logs.destinations.stdouts.get(rank) or "",
+                    stderr=logs.destinations.stderrs.get(rank) or "",
+                    on_start="" if launch.kind == "exec" else "outlast.monitor.stacks:register",
+                )
+                for key, worker in workers.items()
+            ]
             stack.pop_all()
-        spawns = []
-        for key, worker in workers.items():
-            rank = worker.local_rank
-            words = tuple(macros.substitute(list(argv), str(rank)))  # ${local_rank}
-            spawn = Spawn(
-                key=key,
-                kind=kind,
-                argv=_with_numa(words, rank, spec) if kind == "exec" else words,
-                env={**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)},
-                stdout=logs.destinations.stdouts.get(rank) or "",
-                stderr=logs.destinations.stderrs.get(rank) or "",
-                on_start="" if kind == "exec" else "outlast.monitor.stacks:register",
-            )
-            spawns.append(spawn)
         return cls(
             start=start,
             options=options,
@@ -610,47 +654,12 @@ class Cycle:
         return str(message).splitlines()[0] if message else ""
 
 
-def _with_numa(argv: tuple[str, ...], local_rank: int, spec: WorkerSpec) -> tuple[str, ...]:
-    if spec.numa_options is None:
-        return argv
-    from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
-
-    return _maybe_wrap_command_args_with_numa_binding(argv, gpu_index=local_rank, numa_options=spec.numa_options)
+def _as_bytes(variables: Mapping[str, str]) -> dict[bytes, bytes]:
+    return {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
 
 
-def _line_prefixes(start: m.Start, spec: WorkerSpec) -> dict[int, str] | None:
-    """Return the prefix of each local rank's lines in the console; ``None`` = torch's own."""
-    if not (template := env.environ().get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")):
-        return None
-    return {
-        rank: Template(template).safe_substitute(role_name=spec.role, rank=start.base_rank + rank, local_rank=rank)
-        for rank in range(spec.local_world_size)
-    }
-
-
-def _worker_env(start: m.Start, local_rank: int, spec: WorkerSpec, run_id: str) -> dict[str, str]:
-    rank = start.base_rank + local_rank
-    values = {
-        "RANK": rank,
-        "GROUP_RANK": start.node_rank,
-        "ROLE_RANK": rank,
-        "ROLE_NAME": spec.role,
-        "LOCAL_WORLD_SIZE": spec.local_world_size,
-        "WORLD_SIZE": start.world_size,
-        "GROUP_WORLD_SIZE": start.num_nodes,
-        "ROLE_WORLD_SIZE": start.world_size,
-        "MASTER_ADDR": start.master_addr,
-        "MASTER_PORT": start.master_port,
-        "TORCHELASTIC_RESTART_COUNT": start.cycle,
-        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.environ().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }
-    texts = {name: str(value) for name, value in values.items()}
-    # torch's own rule for LOCAL_RANK and the visible devices, with --virtual-local-rank too.
-    LocalElasticAgent._set_local_rank_env(None, texts, local_rank, spec)  # type: ignore[arg-type]
-    return texts
+def _as_text(value: Replay | tuple[Distrusted, ...] | None) -> str:
+    return msgspec.json.encode(value).decode() if value else ""
 
 
 def make_logs_specs(args: argparse.Namespace, run_dir: Path) -> LogsSpecs:
@@ -684,9 +693,17 @@ class _CycleLogs:
         self.destinations = specs.reify(envs)
         self._filtered: list[TextIO] = []
         self._tails: list[TailLog] = []
+
+        def tail(files: dict[int, str], target: TextIO, needles: Sequence[str] = ()) -> None:
+            def keeps(line: str) -> bool:
+                return not needles or any(needle in line for needle in needles)
+
+            if files:
+                self._tails.append(TailLog(args.role, files, target, prefixes, log_line_filter=keeps))
+
         dest = self.destinations
-        self._tail(args.role, dest.tee_stdouts, sys.stdout, prefixes, [])
-        self._tail(args.role, dest.tee_stderrs, sys.stderr, prefixes, [])
+        tail(dest.tee_stdouts, sys.stdout)
+        tail(dest.tee_stderrs, sys.stderr)
         for needles, files, target in (
             (args.duplicate_stdout_filters, dest.tee_stdouts, dest.filtered_stdout),
             (args.duplicate_stderr_filters, dest.tee_stderrs, dest.filtered_stderr),
@@ -694,16 +711,7 @@ class _CycleLogs:
             if needles:
                 file = open(target, mode="w", errors="replace", buffering=1)  # noqa: SIM115  closed by stop()
                 self._filtered.append(file)
-                self._tail(args.role, files, file, prefixes, needles)
-
-    def _tail(
-        self, name: str, files: dict[int, str], target: TextIO, prefixes: dict[int, str] | None, needles: list[str]
-    ) -> None:
-        def keeps(line: str) -> bool:
-            return not needles or any(needle in line for needle in needles)
-
-        if files:
-            self._tails.append(TailLog(name, files, target, prefixes, log_line_filter=keeps))
+                tail(files, file, needles)
 
     def start(self) -> None:
         """Start copying."""

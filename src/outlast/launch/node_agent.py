@@ -35,7 +35,6 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from outlast.checkpoint.writer_client import WriterProcess
@@ -43,23 +42,20 @@ from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import (
-    Admitted,
+    AgentStops,
     HangSeen,
     Mailbox,
-    NodeChecked,
+    NodeFit,
     NodeJournal,
-    NodeRefused,
-    RunDirectoryLost,
     SignalReceived,
     Timers,
     WatchdogFailed,
     WriterDied,
 )
 from outlast.launch.coordinator_client import GOODBYE_S, CoordinatorClient, LinkDown, LinkFailed, LinkUp
-from outlast.launch.cycle import ALONE_S, Cycle
+from outlast.launch.cycle import ALONE_S, Cycle, WorkerLaunch
 from outlast.launch.membership import REMIND_S
 from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
-from outlast.launch.options import RunOptions
 from outlast.launch.verdicts import name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
@@ -92,11 +88,7 @@ class NodeAgent(SimpleElasticAgent):
     """Run this node's workers as the coordinator decides.
 
     Args:
-        spec: torch's description of the workers.
-        options: The launcher's options.
-        command: Kind and argv of a worker.
-        base_env: Environment that every worker gets.
-        logs_specs: Where output goes.
+        launch: How the workers are started.
         workers: Starts and ends their processes; the agent closes it.
         writer: The node's checkpoint writer, which outlives the workers; the agent closes it. ``None`` = none could be
             started: each worker starts its own.
@@ -109,33 +101,29 @@ class NodeAgent(SimpleElasticAgent):
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        launch: WorkerLaunch,
         *,
-        options: RunOptions,
-        command: tuple[str, tuple[str, ...]],
-        base_env: dict[str, str],
-        logs_specs: LogsSpecs,
         workers: NodeWorkers,
         writer: WriterProcess | None,
         client: CoordinatorClient,
         checkups: Checkups | None,
         mailbox: Mailbox[object],
     ) -> None:
-        super().__init__(spec)
-        self.options, self.stop = options, m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
+        super().__init__(launch.spec)
+        self._launch, self.options = launch, launch.options
+        self.stop = m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
         """How the job ended for this node."""
         self.is_host = False
         """Whether this process hosts the control store."""
-        self._command, self._base_env, self._logs_specs, self._writer = command, base_env, logs_specs, writer
-        self._workers, self._client, self._mailbox = workers, client, mailbox
-        self._journal, self._timers = NodeJournal(options, client.node), Timers()
+        self._workers, self._writer, self._client, self._mailbox = workers, writer, client, mailbox
+        self._journal, self._timers = NodeJournal(self.options, client.node), Timers()
         self._health = NodeHealth(
             checkups,
             client=client,
             journal=self._journal,
             timers=self._timers,
             mailbox=mailbox,
-            is_alone=options.max_nodes == 1,
+            is_alone=self.options.max_nodes == 1,
         )
         self._state = AgentState.OUTSIDE
         self._cycle: Cycle | None = None
@@ -255,12 +243,11 @@ class NodeAgent(SimpleElasticAgent):
                 log.warning("%s", event.text)
             case CheckedUp():
                 self._health.take(event)
-            case Admitted():
+            case NodeFit():
                 if self._state == AgentState.OUTSIDE:
                     self._join(None)
-            case NodeChecked():
                 self._start_if_ready()
-            case NodeRefused():
+            case AgentStops():
                 self._finish(event.stop)
             case HangSeen():
                 self._on_hang(event)
@@ -268,8 +255,6 @@ class NodeAgent(SimpleElasticAgent):
                 self._on_signal(event)
             case WriterDied():
                 self._journal.write(EventKind.WRITER_ENDED, summary=event.summary)
-            case RunDirectoryLost():
-                self._finish(m.Stop(exit_code=ExitReason.NO_PROGRESS, reason=event.why))
             case LinkUp():
                 self._on_link_up(event)
             case LinkDown():
@@ -305,7 +290,7 @@ class NodeAgent(SimpleElasticAgent):
             log.warning("the control store is reachable again at %s", client.link.endpoint)
         else:
             endpoints = [str(endpoint) for endpoint in client.link.endpoints]
-            self._journal.open(event.job, self._command[1], self._worker_group.spec.local_world_size, endpoints)
+            self._journal.open(event.job, self._launch.argv, self._launch.spec.local_world_size, endpoints)
             if event.is_host:
                 level = logging.INFO if self.options.max_nodes > 1 else logging.DEBUG
                 log.log(level, "node %s hosts the control store at %s", client.node, client.link.endpoint)
@@ -344,24 +329,15 @@ class NodeAgent(SimpleElasticAgent):
             self._journal.write_incident(unfit)
             self._join(m.CycleFacts(cycle=start.cycle, incident=unfit))
             return
-        spec = self._worker_group.spec
         try:
             self._cycle = Cycle.prepare(
-                start,
-                spec=spec,
-                options=self.options,
-                job=self.job,
-                node=self._client.node,
-                base_env=self._base_env,
-                logs_specs=self._logs_specs,
-                command=self._command,
-                writer=self._writer_address(),
+                self._launch, start, job=self.job, node=self._client.node, writer=self._writer_address()
             )
         except (OSError, OutlastError) as error:
             incident = self._journal.incident(IncidentKind.CANNOT_START, str(error), cycle=start.cycle)
             self._join(m.CycleFacts(cycle=start.cycle, incident=incident))
             return
-        self._failures, self._worker_group.workers = {}, _torch_workers(start, spec)
+        self._failures, self._worker_group.workers = {}, _torch_workers(start, self._launch.spec)
         self._worker_group.group_rank = start.node_rank  # type: ignore[assignment]
         self._worker_group.group_world_size = start.num_nodes  # type: ignore[assignment]
         self._state = AgentState.RUNNING
@@ -429,11 +405,14 @@ class NodeAgent(SimpleElasticAgent):
         if killed_by_us:
             if self._state == AgentState.STOPPING and cycle.all_ended:
                 self._finish(self.stop)
+            elif self._state == AgentState.JOINING and cycle.all_ended and self._timers.is_set("grace"):
+                self._timers.cancel("grace")  # nobody is left to wait for
+                self._workers.clear()
         elif self._state == AgentState.LEAVING:
             if cycle.all_ended:
                 self._leave()
-            elif cycle.lacks_a_rank:
-                self._timers.set("grace", ALONE_S, self._on_grace_over)
+            elif cycle.lacks_a_rank and not self._timers.is_set("alone"):
+                self._timers.set("alone", ALONE_S, self._on_grace_over)
         elif spared or event.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
             if cycle.lacks_a_rank:
                 self._fail_when_clear(cycle)  # another one failed a moment ago
@@ -532,7 +511,7 @@ class NodeAgent(SimpleElasticAgent):
         self._timers.cancel("clear")
         self._write_ended(cycle, reason)
         self._join(facts)
-        grace_s = self.options.restart_grace_s
+        grace_s = self.options.torchrun.restart_grace
         gently = grace_s > 0 and not cycle.all_ended and not are_gone
         if not are_gone:
             self._workers.begin_clearing(gently=gently)
@@ -555,6 +534,7 @@ class NodeAgent(SimpleElasticAgent):
             self._end_cycle(cycle, cycle.facts(incident), incident.describe(), are_gone=True)
             self._health.note_cleared()
         else:
+            self._health.note_cleared()  # a check may wait for the workers that were being ended
             self._start_if_ready()
 
     # -- restarts inside the processes -------------------------------------------------------------------------
@@ -609,7 +589,7 @@ class NodeAgent(SimpleElasticAgent):
         name = signal.Signals(received.signal).name
         if self._state in (AgentState.LEAVING, AgentState.STOPPING):
             log.warning("received %s again: ending the workers now", name)
-            self._timers.cancel("grace")
+            self._end_grace()
             self._workers.kill()
             return
         self._signal = received.signal
@@ -627,7 +607,12 @@ class NodeAgent(SimpleElasticAgent):
 
     def _on_grace_over(self) -> None:
         log.warning("the workers did not end in time: killing them")
+        self._end_grace()
         self._workers.kill()
+
+    def _end_grace(self) -> None:
+        for name in ("grace", "alone"):
+            self._timers.cancel(name)
 
     def _leave(self, *, whole_job: bool = True) -> None:
         cycle = self._running

@@ -34,7 +34,7 @@ from outlast.health.node import probe_node
 from outlast.health.probing import CheckResult, Prober, Status
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import Admitted, Mailbox, NodeChecked, NodeRefused, Timers
+from outlast.launch.agent_events import AgentStops, Mailbox, NodeFit, Timers
 
 if TYPE_CHECKING:
     from outlast.launch.agent_events import NodeJournal
@@ -162,8 +162,8 @@ class NodeHealth:
         client: Reports to the coordinator.
         journal: This node's.
         timers: The agent's.
-        mailbox: The agent's; what follows from a check is put there: :class:`~outlast.launch.agent_events.Admitted`,
-            ``NodeChecked`` or ``NodeRefused``.
+        mailbox: The agent's; what follows from a check is put there: :class:`~outlast.launch.agent_events.NodeFit` or
+            ``AgentStops``.
         is_alone: The job has no other node: nobody else needs the control store.
 
     Thread: the agent's main thread.
@@ -208,7 +208,7 @@ class NodeHealth:
         if self._outside is not None:
             self._stay_outside()
         elif self.is_admitted:
-            self._deliver(Admitted())
+            self._deliver(NodeFit())
 
     def take(self, found: CheckedUp) -> None:
         """Take what a check-up found."""
@@ -232,7 +232,7 @@ class NodeHealth:
             self._outside, self.is_admitted = None, True
             self._expect_next()
             if self._is_connected:
-                self._deliver(Admitted())
+                self._deliver(NodeFit())
             return
         self._log(found)
         self._outside = self._incident(found)
@@ -256,7 +256,7 @@ class NodeHealth:
             self._leave()
 
     def _leave(self) -> None:
-        self._deliver(NodeRefused(self.stop_outside(None)))
+        self._deliver(AgentStops(self.stop_outside(None)))
 
     def _look_before_joining(self) -> None:
         assert self._checkups is not None
@@ -318,7 +318,7 @@ class NodeHealth:
             self._log(found)
             self._unfit = found
         self.is_looking = False
-        self._deliver(NodeChecked())
+        self._deliver(NodeFit())
 
     # -- while training ----------------------------------------------------------------------------------------
 

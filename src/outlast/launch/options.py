@@ -17,7 +17,7 @@ from pathlib import Path
 
 from outlast import clock, env, logs
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
-from outlast.config.sources import LayeredSettings
+from outlast.config.sources import LayeredSettings, ft_config_from, ft_typed
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
 from outlast.runtime.addresses import parse_endpoints
@@ -59,23 +59,17 @@ class RunOptions(Checked):
     run_id: str
     run_dir: Path
     node_name: str
-    node_name_given: bool
     wish: int | None
     health: HealthConfig | None
     """What the node must have; ``None`` = it is not looked at."""
     health_places: tuple[str, ...]
     """Where the run writes on this node."""
-    max_restarts_total: int | None
     preload: tuple[str, ...]
-    warm_start: bool
-    restart_grace_s: float
     workers_stop_timeout_s: float
     is_named: bool
     """The run has an id or a directory of its own, so that a later job continues it; once finished, it stays so."""
     names: tuple[str, ...]
     """The names that the run was given: its id, its directory."""
-    resumes_other: bool
-    """Its workers may resume from what another run saved."""
     log_level: str | None
     """What ``--log-level`` or ``--quiet`` asks for; ``None`` = the environment's."""
     new_folders: tuple[Path, ...]
@@ -117,8 +111,8 @@ def check_values(argv: Sequence[str]) -> Checked:
 
         config = load_config(args.config)
     layers = LayeredSettings(
-        options=command.fault_tolerance,
-        typed=command.fault_tolerance_typed,
+        options=ft_config_from(args, command.typed),
+        typed=ft_typed(args, command.typed),
         file=config.fault_tolerance.given if config.fault_tolerance is not None else {},
         file_name=args.config or "",
     )
@@ -201,21 +195,16 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
         run_id=run_id,
         run_dir=run_dir,
         node_name=env.clean_name(args.node_name or env.node_name()),
-        node_name_given=args.node_name is not None,
         wish=None if checked.is_alone else args.node_rank,
         health=health,
         health_places=places,
-        max_restarts_total=args.max_restarts_total,
         preload=tuple(part for part in args.preload.split(",") if part),
-        warm_start=not args.no_warm_start,
-        restart_grace_s=args.restart_grace,
         workers_stop_timeout_s=args.workers_stop_timeout if args.shutdown_timeout is None else args.shutdown_timeout,
         is_named=run_id != "none" or has_directory,
         names=(
             *(() if args.standalone else env.name_of_run(args.rdzv_id)),
             *([f"directory {run_dir}"] if has_directory else []),
         ),
-        resumes_other=args.resume_from_other_run,
         log_level=_log_level(args),
         new_folders=new_folders,
     )
@@ -413,6 +402,10 @@ def _make_folder(path: Path, source: str) -> tuple[Path, ...]:
     remedy = "name another" if source != "the run directory" else "name another with --run-dir"
     new = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     named = f"{source}={path}" if source.startswith("-") else f"{source}, {path},"
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{ascii(named)[1:-1]} is not UTF-8, as what is written there must be; {remedy}") from None
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

@@ -19,6 +19,6 @@ def handler_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    from outlast.launch.torchrun_backend import create_handler
+    from outlast.launch.torchrun_backend import OutlastRendezvous
 
-    return create_handler(params)
+    return OutlastRendezvous(params)

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING
 
 from outlast import clock, env, logs
@@ -25,24 +24,24 @@ from outlast.config.sources import DEFAULT
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import CYCLE_ENDING, Event, EventKind, Rung
 from outlast.journal import read
-from outlast.launch.agent_events import Mailbox, RunDirectoryLost, SignalReceived, WriterDied
+from outlast.launch.agent_events import AgentStops, Mailbox, SignalReceived, WriterDied
 from outlast.launch.membership import JobSettings, name_job
 from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
+from outlast.launch.protocol import Stop
 from outlast.launch.verdicts import load_ladder
 from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import Endpoint, is_loopback, own_address, parse_endpoints
 from outlast.runtime.lease import FolderRecords, InUse, Lease
-from outlast.runtime.processes import this_process
+from outlast.runtime.processes import name_program, this_process
 from outlast.runtime.store import StoreAnswer, probe
 from outlast.runtime.zygote import Zygote
 from outlast.wording import count
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.multiprocessing import LogsSpecs
 
     from outlast.launch.coordinator_client import CoordinatorClient
     from outlast.launch.node_agent import NodeAgent
@@ -202,17 +201,18 @@ def launch(options: RunOptions) -> int:
 
     Blocks: until the job is over.
     """
-    owner = RunOwner(options)  # before anything is read or written there
+    mailbox = Mailbox[object]()
+    lease = own_run_directory(options, mailbox)  # before anything is read or written there
     try:
-        return _launch(options, owner)
+        return _launch(options, lease, mailbox)
     except ConfigError:
-        owner.withdraw()
+        lease.withdraw()  # the job was refused before it began
         raise
     finally:
-        owner.release()
+        lease.release()
 
 
-def _launch(options: RunOptions, owner: RunOwner) -> int:
+def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
     started_s = clock.now_s()
     startup = _StartUp()
     remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is refused before all else
@@ -225,11 +225,10 @@ def _launch(options: RunOptions, owner: RunOwner) -> int:
     base_env = _worker_base_env(options)
     if options.layers.source("rank_termination_signal") != DEFAULT:
         log.warning("rank_termination_signal has no effect: %s", NO_TERMINATION_SIGNAL)
-    command = kind, argv = _command(options)
-    preload, own_preload = (PRELOAD, options.preload) if options.warm_start and kind != "exec" else ((), ())
+    kind, argv = _command(options)
+    preload, own_preload = (PRELOAD, options.preload) if kind != "exec" else ((), ())
     folder = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(argv[0]))
     new_zygote = partial(Zygote, preload=preload, own_preload=own_preload, folder=folder, env=base_env)
-    mailbox = Mailbox[object]()
     with ExitStack() as stack:
         # Both import torch, at the same time: the zygote for the workers, this process for the agent.
         zygote = new_zygote()
@@ -242,26 +241,22 @@ def _launch(options: RunOptions, owner: RunOwner) -> int:
             stack.callback(writer.close)
             startup.actions.append(writer.kill)
         try:
+            from outlast.launch.cycle import WorkerLaunch, make_logs_specs
             from outlast.launch.node_agent import NodeAgent
             from outlast.launch.workers import NodeWorkers
 
-            logs_specs, spec = _torch_options(options)
+            spec, logs_specs = _worker_spec(options), make_logs_specs(options.torchrun, options.run_dir)
             agent = NodeAgent(
-                spec,
-                options=options,
-                command=command,
-                base_env=base_env,
-                logs_specs=logs_specs,
+                WorkerLaunch(options=options, kind=kind, argv=argv, env=base_env, spec=spec, logs=logs_specs),
                 workers=NodeWorkers(zygote, new_zygote),
                 writer=writer,
-                client=_make_client(options, owner, job, mailbox, nproc=spec.local_world_size),
+                client=_make_client(options, lease, job, mailbox, nproc=spec.local_world_size),
                 checkups=checkups,
                 mailbox=mailbox,
             )
         except (ValueError, OSError) as error:
             # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
             raise ConfigError(f"{str(error).splitlines()[0]}; see outlast run --help") from error
-        owner.on_lost = lambda why: mailbox.put(RunDirectoryLost(why))
         _install_handlers(options.torchrun.signals_to_handle, lambda number: mailbox.put(SignalReceived(number)))
         _run_with_torch_events(agent, options.torchrun.event_log_handler)
     stop = agent.stop
@@ -380,29 +375,14 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
     if args.no_python and not args.run_path:
         return "exec", (args.training_script, *rest)
     python = env.environ().get("PYTHON_EXEC", sys.executable)
-    if not options.warm_start or args.numa_binding is not None or python != sys.executable:
+    if args.no_warm_start or args.numa_binding is not None or python != sys.executable:
         module = ("-m",) if args.module else ()
         return "exec", (python, "-u", *module, args.training_script, *rest)
     return ("module" if args.module else "script"), (args.training_script, *rest)
 
 
-class _TorchName:
-    """What torch's event log asks of a rendezvous handler; the agents meet through the coordinator."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-
-    def get_backend(self) -> str:
-        """Return the backend's name."""
-        return "outlast"
-
-    def get_run_id(self) -> str:
-        """Return the run's id."""
-        return self._run_id
-
-
-def _torch_options(options: RunOptions) -> tuple[LogsSpecs, WorkerSpec]:
-    """Return what torch makes of its own options: where output goes, and its description of the workers.
+def _worker_spec(options: RunOptions) -> WorkerSpec:
+    """Return torch's description of the workers.
 
     Raises:
         ValueError, OSError: One of them cannot be used.
@@ -412,19 +392,19 @@ def _torch_options(options: RunOptions) -> tuple[LogsSpecs, WorkerSpec]:
     from torch.distributed.run import determine_local_world_size
     from torch.numa.binding import AffinityMode, NumaOptions
 
-    from outlast.launch.cycle import make_logs_specs
-
     args = options.torchrun
     try:
         get_logging_handler(args.event_log_handler)
     except KeyError:  # torch would find out once the job is over
         raise ValueError(f"--event-log-handler={args.event_log_handler} is no handler; write console or null") from None
-    spec = WorkerSpec(
+    # What torch's event log asks of a rendezvous handler; the agents meet through the coordinator.
+    names = SimpleNamespace(get_backend=lambda: "outlast", get_run_id=lambda: options.run_id)
+    return WorkerSpec(
         role=args.role,
         local_world_size=determine_local_world_size(args.nproc_per_node),
         entrypoint=args.training_script,
         args=tuple(args.training_script_args),
-        rdzv_handler=_TorchName(options.run_id),  # type: ignore[arg-type]
+        rdzv_handler=names,  # type: ignore[arg-type]
         max_restarts=args.max_restarts,
         monitor_interval=args.monitor_interval,
         local_addr=args.local_addr,
@@ -432,17 +412,16 @@ def _torch_options(options: RunOptions) -> tuple[LogsSpecs, WorkerSpec]:
         numa_options=None if args.numa_binding is None else NumaOptions(affinity_mode=AffinityMode(args.numa_binding)),
         virtual_local_rank=args.virtual_local_rank,
     )
-    return make_logs_specs(args, Path(options.run_dir)), spec
 
 
 def _make_client(
-    options: RunOptions, owner: RunOwner, new_job: str, mailbox: Mailbox[object], *, nproc: int
+    options: RunOptions, lease: Lease, new_job: str, mailbox: Mailbox[object], *, nproc: int
 ) -> CoordinatorClient:
     """Return the connection to the coordinator, which hosts it if no other agent does; it is not started.
 
     Args:
         options: The launcher's options.
-        owner: Of the run directory.
+        lease: On the run directory.
         new_job: Name of the job, if none is in progress.
         mailbox: The agent's.
         nproc: Workers of this node.
@@ -455,10 +434,10 @@ def _make_client(
     endpoints = parse_endpoints(options.endpoints)
 
     def serve(store: TCPStore, former: JobInProgress | None) -> CoordinatorServer:
-        owner.lead()
+        lease.acquire(leads=True)
         limits = Limits(
             max_restarts=args.max_restarts,
-            max_restarts_total=options.max_restarts_total,
+            max_restarts_total=args.max_restarts_total,
             max_no_progress_cycles=ft.max_no_progress_cycles,
             max_node_faults=ft.max_node_faults,
         )
@@ -480,7 +459,7 @@ def _make_client(
             run_id=options.run_id,
             node=options.node_name,
             layers=options.layers,
-            may_write=owner.may_write,
+            may_write=partial(may_write, lease),
             on_error=lambda error: mailbox.put(LinkFailed(f"the coordinator ended: {error!r}")),
         )
 
@@ -505,7 +484,7 @@ def _install_handlers(names: str, deliver: Callable[[int], None]) -> None:
             signal.signal(number, lambda received, _frame: deliver(received))
 
 
-class RunOwner:
+def own_run_directory(options: RunOptions, mailbox: Mailbox[object]) -> Lease:
     """Own a run directory, before anything else of the job is begun.
 
     Agents of one job differ from another job by where they meet: the same id at the same endpoints. The first of them
@@ -514,6 +493,7 @@ class RunOwner:
 
     Args:
         options: The launcher's options.
+        mailbox: The agent's, which ends when another job takes the directory over.
 
     Raises:
         ConfigError: Another job runs in it; one line with who, and the remedy.
@@ -521,52 +501,34 @@ class RunOwner:
     Blocks: where only time can tell whether a job on another machine still runs, 10 s.
     """
 
-    def __init__(self, options: RunOptions) -> None:
-        self.on_lost: Callable[[str], None] | None = None
-        """Called once, in a thread, with why nothing may be written there any more."""
-        self._lease = Lease(FolderRecords(options.run_dir), _describe_owner(options), on_lost=self._lose)
-        try:
-            self._lease.acquire()
-        except InUse as error:
-            raise ConfigError(
-                f"run directory {error}; wait until that job has ended, or name another directory (--run-dir)"
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"--run-dir={options.run_dir} cannot be taken ({error.strerror or error}); name one that is writable"
-            ) from None
+    def on_lost(lost: InUse) -> None:
+        reason = f"run directory {lost}; this job writes nothing more there; end one of the two"
+        mailbox.put(AgentStops(Stop(exit_code=ExitReason.NO_PROGRESS, reason=reason)))
 
-    def lead(self) -> None:
-        """Act for the job from now on: this agent hosts its coordinator.
+    lease = Lease(FolderRecords(options.run_dir), _describe_owner(options), on_lost=on_lost)
+    try:
+        lease.acquire()
+    except InUse as error:
+        raise ConfigError(
+            f"run directory {error}; wait until that job has ended, or name another directory (--run-dir)"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"--run-dir={options.run_dir} cannot be taken ({error.strerror or error}); name one that is writable"
+        ) from None
+    return lease
 
-        Raises:
-            OutlastError: Another job has taken the directory.
-            OSError: It cannot be written to.
-        """
-        self._lease.acquire(leads=True)
 
-    def may_write(self) -> bool:
-        """Return whether the directory is still this job's, for what is kept for its next job."""
-        try:
-            self._lease.check()
-        except InUse as error:
-            log.debug("what the run has learned is not written: %s", error)
-            return False
-        except OSError as error:  # whoever writes will report it
-            log.debug("the run directory does not answer: %s", error)
-        return True
-
-    def withdraw(self) -> None:
-        """Leave no trace in the directory: the job was refused before it began. Blocks: as :meth:`release`."""
-        self._lease.withdraw()
-
-    def release(self) -> None:
-        """Let go of the directory. Blocks: up to 2 s where the file system does not answer."""
-        self._lease.release()
-
-    def _lose(self, lost: InUse) -> None:
-        if self.on_lost is not None:
-            self.on_lost(f"run directory {lost}; this job writes nothing more there; end one of the two")
+def may_write(lease: Lease) -> bool:
+    """Return whether a run directory is still this job's, for what is kept for its next job."""
+    try:
+        lease.check()
+    except InUse as error:
+        log.debug("what the run has learned is not written: %s", error)
+        return False
+    except OSError as error:  # whoever writes will report it
+        log.debug("the run directory does not answer: %s", error)
+    return True
 
 
 def _describe_owner(options: RunOptions) -> LeaseOwner:
@@ -581,7 +543,7 @@ def _describe_owner(options: RunOptions) -> LeaseOwner:
         process=this_process(),
         run=options.run_id,
         names=options.names,
-        script=os.path.realpath(options.torchrun.training_script),
+        script=name_program(options.torchrun.training_script),
         job=f"{options.run_id} {options.endpoints} {here}" if has_nodes else None,
         allocation=values.get("SLURM_JOB_ID") or None,
         requeues=int(requeues) if requeues.isdigit() else 0,

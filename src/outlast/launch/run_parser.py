@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 from outlast import env
-from outlast.config.sources import add_ft_arguments, ft_config_from, ft_typed, unknown_flag_message
+from outlast.config.sources import add_ft_arguments, ft_config_from, unknown_flag_message
 from outlast.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -245,20 +245,6 @@ class RunCommand:
         return self.typed.get(attribute) or f"--{attribute.replace('_', '-')}"
 
     @property
-    def fault_tolerance(self) -> dict[str, Any]:
-        """The ``--ft-*`` options that are given, by field.
-
-        Raises:
-            ConfigError: A value does not fit its field.
-        """
-        return ft_config_from(self.args, self.typed)
-
-    @property
-    def fault_tolerance_typed(self) -> dict[str, str]:
-        """The same as they were typed."""
-        return ft_typed(self.args, self.typed)
-
-    @property
     def hint(self) -> str | None:
         """A hint at options behind the script, which go to the script."""
         return hint_at(self.strays, self.args.training_script, "outlast run")
@@ -452,7 +438,7 @@ def parse_command(argv: Sequence[str]) -> RunCommand:
         ConfigError: An option is unknown, a value does not fit its option, or there is no script; one line.
     """
     command = _Options().parse(argv)
-    _ = command.fault_tolerance
+    ft_config_from(command.args, command.typed)
     return command
 
 

@@ -40,17 +40,12 @@ log = logging.getLogger(__name__)
 _UNLIMITED = 1 << 31
 
 
-def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make a handler from torchrun's options.
-
-    ``--rdzv-conf`` takes ``join_timeout`` (600 s: how long a cycle may wait for nodes), ``node_timeout`` (5 s) and
-    ``node_name``.
-    """
-    return OutlastRendezvous(params)
-
-
 class OutlastRendezvous(RendezvousHandler):
     """Answer torch's elastic agent from the coordinator.
+
+    Args:
+        params: torchrun's options. ``--rdzv-conf`` takes ``join_timeout`` (600 s: how long a cycle may wait for nodes),
+            ``node_timeout`` (5 s) and ``node_name``.
 
     Thread: torch's agent thread, except where the link delivers.
     """

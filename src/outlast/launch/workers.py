@@ -143,8 +143,13 @@ class NodeWorkers:
             self.clear()
 
     def clear(self) -> None:
-        """Kill what is left, and reap it; :class:`Cleared` comes when all is gone."""
-        self._send(Clear())
+        """Kill what is left, and reap it; :class:`Cleared` comes when all is gone.
+
+        Nothing happens if nothing is being ended any more: a zygote that died took its workers with it, and those of
+        the new one belong to a later cycle.
+        """
+        if self._num_clearing:
+            self._send(Clear())
 
     def close(self) -> None:
         """End the zygote and whatever worker is left."""

@@ -296,6 +296,7 @@ class _ExaminedRank:
     woken: bool = False
     complete: bool = False
     responsive: bool = True
+    answered: bool = False
     collectives: int = -1
     books: Books | None = None
 
@@ -322,8 +323,7 @@ def examine(
     started = time.monotonic()
     for rank in living:
         rank.responsive = rank.process_state not in ("T", "t")
-    answers = _Answers(board, [rank for rank in living if rank.state.attached and rank.responsive])
-    with answers:
+    with _Answers(board, [rank for rank in living if rank.state.attached and rank.responsive]) as answers:
         for rank in living:
             rank.dump = stacks.Dump(rank.state.pid)
             # A process that a debugger holds (t) is left alone.
@@ -350,31 +350,25 @@ def _collect(ranks: list[_ExaminedRank], answers: _Answers, started: float) -> N
         waited_s = time.monotonic() - started
         dumping = any(rank.dump and rank.dump.requested and not rank.complete for rank in ranks)
         dumping = dumping and waited_s < DUMP_S
-        answer_s = ANSWER_S if answers.missing else BOOKS_S
-        asking = bool(answers.missing) if is_told_apart else answers.are_due
-        asking = asking and waited_s < answer_s
-        if not dumping and not asking:
+        missing = [rank for rank in answers.asked.values() if not rank.answered]
+        answer_s = ANSWER_S if missing else BOOKS_S
+        asking = missing or (not is_told_apart and any(rank.books is None for rank in answers.asked.values()))
+        if not dumping and not (asking and waited_s < answer_s):
             break
         answers.receive(_LOOK_S if dumping else answer_s - waited_s)
-    for rank in ranks:
-        if rank.state.local_rank in answers.missing:
-            rank.responsive = False
-        rank.collectives = answers.counts.get(rank.state.local_rank, -1)
-        rank.books = answers.books.get(rank.state.local_rank)
+    for rank in missing:
+        rank.responsive = False
 
 
 class _Answers:
     """Questions to the ranks' responders, and their answers."""
 
     def __init__(self, board: Board, ranks: list[_ExaminedRank]) -> None:
-        self.missing = {rank.state.local_rank for rank in ranks}
-        self.counts: dict[int, int] = {}
-        self.books: dict[int, Books] = {}
-        self._asked = frozenset(self.missing)
+        self.asked = {rank.state.local_rank: rank for rank in ranks}
         self._number = secrets.randbits(63)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(b"\0outlast-examiner-%016x" % self._number)
-        for local_rank in self.missing:
+        for local_rank in self.asked:
             try:
                 self._socket.sendto(QUESTION.pack(self._number), address(board.token, local_rank))
             except OSError as error:  # gone, or too busy to have read the last questions
@@ -385,11 +379,6 @@ class _Answers:
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
-
-    @property
-    def are_due(self) -> bool:
-        """Whether somebody has not said everything yet."""
-        return len(self.books) < len(self._asked)
 
     def receive(self, timeout_s: float) -> None:
         """Take in what comes within a time."""
@@ -405,16 +394,16 @@ class _Answers:
             if len(answer) < ANSWER.size:
                 continue
             number, local_rank, count = ANSWER.unpack_from(answer)
-            if number != self._number or local_rank not in self._asked:
+            if number != self._number or (rank := self.asked.get(local_rank)) is None:
                 continue
-            self.missing.discard(local_rank)
-            self.counts.setdefault(local_rank, count)
+            if not rank.answered:
+                rank.answered, rank.collectives = True, count
             if len(answer) > ANSWER.size:
                 try:
-                    self.books[local_rank] = _books_decoder.decode(answer[ANSWER.size :])
+                    rank.books = _books_decoder.decode(answer[ANSWER.size :])
                 except msgspec.DecodeError as error:
                     log.debug("what rank %d says of its collectives cannot be read: %s", local_rank, error)
-                    self.books[local_rank] = Books()
+                    rank.books = Books()
 
 
 def _position(rank: _ExaminedRank, node: str, late: set[int], stacks_dir: str | os.PathLike[str] | None) -> Position:

@@ -23,11 +23,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
 from outlast import logs
-from outlast.clock import now_s
 from outlast.config.launching import FaultToleranceConfig
 from outlast.decoding import from_json
 from outlast.monitor.examination import examine
@@ -361,18 +361,13 @@ class HangWatch:
                 self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
-        try:
+        with suppress(ProcessLookupError):  # it ended by itself meanwhile
             signal.pidfd_send_signal(self._worker, number)
-        except ProcessLookupError:
-            pass  # it ended by itself meanwhile
 
     def _is_gone(self, timeout_s: float) -> bool:
         poll = select.poll()
         poll.register(self._worker, select.POLLIN)
-        until = now_s() + timeout_s
-        while not (ready := poll.poll(max(0.0, until - now_s()) * 1e3)) and now_s() < until:
-            pass
-        return bool(ready)
+        return bool(poll.poll(timeout_s * 1e3))
 
 
 def run_duty(task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> None:

@@ -304,9 +304,7 @@ class RankMonitor:
             why = "enable_ft_package is off" if off else "no timeout is set"
             log.log(self._level, "%s is not watched: %s", self._who(), why)
             return -1
-        folder = None
-        if self._run_dir is not None:
-            folder = str(self._run_dir / "stacks" / f"cycle-{self.env.cycle}")
+        folder = None if self._run_dir is None else str(self._run_dir / "stacks" / f"cycle-{self.env.cycle}")
         try:
             self._watch = GuardDuty(
                 "outlast.monitor.rank_guard",

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,11 +176,9 @@ class Dump:
         """Send the signal; return whether the process can answer it (it registered, and lives)."""
         # Without a handler the signal would end the process.
         if self._path is not None and _is_caught(self.pid, DUMP_SIGNAL):
-            try:
+            with suppress(ProcessLookupError):
                 _signal_main_thread(self.pid, DUMP_SIGNAL)
                 self.requested = True
-            except ProcessLookupError:
-                pass
         return self.requested
 
     def is_complete(self) -> bool:
@@ -293,18 +292,11 @@ def process_state(pid: int) -> str:
 
 
 def _find_memory_file(pid: int) -> Path | None:
-    folder = Path(f"/proc/{pid}/fd")
-    try:
-        entries = [folder / number for number in os.listdir(folder)]
-    except OSError:
-        return None  # gone, or another user's
-    for entry in entries:
-        try:
-            target = os.readlink(entry)
-        except OSError:
-            continue  # closed meanwhile
-        if target.startswith(f"/memfd:{_MEMFD_NAME}"):
-            return entry
+    with suppress(OSError):  # gone, or another user's
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                if os.readlink(entry).startswith(f"/memfd:{_MEMFD_NAME}"):
+                    return entry
     return None
 
 
@@ -331,11 +323,6 @@ def _is_caught(pid: int, number: int) -> bool:
 
 
 def _source_line(frame: Frame) -> str:
-    try:
-        with open(frame.file, encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, 1):
-                if str(number) == frame.line:
-                    return line
-    except OSError:
-        pass
+    with suppress(OSError), open(frame.file, encoding="utf-8", errors="replace") as file:
+        return next((line for number, line in enumerate(file, 1) if str(number) == frame.line), "")
     return ""

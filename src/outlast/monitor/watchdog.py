@@ -302,17 +302,12 @@ def _read(path: Path) -> _LearnedState:
     nothing = _LearnedState(version=_VERSION, learned=Learned(), cycle="", before=Learned(), seen=Observation())
     try:
         state = from_json(path.read_bytes(), _LearnedState)
+        if state.version == _VERSION:
+            return state
+        why = f"its format is {state.version}, and only {_VERSION} is supported"
     except FileNotFoundError:
         return nothing
     except (OSError, msgspec.DecodeError) as error:
-        log.warning("%s is ignored, and timeouts are learned again: %s", path, error)
-        return nothing
-    if state.version != _VERSION:
-        log.warning(
-            "%s is ignored, and timeouts are learned again: its format is %d, and only %d is supported",
-            path,
-            state.version,
-            _VERSION,
-        )
-        return nothing
-    return state
+        why = str(error)
+    log.warning("%s is ignored, and timeouts are learned again: %s", path, why)
+    return nothing

@@ -31,7 +31,7 @@ from outlast.decoding import convert
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.numerics.validation import Rejected, StepValidation
-from outlast.policy.rerun import Diagnosis, Replay, StepRun, encode_diagnosis, to_number
+from outlast.policy.rerun import Diagnosis, Replay, StepRun, to_number
 from outlast.runtime.device import RandomSnapshot, restore_random, training_device
 
 log = logging.getLogger(__name__)
@@ -161,8 +161,7 @@ def as_iterators(batches: Batches) -> tuple[ReplayableIterator[Any], ...]:
 
 
 def _versions(batch: Any) -> tuple[int, ...]:
-    # A tensor made in inference mode counts no changes.
-    return tuple(tensor._version for tensor in tensors_in(batch) if not torch.is_inference(tensor))
+    return tuple(map(_version, tensors_in(batch)))
 
 
 class StepReplay:
@@ -259,7 +258,7 @@ class StepReplay:
         rejected = validation.all_rejected().values()
         self.saved = {
             "iteration": diagnosis.iteration,
-            "diagnosis": encode_diagnosis(diagnosis),
+            "diagnosis": msgspec.json.encode(diagnosis),
             "node": self._place.node,
             "device": self._device,
             "rejected": [[msgspec.to_builtins(one), store(result)[0]] for one, result in rejected],

@@ -26,17 +26,12 @@ import msgspec
 import torch
 
 from outlast.config import RerunStateMachineConfig
+from outlast.decoding import from_json
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.incidents import EventKind, Rung, Verdict
 from outlast.numerics.replay import Batches, ReplayableIterator, Rewinder, StepReplay, as_iterators, fingerprint_of
-from outlast.numerics.validation import (
-    Compare,
-    Differences,
-    Judged,
-    StepValidation,
-    describe_differences,
-)
+from outlast.numerics.validation import Compare, Differences, Judged, StepValidation, describe_differences
 from outlast.policy.rerun import (
     TABLE,
     Action,
@@ -46,8 +41,6 @@ from outlast.policy.rerun import (
     RunOutcome,
     StepRun,
     advance,
-    decode_diagnosis,
-    encode_diagnosis,
     replay_state,
 )
 from outlast.runtime.consensus import Consensus
@@ -276,14 +269,7 @@ class RerunStateMachine:
         """
         if not (self._is_open and self._is_active):
             return
-        self._validation.take_result(
-            result,
-            rejection_func,
-            message,
-            comparison_func=comparison_func,
-            tolerance=tolerance,
-            fatal=fatal,
-        )
+        self._validation.take_result(result, rejection_func, message, comparison_func, tolerance, fatal=fatal)
 
     def should_run_forward_backward(self, data_iterator: Batches = None) -> bool:
         """Return whether the step is to be run (again); the first call after the end of a step begins the next.
@@ -329,7 +315,7 @@ class RerunStateMachine:
         if (ordered := replay) is None:
             if self._replay.saved is None:
                 raise OutlastError("there is nothing to replay; load the state of a diagnostic save first")
-            ordered = decode_diagnosis(self._replay.saved["diagnosis"]).replay(tries=max_tries)
+            ordered = from_json(self._replay.saved["diagnosis"], Diagnosis).replay(tries=max_tries)
         is_here = self._place.global_rank == ordered.rank and self._device == ordered.device
         (same_device,) = self._agree([int(is_here)])
         self._replay.ordered = ordered
@@ -467,9 +453,9 @@ class RerunStateMachine:
         if best == 0:
             raise OutlastError("an invalid result was agreed on, but no rank has one; do all ranks run the same code?")
         is_mine = mine is not None and (_FIRST - best) % world_size == rank
-        data = list(encode_diagnosis(mine)) if mine is not None and is_mine else []
+        data = list(msgspec.json.encode(mine)) if mine is not None and is_mine else []
         (length,) = self._agree([len(data)])
-        diagnosis = decode_diagnosis(bytes(self._agree(data or [0] * length)))
+        diagnosis = from_json(bytes(self._agree(data or [0] * length)), Diagnosis)
         ranks = tuple(one for one, flag in enumerate(flags) if flag)
         return msgspec.structs.replace(diagnosis, rejected_ranks=ranks)
 

@@ -139,9 +139,9 @@ class StepValidation:
         result: Any,
         rejection_func: Callable[[Any], Any],
         message: str,
-        *,
         comparison_func: Compare | None = None,
         tolerance: float = 0.0,
+        *,
         fatal: bool = True,
     ) -> None:
         """Judge one result, at once; see :meth:`outlast.numerics.RerunStateMachine.validate_result`."""

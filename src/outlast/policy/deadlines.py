@@ -374,21 +374,17 @@ def learn(
     for name in {*STANDARD, *configured.sections} - bad_sections:
         if name in seen.longest_s and _is_trusted(name, seen):
             sections[name] = value(seen.longest_s[name], earlier.sections.get(name))
-    learned = msgspec.structs.replace(earlier, sections=sections)
-
+    changes: dict[str, float] = {}
     used = [name for name in STANDARD if seen.counts.get(name)]
     all_trusted = STEP in used and all(_is_trusted(name, seen) and name not in bad_sections for name in used)
     if finished and all_trusted and "" in seen.longest_s and Subject.OUT_OF_SECTION not in bad:
-        outside = value(seen.longest_s[""], earlier.out_of_section_s)
-        learned = msgspec.structs.replace(learned, out_of_section_s=outside)
+        changes["out_of_section_s"] = value(seen.longest_s[""], earlier.out_of_section_s)
     whole_start = not seen.counts.get(SETUP) or _is_trusted(SETUP, seen)  # a load is part of the way to the first one
     if seen.initial_heartbeat_s > 0 and whole_start and Subject.INITIAL_HEARTBEAT not in bad:
-        first = value(seen.initial_heartbeat_s, earlier.initial_heartbeat_s)
-        learned = msgspec.structs.replace(learned, initial_heartbeat_s=first)
+        changes["initial_heartbeat_s"] = value(seen.initial_heartbeat_s, earlier.initial_heartbeat_s)
     if seen.num_heartbeats > MIN_ITERATIONS and Subject.HEARTBEAT not in bad:
-        gap = value(seen.heartbeat_gap_s, earlier.heartbeat_s)
-        learned = msgspec.structs.replace(learned, heartbeat_s=gap)
-    return learned
+        changes["heartbeat_s"] = value(seen.heartbeat_gap_s, earlier.heartbeat_s)
+    return msgspec.structs.replace(earlier, sections=sections, **changes)
 
 
 def apply(configured: Timeouts, learned: Learned) -> Timeouts:

@@ -39,15 +39,7 @@ class InProcessState(IntEnum):
     """It is done with the function, others are not."""
 
 
-_SURVIVABLE = frozenset(
-    {
-        InProcessState.ACTIVE,
-        InProcessState.RESTARTING,
-        InProcessState.LEFT,
-        InProcessState.SPARE,
-        InProcessState.COMPLETED,
-    }
-)
+_SURVIVABLE = frozenset(InProcessState) - {InProcessState.OFF, InProcessState.RETURNED, InProcessState.GAVE_UP}
 _GOING_ON = _SURVIVABLE - {InProcessState.LEFT} | {InProcessState.RETURNED}
 HAS_BEGUN = frozenset({InProcessState.ACTIVE, InProcessState.SPARE, InProcessState.COMPLETED, InProcessState.RETURNED})
 """States of a worker that knows why the restart call before was left."""

@@ -107,13 +107,9 @@ def choose_recovery_point(
         return None
     best: list[dict[tuple[int, str], Copy]] = []
     for rank, held in enumerate(copies):
-        bad = (refused or {}).get(rank, ())
-        nearest: dict[tuple[int, str], Copy] = {}
-        for copy in held:
-            key = (copy.generation, copy.attempt)
-            if copy not in bad and (key not in nearest or (copy.tier, copy.holder) < _place(nearest[key])):
-                nearest[key] = copy
-        best.append(nearest)
+        usable = set(held).difference((refused or {}).get(rank, ()))
+        farthest_first = sorted(usable, key=lambda copy: (copy.tier, copy.holder), reverse=True)
+        best.append({(copy.generation, copy.attempt): copy for copy in farthest_first})
     complete = set(best[0]).intersection(*best[1:])
     if not complete:
         return None
@@ -149,10 +145,6 @@ def choose_best_point(
         if (point := choose_recovery_point(copies, bad)) is not None:
             return point
     return None
-
-
-def _place(copy: Copy) -> tuple[Tier, str]:
-    return copy.tier, copy.holder
 
 
 TierName: TypeAlias = Literal["memory", "local", "replica", "global"]
@@ -296,13 +288,8 @@ def is_doubtful(copy: Copy, distrusted: Iterable[Distrusted]) -> bool:
     return copy.tier != Tier.GLOBAL and _cycle_of(copy.attempt) in bad
 
 
-def encode_distrusted(distrusted: Sequence[Distrusted]) -> str:
-    """Return a list as the text that workers are given."""
-    return msgspec.json.encode(distrusted).decode()
-
-
 def decode_distrusted(text: str | None) -> tuple[Distrusted, ...]:
-    """Return the list that :func:`encode_distrusted` made text of; ``None`` = nothing is distrusted.
+    """Return what is distrusted, from the text that workers are given; ``None`` = nothing is.
 
     Raises:
         msgspec.DecodeError: It is none.

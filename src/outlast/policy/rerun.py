@@ -38,7 +38,6 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from outlast.decoding import from_json
 from outlast.errors import ExitReason
 from outlast.policy.recovery_point import Load
 
@@ -226,34 +225,6 @@ def to_number(value: JsonNumber) -> float | None:
         ValueError: It is a text that is no number.
     """
     return value if value is None else float(value)
-
-
-def encode_diagnosis(diagnosis: Diagnosis) -> bytes:
-    """Return a diagnosis as JSON."""
-    return msgspec.json.encode(diagnosis)
-
-
-def decode_diagnosis(data: bytes | str) -> Diagnosis:
-    """Return the diagnosis that :func:`encode_diagnosis` made JSON of.
-
-    Raises:
-        msgspec.DecodeError: It is none.
-    """
-    return from_json(data, Diagnosis)
-
-
-def encode_replay(replay: Replay) -> str:
-    """Return a replay as the text that workers are given."""
-    return msgspec.json.encode(replay).decode()
-
-
-def decode_replay(text: str | None) -> Replay | None:
-    """Return the replay that :func:`encode_replay` made text of; ``None`` = nothing is to be replayed.
-
-    Raises:
-        msgspec.DecodeError: It is none.
-    """
-    return from_json(text, Replay) if text else None
 
 
 def _text(value: JsonNumber) -> str:

@@ -122,10 +122,7 @@ def remarks(ranks: Sequence[RankTimings]) -> Iterator[str]:
                 yield f"rank {owner.rank}: {many} times of {timing.name!r} are no durations (NaN, negative): left out"
         if not owner.num_steps and not owner.has_times:
             yield f"rank {owner.rank} timed nothing: it cannot be compared"
-    roles: dict[str, list[RankTimings]] = {}
-    for owner in ranks:
-        roles.setdefault(owner.role, []).append(owner)
-    for role, members in roles.items():
+    for role, members in _by_role(ranks).items():
         among = f" of role {role!r}" if role else ""
         entered: dict[str, list[int]] = {}
         for owner in members:
@@ -373,7 +370,7 @@ def _role_references(members: Sequence[RankTimings]) -> dict[int, dict[str, floa
             if timing.is_usable:
                 medians.setdefault(timing.name, []).append(timing.median_s)
     references_s = {name: lower_median(values) for name, values in medians.items() if len(values) > 1}
-    return {member.rank: references_s for member in members}
+    return dict.fromkeys((member.rank for member in members), references_s)
 
 
 def _error_s(timing: Timing) -> float:

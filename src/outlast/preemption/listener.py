@@ -26,7 +26,6 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from outlast import clock
@@ -182,85 +181,6 @@ def load_source(where: str) -> NoticeSource:
 _MONOTONIC, _SIGEV_THREAD = 1, 2
 
 
-class ExitDeadline:
-    """End this process at a time that can be brought forward.
-
-    Some time before it (a fifth of what there was, 2 s at most) what is under way should be given up, so that the
-    main thread can leave in order. If it has not by then, a thread logs what is lost and ends the process, a little
-    before the time; if that thread cannot run either, the C library ends it, at the time.
-
-    Args:
-        exit_code: Returns the exit code.
-        before_exit: Called in the thread just before it ends the process.
-    """
-
-    def __init__(self, exit_code: Callable[[], int], before_exit: Callable[[int], None] | None = None) -> None:
-        self._exit_code, self._before_exit = exit_code, before_exit
-        self._end_s: float | None = None
-        self._give_up_s: float | None = None
-        self._hard_s = 0.0
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._last_resort = LastResort()
-        self._closed = False
-
-    @property
-    def remaining_s(self) -> float | None:
-        """Seconds until the process is ended; ``None`` = nothing ends it."""
-        return None if self._end_s is None else max(0.0, self._end_s - clock.now_s())
-
-    @property
-    def give_up_in_s(self) -> float | None:
-        """Seconds until what is under way should be given up; ``None`` = it may take as long as it takes."""
-        return None if self._give_up_s is None else max(0.0, self._give_up_s - clock.now_s())
-
-    def bring_forward(self, after_s: float, *, give_up_now: bool = False) -> None:
-        """End the process after so many seconds, unless that is due earlier.
-
-        Args:
-            after_s: Seconds from now.
-            give_up_now: Nothing is to be waited for any more.
-        """
-        now_s, margin_s = clock.now_s(), min(2.0, after_s / 5)
-        with self._changed:
-            if self._closed:
-                return
-            if self._end_s is None or now_s + after_s < self._end_s:
-                self._end_s = now_s + after_s
-                self._hard_s = self._end_s - margin_s / 2
-                self._give_up_s = min(self._end_s - margin_s, self._give_up_s or self._end_s)
-                self._last_resort.arm(after_s, self._exit_code())
-            if give_up_now:
-                self._give_up_s = now_s
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="outlast-deadline", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Cancel the deadline. Idempotent. Blocks: never."""
-        with self._changed:
-            self._closed = True
-            self._last_resort.disarm()
-            self._changed.notify_all()
-
-    def _watch(self) -> None:
-        with self._changed:
-            while not self._closed and (left_s := self._hard_s - clock.now_s()) > 0:
-                self._changed.wait(left_s)
-            if self._closed:
-                return
-            code = self._exit_code()
-        try:
-            if self._before_exit is not None:
-                self._before_exit(code)
-            log.warning("the deadline has passed and the main thread has not returned; exiting with code %d", code)
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-
-
 class _SignalEvent(ctypes.Structure):
     """``struct sigevent``; its value is the argument of the function, which reads it as a number."""
 
@@ -294,18 +214,14 @@ class LastResort:
         self._pid = os.getpid()
         self._library: Any = ctypes.CDLL(None, use_errno=True)
 
-    def arm(self, after_s: float, exit_code: int) -> bool:
-        """End the process after so many seconds, in place of what was armed before.
-
-        Returns:
-            Whether that is possible here.
-        """
+    def arm(self, after_s: float, exit_code: int) -> None:
+        """End the process after so many seconds, in place of what was armed before, if that is possible here."""
         self.disarm()
         try:
             create = self._library.timer_create
         except AttributeError:
             log.warning("this C library has no timers: the deadline cannot end a process that is stuck in C code")
-            return False
+            return
         event = _SignalEvent(
             value=exit_code,
             notify=_SIGEV_THREAD,
@@ -318,9 +234,8 @@ class LastResort:
             self._library.timer_settime(timer, 0, ctypes.byref(times), None) != 0
         ):
             log.warning("the deadline has no timer: %s", os.strerror(ctypes.get_errno()))
-            return False
+            return
         self._timer = timer
-        return True
 
     def disarm(self) -> None:
         """Cancel the timer. Idempotent."""
@@ -364,6 +279,10 @@ class ShutdownListener:
     its main thread is; also one that keeps the interpreter's lock inside C code, if the notice was seen before. A
     second signal, a second or more after the first, leaves ``impatience_s`` seconds.
 
+    Some time before the deadline (a fifth of what there was, 2 s at most) what is under way should be given up, so that
+    the main thread can leave in order. If it has not by then, a thread logs what is lost and ends the process, a little
+    before the deadline; if that thread cannot run either, the C library ends it, at the deadline.
+
     Earlier Python handlers of the signals are called as before, and are back after :meth:`close`.
 
     Args:
@@ -402,29 +321,33 @@ class ShutdownListener:
         keep_forked: bool = False,
     ) -> None:
         self.deadline_s = deadline_s or None
-        self._on_notice = on_notice
+        self._on_notice, self._before_exit = on_notice, before_exit
+        self._exit_code = exit_code if callable(exit_code) else lambda: int(exit_code)
         self._impatience_s, self._echo_ns = impatience_s, int(echo_s * 1e9)
         self._last_signal_ns: int | None = None
         self._first: Notice | None = None
         self._num_seen = 0
         self._changed = threading.Condition()
         self._closing = threading.Event()
-        self._deadline = ExitDeadline(exit_code if callable(exit_code) else lambda: int(exit_code), before_exit)
+        self._end_s: float | None = None
+        """When the process is ended; ``None`` = nothing ends it."""
+        self._hard_s = 0.0
+        """When the thread ends it."""
+        self._give_up_s: float | None = None
+        """When what is under way should be given up; ``None`` = it may take as long as it takes."""
+        self._ending: threading.Thread | None = None
+        self._last_resort = LastResort()
         self._watch: SignalWatch | None = None
         if signals:
             self._watch = SignalWatch(signals, on_signal=self._on_signal, keep_forked=keep_forked)
-        self._poller: threading.Thread | None = None
         if sources:
             arguments = (tuple(sources), poll_interval_s)
-            self._poller = threading.Thread(target=self._poll, args=arguments, name="outlast-notices", daemon=True)
-            self._poller.start()
+            threading.Thread(target=self._poll, args=arguments, name="outlast-notices", daemon=True).start()
 
     def __enter__(self) -> ShutdownListener:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     @property
@@ -445,12 +368,12 @@ class ShutdownListener:
     @property
     def remaining_s(self) -> float | None:
         """Seconds until the process is ended; ``None`` = nothing ends it (yet)."""
-        return self._deadline.remaining_s
+        return None if self._end_s is None else max(0.0, self._end_s - clock.now_s())
 
     @property
     def should_give_up(self) -> bool:
         """Whether what is under way, such as a save, is to be given up: by a second signal, or the near deadline."""
-        return (left_s := self._deadline.give_up_in_s) is not None and left_s <= 0
+        return self._give_up_s is not None and self._give_up_s <= clock.now_s()
 
     def wait(self, timeout_s: float, *, ordinal: int = 1) -> bool:
         """Wait until notice number ``ordinal`` was seen; return whether it was.
@@ -465,8 +388,9 @@ class ShutdownListener:
         until_s = clock.now_s() + timeout_s
         with self._changed:
             while not self.should_give_up and (left_s := until_s - clock.now_s()) > 0:
-                give_up_s = self._deadline.give_up_in_s
-                self._changed.wait(left_s if give_up_s is None else min(left_s, give_up_s))
+                if self._give_up_s is not None:
+                    left_s = min(left_s, max(0.0, self._give_up_s - clock.now_s()))
+                self._changed.wait(left_s)
         return self.should_give_up
 
     def request(self, reason: str, *, source: str = "script", left_s: float | None = None) -> None:
@@ -477,8 +401,7 @@ class ShutdownListener:
             source: One word for where it comes from.
             left_s: Seconds until others end the process; it brings the deadline forward.
         """
-        now_ns = clock.now_ns()
-        self._see(now_ns, source=source, reason=reason, left_s=left_s)
+        self._see(clock.now_ns(), source=source, reason=reason, left_s=left_s)
 
     def close(self) -> None:
         """Restore the earlier handlers, and cancel the deadline. Idempotent.
@@ -486,8 +409,10 @@ class ShutdownListener:
         Blocks: up to 1 s, for a callback that is still running.
         Thread: the main thread.
         """
-        self._closing.set()
-        self._deadline.close()
+        with self._changed:
+            self._closing.set()
+            self._last_resort.disarm()
+            self._changed.notify_all()
         if self._watch is not None:
             self._watch.close()
 
@@ -508,14 +433,14 @@ class ShutdownListener:
         number: int | None = None,
         gives_up: bool = False,
     ) -> None:
-        if self._closing.is_set():
-            return
         with self._changed:
+            if self._closing.is_set():
+                return
             limits = [] if self._first is not None or self.deadline_s is None else [self.deadline_s]
             limits += [] if left_s is None else [left_s]
             limits += [self._impatience_s] if gives_up else []
             if limits:
-                self._deadline.bring_forward(min(limits), give_up_now=gives_up)
+                self._bring_end_forward(min(limits), give_up_now=gives_up)
             self._num_seen += 1
             notice = Notice(
                 source=source,
@@ -523,13 +448,43 @@ class ShutdownListener:
                 ordinal=self._num_seen,
                 seen_ns=seen_ns,
                 signal=number,
-                deadline_s=self._deadline.remaining_s,
+                deadline_s=self.remaining_s,
                 gives_up=gives_up,
             )
             self._first = self._first or notice
             self._changed.notify_all()
         if self._on_notice is not None:
             self._on_notice(notice)
+
+    def _bring_end_forward(self, after_s: float, *, give_up_now: bool) -> None:
+        """End the process after so many seconds, unless that is due earlier; ``_changed`` is held, and notified."""
+        now_s, margin_s = clock.now_s(), min(2.0, after_s / 5)
+        if self._end_s is None or now_s + after_s < self._end_s:
+            self._end_s = now_s + after_s
+            self._hard_s = self._end_s - margin_s / 2
+            self._give_up_s = min(self._end_s - margin_s, self._give_up_s or self._end_s)
+            self._last_resort.arm(after_s, self._exit_code())
+        if give_up_now:
+            self._give_up_s = now_s
+        if self._ending is None:
+            self._ending = threading.Thread(target=self._end_in_time, name="outlast-deadline", daemon=True)
+            self._ending.start()
+
+    def _end_in_time(self) -> None:
+        with self._changed:
+            while not self._closing.is_set() and (left_s := self._hard_s - clock.now_s()) > 0:
+                self._changed.wait(left_s)
+            if self._closing.is_set():
+                return
+            code = self._exit_code()
+        try:
+            if self._before_exit is not None:
+                self._before_exit(code)
+            log.warning("the deadline has passed and the main thread has not returned; exiting with code %d", code)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
     def _poll(self, sources: tuple[NoticeSource, ...], interval_s: float) -> None:
         silent, failed = list(sources), set[str]()

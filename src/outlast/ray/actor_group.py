@@ -30,8 +30,7 @@ from outlast.ray.dispatch import Dispatch, find_dispatch, takes_weights
 from outlast.ray.pool import GroupClosed, NodeKeepers, Pool, describe_error
 from outlast.ray.protocol import Call, FailureKind, Mesh, ShellSettings
 from outlast.ray.recovery import Incarnation, Recovery, RecoveryReport, cause_of, journal_recovery
-from outlast.ray.shell import create_shell
-from outlast.ray.train_actor import TrainActor
+from outlast.ray.train_actor import TrainActor, create_shell
 from outlast.ray.watch import Gathered, LossKind, Watch
 from outlast.runtime.journal import Journal
 
@@ -201,7 +200,6 @@ class ActorGroup:
         self._recovery = Recovery(self._config, self._pool, self._watch)
         self._budget = RecoveryBudget(self._config.max_recoveries)
         self._calls: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
-        self._num_calls = 0
         self._lock = threading.Lock()
         self._broken: OutlastError | None = None
         self._formed: Future[None] = Future()
@@ -407,11 +405,9 @@ class ActorGroup:
     def _call_once(self, current: Incarnation, call: _Submitted) -> Gathered:
         parcels = call.dispatch.split(current.mesh, call.args, call.kwargs, takes_weights=call.takes_weights)
         stored = {id(parcel): ray.put(parcel) for parcel in {id(parcel): parcel for parcel in parcels}.values()}
-        self._num_calls += 1
         refs = {}
         for rank, actor in current.members.items():
             message = Call(
-                id=self._num_calls,
                 incarnation=current.number,
                 method=call.method,
                 wants_result=call.wants_result(rank, current),

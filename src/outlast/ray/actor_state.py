@@ -54,7 +54,8 @@ class StateTracker:
         self.count = 0
         """Optimizer steps that the state has done, whole or not."""
         self._is_torn = False
-        self._has_state = False
+        self.has_state = False
+        """Whether there is a state that could be lost."""
         self._attempt: str | None = None
         self._random = RandomSnapshot()
         self._manager: CheckpointManager | None = None
@@ -69,22 +70,17 @@ class StateTracker:
     @property
     def iteration(self) -> int | None:
         """Optimizer steps that the state has done; ``None`` = it is torn, or there is no state. Thread: any."""
-        return None if self._is_torn or not self._has_state else self.count
+        return None if self._is_torn or not self.has_state else self.count
 
     @property
     def is_new(self) -> bool:
         """Whether the state is as it was set up."""
         return not self._is_torn and self.count == 0
 
-    @property
-    def has_state(self) -> bool:
-        """Whether there is a state that could be lost."""
-        return self._has_state
-
     def start_over(self, *, has_state: bool) -> None:
         """Take note of a state that was set up just now."""
         self.count, self._is_torn, self._attempt, self._origin = 0, False, None, None
-        self._has_state = has_state
+        self.has_state = has_state
         self._random.take()
 
     @contextmanager
@@ -233,7 +229,7 @@ class StateTracker:
         self._check_whole()
         if iteration != self.count:
             raise OutlastError(f"save({iteration}), but the state has done {self.count} steps", iteration=self.count)
-        if self._manager is None or self._schedule is None or not self._has_state:
+        if self._manager is None or self._schedule is None or not self.has_state:
             return None
         due = DueSave.ALL if now else self._due(iteration)
         if due == DueSave.NOTHING:
@@ -257,17 +253,6 @@ class StateTracker:
             agreed = self._consensus.agree([self._schedule.request(iteration, self._manager.save_cost_s)])[0]
         self._stepped_ns = clock.now_ns()
         return self._schedule.due(iteration, agreed)
-
-    def wait(self) -> None:
-        """Wait until what was saved is committed.
-
-        Raises:
-            CheckpointError: The newest save failed.
-
-        Blocks: up to ``CheckpointConfig.save_timeout``.
-        """
-        if self._manager is not None:
-            self._manager.wait()
 
     def give_up(self) -> None:
         """Have the working thread wait for no save any more; :meth:`close` follows. Blocks: never. Thread: any."""

@@ -254,11 +254,12 @@ class MeshDispatch(Dispatch):
         self, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], *, takes_weights: bool
     ) -> Sequence[Parcel]:
         """Return a parcel for each data shard, the same for all if there is no batch."""
+        arguments = tuple(args), dict(kwargs)
         own_weights = kwargs.get("weights") if takes_weights else None
         fields = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
         num_samples = count_samples(fields)
         if num_samples is None:
-            return [_cut_all(args, kwargs, 0, 0)] * mesh.dp
+            return [keep_whole(arguments)] * mesh.dp
         length = -(-num_samples // mesh.dp)
         if length * mesh.dp != num_samples and not takes_weights:
             raise ConfigError(
@@ -269,7 +270,7 @@ class MeshDispatch(Dispatch):
             raise ConfigError("weights must be a tensor with one number for each sample")
         parcels = []
         for start in range(0, length * mesh.dp, length) if length else [0] * mesh.dp:
-            parcel = _cut_all(args, kwargs, start, length)
+            parcel = cut(arguments, start, length)
             if takes_weights:
                 weights = pad_weights(num_samples, start, length)
                 parcel[1]["weights"] = weights if own_weights is None else parcel[1]["weights"] * weights
@@ -296,7 +297,7 @@ class PassThroughDispatch(Dispatch):
         self, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], *, takes_weights: bool
     ) -> Sequence[Parcel]:
         """Return the arguments as they are."""
-        return [(tuple(map(keep_whole, args)), {name: keep_whole(value) for name, value in kwargs.items()})]
+        return [keep_whole((tuple(args), dict(kwargs)))]
 
     def parcel_of(self, place: MeshRank) -> int:
         """Return 0: there is one parcel."""
@@ -347,8 +348,3 @@ def takes_weights(method: Callable[..., Any]) -> bool:
     """Return whether a method can be given ``weights`` by name."""
     parameter = inspect.signature(method).parameters.get("weights")
     return parameter is not None and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _cut_all(args: Sequence[Any], kwargs: Mapping[str, Any], start: int, length: int) -> Parcel:
-    positional = tuple(cut(value, start, length) for value in args)
-    return positional, {name: cut(value, start, length) for name, value in kwargs.items()}

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -48,6 +49,8 @@ _MAX_FAILED_STARTS = 3
 _POLL_S = 0.2
 _RESERVE_POLL_S = 0.5
 _CHOICE_S = 0.05
+_AGAIN_S = 0.1
+"""From a question that did not reach its actor to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -138,6 +141,40 @@ def reply_if_ready(ref: Any) -> Reply | None:
     return read_reply(ref) if ray.wait([ref], timeout=0, fetch_local=False)[0] else None
 
 
+@dataclass(slots=True, kw_only=True)
+class ActorPing:
+    """A question that one actor is asked again and again, to know whether it lives; one at a time."""
+
+    due_s: float = 0.0
+    """When it is asked again, if no reply is waited for."""
+    asked_s: float = math.inf
+    """Since when it is unanswered; infinite = it is answered."""
+    ref: Any = None
+    """Reference to the reply that is waited for."""
+
+    def poll(self, method: Any) -> Reply | None:
+        """Return the reply if it has come; ask if that is due. Blocks: while the value is fetched.
+
+        Args:
+            method: The remote method that asks.
+        """
+        now_s = clock.now_s()
+        if self.ref is None:
+            if now_s >= self.due_s:
+                self.ref, self.asked_s = method.remote(), min(self.asked_s, now_s)
+            return None
+        reply = reply_if_ready(self.ref)
+        if reply is not None and reply.fault == ReplyFault.UNREACHABLE:
+            # It may live: it is asked again, and is silent since it was asked first.
+            self.ref, self.due_s = None, now_s + _AGAIN_S
+            return None
+        return reply
+
+    def note_answer(self, due_s: float) -> None:
+        """Note that the question was answered, and when it is to be asked again."""
+        self.ref, self.asked_s, self.due_s = None, math.inf, due_s
+
+
 def describe_error(error: BaseException | None) -> str:
     """Return an error in one line: of Ray's report on a dead actor only the reason."""
     if error is None:
@@ -163,12 +200,6 @@ class _Starting:
     handle: Any
     identity: Any
     """Reference to its :class:`~outlast.ray.protocol.ActorIdentity`."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _SparePing:
-    ref: Any
-    sent_s: float
 
 
 class Pool:
@@ -206,7 +237,7 @@ class Pool:
         self._kept_nodes: set[str] = set()
         self._num_actors = 0
         self._starting: dict[int, _Starting] = {}
-        self._pings: dict[int, _SparePing] = {}
+        self._pings: dict[int, ActorPing] = {}
         self._failed_starts: dict[int, int] = {}
         self._num_failed_starts = 0
         self._why_failed: BaseException | None = None
@@ -458,20 +489,14 @@ class Pool:
                 )
 
     def _ping_spares(self) -> None:
-        now_s = clock.now_s()
         for spare in self.spares:
-            ping = self._pings.get(spare.number)
-            if ping is None or (ping.ref is None and now_s - ping.sent_s >= self._config.ping_interval):
-                self._pings[spare.number] = _SparePing(ref=spare.handle.status.remote(), sent_s=now_s)
-                continue
-            if ping.ref is None:
-                continue
-            reply = reply_if_ready(ping.ref)
+            ping = self._pings.setdefault(spare.number, ActorPing())
+            reply = ping.poll(spare.handle.status)
             if reply is not None and reply.fault is None:
-                ping.ref = None
+                ping.note_answer(ping.asked_s + self._config.ping_interval)
             elif reply is not None and reply.fault == ReplyFault.DIED:
                 self._lose(spare, reply)
-            elif now_s - ping.sent_s >= self._config.ping_timeout:
+            elif clock.now_s() - ping.asked_s >= self._config.ping_timeout:
                 self._lose(spare, reply or Reply(fault=ReplyFault.LATE))
 
     def _lose(self, spare: Actor, reply: Reply) -> None:
@@ -491,11 +516,11 @@ _LOOK_S = 0.5
 """From an answer of a keeper to the next question whether it lives."""
 
 
-def start_on(node_id: str, actor_class: type, *args: Any, **options: Any) -> Any:
+def start_on(node_id: str, actor_class: type, arguments: Mapping[str, Any], **options: Any) -> Any:
     """Start an actor without resources of its own on a node; return its handle. Blocks: never."""
     pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     started = ray.remote(actor_class).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned, **options)
-    return started.remote(*args)
+    return started.remote(**arguments)
 
 
 class NodeKeeper:
@@ -531,10 +556,8 @@ class _Keeper:
     """A keeper, and what is known of its life."""
 
     handle: Any
-    question: Any = None
-    """The question that it has not answered."""
-    answered_s: float | None = None
-    """When it last did; ``None`` = it has not started yet."""
+    ping: ActorPing = field(default_factory=ActorPing)
+    has_started: bool = False
 
 
 class NodeKeepers:
@@ -573,15 +596,11 @@ class NodeKeepers:
 
     def look(self) -> list[str]:
         """Replace the keepers that died, and return the nodes that lost theirs since the last look. Blocks: never."""
-        now_s = clock.now_s()
         for node_id, kept in list(self._keepers.items()):
-            if kept.question is None:
-                if kept.answered_s is None or now_s - kept.answered_s >= _LOOK_S:
-                    kept.question = kept.handle.pid.remote()
-                continue
-            reply = reply_if_ready(kept.question)
+            reply = kept.ping.poll(kept.handle.pid)
             if reply is not None and reply.fault is None:
-                kept.question, kept.answered_s = None, now_s
+                kept.has_started = True
+                kept.ping.note_answer(clock.now_s() + _LOOK_S)
             elif reply is not None and self._lose(node_id, reply):
                 self._start(node_id)
         lost, self._lost = self._lost, []
@@ -605,7 +624,7 @@ class NodeKeepers:
         for node_id, reply in await_replies(refs, timeout_s).items():
             if reply.fault is None:
                 found[node_id] = reply.value
-                self._keepers[node_id].answered_s = clock.now_s()
+                self._keepers[node_id].has_started = True
             elif reply.fault == ReplyFault.LATE:
                 log.log(
                     logging.WARNING if timeout_s > 0 else logging.DEBUG,
@@ -618,11 +637,11 @@ class NodeKeepers:
         return found, gone
 
     def _start(self, node_id: str) -> None:
-        self._keepers[node_id] = _Keeper(start_on(node_id, NodeKeeper, f"{self._name}-{node_id}"))
+        self._keepers[node_id] = _Keeper(start_on(node_id, NodeKeeper, {"address": f"{self._name}-{node_id}"}))
 
     def _lose(self, node_id: str, reply: Reply) -> bool:
         """Give up a keeper that died; return whether another one could take its place."""
-        had_started = self._keepers[node_id].answered_s is not None
+        had_started = self._keepers[node_id].has_started
         self.forget(node_id)
         log.warning("node %s has no checkpoint writer (%s)", node_id[:8], describe_error(reply.error))
         node_lives = any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())

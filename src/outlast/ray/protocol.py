@@ -8,12 +8,14 @@ within Ray, which trusts its own cluster.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
+from outlast import clock
 from outlast.config import CheckpointConfig, FaultToleranceConfig
 from outlast.errors import ConfigError
 
@@ -190,12 +192,8 @@ class ActorIdentity(msgspec.Struct, frozen=True, kw_only=True):
 class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What an actor is doing."""
 
-    incarnation: int
-    """The newest that it joined or is joining; -1 = none yet."""
     iteration: int | None
     """Optimizer steps that its state has done; ``None`` = torn, or it has none."""
-    call: int | None
-    """Id of the call that runs; ``None`` = none does."""
     sections: tuple[tuple[str, float], ...] = ()
     """Open sections, outermost first, and for how many seconds each has been open."""
     exceeded: tuple[str, ...] = ()
@@ -240,10 +238,17 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds by phase: ``groups``, ``setup``, ``load``."""
 
 
+@contextmanager
+def timed(phases_s: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds within to those of a phase, unless an exception ends it."""
+    begin_s = clock.now_s()
+    yield
+    phases_s[name] = phases_s.get(name, 0.0) + clock.now_s() - begin_s
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One call of a method of the user's."""
 
-    id: int
     incarnation: int
     method: str
     wants_result: bool = True

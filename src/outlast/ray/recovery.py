@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -17,7 +16,7 @@ from outlast.errors import ActorFailed, SparesExhausted
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.actor_recovery import ActorFacts, Formation, ends_call, fill_slots, shrink_slots
 from outlast.ray.pool import Actor, Pool, ReplyFault, await_replies, describe_error
-from outlast.ray.protocol import AXES, Aborted, ActorAssignment, FailureKind, Joined, Mesh, shrunk
+from outlast.ray.protocol import AXES, Aborted, ActorAssignment, FailureKind, Joined, Mesh, shrunk, timed
 from outlast.ray.watch import Gathered, LossKind, LostActor, Watch, lose
 from outlast.runtime.journal import Journal
 from outlast.wording import count
@@ -102,13 +101,6 @@ class _Progress:
     begun_s: float = field(default_factory=clock.now_s)
     num_rounds: int = 0
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time within to a phase."""
-        since_s = clock.now_s()
-        yield
-        self.phases_s[name] = self.phases_s.get(name, 0.0) + clock.now_s() - since_s
-
 
 class Recovery:
     """Make incarnations: the first one, and each that has to follow.
@@ -165,12 +157,12 @@ class Recovery:
         while progress.num_rounds < self._config.max_rounds:
             progress.num_rounds += 1
             self._pool.idle()
-            with progress.phase("abort"):
+            with timed(progress.phases_s, "abort"):
                 for rank in gathered.lost:
                     self._pool.discard(current.members[rank])
                 exact = self._abort(current, gathered)
                 survivors = self._note_losses(current, exact, gathered, progress)
-            with progress.phase("fill"):
+            with timed(progress.phases_s, "fill"):
                 mesh, formation = self._fill(current, survivors)
                 current = self._next(mesh, self._assign_slots(current, formation))
             has = {slot.rank: slot.has for slot in formation.slots}
@@ -279,12 +271,10 @@ class Recovery:
         return [_facts(one) for one in self._pool.answering(num, self._config.ping_timeout)] if num else []
 
     def _assign_slots(self, current: Incarnation, formation: Formation) -> dict[int, Actor]:
-        """Return rank to actor; those that have no slot any more leave, and wait as spares."""
+        """Return rank to actor; those that have no slot any more wait as spares."""
         present = {actor.number: actor for actor in current.members.values()}
         present |= self._pool.take({slot.actor for slot in formation.slots} - present.keys())
-        dismissed = [present[number] for number in formation.dismissed]
-        await_replies({one.number: one.handle.leave.remote() for one in dismissed}, self._config.abort_timeout)
-        self._pool.give(dismissed)
+        self._pool.give(present[number] for number in formation.dismissed)
         return {slot.rank: present[slot.actor] for slot in formation.slots}
 
     def _next(self, mesh: Mesh, members: Mapping[int, Actor]) -> Incarnation:
@@ -294,7 +284,7 @@ class Recovery:
     def _join(self, new: Incarnation, has: Mapping[int, int | None], progress: _Progress) -> Gathered:
         """Have all actors join a new incarnation."""
         host = new.members[0]
-        with progress.phase("store"):
+        with timed(progress.phases_s, "store"):
             reply = await_replies({0: host.handle.host_store.remote()}, self._config.store_timeout)[0]
         if reply.fault is not None:
             gathered = Gathered()
@@ -302,7 +292,7 @@ class Recovery:
             text = f"it could not open the store of the incarnation: {describe_error(reply.error)}"
             gathered.lose(0, host, kind, text)
             return gathered
-        with progress.phase("join"):
+        with timed(progress.phases_s, "join"):
             assignments = self._assign(new, has, *reply.value)
             refs = {rank: actor.handle.join.remote(assignments[rank]) for rank, actor in new.members.items()}
             return self._watch.gather(new.members, refs, timeout_s=self._config.join_timeout)

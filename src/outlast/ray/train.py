@@ -40,7 +40,7 @@ from outlast.errors import BudgetExhausted, OutlastError
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, decide
 from outlast.ray.pool import await_replies, describe_error, start_on
-from outlast.ray.train_watch import AttemptFacts, RunFacts, TrainWatch, WatchAddresses, WorkerPlace, answers_of
+from outlast.ray.train_watch import AttemptFacts, TrainWatch, WorkerPlace, answers_of
 from outlast.session import Session, init
 
 __all__ = ["TrainCallback", "session"]
@@ -128,21 +128,19 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
         self._attempt = -1
         self._was_watched = self._is_preempting = False
         self._ladder = LadderState()
-        self._watches: _TrainWatches | None = None
+        self._run_id = self._job = ""
+        self._watches: dict[str, Any] = {}
+        """By address of the machine. Ray's nodes on one machine share one, as they share Ray Train's local ranks."""
+        self._names: dict[str, str] = {}
+        self._in_use: tuple[str, ...] = ()
 
     # -- the run -----------------------------------------------------------------------------------------------
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Take in which run it is."""
-        self._watches = _TrainWatches(
-            RunFacts(
-                run_id=train_run_context.get_run_config().name or train_run_context.run_id,
-                job=train_run_context.run_id[:12],
-                run_dir=self.config.run_dir,
-                fault_tolerance=self._fault_tolerance.to_json(),
-                keeps_writer=self.config.checkpoint is not None,
-            )
-        )
+        logs.configure("train controller", least=logging.WARNING, is_shared=True)
+        self._run_id = train_run_context.get_run_config().name or train_run_context.run_id
+        self._job = train_run_context.run_id[:12]
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Take in whether workers are taken away on notice, which is no failure to be charged."""
@@ -154,19 +152,21 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
         Raises:
             BudgetExhausted: ``max_no_progress_cycles`` attempts in a row ended without a new durable generation.
         """
-        if self._watches is None or not self._was_watched:
+        if not self._was_watched:
             return
         self._was_watched = False
-        facts = self._watches.facts()
-        if facts.incident is not None:
-            log.error("attempt %d: %s", self._attempt, facts.incident.describe())
+        found: list[AttemptFacts] = self._ask_all("facts", "report the attempt")
+        incident = next((one.incident for one in found if one.incident is not None), None)
+        if incident is not None:
+            log.error("attempt %d: %s", self._attempt, incident.describe())
         if failure_decision.name != "RETRY" or self._is_preempting:
             return
+        known = [one.durable_iteration for one in found if one.durable_iteration is not None]
         end = CycleEnd(
             cycle=self._attempt,
-            incident=facts.incident or Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._attempt),
-            durable_iteration=facts.durable_iteration,
-            progress_known=facts.progress_known,
+            incident=incident or Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._attempt),
+            durable_iteration=max(known, default=None),
+            progress_known=any(one.progress_known for one in found),
         )
         limits = Limits(
             max_restarts=_UNLIMITED,  # FailureConfig.max_failures bounds these
@@ -182,119 +182,6 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
         self.before_controller_abort()
 
     def before_controller_abort(self) -> None:
-        """End the watches."""
-        if self._watches is not None:
-            self._watches.close()
-
-    # -- one attempt -------------------------------------------------------------------------------------------
-
-    def before_init_train_context(self, workers: Sequence[Any]) -> Mapping[str, list[Any]]:
-        """Have watches start beside the workers, while these find each other."""
-        if self._watches is not None:
-            self._watches.start(workers)
-        return {}
-
-    def after_worker_group_start(self, worker_group: Any) -> None:
-        """Have the workers watched, and send them their place."""
-        if self._watches is None:
-            return
-        self._attempt += 1
-        workers = worker_group.get_workers()
-        variables = self._watches.begin(self._attempt, workers)
-        self._was_watched = True
-        asked = [
-            worker.execute_async(_take_place, self.config, variables[worker.distributed_context.world_rank])
-            for worker in workers
-        ]
-        ray.get(asked, timeout=_START_S)  # a worker that died or is stuck meanwhile is Ray Train's to replace
-
-    def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        """Stop watching, as the workers are ended now."""
-        self._was_watched = False
-        if self._watches is not None:
-            self._watches.stop()
-
-    def before_worker_group_abort(self, worker_group_context: Any) -> None:
-        """Stop watching, as the workers are ended now."""
-        self.before_worker_group_shutdown(None)
-
-
-def _take_place(config: Config, variables: Mapping[str, str | None]) -> None:
-    """Take in settings and place, in the worker, before its train function runs."""
-    global _config
-    _config = config
-    env.update(variables)
-
-
-class _TrainWatches:
-    """Keep a watch on every machine that has workers.
-
-    Ray's nodes on one machine (in tests, say) share one watch, as they share Ray Train's local ranks.
-
-    Args:
-        run: What the watches need to know of the run.
-
-    Thread: that of Ray Train's controller.
-    """
-
-    def __init__(self, run: RunFacts) -> None:
-        logs.configure("train controller", least=logging.WARNING, is_shared=True)
-        self._run = run
-        self._watches: dict[str, Any] = {}
-        """By address of the machine."""
-        self._names: dict[str, str] = {}
-        self._in_use: tuple[str, ...] = ()
-
-    def start(self, workers: Sequence[Any]) -> None:
-        """Have watches started where there is none yet, and wait for none of them.
-
-        Args:
-            workers: Ray Train's workers, with their ranks.
-        """
-        for address, there in _by_machine(workers).items():
-            if address not in self._watches:
-                self._watches[address] = self._start(address, there[0])
-
-    def begin(self, attempt: int, workers: Sequence[Any]) -> dict[int, dict[str, str | None]]:
-        """Have a new attempt's workers watched.
-
-        Args:
-            attempt: Number of the worker group, from 0.
-            workers: Ray Train's workers, with their ranks.
-
-        Returns:
-            Variables for each worker's environment, by global rank. Where a machine could not be watched they lack a
-            board: its workers start guard processes then.
-
-        Blocks: up to a minute, while watches start; usually they have by now.
-        """
-        machines = _by_machine(workers)
-        posts = self._post(attempt, machines)
-        self._in_use = tuple(posts)
-        watches = [self._watches[address] for address in posts]
-        answers_of([watch.meet.remote(watches) for watch in watches], _ANSWER_S, "meet the others")
-        return {
-            worker.distributed_context.world_rank: self._variables(attempt, address, worker, posts.get(address))
-            for address, there in machines.items()
-            for worker in there
-        }
-
-    def facts(self) -> AttemptFacts:
-        """Return what the watches know of the attempt together; those that are gone know nothing."""
-        found = self._ask_all("facts", "report the attempt")
-        known = [one.durable_iteration for one in found if one.durable_iteration is not None]
-        return AttemptFacts(
-            durable_iteration=max(known, default=None),
-            progress_known=any(one.progress_known for one in found),
-            incident=next((one.incident for one in found if one.incident is not None), None),
-        )
-
-    def stop(self) -> None:
-        """Have the watches stop watching, as the workers are about to be ended."""
-        self._ask_all("stop", "stop watching")
-        self._in_use = ()
-
-    def close(self) -> None:
         """End the watches. Idempotent. Blocks: up to ten seconds."""
         self._in_use = tuple(self._watches)
         self._ask_all("close", "close")
@@ -302,35 +189,85 @@ class _TrainWatches:
             ray.kill(watch)
         self._watches, self._in_use = {}, ()
 
+    # -- one attempt -------------------------------------------------------------------------------------------
+
+    def before_init_train_context(self, workers: Sequence[Any]) -> Mapping[str, list[Any]]:
+        """Have watches start beside the workers, while these find each other, and wait for none of them."""
+        for address, there in _by_machine(workers).items():
+            if address not in self._watches:
+                self._start_watch(address, there[0])
+        return {}
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Have the workers watched, and send them their place.
+
+        The workers of a machine that could not be watched get no board, and start guard processes.
+
+        Blocks: up to a minute, while watches start; usually they have by now.
+        """
+        self._attempt += 1
+        machines = _by_machine(worker_group.get_workers())
+        posts = self._begin_watching(machines)
+        self._in_use, self._was_watched = tuple(posts), True
+        watches = [self._watches[address] for address in posts]
+        answers_of([watch.meet.remote(watches) for watch in watches], _ANSWER_S, "meet the others")
+        asked = [
+            worker.execute_async(_take_place, self.config, self._variables(address, worker, posts.get(address, {})))
+            for address, there in machines.items()
+            for worker in there
+        ]
+        ray.get(asked, timeout=_START_S)  # a worker that died or is stuck meanwhile is Ray Train's to replace
+
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        """Stop watching, as the workers are ended now."""
+        self._was_watched = False
+        self._ask_all("stop", "stop watching")
+        self._in_use = ()
+
+    def before_worker_group_abort(self, worker_group_context: Any) -> None:
+        """Stop watching, as the workers are ended now."""
+        self.before_worker_group_shutdown(None)
+
+    # -- details -----------------------------------------------------------------------------------------------
+
     def _ask_all(self, method: str, what: str) -> list[Any]:
         asked = [getattr(self._watches[address], method).remote() for address in self._in_use]
         return answers_of(asked, _ANSWER_S, what)
 
-    # -- details -----------------------------------------------------------------------------------------------
-
-    def _start(self, address: str, worker: Any) -> Any:
+    def _start_watch(self, address: str, worker: Any) -> None:
         if address not in self._names:
             taken = worker.metadata.hostname in self._names.values()
             self._names[address] = f"{worker.metadata.hostname}-{address}" if taken else worker.metadata.hostname
-        name, node_id = self._names[address], worker.metadata.node_id
-        return start_on(node_id, TrainWatch, name, self._run, max_concurrency=8)
+        self._watches[address] = start_on(
+            worker.metadata.node_id,
+            TrainWatch,
+            {
+                "node": self._names[address],
+                "config": self._fault_tolerance,
+                "run_id": self._run_id,
+                "job": self._job,
+                "run_dir": self.config.run_dir,
+                "keeps_writer": self.config.checkpoint is not None,
+            },
+            max_concurrency=8,
+        )
 
-    def _post(self, attempt: int, machines: Mapping[str, Sequence[Any]]) -> dict[str, WatchAddresses]:
+    def _begin_watching(self, machines: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, str | None]]:
         """Return what each machine's watch has for its workers; a watch that is gone is replaced once."""
-        posts: dict[str, WatchAddresses] = {}
+        posts: dict[str, dict[str, str | None]] = {}
         for is_last in (False, True):
-            missing = {address: there for address, there in machines.items() if address not in posts}
             asked = {}
-            for address, there in missing.items():
+            for address, there in machines.items():
+                if address in posts:
+                    continue
                 if is_last:
-                    self._watches[address] = self._start(address, there[0])
+                    self._start_watch(address, there[0])
                 ranks = [worker.distributed_context for worker in there]
                 places = [
                     WorkerPlace(local_rank=rank.local_rank, global_rank=rank.world_rank, pid=worker.metadata.pid)
                     for rank, worker in zip(ranks, there, strict=True)
                 ]
-                num_ranks = max(rank.local_rank for rank in ranks) + 1
-                asked[address] = self._watches[address].begin.remote(attempt, places, num_ranks)
+                asked[address] = self._watches[address].begin.remote(self._attempt, places)
             for address, reply in await_replies(asked, _START_S).items():
                 if reply.fault is None:
                     posts[address] = reply.value
@@ -342,24 +279,31 @@ class _TrainWatches:
                     log.error("machine %s is not watched as a whole: %s", self._names[address], text)
         return posts
 
-    def _variables(self, attempt: int, address: str, worker: Any, post: WatchAddresses | None) -> dict[str, str | None]:
-        rank, run = worker.distributed_context, self._run
+    def _variables(self, address: str, worker: Any, post: Mapping[str, str | None]) -> dict[str, str | None]:
+        rank, run_dir = worker.distributed_context, self.config.run_dir
         return {
-            env.RUN_ID: run.run_id,
-            env.RUN_DIR: run.run_dir,
-            env.NAMES: json.dumps([f"directory {run.run_dir}"] if run.run_dir else []),
-            env.JOB: run.job,
-            env.CYCLE: str(attempt),
+            env.RUN_ID: self._run_id,
+            env.RUN_DIR: run_dir,
+            env.NAMES: json.dumps([f"directory {run_dir}"] if run_dir else []),
+            env.JOB: self._job,
+            env.CYCLE: str(self._attempt),
             env.NODE: self._names[address],
-            env.CONFIG: run.fault_tolerance,
-            env.BOARD: None if post is None else post.board,
-            env.WRITER: None if post is None else post.writer or None,
+            env.CONFIG: self._fault_tolerance.to_json(),
+            env.BOARD: post.get(env.BOARD),
+            env.WRITER: post.get(env.WRITER),
             "RANK": str(rank.world_rank),
             "WORLD_SIZE": str(rank.world_size),
             "LOCAL_RANK": str(rank.local_rank),
             "LOCAL_WORLD_SIZE": str(rank.local_world_size),
             "GROUP_RANK": str(rank.node_rank),
         }
+
+
+def _take_place(config: Config, variables: Mapping[str, str | None]) -> None:
+    """Take in settings and place, in the worker, before its train function runs."""
+    global _config
+    _config = config
+    env.update(variables)
 
 
 def _by_machine(workers: Sequence[Any]) -> dict[str, list[Any]]:

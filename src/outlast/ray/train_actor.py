@@ -1,37 +1,63 @@
-"""What a user's actor derives from, and the host that takes it from one incarnation to the next.
+"""What runs in an actor's process: the class that a user's actor derives from, and the Ray actor around it.
 
-The process groups of an incarnation are made over a store, and left at any time.
+The shell answers the driver at any time, whatever the user's code does. That code runs in the one thread of the default
+concurrency group; what the driver must be able to ask while that thread hangs belongs to the group ``control``, with
+threads of its own. The process groups of an incarnation are made over a store, and left at any time.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import traceback
+from collections import deque
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import clock
+import ray
+import ray.cloudpickle
+
+from outlast import clock, env
 from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError, OutlastError, RendezvousError
-from outlast.inprocess.call import end_groups
-from outlast.monitor.rank_monitor import PlacedRankMonitor, RankMonitor
-from outlast.policy.deadlines import Timeouts
+from outlast.inprocess.call import describe, drop, end_groups, is_consequence
+from outlast.monitor.examination import read_books, waits_in
+from outlast.monitor.rank_monitor import PlacedRankMonitor
+from outlast.monitor.stacks import Frame, Stack
+from outlast.policy.causes import Position
+from outlast.policy.deadlines import Timeouts, deadlines, expired
 from outlast.ray.actor_state import StartingState, StateTracker
-from outlast.ray.protocol import AXES, ActorAssignment, Joined, MeshRank, ShellSettings
+from outlast.ray.protocol import (
+    AXES,
+    Aborted,
+    ActorAssignment,
+    ActorIdentity,
+    ActorStatus,
+    Call,
+    CallFailed,
+    CallReturned,
+    FailureKind,
+    Joined,
+    MeshRank,
+    ShellSettings,
+    timed,
+)
 from outlast.runtime import connections, device
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.board import Board, RankState
-from outlast.runtime.interruption import AsyncInterruption
+from outlast.runtime.interruption import Abandoned, AsyncInterruption, CallOutcome
 from outlast.runtime.journal import Journal
-from outlast.runtime.store import TCPStore, connect
+from outlast.runtime.store import TCPStore, connect, host
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
     import torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,8 +65,18 @@ if TYPE_CHECKING:
     from outlast.checkpoint import SaveHandle
     from outlast.monitor.rank_monitor import SectionTimer
 
+log = logging.getLogger(__name__)
+_NUM_CONTROL_THREADS = 4
 _CONNECT_S = 1.0
 """Of connecting to the store: between two tries the wait can be interrupted."""
+_LOOK_S = 0.01
+_BOTH_WAYS_S = 0.2
+"""Seconds after which connections are shut down both ways, for what does not notice the end of its reading."""
+_SAVES_S = 0.1
+"""Seconds after which saves are given up that the working thread waits for."""
+_STORE_TIMEOUT_S = 60.0
+_NUM_STORES = 2
+"""The newest and the one before."""
 
 
 class TrainActor:
@@ -53,7 +89,7 @@ class TrainActor:
     :meth:`state` must therefore change within ``update`` alone.
     """
 
-    _host: ActorHost | None = None
+    _shell: Shell | None = None
 
     # -- to be overridden --------------------------------------------------------------------------------------
 
@@ -99,12 +135,20 @@ class TrainActor:
     @property
     def place(self) -> MeshRank:
         """This actor's place in the mesh."""
-        return self._hosted.place
+        place = self._hosted.place
+        assert place is not None
+        return place
 
     @property
     def mesh(self) -> DeviceMesh:
-        """All ranks by axis: ``pp``, ``dp``, ``cp``, ``tp``; another one in each incarnation."""
-        return self._hosted.mesh
+        """All ranks by axis: ``pp``, ``dp``, ``cp``, ``tp``; another one in each incarnation.
+
+        Raises:
+            OutlastError: There are no process groups now.
+        """
+        if (mesh := self._hosted.mesh) is None:
+            raise OutlastError("there are no process groups now; use them in setup(), regroup() and calls")
+        return mesh
 
     @property
     def device(self) -> torch.device:
@@ -126,7 +170,7 @@ class TrainActor:
             ConfigError: There is no such axis.
             OutlastError: There are no groups now.
         """
-        mesh = self._hosted.mesh
+        mesh = self.mesh
         if axis not in AXES:
             raise ConfigError(f"there is no axis {axis!r}; the axes are {', '.join(AXES)}")
         return mesh.get_group(axis)
@@ -170,76 +214,198 @@ class TrainActor:
         Collective: all ranks, at the same iteration.
         Blocks: while the state is copied.
         """
-        return self._hosted.save(iteration, now=now)
+        shell = self._hosted
+        with shell.monitor.section("checkpointing"):
+            return shell.tracker.save(self.state(), iteration, now=now)
 
     @property
-    def _hosted(self) -> ActorHost:
-        if self._host is None:
+    def _hosted(self) -> Shell:
+        if self._shell is None:
             raise OutlastError(
                 f"{type(self).__name__} has no place in a group yet: use this in setup() and calls, not in __init__()"
             )
-        return self._host
+        return self._shell
 
 
-class ActorHost:
+class Shell:
     """Host a user's actor through incarnations.
 
-    Args:
-        make: Makes the user's object. One that is no :class:`TrainActor` starts over with each recovery: its calls
-            are counted, and nothing else is known of its state.
-        settings: What the group was made with.
-        node: Name of this node.
-        interruption: Gets the working thread out of the user's code.
+    An actor that is no :class:`TrainActor` starts over with each recovery: its calls are counted, and nothing else is
+    known of its state.
 
-    Thread: the working thread, except where a method's docstring names another.
+    Args:
+        actor_class: The user's class.
+        args: For it.
+        kwargs: For it.
+        settings: What the group was made with.
     """
 
     def __init__(
-        self, make: Callable[[], Any], settings: ShellSettings, node: str, interruption: AsyncInterruption
+        self,
+        actor_class: type,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        settings: ShellSettings,
     ) -> None:
-        self._make, self._settings, self._node, self._interruption = make, settings, node, interruption
-        self.actor = make()
-        self.tracker = StateTracker(settings.checkpoint, interruption)
+        _import_ahead(settings)
+        self._settings, self._make = settings, partial(actor_class, *args, **kwargs)
+        self._node_id: str = ray.get_runtime_context().get_node_id()
+        self._node = _node_name(self._node_id)
+        self._addr = str(ray.util.get_node_ip_address())
+        self._fault_tolerance = settings.fault_tolerance or FaultToleranceConfig()
+        self._timeouts = Timeouts.from_config(self._fault_tolerance)
+        self._interruption = AsyncInterruption()
+        self._actor = self._make()
+        self._is_set_up = self._is_half_set_up = False
+        self.tracker = StateTracker(settings.checkpoint, self._interruption)
+        """Which state the actor has."""
+        self.place: MeshRank | None = None
+        """The actor's place in the mesh; ``None`` = it has had none yet."""
+        self.mesh: DeviceMesh | None = None
+        """All ranks by axis; ``None`` = there are no groups now."""
         self._noting = connections.Noting()
         self._excepthook = sys.excepthook
-        self._mesh: DeviceMesh | None = None
         self._store: TCPStore | None = None
         self._has_groups = False
-        self.timeouts = Timeouts.from_config(self._fault_tolerance)
-        self._place: MeshRank | None = None
-        self._is_set_up = self._is_half_set_up = False
         self._board: Board | None = None
         self._monitor: PlacedRankMonitor | None = None
         self._looking = threading.Lock()
         self._journal: Journal | None = None
+        self._stores: deque[TCPStore] = deque(maxlen=_NUM_STORES)
+        self._incarnation = self._joined = -1
+        self._is_in_call = False
+        self._leaving = threading.Lock()
+        gc.collect()
+        gc.freeze()  # what lives anyway is not looked through whenever groups are left
 
-    @property
-    def place(self) -> MeshRank:
-        """The actor's place in the mesh."""
-        assert self._place is not None
-        return self._place
+    # -- control: answered at any time -------------------------------------------------------------------------
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        """All ranks by axis: ``pp``, ``dp``, ``cp``, ``tp``.
+    @ray.method(concurrency_group="control")
+    def identity(self) -> ActorIdentity:
+        """Return who this is."""
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return ActorIdentity(node_id=self._node_id, node=self._node, pid=os.getpid(), device=",".join(gpus))
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> ActorStatus:
+        """Return what this actor is doing. Blocks: never."""
+        sections: tuple[tuple[str, float], ...] = ()
+        exceeded: tuple[str, ...] = ()
+        due_in_s = None
+        is_idle = not self._is_in_call and self._joined == self._incarnation  # then nothing has a timeout
+        if not is_idle and (state := self._look()) is not None:
+            now_ns = clock.now_ns()
+            sections = tuple((one.name, max(0.0, (now_ns - one.start_ns) / 1e9)) for one in state.sections)
+            exceeded = tuple(one.describe(self._node) for one in expired(state, self._timeouts, now_ns))
+            if ends := deadlines(state, self._timeouts):
+                due_in_s = (ends[0] - now_ns) / 1e9
+        return ActorStatus(iteration=self.tracker.iteration, sections=sections, exceeded=exceeded, due_in_s=due_in_s)
+
+    @ray.method(concurrency_group="control")
+    def examine(self) -> Position | None:
+        """Return where the user's code is; ``None`` = this actor is in no group. Blocks: up to a tenth of a second."""
+        if (state := self._look()) is None:
+            return None
+        thread, now_ns = self._interruption.thread, clock.now_ns()
+        stack, books = _stack_of(thread), read_books(thread)
+        waits, collective = waits_in(stack, books)
+        return Position(
+            node=self._node_id,
+            global_rank=state.global_rank,
+            pid=state.pid,
+            iteration=state.iteration,
+            sections=tuple(section.name for section in state.sections),
+            num_entries=state.num_entries_in_iteration,
+            collectives=sum(books.groups.values()) if books.groups else -1,
+            groups=books.groups,
+            waiting_in=collective,
+            process_state=Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()[0],
+            stack_line=stack.line,
+            waits_in_collective=waits,
+            expired=bool(expired(state, self._timeouts, now_ns)),
+            attached=state.attached,
+            finished=state.finished,
+        )
+
+    @ray.method(concurrency_group="control")
+    def host_store(self) -> tuple[str, int]:
+        """Host the store over which the next incarnation meets; return its address and port.
 
         Raises:
-            OutlastError: There are no groups now.
+            RendezvousError: This machine gives no port.
         """
-        if self._mesh is None:
-            raise OutlastError("there are no process groups now; use them in setup(), regroup() and calls")
-        return self._mesh
+        store = host(Endpoint(self._addr, 0), timeout_s=_STORE_TIMEOUT_S)
+        if store is None:
+            raise RendezvousError(f"no port of {self._addr} can be listened on; are all in use?")
+        self._stores.append(store)
+        return self._addr, int(store.port)
+
+    @ray.method(concurrency_group="control")
+    def abort(self, incarnation: int, timeout_s: float) -> Aborted:
+        """Leave every incarnation up to this one; what waits for peers fails. Idempotent.
+
+        Args:
+            incarnation: The newest that is given up.
+            timeout_s: Seconds that the user's code has to come to an end.
+
+        Blocks: some 10 ms; up to ``timeout_s``, and some seconds more when a collective does not end.
+        """
+        begin_ns = clock.now_ns()
+        self._interruption.order(incarnation)
+        with self._leaving:
+            waited_for = self._leave_code(begin_ns, timeout_s)
+            if not waited_for and self._incarnation <= incarnation:
+                try:
+                    self._leave()
+                except OutlastError as error:
+                    waited_for = str(error)
+        return Aborted(call_ended=not waited_for, iteration=self.tracker.iteration, waited_for=waited_for)
+
+    # -- the working thread ------------------------------------------------------------------------------------
+
+    def join(self, assignment: ActorAssignment) -> Joined | CallFailed:
+        """Take a place in an incarnation."""
+        if assignment.incarnation <= self._incarnation:
+            return self._refused(f"incarnation {assignment.incarnation} is not newer than {self._incarnation}")
+        if self._interruption.is_left(assignment.incarnation):
+            return self._refused(f"incarnation {assignment.incarnation} was given up")
+        try:
+            with self._leaving:
+                self._leave()  # nothing, unless the driver did not abort the one before
+        except OutlastError as error:
+            return self._failed(CallOutcome(error=error))
+        self._incarnation = assignment.incarnation
+        outcome = self._interruption.run(assignment.incarnation, partial(self._join, assignment))
+        if outcome.error is not None:
+            return self._failed(outcome)
+        self._joined = assignment.incarnation
+        joined: Joined = outcome.value
+        return joined
+
+    def call(self, call: Call, parcel: tuple[tuple[Any, ...], Mapping[str, Any]]) -> CallReturned | CallFailed:
+        """Call a method of the user's.
+
+        Args:
+            call: Which, and in which incarnation.
+            parcel: Positional and keyword arguments.
+        """
+        if call.incarnation != self._joined or self._interruption.is_left(call.incarnation):
+            return self._refused(f"call of incarnation {call.incarnation}, this actor is in {self._joined}")
+        try:
+            outcome = self._interruption.run(call.incarnation, partial(self._call, call.method, *parcel))
+        finally:
+            self._is_in_call = False
+        if outcome.error is not None:
+            return self._failed(outcome)
+        return CallReturned(iteration=self.tracker.iteration, value=outcome.value if call.wants_result else None)
+
+    # -- used by the actor that this hosts ---------------------------------------------------------------------
 
     @property
-    def monitor(self) -> RankMonitor:
+    def monitor(self) -> PlacedRankMonitor:
         """Takes heartbeats and sections; another one in each incarnation."""
         assert self._monitor is not None
         return self._monitor
-
-    def look(self) -> RankState | None:
-        """Return what the board shows of this rank; ``None`` = it is in no incarnation. Thread: any."""
-        with self._looking:
-            return self._monitor.board_state if self._monitor is not None else None
 
     @property
     def device(self) -> torch.device:
@@ -248,7 +414,9 @@ class ActorHost:
 
         return device.training_device() if self._settings.use_gpu else torch.device("cpu")
 
-    def join(self, assignment: ActorAssignment) -> Joined:
+    # -- into an incarnation -----------------------------------------------------------------------------------
+
+    def _join(self, assignment: ActorAssignment) -> Joined:
         """Take a place in an incarnation: groups, set-up, state.
 
         Raises:
@@ -260,24 +428,24 @@ class ActorHost:
         phases: dict[str, float] = {}
         place = assignment.mesh.place(assignment.rank)
         env = self._describe(assignment)
-        with self._timed(phases, "groups"), self._interruption.update():
-            self._monitor = PlacedRankMonitor(env)
-            self._journal = Journal(
+        with timed(phases, "groups"), self._interruption.update():
+            self._monitor = monitor = PlacedRankMonitor(env)
+            self._journal = journal = Journal(
                 env.run_dir, run_id=env.run_id, job=env.job, node=env.node, proc=f"actor-{os.getpid()}"
             )
-            self._journal.cycle = env.cycle
+            journal.cycle = env.cycle
             self._form_groups(assignment)
-        with self._timed(phases, "setup"), self.monitor.section("setup"):
-            if self._is_half_set_up or (self._is_set_up and place != self._place):
+        with timed(phases, "setup"), monitor.section("setup"):
+            if self._is_half_set_up or (self._is_set_up and place != self.place):
                 self._start_over()
-            self._place = place
+            self.place = place
             if not self._is_set_up:
                 self._set_up()
-        with self._timed(phases, "load"), self.monitor.section("setup"):
-            begin = self._take_state(env, assignment.has)
-        with self._timed(phases, "setup"), self.monitor.section("setup"):
+        with timed(phases, "load"), monitor.section("setup"):
+            begin = self._take_state(env, journal, assignment.has)
+        with timed(phases, "setup"), monitor.section("setup"):
             self._call_if_there("regroup")
-        self.note_iteration()
+        monitor.set_iteration(self.tracker.count)
         return Joined(
             iteration=self.tracker.iteration,
             generation=begin.generation,
@@ -285,75 +453,6 @@ class ActorHost:
             origin=begin.origin,
             phases=phases,
         )
-
-    def end_sections(self) -> None:
-        """Leave what an exception left open."""
-        if self._monitor is not None:
-            self._monitor.end_all_sections()
-
-    def begin_call(self) -> None:
-        """Have the times outside of sections and between heartbeats begin now: none of them runs between two calls.
-
-        The time to the first heartbeat is counted from the beginning of the incarnation.
-        """
-        with self.monitor.section("call"):
-            pass
-        assert self._monitor is not None
-        if self._monitor.board_state.last_heartbeat_ns:
-            self.monitor.heartbeat()
-
-    def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a method of the user's; return what it returns."""
-        function = getattr(self.actor, method)
-        if isinstance(self.actor, TrainActor):
-            value = function(*args, **kwargs)
-        else:
-            with self.tracker.whole_call():
-                value = function(*args, **kwargs)
-        self.note_iteration()
-        return value
-
-    def save(self, iteration: int, *, now: bool) -> SaveHandle | None:
-        """Save the actor's state if that is due; see :meth:`TrainActor.save`."""
-        with self.monitor.section("checkpointing"):
-            return self.tracker.save(self.actor.state(), iteration, now=now)
-
-    def note_iteration(self) -> None:
-        """Have the board show how far the state is."""
-        self.monitor.set_iteration(self.tracker.count)
-
-    def leave(self) -> None:
-        """End the incarnation. Idempotent.
-
-        Raises:
-            OutlastError: A collective does not end: this process must not go on.
-
-        Blocks: some 10 ms; up to 20 s when a collective does not end, or a store does not answer.
-        Thread: any, once the working thread is out.
-        """
-        self.tracker.close()
-        with self._looking:
-            monitor, self._monitor = self._monitor, None
-        if monitor is not None:
-            monitor.close()
-        if self._board is not None:
-            self._board.close()
-            self._board = None
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
-        if self._has_groups:
-            self._mesh = self._store = None
-            end_groups()
-            self._noting.stop()
-            sys.excepthook = self._excepthook  # torch puts another layer around it for every default group
-            self._has_groups = False
-
-    # -- details -----------------------------------------------------------------------------------------------
-
-    @property
-    def _fault_tolerance(self) -> FaultToleranceConfig:
-        return self._settings.fault_tolerance or FaultToleranceConfig()
 
     def _describe(self, assignment: ActorAssignment) -> WorkerEnv:
         self._board = Board.create(num_ranks=1)
@@ -407,7 +506,7 @@ class ActorHost:
                 timeout=timeout,
             )
             self._interruption.check()
-            self._mesh = init_device_mesh(self.device.type, assignment.mesh.sizes, mesh_dim_names=AXES)
+            self.mesh = init_device_mesh(self.device.type, assignment.mesh.sizes, mesh_dim_names=AXES)
         except ValueError as error:
             raise ConfigError(f"the groups cannot be made: {error}") from error
         except RuntimeError as error:
@@ -429,42 +528,188 @@ class ActorHost:
                     raise
 
     def _set_up(self) -> None:
-        is_ours = isinstance(self.actor, TrainActor)
+        is_ours = isinstance(self._actor, TrainActor)
         if is_ours:
-            self.actor._host = self
+            self._actor._shell = self
         self._is_half_set_up = True
         self._call_if_there("setup")
         self._is_set_up, self._is_half_set_up = True, False
-        self.tracker.start_over(has_state=not is_ours or bool(self.actor.state()))
+        self.tracker.start_over(has_state=not is_ours or bool(self._actor.state()))
 
     def _call_if_there(self, name: str) -> None:
-        if callable(function := getattr(self.actor, name, None)):
+        if callable(function := getattr(self._actor, name, None)):
             function()
 
     def _start_over(self) -> None:
         """Make a new object in place of the one that has trained, which is unusable now."""
-        self.actor = self._make()
+        self._actor = self._make()
         self._is_set_up = self._is_half_set_up = False
 
-    def _take_state(self, env: WorkerEnv, has: int | None) -> StartingState:
+    def _take_state(self, env: WorkerEnv, journal: Journal, has: int | None) -> StartingState:
         """Have the state that all ranks go on from."""
-        assert self._journal is not None
-        state = self.actor.state() if isinstance(self.actor, TrainActor) else {}
+        state = self._actor.state() if isinstance(self._actor, TrainActor) else {}
         if not self.tracker.has_state:
             return StartingState(origin="new" if self.tracker.is_new else "kept")
         with self._interruption.update():
-            self.tracker.open(env, self._journal)
-            take = getattr(self.actor, "take_state", None)  # a plain class has none, and is never loaded
+            self.tracker.open(env, journal)
+            take = getattr(self._actor, "take_state", None)  # a plain class has none, and is never loaded
             begin = self.tracker.restore(state, has, take)
         if begin.origin == "new" and not begin.is_as_set_up:
             self._start_over()
             self._set_up()
         return begin
 
-    @contextmanager
-    def _timed(self, phases: dict[str, float], name: str) -> Iterator[None]:
-        begin_ns = clock.now_ns()
-        try:
-            yield
-        finally:
-            phases[name] = phases.get(name, 0.0) + (clock.now_ns() - begin_ns) / 1e9
+    # -- within one, and out of it -----------------------------------------------------------------------------
+
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        # The times outside of sections and between heartbeats begin now: none of them runs between two calls. The time
+        # to the first heartbeat is counted from the beginning of the incarnation.
+        with self.monitor.section("call"):
+            pass
+        if self.monitor.board_state.last_heartbeat_ns:
+            self.monitor.heartbeat()
+        self._is_in_call = True
+        function = getattr(self._actor, method)
+        with nullcontext() if isinstance(self._actor, TrainActor) else self.tracker.whole_call():
+            value = function(*args, **kwargs)
+        self.monitor.set_iteration(self.tracker.count)
+        return value
+
+    def _look(self) -> RankState | None:
+        """Return what the board shows of this rank; ``None`` = it is in no incarnation. Thread: any."""
+        with self._looking:
+            return self._monitor.board_state if self._monitor is not None else None
+
+    def _leave_code(self, begin_ns: int, timeout_s: float) -> str:
+        """Have the working thread come out of what is given up; return what does not, or nothing."""
+        interruption = self._interruption
+        if interruption.is_wanted:
+            interruption.poke()  # before anything ends: what a wait brings then is not taken for a peer's message
+            device.abort_collectives()
+        while interruption.is_wanted:
+            passed_s = (clock.now_ns() - begin_ns) / 1e9
+            if passed_s > timeout_s:
+                where = _stack_of(interruption.thread).line or "no line of Python"
+                return f"the working thread is at {where}"
+            connections.cut_all(both_ways=passed_s > _BOTH_WAYS_S)
+            if interruption.wait_outside(_LOOK_S):
+                break
+            if passed_s > _SAVES_S:
+                self.tracker.give_up()
+            connections.end_lost_waits()
+            interruption.poke()
+        return ""
+
+    def _leave(self) -> None:
+        """End the incarnation. Idempotent.
+
+        Raises:
+            OutlastError: A collective does not end: this process must not go on.
+
+        Blocks: some 10 ms; up to 20 s when a collective does not end, or a store does not answer.
+        Thread: any, once the working thread is out.
+        """
+        self.tracker.close()
+        with self._looking:
+            monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.close()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        if self._has_groups:
+            self.mesh = self._store = None
+            end_groups()
+            self._noting.stop()
+            sys.excepthook = self._excepthook  # torch puts another layer around it for every default group
+            self._has_groups = False
+
+    def _failed(self, outcome: CallOutcome) -> CallFailed:
+        error = outcome.error
+        assert error is not None
+        kind = _kind_of(error)
+        pickled = None
+        if kind == FailureKind.RAISED:
+            try:
+                pickled = ray.cloudpickle.dumps(error)
+            except Exception:  # noqa: BLE001 - whatever an exception of the user's does when it is pickled
+                log.info("%s cannot be pickled; only its text is passed on", type(error).__name__)
+        failed = CallFailed(
+            kind=kind,
+            summary=describe(error),
+            traceback="".join(traceback.format_exception(error)),
+            iteration=self.tracker.iteration,
+            error=pickled,
+        )
+        if self._monitor is not None:
+            self._monitor.end_all_sections()  # those that the exception left open
+        outcome.error = None
+        drop(error)  # its frames hold groups and tensors
+        return failed
+
+    def _refused(self, why: str) -> CallFailed:
+        return CallFailed(kind=FailureKind.REFUSED, summary=why, iteration=self.tracker.iteration)
+
+
+def create_shell(
+    actor_class: type,
+    args: Any,
+    kwargs: Any,
+    settings: ShellSettings,
+    runtime_env: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """Have Ray start an actor, a :class:`Shell` around a user's class; return its handle. Blocks: never.
+
+    Args:
+        actor_class: The user's class.
+        args: Its positional arguments, or a reference to them.
+        kwargs: Its keyword arguments, or a reference to them.
+        settings: What the group was made with.
+        runtime_env: As Ray takes it; ``None`` = the driver's.
+        options: More of Ray's options, such as resources.
+    """
+    shell = ray.remote(concurrency_groups={"control": _NUM_CONTROL_THREADS})(Shell)
+    all_options = {"max_restarts": 0, "max_task_retries": 0, **options}
+    if runtime_env:
+        all_options["runtime_env"] = dict(runtime_env)
+    return shell.options(**all_options).remote(actor_class, args, kwargs, settings)
+
+
+def _stack_of(thread: int) -> Stack:
+    """Return the Python stack of a thread of this process; empty when it runs no Python. Blocks: never."""
+    frame = sys._current_frames().get(thread)
+    frames = []
+    while frame is not None:
+        frames.append(Frame(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
+        frame = frame.f_back
+    return Stack(tuple(frames))
+
+
+def _kind_of(error: BaseException) -> FailureKind:
+    if isinstance(error, Abandoned):
+        return FailureKind.ABORTED
+    is_timeout = isinstance(error, RuntimeError) and "gloo" in str(error) and "Timed out" in str(error)
+    if is_timeout or isinstance(error, RendezvousError) or is_consequence(error):
+        return FailureKind.PEER
+    return FailureKind.RAISED
+
+
+def _import_ahead(settings: ShellSettings) -> None:
+    """Import what the first incarnation needs: the longest part of a start, which spares have behind them."""
+    import torch._dynamo  # every optimizer imports it when it is made
+    import torch.distributed.device_mesh  # noqa: F401
+
+    if settings.checkpoint is not None:
+        import outlast.checkpoint.manager  # noqa: F401
+
+
+def _node_name(node_id: str) -> str:
+    """Return a name for a node of Ray: its machine's, with part of its id where the machine has several."""
+    name = env.hostname()
+    machines = {node["NodeID"]: str(node.get("NodeManagerHostname", "")).split(".")[0] for node in ray.nodes()}
+    is_shared = sum(machine == machines.get(node_id) for machine in machines.values()) > 1
+    return f"{name}-{node_id[:8]}" if is_shared else name

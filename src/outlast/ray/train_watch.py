@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import ray
 
-from outlast import clock, logs
+from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import FaultToleranceConfig
 from outlast.incidents import EventKind, Incident, IncidentKind
@@ -45,32 +45,12 @@ _GRACE_S = 10.0
 """Seconds after another signal than SIGKILL in which a worker has to end."""
 
 
-class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a watch needs to know of the run."""
-
-    run_id: str
-    job: str
-    run_dir: str | None
-    fault_tolerance: str
-    """The settings as JSON."""
-    keeps_writer: bool
-    """Whether something is saved, so that a checkpoint writer is wanted."""
-
-
 class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """One worker of the machine."""
 
     local_rank: int
     global_rank: int
     pid: int
-
-
-class WatchAddresses(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the machine's workers find what the watch has for them."""
-
-    board: str
-    writer: str
-    """Address of the checkpoint writer; empty = there is none."""
 
 
 class AttemptFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,20 +69,23 @@ class TrainWatch:
 
     Args:
         node: Name of the machine.
-        run: What is to be known of the run.
+        config: Timeouts.
+        run_id: Name of the run.
+        job: Id of the run.
+        run_dir: Where the journal and stacks are written; ``None`` = no journal, and stacks among temporary files.
+        keeps_writer: Whether something is saved, so that a checkpoint writer is wanted.
 
     Thread: any; Ray calls the methods from several.
     """
 
-    def __init__(self, node: str, run: RunFacts) -> None:
+    def __init__(
+        self, node: str, config: FaultToleranceConfig, *, run_id: str, job: str, run_dir: str | None, keeps_writer: bool
+    ) -> None:
         logs.configure(f"watch {node}", node=node)
-        self.node = node
-        self._config = FaultToleranceConfig.from_json(run.fault_tolerance)
-        self._timeouts = Timeouts.from_config(self._config)
-        self._run_dir = run.run_dir
-        self._journal = Journal(run.run_dir, run_id=run.run_id, job=run.job, node=node, proc="ray-train-watch")
-        self._job = run.job
-        self._writer = WriterProcess(node=node) if run.keeps_writer else None
+        self.node, self._config, self._run_dir = node, config, run_dir
+        self._timeouts = Timeouts.from_config(config)
+        self._journal = Journal(run_dir, run_id=run_id, job=job, node=node, proc="ray-train-watch")
+        self._writer = WriterProcess(node=node) if keeps_writer else None
         self._lock = threading.Lock()
         self._attempt = -1
         self._board: Board | None = None
@@ -113,13 +96,12 @@ class TrainWatch:
         self._incident: Incident | None = None
         self._stacks_dir = ""
 
-    def begin(self, attempt: int, workers: Sequence[WorkerPlace], num_ranks: int) -> WatchAddresses:
-        """Watch the workers of a new attempt, and return where they find their board.
+    def begin(self, attempt: int, workers: Sequence[WorkerPlace]) -> dict[str, str | None]:
+        """Watch the workers of a new attempt; return the variables by which they find their board and writer.
 
         Args:
             attempt: Number of the worker group, from 0.
             workers: The machine's workers.
-            num_ranks: Pages of the board: one more than the largest local rank.
         """
         self.stop()
         with self._lock:
@@ -128,7 +110,7 @@ class TrainWatch:
             self._stacks_dir = (
                 "" if self._run_dir is None else os.path.join(self._run_dir, "stacks", f"cycle-{attempt}")
             )
-            self._board = board = Board.create(num_ranks=num_ranks)
+            self._board = board = Board.create(num_ranks=max(worker.local_rank for worker in workers) + 1)
             for worker in workers:
                 board.assign(worker.local_rank, pid=worker.pid, global_rank=worker.global_rank, cycle=attempt)
                 try:
@@ -137,7 +119,7 @@ class TrainWatch:
                     log.warning("rank %d (pid %d) ended before it could be watched", worker.global_rank, worker.pid)
             self._watchdog = Watchdog(board, self._timeouts, node=self.node, on_hang=self._on_hang)
             self._watchdog.start()
-            return WatchAddresses(board=board.path, writer="" if self._writer is None else self._writer.address)
+            return {env.BOARD: board.path, env.WRITER: None if self._writer is None else self._writer.address}
 
     def meet(self, watches: Sequence[Any]) -> None:
         """Take in who watches this attempt's machines, this watch included; the first is the judge."""
@@ -251,7 +233,7 @@ class TrainWatch:
         state = next(one for one in report.states if one.local_rank == late.local_rank)
         first = Incident(
             kind=IncidentKind.WORKER_HUNG,
-            job=self._job,
+            job=self._journal.job,
             cycle=attempt,
             node=self.node,
             rank=state.global_rank,

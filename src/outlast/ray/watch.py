@@ -18,7 +18,7 @@ import ray
 from outlast import clock
 from outlast.config import RecoveryConfig
 from outlast.policy.causes import Position, find_culprit
-from outlast.ray.pool import Actor, Pool, ReplyFault, await_replies, describe_error, read_reply, reply_if_ready
+from outlast.ray.pool import Actor, ActorPing, Pool, ReplyFault, await_replies, describe_error, read_reply
 from outlast.ray.protocol import ActorStatus, CallFailed, FailureKind
 
 log = logging.getLogger(__name__)
@@ -96,18 +96,12 @@ class _AwaitedActor:
     """Reference to its reply."""
     alive_s: float
     """When it was last known to answer."""
-    due_s: float
-    """When its status is to be asked for again."""
-    question: Any = None
-    """The request for its status that it has not answered."""
-    asked_s: float = 0.0
+    ping: ActorPing
+    """Asks for its status."""
     overdue_s: float = math.inf
     """When a timeout of its own will be exceeded, as its status had it."""
-    status: ActorStatus | None = None
-
-    def exceeded_for_s(self) -> float:
-        """Return for how long its longest open section was open when its status was read."""
-        return max((open_s for _, open_s in self.status.sections), default=0.0) if self.status is not None else 0.0
+    open_s: float = 0.0
+    """For how long its longest open section was open, as its status had it."""
 
 
 class Watch:
@@ -136,7 +130,8 @@ class Watch:
         now_s = begun_s = clock.now_s()
         due_s, gathered = now_s + self._config.ping_interval, Gathered()
         waiting = {
-            rank: _AwaitedActor(actor=members[rank], call=ref, alive_s=now_s, due_s=due_s) for rank, ref in refs.items()
+            rank: _AwaitedActor(actor=members[rank], call=ref, alive_s=now_s, ping=ActorPing(due_s=due_s))
+            for rank, ref in refs.items()
         }
         while waiting:
             self._await_something(waiting, begun_s + timeout_s)
@@ -154,11 +149,11 @@ class Watch:
 
     def _await_something(self, waiting: Mapping[int, _AwaitedActor], deadline_s: float) -> None:
         some = waiting.values()
-        refs = [*(one.call for one in some), *(one.question for one in some if one.question is not None)]
+        refs = [*(one.call for one in some), *(one.ping.ref for one in some if one.ping.ref is not None)]
         now_s = clock.now_s()
         wake_s = min(deadline_s, now_s + self._config.ping_interval)
         for one in some:
-            wake_s = min(wake_s, one.due_s if one.question is None else self._silent_s(one))
+            wake_s = min(wake_s, one.ping.due_s if one.ping.ref is None else self._silent_s(one))
         ray.wait(refs, num_returns=1, timeout=max(0.001, wake_s - now_s), fetch_local=False)
 
     def _read(self, waiting: dict[int, _AwaitedActor], gathered: Gathered) -> None:
@@ -181,16 +176,12 @@ class Watch:
         """Ask for the status of those that are due, and read what has come."""
         exceeded: dict[int, tuple[str, float]] = {}
         for rank, one in waiting.items():
-            now_s = clock.now_s()
-            if one.question is None:
-                if now_s >= one.due_s:
-                    one.question, one.asked_s = one.actor.handle.status.remote(), now_s
-                continue
-            reply, silent_s = reply_if_ready(one.question), now_s - one.asked_s
+            reply, now_s = one.ping.poll(one.actor.handle.status), clock.now_s()
+            silent_s = now_s - one.ping.asked_s
             if reply is not None and reply.fault is None:
                 self._note_status(one, reply.value)
                 if reply.value.exceeded:
-                    exceeded[rank] = (reply.value.exceeded[0], one.exceeded_for_s())
+                    exceeded[rank] = (reply.value.exceeded[0], one.open_s)
             elif reply is not None and reply.fault == ReplyFault.DIED:
                 gathered.lose(rank, one.actor, LossKind.DIED, describe_error(reply.error), now_s - one.alive_s)
             elif silent_s >= self._config.ping_timeout:
@@ -198,20 +189,21 @@ class Watch:
                 gathered.lose(rank, one.actor, LossKind.SILENT, text, now_s - one.alive_s)
             elif now_s >= self._silent_s(one):
                 text = f"a timeout is exceeded, and no answer for {silent_s:.1f} s"
-                exceeded[rank] = (text, one.exceeded_for_s() + now_s - one.alive_s)
+                exceeded[rank] = (text, one.open_s + now_s - one.alive_s)
         if exceeded and gathered.is_whole:
             self._find_culprit(waiting, exceeded, gathered)
 
     def _note_status(self, one: _AwaitedActor, status: ActorStatus) -> None:
         now_s = clock.now_s()
-        one.question, one.status, one.alive_s = None, status, now_s
+        one.alive_s, one.open_s = now_s, max((open_s for _, open_s in status.sections), default=0.0)
         one.overdue_s = math.inf if status.due_in_s is None else now_s + status.due_in_s
-        one.due_s = max(now_s + _SHORTEST_S, min(now_s + self._config.ping_interval, one.overdue_s + _AFTER_DUE_S))
+        due_s = min(now_s + self._config.ping_interval, one.overdue_s + _AFTER_DUE_S)
+        one.ping.note_answer(max(now_s + _SHORTEST_S, due_s))
 
     def _silent_s(self, one: _AwaitedActor) -> float:
         """Return when an unanswered question shows that something is wrong."""
-        overdue_s = max(one.overdue_s, one.asked_s) + self._config.examine_timeout
-        return min(overdue_s, one.asked_s + self._config.ping_timeout)
+        overdue_s = max(one.overdue_s, one.ping.asked_s) + self._config.examine_timeout
+        return min(overdue_s, one.ping.asked_s + self._config.ping_timeout)
 
     def _find_culprit(
         self, waiting: Mapping[int, _AwaitedActor], exceeded: Mapping[int, tuple[str, float]], gathered: Gathered

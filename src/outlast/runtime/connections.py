@@ -284,6 +284,7 @@ def forget() -> None:
     with _lock:
         _noted.clear()
         _of_stores.clear()
+        _pending.clear()  # of a noting that was interrupted in its end: it would count whatever is opened from now on
 
 
 class Noting:
@@ -428,23 +429,14 @@ def waiting_threads() -> dict[int, int]:
         return {}
     found = {}
     number = str(_FUTEX[os.uname().machine])
-    try:
-        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return {}
-    try:
-        for thread in os.listdir("/proc/self/task"):
-            try:
-                words = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
-                if words[0] != number:
-                    continue
-                buffer = _buffer_around(memory, int(words[1], 16), gloo.table)
-            except (OSError, ValueError, IndexError):
-                continue  # ended, or running
-            if buffer is not None:
-                found[int(thread)] = buffer
-    finally:
-        os.close(memory)
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            words = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
+            buffer = _buffer_around(int(words[1], 16), gloo.table) if words[0] == number else None
+        except (OSError, ValueError, IndexError):
+            continue  # ended, or running
+        if buffer is not None:
+            found[int(thread)] = buffer
     return found
 
 
@@ -478,10 +470,11 @@ def end_waits(threads: frozenset[int] | None = None) -> int:
     return len(waiting)
 
 
-def _buffer_around(memory: int, futex: int, table: int) -> int | None:
+def _buffer_around(futex: int, table: int) -> int | None:
     """Return the address of the buffer that a futex word is part of; ``None``: it is part of something else."""
     start = (futex & ~7) - _MAX_OFFSET
-    data = os.pread(memory, _MAX_OFFSET, start)  # fails, and does no harm, where nothing is mapped
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        data = os.pread(memory.fileno(), _MAX_OFFSET, start)  # fails, and does no harm, where nothing is mapped
     words = struct.unpack(f"={len(data) // 8}Q", data)
     for index in range(len(words) - 1, -1, -1):
         if words[index] == table:

@@ -140,20 +140,6 @@ def device_rng_state() -> bytes | None:
     return bytes(torch.cuda.get_rng_state().numpy())
 
 
-def set_device_rng_state(state: bytes) -> bool:
-    """Set the current device's random numbers to a state of :func:`device_rng_state`.
-
-    Returns:
-        Whether there was a device to set; a state of a GPU that is loaded on a CPU has nowhere to go.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return False
-    torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    return True
-
-
 def empty_cache() -> None:
     """Give back the memory that the allocator caches; does nothing where no device is in use."""
     import torch
@@ -361,8 +347,8 @@ def restore_random(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if state["device"] is not None:
-        set_device_rng_state(state["device"])
+    if state["device"] is not None and torch.cuda.is_available():  # else that of a GPU is loaded on a CPU
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["device"]), dtype=torch.uint8))
 
 
 class RandomSnapshot:

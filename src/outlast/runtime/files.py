@@ -19,7 +19,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     """
     temporary = _temporary(path)
     try:
-        _write_durably(temporary, data)
+        write_durably(temporary, data)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -41,7 +41,7 @@ def create_atomically(path: Path, data: bytes) -> bool:
     """
     temporary = _temporary(path)
     try:
-        _write_durably(temporary, data)
+        write_durably(temporary, data)
         try:
             os.link(temporary, path)
             is_made = True
@@ -57,6 +57,14 @@ def create_atomically(path: Path, data: bytes) -> bool:
     if is_made:
         fsync_folder(path.parent)
     return is_made
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Make a new file of ``data`` that outlasts a crash once its folder does. Raises: OSError."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def fsync_folder(path: Path) -> None:
@@ -75,14 +83,10 @@ def _temporary(path: Path) -> Path:
 
 def _make_new(path: Path, data: bytes) -> bool:
     try:
-        _write_durably(path, data)
+        write_durably(path, data)
     except FileExistsError:
         return False
+    except OSError:
+        path.unlink(missing_ok=True)  # a part of it must not stand for the whole
+        raise
     return True
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

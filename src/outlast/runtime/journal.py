@@ -8,6 +8,7 @@ counted, and a line torn by it, or by a kill, does not swallow the one after it.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -82,7 +83,10 @@ class Journal:
             iteration=iteration,
             data=data,
         )
-        line = _encoder.encode(event) + b"\n"
+        try:
+            line = _encoder.encode(event) + b"\n"
+        except UnicodeEncodeError:  # a file's name, or an argument, that is not UTF-8: its strange bytes become "?"
+            line = json.dumps(msgspec.to_builtins(event), ensure_ascii=False).encode(errors="replace") + b"\n"
         with self._lock:
             if kind == EventKind.INCIDENT and (incident := data.get("incident")) is not None:
                 self.incidents[str(incident["kind"] if isinstance(incident, dict) else incident.kind)] += 1

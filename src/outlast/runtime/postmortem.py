@@ -26,20 +26,19 @@ import struct
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import msgspec
 
 from outlast import clock, env
-from outlast.decoding import json_decoder
+from outlast.decoding import from_json, json_decoder
 from outlast.env import WorkerEnv, clean_name
 from outlast.errors import OutlastError
 from outlast.incidents import Cause, EventKind, Incident, IncidentKind, Verdict
-from outlast.policy.rerun import Diagnosis, decode_diagnosis, encode_diagnosis
+from outlast.policy.rerun import Diagnosis
 from outlast.runtime.files import write_atomically
 from outlast.runtime.journal import Journal
 
@@ -50,6 +49,8 @@ _RING_AT, _RING_BYTES = 24 * 1024, 24 * 1024
 _FAULT_AT = _RING_AT + _RING_BYTES
 _MAX_TEXT = 600
 _MAX_TRACE = 12_000
+_MARK = "_outlast_kept"
+"""Of an exception: its number among those that this process kept."""
 _OUTLAST = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARIES = tuple({_OUTLAST, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib"))})
 _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
@@ -151,7 +152,7 @@ class Recorder:
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._map = mmap.mmap(self._fd, _FAULT_AT)
-        self._pid, self._kept = os.getpid(), 0
+        self._pid, self._num_kept = os.getpid(), 0
 
     def catch_fatal_signals(self) -> None:
         """Have ``faulthandler`` write here, unless it is on already and writes elsewhere."""
@@ -174,10 +175,12 @@ class Recorder:
 
         A forked child's own exceptions are not kept.
         """
-        if os.getpid() != self._pid or id(error) == self._kept:
+        if os.getpid() != self._pid or vars(error).get(_MARK) == self._num_kept:
             return
-        self._kept = id(error)  # no reference: what its frames hold may be needed elsewhere
-        trace = "".join(traceback.format_exception(error))
+        self._num_kept += 1
+        # No reference to it, as what its frames hold may be needed elsewhere; nor its id, which the next one may get.
+        vars(error)[_MARK] = self._num_kept
+        trace = _encodable("".join(traceback.format_exception(error)))
         if len(trace) > _MAX_TRACE:
             trace = f"{trace[: _MAX_TRACE // 3]}\n...\n{trace[-_MAX_TRACE * 2 // 3 :]}"
         cause = describe_exception(error)
@@ -191,6 +194,7 @@ class Recorder:
     def forget(self) -> None:
         """Forget an exception that did not end this process after all."""
         struct.pack_into("<Q", self._map, 8, 0)
+        self._num_kept += 1
 
 
 _recorder: Recorder | None = None
@@ -223,15 +227,13 @@ def begin_with_hook() -> None:
     if _recorder is not None:
         _recorder.forget()
     elif (kept := begin()) is not None:
-        sys.excepthook = _recording(kept, sys.excepthook)
+        before = sys.excepthook
 
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+            kept.exception(error)
+            return before(kind, error, trace)
 
-def _recording(kept: Recorder, before: Callable[..., Any]) -> Callable[..., Any]:
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        kept.exception(error)
-        return before(kind, error, trace)
-
-    return hook
+        sys.excepthook = hook
 
 
 def describe_exception(error: BaseException) -> Cause:
@@ -249,11 +251,16 @@ def describe_exception(error: BaseException) -> Cause:
     return Cause(
         type=name if module in ("builtins", "__main__") or module.startswith("outlast.") else f"{module}.{name}",
         bases=tuple(base.__name__ for base in type(error).__mro__[1:-1]),
-        text=text,
-        frame=frame,
+        text=_encodable(text),
+        frame=_encodable(frame),
         mono_ns=clock.now_ns(),
         is_usage_error=is_usage_error,
     )
+
+
+def _encodable(text: str) -> str:
+    """Return a text whose bytes that are not UTF-8, as of a file's name, are written as escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _comes_from_a_parser(trace: TracebackType | None) -> bool:
@@ -277,15 +284,11 @@ def _text_of(error: BaseException) -> str:
 def _users_frame(trace: TracebackType | None) -> str:
     found = ""
     while trace is not None:
-        if not _is_library(trace.tb_frame):
-            code = trace.tb_frame.f_code
+        code = trace.tb_frame.f_code
+        if not _is_library_file(code.co_filename):
             found = f"{_short(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
     return found.removesuffix(" in <module>")
-
-
-def _is_library(frame: FrameType) -> bool:
-    return _is_library_file(frame.f_code.co_filename)
 
 
 def _is_library_file(name: str) -> bool:
@@ -361,7 +364,7 @@ def write_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank:
     """
     path = _path(run_dir, job, cycle, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, encode_diagnosis(diagnosis))
+    write_atomically(path, msgspec.json.encode(diagnosis))
     return path
 
 
@@ -369,7 +372,7 @@ def read_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: 
     """Return what a rank left; ``None`` when it left nothing, or nothing that can be read (which is logged)."""
     path = _path(run_dir, job, cycle, rank)
     try:
-        return decode_diagnosis(path.read_bytes())
+        return from_json(path.read_bytes(), Diagnosis)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:

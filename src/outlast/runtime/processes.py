@@ -76,9 +76,14 @@ def describe_self() -> dict[str, Any]:
 
 
 def this_program() -> str | None:
-    """Return the path of the script that this process runs; ``None``: it runs none (``python -c``, a prompt)."""
-    path = os.path.realpath(sys.argv[0]) if sys.argv and sys.argv[0] else ""
-    return path if os.path.isfile(path) else None
+    """Return :func:`name_program` of the script that this process runs; ``None``: of none (``python -c``, a prompt)."""
+    path = sys.argv[0] if sys.argv else ""
+    return name_program(path) if path and os.path.isfile(path) else None
+
+
+def name_program(path: str) -> str:
+    """Return a script's real path, to be compared and kept in files; bytes that are not UTF-8 become escapes."""
+    return os.fsencode(os.path.realpath(path)).decode(errors="backslashreplace")
 
 
 def is_alive(process: Process) -> bool | None:

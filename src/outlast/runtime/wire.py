@@ -135,36 +135,9 @@ class Handshake:
             AuthenticationFailed: It does not know the key.
         """
         assert len(data) == self.num_wanted
-        if self._is_server:
-            return self._answer_client(data)
-        if not self._nonces:
-            return self._answer_server(data)
-        self._check(data, self._prove("server"))
-        self.num_wanted = 0
-        return b""
-
-    def signing_keys(self) -> tuple[bytes, bytes]:
-        """Return the keys under which this side signs its frames and checks the other side's."""
-        assert self.is_over
-        client, server = self._derive("client frames"), self._derive("server frames")
-        return (server, client) if self._is_server else (client, server)
-
-    def _answer_server(self, data: bytes) -> bytes:
-        magic, version, nonce = _SERVER_HELLO.unpack(data)
-        self._check_version(magic, version)
-        self._nonces = nonce + self._own_nonce
-        self.num_wanted = _PROOF_BYTES
-        return _CLIENT_HELLO.pack(_MAGIC, self._version, self._own_nonce, self.client_id, self._prove("client"))
-
-    def _answer_client(self, data: bytes) -> bytes:
-        magic, version, nonce, client_id, proof = _CLIENT_HELLO.unpack(data)
-        self._check_version(magic, version)
-        self._nonces, self.client_id = self._own_nonce + nonce, client_id
-        self._check(proof, self._prove("client"))
-        self.num_wanted = 0
-        return self._prove("server")
-
-    def _check_version(self, magic: bytes, version: int) -> None:
+        if self._nonces:  # the client has the server's nonce: this is the server's proof
+            return self._end(data, "server")
+        magic, version, nonce, *proved = (_CLIENT_HELLO if self._is_server else _SERVER_HELLO).unpack(data)
         if magic != _MAGIC:
             raise ProtocolError(f"the other side begins with {magic!r} instead of {_MAGIC!r}")
         if version != self._version:
@@ -172,10 +145,25 @@ class Handshake:
                 f"the other side speaks version {version} of the protocol, this side {self._version}; install the same "
                 "outlast on all nodes"
             )
+        if self._is_server:
+            self._nonces = self._own_nonce + nonce
+            self.client_id, proof = proved
+            return self._end(proof, "client") + self._prove("server")
+        self._nonces = nonce + self._own_nonce
+        self.num_wanted = _PROOF_BYTES
+        return _CLIENT_HELLO.pack(_MAGIC, self._version, self._own_nonce, self.client_id, self._prove("client"))
 
-    def _check(self, proof: bytes, expected: bytes) -> None:
-        if not hmac.compare_digest(proof, expected):
+    def signing_keys(self) -> tuple[bytes, bytes]:
+        """Return the keys under which this side signs its frames and checks the other side's."""
+        assert self.is_over
+        client, server = self._derive("client frames"), self._derive("server frames")
+        return (server, client) if self._is_server else (client, server)
+
+    def _end(self, proof: bytes, side: str) -> bytes:
+        if not hmac.compare_digest(proof, self._prove(side)):
             raise AuthenticationFailed("the other side does not know this run's key")
+        self.num_wanted = 0
+        return b""
 
     def _prove(self, side: str) -> bytes:
         return self._derive(f"{side} proof", self.client_id.to_bytes(8, "big", signed=True))
@@ -339,26 +327,24 @@ class MessageChannel(Generic[R]):
     def _receive(self, end_s: float | None, max_fds: int) -> tuple[R, list[int]] | None:
         fds: list[int] = []
         try:
-            whole = None
-            if self._is_packets:
-                num_bytes = _LENGTH.size + self._max_bytes + _SIGNATURE_BYTES
-                whole = self._receive_part(num_bytes, end_s, max_fds, fds)
-            head = whole[: _LENGTH.size] if whole is not None else self._receive_head(end_s, max_fds, fds)
-            if not head:
+            more = self._max_bytes + _SIGNATURE_BYTES if self._is_packets else 0
+            data = bytearray(self._receive_part(_LENGTH.size + more, end_s, max_fds, fds))
+            if not data:
                 return None
-            (length,) = _LENGTH.unpack(head)
+            if not self._is_packets:
+                self._extend(data, _LENGTH.size, end_s)
+            head = data[: _LENGTH.size]
+            length = int.from_bytes(head, "little")
             if length > self._max_bytes:
                 raise ProtocolError(f"a message of {length} bytes is announced; the limit is {self._max_bytes}")
-            num_more = length + (0 if self._checker is None else _SIGNATURE_BYTES)
-            if whole is None:
-                rest = memoryview(bytearray(num_more))
-                self._fill(rest, end_s)
-            else:
-                rest = memoryview(whole)[_LENGTH.size :]
-                if len(rest) != num_more:
-                    raise ProtocolError(f"a packet of {len(whole)} bytes announces a message of {length}")
-            body = rest[:length]
-            if self._checker is not None and not hmac.compare_digest(self._checker.sign(head, body), rest[length:]):
+            size = _LENGTH.size + length + (0 if self._checker is None else _SIGNATURE_BYTES)
+            if not self._is_packets:
+                self._extend(data, size, end_s)
+            elif len(data) != size:
+                raise ProtocolError(f"a packet of {len(data)} bytes announces a message of {length}")
+            rest = memoryview(data)[_LENGTH.size :]
+            body, signature = rest[:length], rest[length:]
+            if self._checker is not None and not hmac.compare_digest(self._checker.sign(head, body), signature):
                 raise ProtocolError("the signature of a message is wrong")
             return _decode(self._decoder, body), fds
         except BaseException:  # whatever ends it, the descriptors must not leak
@@ -366,15 +352,11 @@ class MessageChannel(Generic[R]):
                 os.close(fd)
             raise
 
-    def _receive_head(self, end_s: float | None, max_fds: int, fds: list[int]) -> bytes | bytearray:
-        head = bytearray(_LENGTH.size)
-        if not max_fds:
-            return head if self._fill(memoryview(head), end_s, may_end=True) else b""
-        part = self._receive_part(_LENGTH.size, end_s, max_fds, fds)
-        if part:
-            head[: len(part)] = part
-            self._fill(memoryview(head)[len(part) :], end_s)
-        return head if part else b""
+    def _extend(self, data: bytearray, size: int, end_s: float | None) -> None:
+        """Receive more, up to this size in all."""
+        filled = len(data)
+        data += bytes(size - filled)
+        self._fill(memoryview(data)[filled:], end_s)
 
     def _receive_part(self, num_bytes: int, end_s: float | None, max_fds: int, fds: list[int]) -> bytes:
         if not max_fds:

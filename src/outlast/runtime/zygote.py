@@ -18,6 +18,7 @@ import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import msgspec
 
@@ -44,7 +45,7 @@ class Preload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     modules: tuple[str, ...]
     own_modules: tuple[str, ...]
-    folder: str
+    folder: bytes
 
 
 class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -52,11 +53,11 @@ class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     key: int
     """Names the worker in later messages; the caller's choice, unique until :class:`Clear`."""
-    argv: tuple[str, ...]
-    """The script (or module, or program) and its arguments."""
+    argv: tuple[bytes, ...]
+    """The script (or module, or program) and its arguments; bytes, as the environment: both may be no text."""
     kind: str = "script"
     """``script`` and ``module`` run in a fork of the zygote, ``exec`` is a program of its own."""
-    env: dict[str, str]
+    env: dict[bytes, bytes]
     """The whole environment."""
     stdout: str = ""
     """File to append to; empty: the zygote's own."""
@@ -145,7 +146,7 @@ class Zygote:
             "outlast.runtime.zygote",
             interpreter=("-u", "-c", _MAIN),
             environment=env,
-            task=Preload(modules=tuple(preload), own_modules=tuple(own_preload), folder=folder),
+            task=Preload(modules=tuple(preload), own_modules=tuple(own_preload), folder=os.fsencode(folder)),
             receives=Reply,
             stdin=None,  # the agent's is the workers', as under torchrun
         )
@@ -266,9 +267,9 @@ def main(fd: str) -> None:
     os.close(wake_write)
     channel.close()
     become_worker(
-        spawn.argv,
+        [os.fsdecode(word) for word in spawn.argv],
         is_module=spawn.kind == "module",
-        environment=spawn.env,
+        environment={os.fsdecode(name): os.fsdecode(value) for name, value in spawn.env.items()},
         on_start=spawn.on_start,
         preloaded=preloaded,
     )
@@ -277,9 +278,10 @@ def main(fd: str) -> None:
 def _preload(task: Preload) -> tuple[ZygoteReady, list[Preloaded]]:
     started_s, failed = clock.now_s(), dict[str, str]()
     preloaded = preload(task.modules, failed)
-    sys.path.insert(0, task.folder)
+    folder = os.fsdecode(task.folder)
+    sys.path.insert(0, folder)
     preloaded += preload(task.own_modules, failed)
-    sys.path.remove(task.folder)
+    sys.path.remove(folder)
     gc.collect()
     gc.freeze()
     return ZygoteReady(import_s=clock.now_s() - started_s, failed=failed), preloaded
@@ -326,16 +328,16 @@ def _serve(channel: MessageChannel[Request], wake_read: int, children: _Children
 
 def _start(request: Spawn, parent_pid: int) -> int:
     """Fork; return the pid, or 0 in a child that is to run Python code here."""
-    stdout = _open_log(request.stdout)
-    stderr = stdout if request.stderr == request.stdout else _open_log(request.stderr)
-    # A child would ignore SIGTERM as its parent does until it is set up: it waits for it until then.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    pid = os.fork()
-    if pid:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        for fd in {stdout, stderr} - {-1}:
-            os.close(fd)
-        return pid
+    with ExitStack() as opened:
+        stdout = _open_log(request.stdout, opened)
+        stderr = stdout if request.stderr == request.stdout else _open_log(request.stderr, opened)
+        # A child would ignore SIGTERM as its parent does until it is set up: it waits for it until then.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        pid = os.fork()
+        if pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            return pid
+        opened.pop_all()
     try:
         os.setsid()
         processes.die_with_parent(parent_pid)
@@ -354,13 +356,15 @@ def _start(request: Spawn, parent_pid: int) -> int:
                 signal.signal(sig, signal.SIG_DFL)
             os.execvpe(request.argv[0], list(request.argv), request.env)
     except BaseException as error:  # noqa: BLE001  a child must never return into the zygote's loop
-        sys.stderr.write(f"outlast: cannot start {request.argv[0]}: {error}\n")
+        sys.stderr.write(f"outlast: cannot start {os.fsdecode(request.argv[0])}: {error}\n")
         sys.stderr.flush()
         os._exit(127)
     return 0
 
 
-def _open_log(path: str) -> int:
+def _open_log(path: str, opened: ExitStack) -> int:
     if not path:
         return -1
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    opened.callback(os.close, fd)
+    return fd

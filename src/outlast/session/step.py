@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outlast import clock
+from outlast.decoding import from_json
 from outlast.env import WorkerEnv
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind
 from outlast.journal import decode_events
 from outlast.monitor.rank_monitor import RankMonitor
-from outlast.policy.rerun import Replay, decode_replay
+from outlast.policy.rerun import Replay
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.journal import Journal
 from outlast.session.checks import SlowRanks
@@ -349,7 +350,7 @@ class Attempts:
         self._faults = faults
         self._is_used = False
         self._state: Mapping[str, Any] = {}
-        self.replay: Replay | None = decode_replay(place.replay) if place.call == 0 else None
+        self.replay: Replay | None = from_json(place.replay, Replay) if place.replay and place.call == 0 else None
         """What is to be run again before anything else; ``None`` = nothing, or it has begun."""
 
     @property

@@ -221,7 +221,7 @@ def _read(
     heads = [file for file in files if file.is_main]
     heads = heads or [file for file in files if file.name.endswith("-rank-0.jsonl")] or files
     began: dict[str, int] = {}
-    for events, problem in pool.map(_read_head, heads):
+    for events, _, problem in pool.map(lambda file: _read_file(file, 0, with_head=True), heads):
         problems += [problem] if problem else []
         for event in events[:1]:
             began[event.job] = min(began.get(event.job, event.wall_ns), event.wall_ns)
@@ -231,7 +231,11 @@ def _read(
     num_ranks = sum(not file.is_main for file in of_job)
     share = min(RANK_MAX_BYTES, max(RANK_MIN_BYTES, RANKS_BYTES // max(1, num_ranks)))
     events, num_torn = [], 0
-    for found, num_bad, problem in pool.map(lambda file: _read_end(file, share), of_job):
+
+    def read(file: _JournalFile) -> tuple[list[Event], int, str | None]:
+        return _read_file(file, MAIN_BYTES if file.is_main else share, with_head=file.is_main)
+
+    for found, num_bad, problem in pool.map(read, of_job):
         events += [event for event in found if event.job == job]
         num_torn += num_bad
         problems += [problem] if problem else []
@@ -241,7 +245,7 @@ def _read(
     others = [file for file in files if file.name.endswith("-rank-0.jsonl") and not file.name.startswith(prefix)]
     earlier = [
         event
-        for found, _, _ in pool.map(lambda file: _read_end(file, RANK_MIN_BYTES * 8), others[:NUM_EARLIER])
+        for found, _, _ in pool.map(lambda file: _read_file(file, RANK_MIN_BYTES * 8), others[:NUM_EARLIER])
         for event in found
         if event.kind == EventKind.SAVE_COMMITTED and event.job != job
     ]
@@ -250,25 +254,16 @@ def _read(
     return job, events, earlier, _read_ladder(run_dir, problems)
 
 
-def _read_head(file: _JournalFile) -> tuple[list[Event], str | None]:
-    try:
-        with open(file.path, "rb") as opened:
-            return _decode(opened.read(HEAD_BYTES), from_begin=True)[0], None
-    except OSError as error:
-        return [], f"{file.path} cannot be read: {error.strerror}"
-
-
-def _read_end(file: _JournalFile, rank_bytes: int) -> tuple[list[Event], int, str | None]:
-    """Return the last events of a file, of an agent's the first ones too; the number of bad lines; and a problem."""
-    most = MAIN_BYTES if file.is_main else rank_bytes
+def _read_file(file: _JournalFile, end_bytes: int, *, with_head: bool = False) -> tuple[list[Event], int, str | None]:
+    """Return the last events of a file, and the first ones where asked for; the number of bad lines; and a problem."""
     try:
         with open(file.path, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            if size <= most + HEAD_BYTES:
+            if size <= end_bytes + HEAD_BYTES:
                 return *_decode(opened.read(), from_begin=True), None
-            head = opened.read(HEAD_BYTES) if file.is_main else b""
-            opened.seek(size - most)
-            data = opened.read(most + HEAD_BYTES)
+            head = opened.read(HEAD_BYTES) if with_head else b""
+            opened.seek(size - end_bytes)
+            data = opened.read(end_bytes + HEAD_BYTES)
     except OSError as error:
         return [], 0, f"{file.path} cannot be read: {error.strerror}"
     first, num_bad_first = _decode(head, from_begin=True)

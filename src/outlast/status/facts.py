@@ -222,34 +222,31 @@ def list_troubles(events: Iterable[Event], now_ns: int) -> tuple[list[Trouble], 
         now_ns: Nanoseconds since the epoch, for ages.
     """
     cases: list[_TroubleCase] = []
-    unjudged: dict[int | None, list[_TroubleCase]] = {}
-    known: dict[tuple[object, ...], _TroubleCase] = {}
+    unjudged: dict[int | None, dict[tuple[object, ...], _TroubleCase]] = {}
+    others: dict[tuple[object, ...], _TroubleCase] = {}
     for event in events:
         incident, verdict = event.data.get("incident"), event.data.get("verdict")
         if event.kind not in (EventKind.INCIDENT, EventKind.VERDICT) or not isinstance(incident, dict):
             continue
         kind = incident.get("kind")
         if event.kind == EventKind.VERDICT:
-            reports = unjudged.pop(event.cycle, [])
-            same = next((one for one in reports if _who(one.incident) == _who(incident)), None)
-            cases = [one for one in cases if not any(one is report for report in reports)]
+            reports = unjudged.pop(event.cycle, {})
+            same = reports.get(_who(incident))
+            cases = [one for one in cases if not any(one is report for report in reports.values())]
             at = same.event if same is not None else event
-            cases.append(_TroubleCase(at, incident, verdict, max(1, sum(one.num_reports for one in reports))))
-        elif kind in CYCLE_ENDING and verdict is None:
-            same = next((one for one in unjudged.get(event.cycle, []) if _who(one.incident) == _who(incident)), None)
-            if same is not None:
-                same.num_reports += 1
-            else:
-                case = _TroubleCase(event, incident)
-                cases.append(case)
-                unjudged.setdefault(event.cycle, []).append(case)
+            cases.append(_TroubleCase(at, incident, verdict, max(1, sum(one.num_reports for one in reports.values()))))
+            continue
+        key: tuple[object, ...] = _who(incident)
+        if kind in CYCLE_ENDING and verdict is None:
+            group = unjudged.setdefault(event.cycle, {})
         else:
-            key = (event.cycle, kind, incident.get("iteration"), incident.get("node") if kind not in _MANY else "")
-            if key in known:
-                known[key].num_reports += 1
-            else:
-                known[key] = _TroubleCase(event, incident, verdict)
-                cases.append(known[key])
+            group = others
+            key = (event.cycle, kind, incident.get("iteration"), "" if kind in _MANY else incident.get("node"))
+        if key in group:
+            group[key].num_reports += 1
+        else:
+            group[key] = _TroubleCase(event, incident, verdict)
+            cases.append(group[key])
     cases.sort(key=lambda case: case.event.wall_ns, reverse=True)
     return [_trouble(case, now_ns) for case in cases[:MAX_TROUBLES]], len(cases)
 
@@ -272,8 +269,8 @@ def _trouble(case: _TroubleCase, now_ns: int) -> Trouble:
     decision = str(reason).removeprefix(text).lstrip("; ") if reason else None
     rung = verdict.get("rung")
     return Trouble(
-        time=event.time or as_iso(event.wall_ns),
-        age_s=round(max(0, now_ns - event.wall_ns) / 1e9, 3),
+        time=_time(event),
+        age_s=_age(event.wall_ns, now_ns),
         cycle=event.cycle,
         kind=str(incident.get("kind", "")),
         node=incident.get("node") or None,
@@ -469,17 +466,17 @@ def _nodes(evidence: Evidence, job: JobEvents, ladder: LadderState | None, state
         else:
             what = NodeState.SPARE if state == RunState.RUNNING and start is None else NodeState.READY
         facts = agent.data if agent is not None else {}
-        ranks = [] if start is None else [int(rank) for rank in start.data.get("ranks") or ()]
-        pids = [] if start is None or what != NodeState.TRAINING else [int(p) for p in start.data.get("pids") or ()]
+        workers = start.data if start is not None else {}
+        ranks = [int(rank) for rank in workers.get("ranks") or ()]
         reports.append(
             NodeReport(
                 name=name,
                 state=what,
                 host=facts.get("host"),
                 agent_pid=facts.get("pid") if what not in (NodeState.ENDED, NodeState.LOST) else None,
-                node_rank=None if start is None else start.data.get("node_rank"),
+                node_rank=workers.get("node_rank"),
                 ranks=ranks,
-                pids=pids,
+                pids=[int(pid) for pid in workers.get("pids") or ()] if what == NodeState.TRAINING else [],
                 lost_ranks=sorted(lost_ranks.intersection(ranks)),
             )
         )

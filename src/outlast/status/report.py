@@ -5,7 +5,6 @@ The lines begin with what is most important.
 
 from __future__ import annotations
 
-import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -252,11 +251,6 @@ def render(report: StatusReport, *, width: int | None = None) -> Iterator[str]:
             break_long_words=False,
             break_on_hyphens=False,
         ) or [label]
-
-
-def terminal_width() -> int:
-    """Return the columns of the terminal."""
-    return shutil.get_terminal_size().columns
 
 
 def _entries(report: StatusReport) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import time
 import uuid
@@ -25,57 +24,21 @@ from outlast.env import DEVICE, environ
 from outlast.errors import DeadlineExceeded
 from outlast.incidents import Event, EventKind
 from outlast.journal import read
-from outlast.testing.ranks import TOKEN, describe_process, end_processes, free_port, processes_with
+from outlast.testing.ranks import (
+    TOKEN,
+    LoggedProcess,
+    describe_process,
+    end_processes,
+    free_port,
+    processes_with,
+)
 
 _COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "run")
 _POLL_S = 0.02
-_TAIL_LINES = 40
 
 
-class Agent:
-    """One ``outlast run`` process; made by a :class:`Cluster`.
-
-    Args:
-        name: The node's name.
-        command: What to start.
-        environment: The process's whole environment.
-        log_path: File that takes the output of the agent and of its workers.
-    """
-
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
-        self.name = name
-        self.log_path = log_path
-        with log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def pid(self) -> int:
-        """Process id of the agent."""
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the agent still runs (or is stopped)."""
-        return self._process.poll() is None
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the agent alone, not to its workers."""
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """SIGKILL the agent, as when a node is lost, and reap it.
-
-        Blocks: until the process is gone, 60 s at most.
-        """
-        self._process.kill()
-        self._process.wait(timeout=60)
+class Agent(LoggedProcess):
+    """One ``outlast run`` process, a node; made by a :class:`Cluster`."""
 
     def wait(self, timeout_s: float) -> int:
         """Return the agent's exit code; negative: the signal that ended it.
@@ -86,20 +49,9 @@ class Agent:
             DeadlineExceeded: It still runs; the message holds the end of its output.
         """
         try:
-            return self._process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            message = f"agent {self.name} still runs after {timeout_s} s\n{self.tail()}"
-            raise DeadlineExceeded(message, node=self.name) from None
-
-    def output(self) -> str:
-        """Return all that the agent and its workers have printed so far."""
-        return self.log_path.read_text(encoding="utf-8", errors="replace")
-
-    def tail(self, num_lines: int = _TAIL_LINES) -> str:
-        """Return the last lines of the output, under a heading with the agent's name and state."""
-        code = self._process.poll()
-        state = "running" if code is None else f"ended with {code}"
-        return "\n".join([f"--- {self.name} ({state}) ---", *self.output().splitlines()[-num_lines:]])
+            return super().wait(timeout_s)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"agent {error}", node=self.name) from None
 
 
 class Cluster:

@@ -115,6 +115,80 @@ _OF_LAUNCHERS = (
 )
 
 
+class LoggedProcess:
+    """A process in a session of its own whose output goes to a file.
+
+    Args:
+        name: What failures call it.
+        command: What to start.
+        environment: The process's whole environment.
+        log_path: File that its output, and that of what it starts, is appended to.
+        stdin: Give it a pipe as its standard input; otherwise that is empty.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path, *, stdin: bool = False
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        with log_path.open("ab") as log:  # not a pipe: a full one would stop the process
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.stdin = self._process.stdin
+        """Its standard input, where that is a pipe."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it still runs (or is stopped)."""
+        return self._process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it alone, not to what it started."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL it alone, as when a node is lost, and reap it.
+
+        Blocks: until the process is gone, 60 s at most.
+        """
+        self._process.kill()
+        self._process.wait(timeout=_END_S)
+
+    def wait(self, timeout_s: float) -> int:
+        """Return its exit code; negative: the signal that ended it.
+
+        Blocks: up to ``timeout_s``.
+
+        Raises:
+            DeadlineExceeded: It still runs; the message holds the end of its output.
+        """
+        try:
+            return self._process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise DeadlineExceeded(f"{self.name} still runs after {timeout_s} s\n{self.tail()}") from None
+
+    def output(self) -> str:
+        """Return all that it, and what it started, has printed so far."""
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def tail(self, num_lines: int = _TAIL_LINES) -> str:
+        """Return the last lines of the output, under a heading with name and state."""
+        code = self._process.poll()
+        state = "running" if code is None else f"ended with {code}"
+        return "\n".join([f"--- {self.name} ({state}) ---", *self.output().splitlines()[-num_lines:]])
+
+
 class RankProcesses:
     """Run a script as several ranks.
 
@@ -172,7 +246,7 @@ class RankProcesses:
         self._token = uuid.uuid4().hex
         self._directory = None if directory is None else Path(directory)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[LoggedProcess] = []
         self._common: dict[str, str | None] = {
             **{name: value for name, value in environ().items() if not name.startswith(_OF_LAUNCHERS)},
             "OMP_NUM_THREADS": "1",
@@ -201,7 +275,7 @@ class RankProcesses:
     ) -> None:
         self.close()
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int) -> LoggedProcess:
         nodes = self._nodes or [""] * self.world_size
         own: dict[str, str | None] = {
             "RANK": str(rank),
@@ -213,15 +287,9 @@ class RankProcesses:
         if self._environments is not None:
             own |= self._environments[rank]
         variables = {**self._common, **own, TOKEN: self._token}
-        with self._log_path(rank).open("wb") as log:  # not a pipe: a full one would stop the rank
-            return subprocess.Popen(
-                self._command,
-                env={name: value for name, value in variables.items() if value is not None},
-                stdin=subprocess.PIPE if self._stdin else subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        environment = {name: value for name, value in variables.items() if value is not None}
+        self._log_path(rank).unlink(missing_ok=True)
+        return LoggedProcess(f"rank {rank}", self._command, environment, self._log_path(rank), stdin=self._stdin)
 
     def pid(self, rank: int) -> int:
         """Return the process id of a rank."""
@@ -229,11 +297,11 @@ class RankProcesses:
 
     def running(self, rank: int) -> bool:
         """Return whether a rank still runs (or is stopped)."""
-        return self._ranks[rank].poll() is None
+        return self._ranks[rank].running
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank alone, not to what it started."""
-        self._ranks[rank].send_signal(number)
+        self._ranks[rank].signal(number)
 
     def kill(self, rank: int) -> None:
         """SIGKILL a rank alone, and reap it.
@@ -241,7 +309,6 @@ class RankProcesses:
         Blocks: until the process is gone, 60 s at most.
         """
         self._ranks[rank].kill()
-        self._ranks[rank].wait(timeout=_END_S)
 
     def stop(self, rank: int) -> None:
         """SIGSTOP a rank: it neither runs nor ends until it is continued or killed."""
@@ -267,11 +334,10 @@ class RankProcesses:
         codes: list[int] = []
         for rank in range(self.world_size) if ranks is None else ranks:
             try:
-                codes.append(self._ranks[rank].wait(timeout=max(0.0, deadline - clock.now_s())))
-            except subprocess.TimeoutExpired:
-                raise DeadlineExceeded(
-                    f"rank {rank} still runs after {timeout_s} s\n{self.tails()}", rank=rank
-                ) from None
+                codes.append(self._ranks[rank].wait(max(0.0, deadline - clock.now_s())))
+            except DeadlineExceeded:
+                text = f"rank {rank} still runs after {timeout_s} s\n{self.tails()}"
+                raise DeadlineExceeded(text, rank=rank) from None
         return codes
 
     def wait_until_gone(self, timeout_s: float) -> list[int]:
@@ -322,7 +388,7 @@ class RankProcesses:
         deadline = clock.now_s() + timeout_s
         while True:
             over = not self.running(rank)  # asked before the look: no line is missed
-            with self._log_path(rank).open("rb") as log:
+            with self._ranks[rank].log_path.open("rb") as log:
                 log.seek(self._read_bytes[rank])
                 for line in log:
                     if not line.endswith(b"\n") and not over:
@@ -387,16 +453,11 @@ class RankProcesses:
 
     def output(self, rank: int) -> str:
         """Return all that a rank, and what it started, has printed so far."""
-        return self._log_path(rank).read_text(encoding="utf-8", errors="replace")
+        return self._ranks[rank].output()
 
     def tails(self, num_lines: int = _TAIL_LINES) -> str:
         """Return the last lines of every rank's output, each under a heading with the rank and its state."""
-        parts = []
-        for rank, process in enumerate(self._ranks):
-            code = process.poll()
-            state = "running" if code is None else f"ended with {code}"
-            parts += [f"--- rank {rank} ({state}) ---", *self.output(rank).splitlines()[-num_lines:]]
-        return "\n".join(parts)
+        return "\n".join(process.tail(num_lines) for process in self._ranks)
 
     def processes(self) -> list[psutil.Process]:
         """Return every living process that came of the ranks, themselves and orphans too."""
@@ -412,9 +473,9 @@ class RankProcesses:
         """
         try:
             for process in self._ranks:
-                process.kill()
+                process.signal(signal.SIGKILL)
             for process in self._ranks:
-                process.wait(timeout=_END_S)
+                process.wait(_END_S)
                 if process.stdin is not None:
                     with contextlib.suppress(BrokenPipeError):
                         process.stdin.close()

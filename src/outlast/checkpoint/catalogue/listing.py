@@ -35,7 +35,7 @@ from outlast.checkpoint.catalogue.entries import (
     list_leftovers,
 )
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.manifest import METADATA, FileEntry, GlobalManifest, decode_global_manifest
+from outlast.checkpoint.dcp.manifest import METADATA, FileEntry, GlobalManifest, decode_global_manifest, find_torn
 from outlast.checkpoint.dcp.store import open_store
 from outlast.checkpoint.directory import RUN, SUSPECT, TRACKER, Directory, owner_of
 from outlast.checkpoint.manifest import MANIFEST, Manifest
@@ -190,42 +190,36 @@ def _examine_local(
         *(outcome for outcome in outcomes if isinstance(outcome, Problem)),
         *_lost_copies(manifest, owners, good),
     ]
-    judge = partial(_judge_local, describe_manifest(entry, manifest, problems), manifest, good, owners, files)
+    described = describe_manifest(entry, manifest, problems)
+
+    def judge(more: Sequence[Problem]) -> Generation:
+        """Return the entry with what its good files amount to, once those with problems are left out."""
+        bad = {problem.file for problem in more}
+        held = {(file.node, file.rank) for file in files if file.name not in bad}
+        present = {rank for _, rank in held if rank is not None}
+        absent = [rank for rank in range(manifest.world_size) if rank not in present]
+        rebuildable = _list_rebuildable(manifest, present, {rank for copy in good for rank in copy.parities})
+        missing = tuple(rank for rank in absent if rank in owners and rank not in rebuildable)
+        here = [(copy, [rank for rank in copy.ranks if (copy.node, rank) in held]) for copy in good]
+        return msgspec.structs.replace(
+            described,
+            valid=not missing and bool(present),
+            held=tuple(
+                NodeHolding(
+                    node=copy.node,
+                    own=tuple(rank for rank in ranks if owners.get(rank) == copy.node),
+                    replicas=tuple(rank for rank in ranks if owners.get(rank) != copy.node),
+                    parities=tuple(copy.parities),
+                )
+                for copy, ranks in here
+            ),
+            elsewhere=tuple(rank for rank in absent if rank not in owners and rank not in rebuildable),
+            rebuildable=rebuildable,
+            missing=missing,
+            problems=(*described.problems, *more),
+        )
+
     return ListedGeneration(entry=judge(()), files=files, judge=judge, remove=remove)
-
-
-def _judge_local(
-    entry: Generation,
-    manifest: Manifest,
-    copies: list[NodeCopy],
-    owners: Mapping[int, str],
-    files: tuple[StoredFile, ...],
-    problems: Sequence[Problem],
-) -> Generation:
-    """Return an entry with what its good files amount to, once those with problems are left out."""
-    bad = {problem.file for problem in problems}
-    held = {(file.node, file.rank) for file in files if file.name not in bad}
-    present = {rank for _, rank in held if rank is not None}
-    absent = [rank for rank in range(manifest.world_size) if rank not in present]
-    rebuildable = _list_rebuildable(manifest, present, {rank for copy in copies for rank in copy.parities})
-    missing = tuple(rank for rank in absent if rank in owners and rank not in rebuildable)
-    return msgspec.structs.replace(
-        entry,
-        valid=not missing and bool(present),
-        held=tuple(
-            NodeHolding(
-                node=copy.node,
-                own=tuple(r for r in copy.ranks if (copy.node, r) in held and owners.get(r) == copy.node),
-                replicas=tuple(r for r in copy.ranks if (copy.node, r) in held and owners.get(r) != copy.node),
-                parities=tuple(copy.parities),
-            )
-            for copy in copies
-        ),
-        elsewhere=tuple(rank for rank in absent if rank not in owners and rank not in rebuildable),
-        rebuildable=rebuildable,
-        missing=missing,
-        problems=(*entry.problems, *problems),
-    )
 
 
 def _of_folders(copies: list[NodeCopy], first: NodeCopy, owners: Mapping[int, str]) -> Iterator[Problem]:
@@ -361,7 +355,7 @@ def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
                 remains += list_leftovers(directory.path, prefix)
             for group in _group_copies(copies):
                 found.append(_examine_local(group, nodes, pool, suspect=suspect))
-    latest = [iteration for folder in folders if (iteration := _read_tracker(folder)) is not None]
+    latest = [iteration for folder in folders if (iteration := Directory(folder).latest()) is not None]
     place = ListedPlace(
         path=os.fspath(path),
         tier="local" if folders else "empty",
@@ -373,15 +367,6 @@ def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
         leftovers=tuple(one.entry for one in remains),
     )
     return DirectoryListing(entry=place, found=tuple(found), remains=tuple(remains))
-
-
-def _read_tracker(folder: Path) -> int | None:
-    """Return the generation that a folder's tracker names; ``None``: there is none that can be read."""
-    try:
-        number = (folder / TRACKER).read_text("utf-8", errors="replace").strip().removeprefix("step-")
-    except OSError:
-        return None
-    return int(number) if number.isdecimal() else None
 
 
 _FILE = re.compile(rf"(?P<above>{SUSPECT}/)?step-(?P<iteration>\d+)/(?P<name>.+)")
@@ -425,7 +410,7 @@ def look_into_store(url: str) -> DirectoryListing:
         path=url,
         tier="global",
         run=run,
-        latest=_read_latest(directory) if TRACKER in sizes else None,
+        latest=directory.latest() if TRACKER in sizes else None,
         problems=check_hint(directory.hint(), owner, is_there=RUN in sizes),
         generations=tuple(one.entry for one in found),
         leftovers=tuple(one.entry for one in remains),
@@ -459,13 +444,26 @@ def _examine_global(
         bad = msgspec.structs.replace(entry, problems=(describe_error(error, f"{folder}/{MANIFEST}"),))
         remove = partial(_remove, directory, folder, iteration, data)
         return ListedGeneration(entry=bad, files=(), judge=lambda problems: bad, remove=remove)
-    problems = list(_check_sizes(manifest, folder, sizes))
+    problems = [
+        describe_error(error, f"{folder}/{file.name}")
+        for file, error in find_torn(_all_files(manifest), sizes)
+        if file is not manifest.metadata or file.name in sizes
+    ]
+    if METADATA not in sizes:
+        lacks = Incomplete("is missing; outlast does not need it, other readers of the format do")
+        problems.append(describe_error(lacks, f"{folder}/{METADATA}"))
     torn = {problem.file for problem in problems}
     entry = msgspec.structs.replace(
         describe_manifest(entry, manifest, problems),
         valid=not torn - {f"{folder}/{METADATA}"},
         unverified=() if manifest.metadata is not None else (f"{folder}/{METADATA}",),
     )
+
+    def judge(more: Sequence[Problem]) -> Generation:
+        """Return the entry with problems of files: each of them holds what no other does, but what ours do not read."""
+        is_torn = any(not problem.file.endswith(f"/{METADATA}") for problem in more)
+        return msgspec.structs.replace(entry, valid=entry.valid and not is_torn, problems=(*entry.problems, *more))
+
     verified = VerifiedFiles(directory, manifest, folder)
     files = [
         verified.stored(file, index if index < len(manifest.files) else None)
@@ -474,7 +472,7 @@ def _examine_global(
     return ListedGeneration(
         entry=entry,
         files=tuple(file for file in files if file.name not in torn),
-        judge=partial(_judge_global, entry),
+        judge=judge,
         remove=partial(_remove, directory, folder, iteration, data),
     )
 
@@ -492,25 +490,6 @@ def _unfinished(url: str, folder: str, iteration: int, sizes: Mapping[str, int])
     return ListedLeftover(entry=entry, remove=partial(store.remove, [f"{folder}/{name}" for name in sizes]))
 
 
-def _check_sizes(manifest: GlobalManifest, folder: str, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    for file in _all_files(manifest):
-        size = sizes.get(file.name)
-        if size is None and file is not manifest.metadata:
-            yield describe_error(Incomplete("is missing"), f"{folder}/{file.name}")
-        elif size is not None and size != file.num_bytes:
-            torn = Incomplete(f"is {size} bytes long instead of {file.num_bytes}")
-            yield describe_error(torn, f"{folder}/{file.name}")
-    if METADATA not in sizes:
-        lacks = Incomplete("is missing; outlast does not need it, other readers of the format do")
-        yield describe_error(lacks, f"{folder}/{METADATA}")
-
-
-def _judge_global(entry: Generation, problems: Sequence[Problem]) -> Generation:
-    """Return an entry with problems of its files: each of them holds what no other does, but what ours do not read."""
-    is_torn = any(not problem.file.endswith(f"/{METADATA}") for problem in problems)
-    return msgspec.structs.replace(entry, valid=entry.valid and not is_torn, problems=(*entry.problems, *problems))
-
-
 def _all_files(manifest: GlobalManifest) -> tuple[FileEntry, ...]:
     return manifest.files if manifest.metadata is None else (*manifest.files, manifest.metadata)
 
@@ -526,16 +505,8 @@ def _remove(directory: GlobalDirectory, folder: str, iteration: int, listed: byt
         (directory.suspects if folder.startswith(SUSPECT) else directory).remove(iteration)
 
 
-def _read_latest(directory: GlobalDirectory) -> int | None:
-    try:
-        return directory.latest()
-    except OSError:
-        return None
-
-
 _STEP = re.compile(r"step-\d+(?:\..+)?")
-_STORE_FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp")
-_NODE_FILE = re.compile(r"rank-\d+\.safetensors|parity-\d+\.bin")
+_TELLING_FILE = re.compile(r"(?P<store>\.metadata|__\d+_\d+\.distcp)|rank-\d+\.safetensors|parity-\d+\.bin")
 
 
 def look_into(name: str) -> DirectoryListing:
@@ -614,17 +585,11 @@ def _local_path(name: str) -> Path | None:
 
 
 def _is_store(path: Path) -> bool:
-    """Return whether a folder holds generations of the global tier: the first file that tells decides."""
-    for folder in _generation_folders(path):
-        names = os.listdir(folder)
-        if any(_STORE_FILE.fullmatch(name) for name in names):
-            return True
-        if any(_NODE_FILE.fullmatch(name) for name in names):
-            return False
-    return False
-
-
-def _generation_folders(path: Path) -> Iterator[Path]:
+    """Return whether a folder holds generations of the global tier: the first generation with files tells."""
     for above in (path, path / SUSPECT):
-        if above.is_dir():
-            yield from (above / name for name in os.listdir(above) if _STEP.fullmatch(name) and (above / name).is_dir())
+        for name in os.listdir(above) if above.is_dir() else ():
+            if _STEP.fullmatch(name) and (above / name).is_dir():
+                found = [match for file in os.listdir(above / name) if (match := _TELLING_FILE.fullmatch(file))]
+                if found:
+                    return any(match["store"] for match in found)
+    return False

@@ -7,9 +7,8 @@ out. On a file system the file is new and durable; in an object store it goes up
 from __future__ import annotations
 
 import bisect
-import errno
+import itertools
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -17,8 +16,8 @@ from typing import TypeAlias
 import msgspec
 import xxhash
 
-from outlast.checkpoint.dcp.store import ObjectStore, is_remote, local_path, open_store
-from outlast.checkpoint.shard import CHUNK_BYTES, MAY_BE_INFINITE, is_finite
+from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
+from outlast.checkpoint.shard import CHUNK_BYTES, MAY_BE_INFINITE, is_finite, new_file, num_chunks
 from outlast.errors import CheckpointError
 
 PART_BYTES = CHUNK_BYTES
@@ -77,7 +76,11 @@ def assemble(request: Assemble, image: memoryview) -> Assembled:
     try:
         source.check()
         if is_remote(request.url):
-            _upload(open_store(request.url), f"{request.folder}/{request.name}", source, request.timeout_s)
+            store, name = open_store(request.url), f"{request.folder}/{request.name}"
+            if len(source) > MAX_PARTS * PART_BYTES:
+                raise CheckpointError(f"{store.describe(name)}: {len(source)} bytes are too many for one object")
+            upload = {"part_bytes": PART_BYTES, "concurrency": NUM_PARTS_AT_ONCE}
+            store.put(name, source, timeout_s=request.timeout_s, **upload)
         else:
             folder = Path(local_path(request.url)) / request.folder
             folder.mkdir(parents=True, exist_ok=True)
@@ -96,13 +99,10 @@ class _Source:
 
     def __init__(self, pieces: Sequence[Content], image: memoryview) -> None:
         self._pieces, self._image = pieces, image
-        self._ends, end = list[int](), 0
-        for piece in pieces:
-            end += len(piece) if isinstance(piece, bytes) else piece.num_bytes
-            self._ends.append(end)
-        self._num_bytes = end
+        sizes = (len(piece) if isinstance(piece, bytes) else piece.num_bytes for piece in pieces)
+        self._ends = list(itertools.accumulate(sizes))
+        self._num_bytes = self._ends[-1] if self._ends else 0
         self._chunks: dict[int, str] = {}
-        self._lock = threading.Lock()
         self._closed = False
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class _Source:
         taken = b"".join(self.views(start, stop))
         for offset in range(0, len(taken), CHUNK_BYTES):
             chunk = memoryview(taken)[offset : offset + CHUNK_BYTES]
-            self._note((start + offset) // CHUNK_BYTES, xxhash.xxh3_64_hexdigest(chunk))
+            self._chunks[(start + offset) // CHUNK_BYTES] = xxhash.xxh3_64_hexdigest(chunk)
         return taken
 
     def views(self, start: int, stop: int) -> Iterator[memoryview]:
@@ -140,7 +140,7 @@ class _Source:
         for view in self.views(start, min(start + CHUNK_BYTES, self._num_bytes)):
             found.update(view)
             yield view
-        self._note(index, found.hexdigest())
+        self._chunks[index] = found.hexdigest()
 
     def check(self) -> None:
         """Raise CheckpointError when a range lies outside the image."""
@@ -164,49 +164,15 @@ class _Source:
         self._closed = True
         self._image = memoryview(b"")
 
-    def _note(self, index: int, digest: str) -> None:
-        with self._lock:
-            self._chunks[index] = digest
-
-
-def _upload(store: ObjectStore, name: str, source: _Source, timeout_s: float) -> None:
-    if len(source) > MAX_PARTS * PART_BYTES:
-        raise CheckpointError(f"{store.describe(name)}: {len(source)} bytes are too many for one object")
-    if store.is_s3:
-        # Less than two parts go up as one object, which has to be there as a whole.
-        whole = len(source) < 2 * PART_BYTES
-        store.put_in_parts(
-            name,
-            source[:] if whole else source,
-            part_bytes=PART_BYTES,
-            concurrency=NUM_PARTS_AT_ONCE,
-            timeout_s=timeout_s,
-        )
-    else:
-        pieces = (source[start : start + PART_BYTES] for start in range(0, len(source), PART_BYTES))
-        store.put_stream(name, pieces, block_bytes=PART_BYTES, timeout_s=timeout_s)
-
 
 def _write(path: Path, source: _Source) -> None:
     """Write a new file and make it durable; one that cannot be finished is deleted."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            if len(source):
-                os.posix_fallocate(fd, 0, len(source))  # a full disk fails at once
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-        for index in range(-(-len(source) // CHUNK_BYTES)):
-            for view in source.digest_chunk(index):
-                while view:
-                    view = view[os.write(fd, view) :]
-        os.fsync(fd)
+        with new_file(path, len(source)) as fd:
+            for index in range(num_chunks(len(source))):
+                for view in source.digest_chunk(index):
+                    while view:
+                        view = view[os.write(fd, view) :]
+            os.fsync(fd)
     except OSError as error:
-        path.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-    except BaseException:  # whatever ends it, half a file is useless
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)

@@ -10,38 +10,29 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import abstractmethod
 from pathlib import Path
 
-from outlast.checkpoint.dcp.manifest import METADATA, GlobalManifest, decode_global_manifest, encode_global_manifest
-from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
-from outlast.checkpoint.directory import (
-    RUN,
-    SUSPECT,
-    TRACKER,
-    ClaimedPlace,
-    GenerationFolder,
-    SaveAttempt,
-    decode_hint,
-    encode_hint,
-    owner_of,
+from outlast.checkpoint.dcp.manifest import (
+    METADATA,
+    GlobalManifest,
+    decode_global_manifest,
+    encode_global_manifest,
+    find_torn,
 )
-from outlast.checkpoint.manifest import MANIFEST, run_of
+from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
+from outlast.checkpoint.directory import ClaimedPlace, GenerationFolder, SaveAttempt, owner_of
+from outlast.checkpoint.manifest import MANIFEST
 from outlast.errors import CheckpointError, Incomplete
-from outlast.runtime.files import fsync_folder
+from outlast.runtime.files import fsync_folder, write_durably
 from outlast.runtime.lease import FOLDER, Records
 
-_GENERATION = re.compile(r"step-(\d+)")
 _RECORD = re.compile(r"(\d+)\.json")
 _FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")
 
 
-class GlobalDirectory(ClaimedPlace, ABC):
-    """A path, or any URL that fsspec knows, with generations in it. Thread: any.
-
-    All methods raise CheckpointError where an object store, and OSError where a file system fails.
-    """
+class GlobalDirectory(ClaimedPlace):
+    """A path, or any URL that fsspec knows, with generations in it. Thread: any."""
 
     is_remote: bool
     """Whether it is reached through fsspec."""
@@ -51,11 +42,6 @@ class GlobalDirectory(ClaimedPlace, ABC):
         """Return the directory at ``/path``, ``file:///path``, ``s3://bucket/run``, ``gs://bucket/run``, ..."""
         text = os.fspath(url)
         return ObjectDirectory(text) if is_remote(text) else FileDirectory(local_path(text))
-
-    @property
-    def suspects(self) -> GlobalDirectory:
-        """Where saves for diagnosis go; none of them is ever the newest generation."""
-        return GlobalDirectory.open(f"{self.url}/{SUSPECT}")
 
     # -- what is there -----------------------------------------------------------------------------------------
 
@@ -76,30 +62,9 @@ class GlobalDirectory(ClaimedPlace, ABC):
         owner = owner_of(self)
         return None if owner is None else owner.run
 
-    def latest(self) -> int | None:
-        """Return what the tracker names, a hint for people; ``None``: nothing that can be read."""
-        try:
-            text = self.read(TRACKER).decode(errors="replace")
-        except FileNotFoundError:
-            return None
-        prefix, _, number = text.strip().partition("-")
-        return int(number) if prefix == "step" and number.isdecimal() else None
-
-    @abstractmethod
-    def names(self) -> list[str]:
-        """Return the names of all that lies directly in the place."""
-
     @abstractmethod
     def sizes(self, folder: str) -> dict[str, int]:
         """Return a folder's files, names relative to it, and their bytes."""
-
-    @abstractmethod
-    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return a file, or its bytes from ``start`` up to ``end`` or the file's end.
-
-        Raises:
-            FileNotFoundError: There is none.
-        """
 
     @abstractmethod
     def read_into(self, name: str, start: int, target: memoryview) -> int:
@@ -141,10 +106,6 @@ class GlobalDirectory(ClaimedPlace, ABC):
         """
 
     @abstractmethod
-    def point_to(self, iteration: int) -> None:
-        """Set the tracker."""
-
-    @abstractmethod
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         """Delete what a failed attempt wrote: its room may be what the next one lacks."""
 
@@ -164,17 +125,6 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
     """A folder of generations; an attempt is a folder beside them, and becomes one by its rename."""
 
     is_remote = False
-
-    def names(self) -> list[str]:
-        try:
-            return sorted(os.listdir(self.path))
-        except FileNotFoundError:
-            return []
-
-    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        with open(self.path / name, "rb") as file:
-            file.seek(start or 0)
-            return file.read() if end is None else file.read(end - (start or 0))
 
     def read_into(self, name: str, start: int, target: memoryview) -> int:
         with open(self.path / name, "rb", buffering=0) as file:
@@ -204,10 +154,7 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
         folder = self.temporary(iteration, attempt)
         _check_files(manifest, self.sizes(folder.name))
         for name, data in ((METADATA, metadata), (MANIFEST, encode_global_manifest(manifest))):
-            with open(folder / name, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            write_durably(folder / name, data)
         fsync_folder(folder)
         self.promote(iteration, attempt)
 
@@ -222,25 +169,24 @@ class ObjectDirectory(GlobalDirectory):
     is_remote = True
 
     def __init__(self, url: str) -> None:
-        self._store = open_store(url.rstrip("/"))
-
-    @property
-    def url(self) -> str:
-        return self._store.url
+        self.url = url.rstrip("/")
+        self._store = open_store(self.url)
 
     @property
     def owners(self) -> Records:
         return StoreRecords(self.url)
 
-    def generations(self) -> list[int]:
-        found = (_GENERATION.fullmatch(name) for name in self._store.names())
-        return sorted((int(match[1]) for match in found if match), reverse=True)
-
     def names(self) -> list[str]:
         return self._store.names()
 
-    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        return self._store.read(name, start, end)
+    def read(self, name: str) -> bytes:
+        return self._store.read(name)
+
+    def write(self, name: str, data: bytes) -> None:
+        self._store.write(name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        return self._store.create(name, data)
 
     def read_into(self, name: str, start: int, target: memoryview) -> int:
         data = self._store.read(name, start, start + len(target))
@@ -250,36 +196,14 @@ class ObjectDirectory(GlobalDirectory):
     def sizes(self, folder: str) -> dict[str, int]:
         return self._store.sizes(folder)
 
-    def hint(self) -> str | None:
-        try:
-            return decode_hint(self._store.read(RUN))
-        except FileNotFoundError:
-            return None
-
-    def named_runs(self) -> Iterator[str]:
-        for place in (self, ObjectDirectory(f"{self.url}/{SUSPECT}")):
-            for iteration in place.generations():
-                try:
-                    run = run_of(place.read(f"step-{iteration}/{MANIFEST}"), iteration)
-                except FileNotFoundError:
-                    continue
-                if run is not None:
-                    yield run
-
-    def create_hint(self, run: str) -> bool:
-        return self._store.create(RUN, encode_hint(run))
-
-    def write_hint(self, run: str) -> None:
-        self._store.write(RUN, encode_hint(run))
-
     def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
-        return f"step-{iteration}"
+        return self.folder(iteration)
 
     def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
         return f"__{rank}_{index}.{attempt}.distcp"
 
     def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
-        folder = f"step-{iteration}"
+        folder = self.folder(iteration)
         _check_files(manifest, self._store.sizes(folder))
         replaced = self._committed_files(folder)
         self._store.write(f"{folder}/{METADATA}", metadata)
@@ -287,15 +211,12 @@ class ObjectDirectory(GlobalDirectory):
         # What an earlier attempt at this iteration had committed belongs to nothing now; another's upload may continue.
         self._remove(folder, (replaced or set()) - {file.name for file in manifest.files})
 
-    def point_to(self, iteration: int) -> None:
-        self._store.write(TRACKER, f"step-{iteration}\n".encode())
-
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         folder = self.folder(iteration)
         self._remove(folder, {name for name in self._store.sizes(folder) if name.endswith(f".{attempt}.distcp")})
 
     def remove(self, iteration: int) -> None:
-        folder = f"step-{iteration}"
+        folder = self.folder(iteration)
         names = set(self._store.sizes(folder))
         self._store.remove([f"{folder}/{MANIFEST}"])  # first: what is left then is no generation
         self._remove(folder, names - {MANIFEST})
@@ -303,7 +224,7 @@ class ObjectDirectory(GlobalDirectory):
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
         removed = []
         for iteration in self.generations():
-            folder = f"step-{iteration}"
+            folder = self.folder(iteration)
             stale = {name for name in self._store.sizes(folder) if attempt.makes_stale(_FILE.fullmatch(name))}
             committed = self._committed_files(folder) if stale else None
             if committed is None:
@@ -373,9 +294,6 @@ def _check_files(manifest: GlobalManifest, sizes: dict[str, int]) -> None:
     Raises:
         Incomplete: One is not.
     """
-    for file in manifest.files:
-        size = sizes.get(file.name)
-        if size is None:
-            raise Incomplete(f"{file.name} is missing; is it the same place for all ranks?")
-        if size != file.num_bytes:
-            raise Incomplete(f"{file.name} is {size} bytes long instead of {file.num_bytes}")
+    for file, error in find_torn(manifest.files, sizes):
+        question = "" if file.name in sizes else "; is it the same place for all ranks?"
+        raise Incomplete(f"{file.name} {error}{question}")

@@ -31,24 +31,15 @@ ANSWER_S = 5.0
 """The writer has this much longer to answer than it has to write: it is not to be taken for dead."""
 
 
-class RankInventory(RankAnswer, frozen=True, kw_only=True):
-    """What a rank has to save, or why it has nothing."""
+class GlobalMessage(RankAnswer, frozen=True, kw_only=True):
+    """What a rank has to save, is to write, or wrote; or why not."""
 
     inventory: Inventory | None = None
-
-
-class WriteOrder(msgspec.Struct, frozen=True):
-    """What a rank is to write, or why nobody writes."""
-
+    """``has``, from each rank."""
     duty: Duty | None = None
-    error: str | None = None
-
-
-class RankWrote(msgspec.Struct, frozen=True):
-    """What a rank wrote, or why it wrote nothing."""
-
+    """``order``, from rank 0 to each."""
     report: WriteReport | None = None
-    error: str | None = None
+    """``wrote``, from each rank."""
 
 
 @dataclass(slots=True)
@@ -105,22 +96,23 @@ class GlobalLane(Lane):
         items: Items | None = None
         try:
             items = Items(save.arena.view(save.num_bytes), save.tensors, world_size=self._world_size)
-            answer = RankInventory(iteration=save.iteration, inventory=items.inventory)
+            answer = GlobalMessage(iteration=save.iteration, inventory=items.inventory)
         except CheckpointError as error:
-            answer = RankInventory(iteration=save.iteration, error=f"rank {self._rank}: {error}")
+            answer = GlobalMessage(iteration=save.iteration, error=f"rank {self._rank}: {error}")
         self._post(save, f"has/{self._rank}", answer)
         return items
 
-    def _write(self, save: Save, directory: GlobalDirectory, items: Items | None) -> RankWrote:
+    def _write(self, save: Save, directory: GlobalDirectory, items: Items | None) -> GlobalMessage:
         """Write what rank 0 orders; return what came of it."""
         try:
-            order = self._receive(save, f"order/{self._rank}", WriteOrder, grace_s=GRACE_S)
+            order = self._receive(save, f"order/{self._rank}", GlobalMessage, grace_s=GRACE_S)
             if order.duty is None or items is None:
                 raise CheckpointError(order.error or "there is nothing to write")
-            return RankWrote(self._write_files(save, directory, items, order.duty))
+            report = self._write_files(save, directory, items, order.duty)
+            return GlobalMessage(iteration=save.iteration, report=report)
         except CheckpointError as error:
-            text = str(error)
-            return RankWrote(error=text if text.startswith("rank ") else f"rank {self._rank}: {text}")
+            text = str(error) if str(error).startswith("rank ") else f"rank {self._rank}: {error}"
+            return GlobalMessage(iteration=save.iteration, error=text)
 
     def _write_files(self, save: Save, directory: GlobalDirectory, items: Items, duty: Duty) -> WriteReport:
         inventory, packing = items.inventory, Packing(self.file_bytes)
@@ -164,7 +156,7 @@ class GlobalLane(Lane):
         except (CheckpointError, OSError) as error:
             plan.refusal = _failed_here(error)
         try:
-            for answer in self._gather(save, "has", RankInventory):
+            for answer in self._gather(save, "has", GlobalMessage):
                 assert answer.inventory is not None  # there is one, or an error
                 plan.inventories.append(answer.inventory)
             plan.duties = assign(plan.inventories)
@@ -172,8 +164,8 @@ class GlobalLane(Lane):
             plan.fail(failure)
         error_text = plan.refusal.error if plan.refusal is not None else plan.error
         for rank in range(self._world_size):
-            order = WriteOrder(error=error_text) if error_text is not None else WriteOrder(plan.duties[rank])
-            self._post(save, f"order/{rank}", order)
+            duty = plan.duties[rank] if error_text is None else None
+            self._post(save, f"order/{rank}", GlobalMessage(iteration=save.iteration, duty=duty, error=error_text))
         plan.error = None  # every rank posts it, the first one's counts
         return plan
 
@@ -181,7 +173,7 @@ class GlobalLane(Lane):
         """Commit what all ranks wrote, or clear it away; post which."""
         for rank in range(self._world_size):  # even after a failure: nothing may be cleared away while somebody writes
             try:
-                wrote = self._receive(save, f"wrote/{rank}", RankWrote)
+                wrote = self._receive(save, f"wrote/{rank}", GlobalMessage)
             except CheckpointError as error:
                 plan.fail(error)
                 continue

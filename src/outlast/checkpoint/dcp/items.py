@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -64,22 +64,23 @@ class Items:
         self._values: dict[str, Any] = {}
         values, paths = list[PlainValue](), dict[str, tuple[str, Path]]()
         layouts: dict[str, Layout | None] = {}
-        taken: set[str] = set()
-        for path, node in _walk(root.get(ROOT, ["d", []]), ()):
-            item = ".".join(map(str, path))
+        for item, path, node, is_first in _named(root):
             if node[0] == "T":
                 layouts[node[1]] = node[2] if len(node) > 2 else None
-                if item not in taken:
+                if is_first:
                     paths[node[1]] = item, path
-            elif item not in taken and _can_be_dumped(node):
+            elif is_first and _can_be_dumped(node):
                 self._values[item] = node
                 values.append(PlainValue(item, path))
-            taken.add(item)
         parts = []
         for entry in self._entries.values():
             item, path = paths.get(entry.name, (OURS + entry.name, ()))
-            is_shared = world_size > 1 and _may_be_shared(layouts.get(entry.name), world_size)
-            parts.append(self._part(entry, item, path, is_shared=is_shared))
+            digest, size = "", entry.num_bytes
+            if world_size > 1 and _may_be_shared(layouts.get(entry.name), world_size):
+                with self._image[entry.offset : entry.offset + size] as data:
+                    digest = xxhash.xxh3_64_hexdigest(data)
+            whole, offset = entry.global_shape, entry.global_offset
+            parts.append(TensorPart(entry.name, item, path, entry.dtype, entry.shape, whole, offset, size, digest))
         self.inventory = Inventory(tuple(parts), tuple(values))
 
     def value(self, item: str) -> bytes:
@@ -95,23 +96,6 @@ class Items:
     def entry(self, name: str) -> TensorEntry:
         """Return what is known of a tensor of the shard."""
         return self._entries[name]
-
-    def _part(self, entry: TensorEntry, item: str, path: Path, *, is_shared: bool) -> TensorPart:
-        digest = ""
-        if is_shared:
-            with self._image[entry.offset : entry.offset + entry.num_bytes] as data:
-                digest = xxhash.xxh3_64_hexdigest(data)
-        return TensorPart(
-            entry.name,
-            item,
-            path,
-            entry.dtype,
-            entry.shape,
-            entry.global_shape,
-            entry.global_offset,
-            entry.num_bytes,
-            digest,
-        )
 
     def _tensor(self, name: str) -> torch.Tensor:
         entry = self._entries[name]
@@ -130,13 +114,7 @@ def named_tensors(tree: bytes) -> dict[str, str]:
     """
     root = _root(tree)
     found = {name: OURS + name for node in root.values() for name in _tensors(node)}
-    taken: set[str] = set()
-    for path, node in _walk(root.get(ROOT, ["d", []]), ()):
-        item = ".".join(map(str, path))
-        if node[0] == "T" and item not in taken:
-            found[node[1]] = item
-        taken.add(item)
-    return found
+    return found | {node[1]: item for item, _, node, is_first in _named(root) if node[0] == "T" and is_first}
 
 
 def _root(tree: bytes) -> dict[str, Any]:
@@ -147,6 +125,15 @@ def _root(tree: bytes) -> dict[str, Any]:
         return dict(items)
     except (msgspec.DecodeError, ValueError, TypeError) as error:
         raise CheckpointError(f"the tree of plain values cannot be read ({error})") from error
+
+
+def _named(root: dict[str, Any]) -> Iterator[tuple[str, Path, list[Any], bool]]:
+    """Yield what training's state holds: name, path, node, and whether it is the first of that name."""
+    taken: set[str] = set()
+    for path, node in _walk(root.get(ROOT, ["d", []]), ()):
+        item = ".".join(map(str, path))
+        yield item, path, node, item not in taken
+        taken.add(item)
 
 
 def _may_be_shared(layout: Layout | None, world_size: int) -> bool:
@@ -178,28 +165,25 @@ def _is_plain(node: list[Any]) -> bool:
 
 def _tensors(node: list[Any]) -> list[str]:
     """Return the names of all tensors below a node, those that were arrays included."""
+    return [node[1]] if node[0] in ("T", "n") else [name for inner in _inner(node) for name in _tensors(inner)]
+
+
+def _inner(node: list[Any]) -> list[Any]:
+    """Return the nodes directly below a node."""
     match node:
-        case ["T" | "n", name, *_]:
-            return [name]
         case ["d" | "D", items, *_]:
-            return [name for _, item in items for name in _tensors(item)]
+            return [item for _, item in items]
         case ["l" | "p", items]:
-            return [name for item in items for name in _tensors(item)]
+            return list(items)
         case ["w", _, _, _, _, context, parts, *_]:
-            return [name for item in (context, *(part for _, part in parts)) for name in _tensors(item)]
+            return [context, *(part for _, part in parts)]
     return []
 
 
 def _can_be_dumped(node: list[Any]) -> bool:
     """Whether a plain value can be put in the format, which knows no distributed tensor or subclass within a tuple."""
-    match node:
-        case ["T", _, _] | ["w", *_]:
-            return False
-        case ["d" | "D", items, *_]:
-            return all(_can_be_dumped(item) for _, item in items)
-        case ["l" | "p", items]:
-            return all(_can_be_dumped(item) for item in items)
-    return True
+    is_unknown = node[0] == "w" or (node[0] == "T" and len(node) == 3)
+    return not is_unknown and all(map(_can_be_dumped, _inner(node)))
 
 
 def make_metadata(manifest: GlobalManifest) -> Metadata:

@@ -12,12 +12,12 @@ of has digests of its own.
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 
@@ -81,21 +81,13 @@ class WriteReport(msgspec.Struct, frozen=True):
     values: tuple[Where, ...]
 
 
-_Holder: TypeAlias = tuple[int, int]
-"""A rank, and the index of its part."""
-
-
 @dataclass(slots=True)
 class _PartGroup:
     """Equal parts of several ranks, the first's first."""
 
     first: TensorPart
-    holders: list[_Holder] = field(default_factory=list)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether it has something to write: a part without elements is only listed, a tensor without is written."""
-        return bool(self.first.num_bytes) or not math.prod(self.first.global_shape)
+    holders: list[tuple[int, int]] = field(default_factory=list)
+    """Ranks, and the index that the part has for each."""
 
 
 def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
@@ -116,7 +108,8 @@ def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
     _check_whole(groups)
     parts: list[list[int]] = [[] for _ in inventories]
     load = [sum(inventory.parts[index].num_bytes for index in own[rank]) for rank, inventory in enumerate(inventories)]
-    written = [group for group in groups if group.is_written]
+    # A part without elements is only listed; a tensor without elements is written.
+    written = [group for group in groups if group.first.num_bytes or not math.prod(group.first.global_shape)]
     # Who has no choice first, then the largest: what is left evens out.
     for group in sorted(written, key=lambda group: (len(group.holders) > 1, -group.first.num_bytes)):
         rank, index = min(group.holders, key=lambda holder: (load[holder[0]], holder[0]))
@@ -147,15 +140,13 @@ def _group(inventories: Sequence[Inventory]) -> tuple[list[_PartGroup], list[lis
     return list(groups.values()), own
 
 
-def _check_whole(groups: Iterable[_PartGroup]) -> None:
-    have: dict[str, int] = {}
-    whole: dict[str, int] = {}
+def _check_whole(groups: Sequence[_PartGroup]) -> None:
+    have = Counter[str]()
     for group in groups:
-        have[group.first.item] = have.get(group.first.item, 0) + math.prod(group.first.shape)
-        whole[group.first.item] = math.prod(group.first.global_shape)
-    for name, count in have.items():
-        if count != whole[name]:
-            raise CheckpointError(f"tensor {name!r}: the ranks' parts have {count} elements of {whole[name]}")
+        have[group.first.item] += math.prod(group.first.shape)
+    for name, shape in {group.first.item: group.first.global_shape for group in groups}.items():
+        if have[name] != (whole := math.prod(shape)):
+            raise CheckpointError(f"tensor {name!r}: the ranks' parts have {have[name]} elements of {whole}")
 
 
 def _first_holders(inventories: Sequence[Inventory]) -> list[list[int]]:
@@ -188,9 +179,9 @@ class Packing:
 
     def add_tensor(self, entry: TensorEntry) -> Where:
         """Add a tensor of the image, as ``torch.load`` reads it; return where it lies."""
-        blob = tensor_blob(entry.dtype, entry.shape, entry.num_bytes)
+        prefix, suffix = tensor_blob(entry.dtype, entry.shape, entry.num_bytes)
         raw = Range(entry.offset, entry.num_bytes, entry.dtype)
-        return self._add((blob.prefix, raw, blob.suffix), len(blob.prefix), entry.num_bytes)
+        return self._add((prefix, raw, suffix), len(prefix), entry.num_bytes)
 
     def add_range(self, offset: int, num_bytes: int) -> Where:
         """Add bytes of the image; return where they lie."""
@@ -230,53 +221,40 @@ def compose(inventories: Sequence[Inventory], duties: Sequence[Duty], reports: S
         duties: What each had to write.
         reports: What each wrote.
     """
-    firsts = list(itertools.accumulate((len(report.files) for report in reports), initial=0))[:-1]
-    own = [set(duty.own) for duty in duties]
     items: dict[str, Item] = {}
     written: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Where] = {}
+    shared: dict[str, tuple[TensorPart, dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]]] = {}
+    files, entries = list[FileEntry](), list[RankEntry]()
     for rank, (inventory, duty, report) in enumerate(zip(inventories, duties, reports, strict=True)):
-        for index, where in zip(duty.parts, report.parts, strict=True):
+
+        def find(wheres: Iterable[Where], first: int = len(files)) -> list[Where]:
+            return [msgspec.structs.replace(where, file=first + where.file) for where in wheres]
+
+        files += report.files
+        for index, where in zip(duty.parts, find(report.parts), strict=True):
             part = inventory.parts[index]
-            written[part.item, part.offset, part.shape] = _moved(where, firsts[rank])
-        for index, where in zip(duty.values, report.values, strict=True):
+            written[part.item, part.offset, part.shape] = where
+        for index, where in zip(duty.values, find(report.values), strict=True):
             value = inventory.values[index]
-            piece = TensorPiece((), (), _moved(where, firsts[rank]))
+            piece = TensorPiece((), (), where)
             items[value.item] = Item(name=value.item, path=value.path, dtype=None, shape=(), pieces=(piece,))
-    holders: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]] = {}
-    described: dict[str, TensorPart] = {}
-    for rank, inventory in enumerate(inventories):
+        own = dict(zip(duty.own, find(report.own), strict=True))
+        tensors = []
         for index, part in enumerate(inventory.parts):
-            if index not in own[rank]:
-                described.setdefault(part.item, part)
-                holders.setdefault(part.item, {}).setdefault((part.offset, part.shape), []).append(rank)
-    for name, part in described.items():
+            if index in own:
+                place = own[index] if math.prod(part.shape) else None
+                tensors.append(OwnTensor(name=part.name, dtype=part.dtype, shape=part.shape, where=place))
+            else:
+                _, holders = shared.setdefault(part.item, (part, {}))
+                holders.setdefault((part.offset, part.shape), []).append(rank)
+        entries.append(RankEntry(tree=find([report.tree])[0], tensors=tuple(tensors)))
+    for name, (part, holders) in shared.items():
         pieces = []
-        for (offset, shape), ranks in holders[name].items():
-            listed = tuple(ranks) if len(holders[name]) > 1 else ()
+        for (offset, shape), ranks in holders.items():
+            listed = tuple(ranks) if len(holders) > 1 else ()
             pieces.append(TensorPiece(offset, shape, written.get((name, offset, shape)), listed))
         items[name] = Item(name=name, path=part.path, dtype=part.dtype, shape=part.global_shape, pieces=tuple(pieces))
-    return Composed(
-        files=tuple(file for report in reports for file in report.files),
-        items=tuple(items.values()),
-        ranks=tuple(
-            _rank_entry(inventory, duty, report, first)
-            for inventory, duty, report, first in zip(inventories, duties, reports, firsts, strict=True)
-        ),
-        finite=all(report.finite for report in reports),
-    )
-
-
-def _rank_entry(inventory: Inventory, duty: Duty, report: WriteReport, first: int) -> RankEntry:
-    tensors = []
-    for index, where in zip(duty.own, report.own, strict=True):
-        part = inventory.parts[index]
-        place = _moved(where, first) if math.prod(part.shape) else None
-        tensors.append(OwnTensor(name=part.name, dtype=part.dtype, shape=part.shape, where=place))
-    return RankEntry(tree=_moved(report.tree, first), tensors=tuple(tensors))
-
-
-def _moved(where: Where, first: int) -> Where:
-    return msgspec.structs.replace(where, file=where.file + first)
+    return Composed(tuple(files), tuple(items.values()), tuple(entries), all(report.finite for report in reports))
 
 
 ALIGNMENT = 64
@@ -302,17 +280,8 @@ _DATE = 33
 """1 January 1980, the earliest that the format knows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Blob:
-    """What surrounds a tensor's raw bytes."""
-
-    prefix: bytes
-    """Its length is a multiple of 64."""
-    suffix: bytes
-
-
-def tensor_blob(dtype: str, shape: tuple[int, ...], num_bytes: int) -> Blob:
-    """Return what surrounds the raw bytes of a contiguous tensor.
+def tensor_blob(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[bytes, bytes]:
+    """Return what precedes, up to a multiple of 64, and what follows the raw bytes of a contiguous tensor.
 
     Args:
         dtype: safetensors' name of the element type.
@@ -336,7 +305,7 @@ def tensor_blob(dtype: str, shape: tuple[int, ...], num_bytes: int) -> Blob:
     raw = _ZipRecord(b"archive/data/0", num_bytes, len(prefix))
     unpadded = len(prefix) + len(raw.header(padding=4))
     prefix += raw.header(padding=4 + -unpadded % ALIGNMENT)
-    return Blob(bytes(prefix), _directory([*records, raw], len(prefix) + num_bytes))
+    return bytes(prefix), _directory([*records, raw], len(prefix) + num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ alone, its plain values and tensors that differ from the other ranks', is listed
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
 from outlast.checkpoint.manifest import seal, unseal
 from outlast.checkpoint.shard import ELEMENT_BYTES, num_chunks
-from outlast.errors import Corrupt
+from outlast.errors import Corrupt, Incomplete
 
 SCHEMA = 1
 METADATA = ".metadata"
@@ -129,6 +129,16 @@ class GlobalManifest(msgspec.Struct, frozen=True, kw_only=True):
             for own in entry.tensors:
                 if own.where is not None:
                     yield f"outlast/rank-{rank}/{own.name}", own.where
+
+
+def find_torn(files: Iterable[FileEntry], sizes: Mapping[str, int]) -> Iterator[tuple[FileEntry, Incomplete]]:
+    """Yield the files that are not there, or not as long as they should be, and what is wrong with them."""
+    for file in files:
+        size = sizes.get(file.name)
+        if size is None:
+            yield file, Incomplete("is missing")
+        elif size != file.num_bytes:
+            yield file, Incomplete(f"is {size} bytes long instead of {file.num_bytes}")
 
 
 def encode_global_manifest(manifest: GlobalManifest) -> bytes:

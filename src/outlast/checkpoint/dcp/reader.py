@@ -16,7 +16,9 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,21 +38,32 @@ __all__ = ["VerifiedReader"]
 
 NUM_LOCAL, NUM_REMOTE = 2, 8
 """A disk is busy with two; a network waits most of the time."""
-T = TypeVar("T")
 
 
-def in_threads(work: Callable[[T], None], things: Iterable[T], *, is_remote: bool) -> None:
-    """Do something with each thing, several at once; raise the first error in their order.
+def _read_in_order(files: VerifiedFiles, jobs: Iterable[tuple[Where, Callable[[VerifiedFile], None]]]) -> None:
+    """Do jobs with the files that they read from: each file's in the order of their places, several files at once.
+
+    Raises:
+        Exception: The first error of a job, in the files' order.
 
     Blocks: until all are done, or those that run when one fails.
     """
-    ordered = list(things)
-    if len(ordered) < 2:
-        for thing in ordered:
-            work(thing)
+    by_file: dict[int, list[tuple[int, Callable[[VerifiedFile], None]]]] = {}
+    for where, job in jobs:
+        by_file.setdefault(where.file, []).append((where.start, job))
+
+    def read(index: int) -> None:
+        file = files.open(index)
+        for _, job in sorted(by_file[index], key=itemgetter(0)):
+            job(file)
+
+    if len(by_file) < 2:
+        for index in by_file:
+            read(index)
         return
-    with ThreadPoolExecutor(NUM_REMOTE if is_remote else NUM_LOCAL, thread_name_prefix="outlast-global") as pool:
-        for _ in pool.map(work, ordered):  # once one fails, what has not begun does not begin
+    num_threads = NUM_REMOTE if files.directory.is_remote else NUM_LOCAL
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="outlast-global") as pool:
+        for _ in pool.map(read, sorted(by_file)):  # once one fails, what has not begun does not begin
             pass
 
 
@@ -64,15 +77,6 @@ class Wanted:
     """A contiguous CPU tensor of the region's shape and the item's type."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Overlap:
-    piece: TensorPiece
-    item: Item
-    offset: tuple[int, ...]
-    """Within the piece."""
-    into: torch.Tensor
-
-
 def fill(files: VerifiedFiles, wanted: Iterable[Wanted]) -> None:
     """Read regions of tensors, whatever pieces they are stored in.
 
@@ -81,21 +85,18 @@ def fill(files: VerifiedFiles, wanted: Iterable[Wanted]) -> None:
 
     Blocks: until everything is read, several files at once.
     """
-    by_file: dict[int, list[_Overlap]] = {}
+    jobs: list[tuple[Where, Callable[[VerifiedFile], None]]] = []
     for one in wanted:
-        found = [overlap for piece in one.item.pieces if (overlap := _overlap(one, piece)) is not None]
-        if (have := sum(overlap.into.numel() for overlap in found)) != one.into.numel():
+        have = 0
+        for piece in one.item.pieces:
+            if piece.where is not None and (overlap := _overlap(one, piece)) is not None:
+                offset, into = overlap
+                have += into.numel()
+                region = partial(read_region, item=one.item, piece=piece, offset=offset, lengths=tuple(into.shape))
+                jobs.append((piece.where, partial(region, into=into)))
+        if have != one.into.numel():
             raise Incomplete(f"item {one.item.name!r}: {have} of {one.into.numel()} elements are stored")
-        for overlap in found:
-            assert overlap.piece.where is not None
-            by_file.setdefault(overlap.piece.where.file, []).append(overlap)
-
-    def read_file(index: int) -> None:
-        file = files.open(index)
-        for one in sorted(by_file[index], key=_start):
-            read_region(file, one.item, one.piece, one.offset, tuple(one.into.shape), into=one.into)
-
-    in_threads(read_file, sorted(by_file), is_remote=files.directory.is_remote)
+    _read_in_order(files, jobs)
 
 
 def read_region(
@@ -140,10 +141,9 @@ def read_region(
     into.copy_(source)
 
 
-def _overlap(wanted: Wanted, piece: TensorPiece) -> _Overlap | None:
+def _overlap(wanted: Wanted, piece: TensorPiece) -> tuple[tuple[int, ...], torch.Tensor] | None:
+    """Return where in a piece the wanted region begins, and what takes the part of it that lies there."""
     into, offset = wanted.into, []
-    if piece.where is None:
-        return None
     for dim, (begin, length, stored, extent) in enumerate(
         zip(wanted.offset, wanted.into.shape, piece.offset, piece.shape, strict=True)
     ):
@@ -152,12 +152,7 @@ def _overlap(wanted: Wanted, piece: TensorPiece) -> _Overlap | None:
             return None
         into = into.narrow(dim, first - begin, last - first)
         offset.append(first - stored)
-    return _Overlap(piece, wanted.item, tuple(offset), into)
-
-
-def _start(overlap: _Overlap) -> int:
-    assert overlap.piece.where is not None
-    return overlap.piece.where.start
+    return tuple(offset), into
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -262,8 +257,8 @@ class VerifiedReader(StorageReader):
         """Turn to another generation."""
         if checkpoint_id is None:
             return
-        parent, _, folder = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
-        directory = GlobalDirectory.open(parent or ("." if folder else "/"))
+        parent, slash, folder = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
+        directory = GlobalDirectory.open(parent or slash or ".")
         number = folder.removeprefix("step-")
         if not number.isdecimal():
             raise CheckpointError(f"{checkpoint_id} does not end in step-<n>; name the folder of one generation")
@@ -303,26 +298,24 @@ class VerifiedReader(StorageReader):
 
         Blocks: until everything is read.
         """
-        by_file: dict[int, list[tuple[Where, ReadItem, Item, TensorPiece]]] = {}
+
+        def read(file: VerifiedFile, request: ReadItem, item: Item, piece: TensorPiece, where: Where) -> None:
+            if request.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(request, io.BytesIO(_checked_value(file, where, item.name)))
+            else:
+                target = planner.resolve_tensor(request).detach()
+                region = tuple(request.storage_offsets), tuple(request.lengths)
+                read_region(file, item, piece, *region, into=target)
+                planner.commit_tensor(request, target)
+
+        jobs: list[tuple[Where, Callable[[VerifiedFile], None]]] = []
         for request in plan.items:
             index = request.storage_index
             item, piece = self._pieces[index.fqn, tuple(index.offset or ())]
-            if piece.where is not None:
-                by_file.setdefault(piece.where.file, []).append((piece.where, request, item, piece))
-
-        def read_file(index: int) -> None:
-            file = self._files.open(index)
-            for where, request, item, piece in sorted(by_file[index], key=lambda one: one[0].start):
-                if request.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(request, io.BytesIO(_checked_value(file, where, item.name)))
-                else:
-                    target = planner.resolve_tensor(request).detach()
-                    region = tuple(request.storage_offsets), tuple(request.lengths)
-                    read_region(file, item, piece, *region, into=target)
-                    planner.commit_tensor(request, target)
-
+            if (where := piece.where) is not None:
+                jobs.append((where, partial(read, request=request, item=item, piece=piece, where=where)))
         with torch.serialization.safe_globals(_of_arrays()):
-            in_threads(read_file, sorted(by_file), is_remote=self._files.directory.is_remote)
+            _read_in_order(self._files, jobs)
         done: Future[None] = Future()
         done.set_result(None)
         return done

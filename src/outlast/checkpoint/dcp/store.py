@@ -8,6 +8,7 @@ fsspec's own: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -57,24 +58,15 @@ class ObjectStore:
         self._lock = threading.Lock()
         self._opened: tuple[Any, str] | None = None
 
-    @property
-    def is_s3(self) -> bool:
-        """Whether large objects can be put in parts at once."""
-        return self.url.startswith(("s3://", "s3a://"))
-
     def describe(self, name: str) -> str:
         """Return the URL of an object."""
         return f"{self.url}/{name}" if name else self.url
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Return the objects below a folder: names relative to it, and their bytes; empty when there is none."""
-        prefix = self._path(folder)
-        try:
-            found = self._call("find", folder, prefix, detail=True)
-        except FileNotFoundError:
-            return {}
-        strip = len(prefix.strip("/")) + 1
-        return {path.strip("/")[strip:]: int(about.get("size") or 0) for path, about in found.items()}
+        strip = len(self._path(folder).strip("/")) + 1
+        found = self._find(folder).items()
+        return {path.strip("/")[strip:]: int(about.get("size") or 0) for path, about in found}
 
     def modified_ns(self, folder: str = "") -> int | None:
         """Return when an object below a folder last changed, in nanoseconds since the epoch by the store's clock.
@@ -82,12 +74,14 @@ class ObjectStore:
         Returns:
             The newest of their times; ``None``: the store does not tell.
         """
-        try:
-            found = self._call("find", folder, self._path(folder), detail=True)
-        except FileNotFoundError:
-            return None
-        times = [_modified_ns(about) for about in found.values()]
+        times = [_modified_ns(about) for about in self._find(folder).values()]
         return None if None in times else max(filter(None, times), default=None)
+
+    def _find(self, folder: str) -> dict[str, dict[str, Any]]:
+        try:
+            return dict(self._call("find", folder, self._path(folder), detail=True))
+        except FileNotFoundError:
+            return {}
 
     def names(self) -> list[str]:
         """Return the names of what lies directly here, folders and objects alike."""
@@ -133,8 +127,8 @@ class ObjectStore:
         self.write(name, data)
         return True
 
-    def put_in_parts(self, name: str, data: Any, *, part_bytes: int, concurrency: int, timeout_s: float) -> None:
-        """Put a large object, several parts at once; only where :attr:`is_s3`.
+    def put(self, name: str, data: Any, *, part_bytes: int, concurrency: int, timeout_s: float) -> None:
+        """Put a large object: in S3 several parts at once, elsewhere piece after piece.
 
         Args:
             name: Of the object.
@@ -143,20 +137,21 @@ class ObjectStore:
             concurrency: Parts under way at once.
             timeout_s: For the whole of it.
         """
-        arguments = {"chunksize": part_bytes, "max_concurrency": concurrency}
-        self._call("pipe_file", name, self._path(name), data, timeout_s=timeout_s, **arguments)
-
-    def put_stream(self, name: str, pieces: Iterable[bytes], *, block_bytes: int, timeout_s: float) -> None:
-        """Put a large object, piece after piece."""
+        if self.url.startswith(("s3://", "s3a://")):
+            # Less than two parts go up as one object, which has to be there as a whole.
+            parts = data[:] if len(data) < 2 * part_bytes else data
+            arguments = {"chunksize": part_bytes, "max_concurrency": concurrency}
+            self._call("pipe_file", name, self._path(name), parts, timeout_s=timeout_s, **arguments)
+            return
 
         def put() -> None:
             from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
 
             file_system, _ = self._open()
-            file = file_system.open(self._path(name), "wb", block_size=block_bytes)
+            file = file_system.open(self._path(name), "wb", block_size=part_bytes)
             try:
-                for piece in pieces:
-                    file.write(piece)
+                for start in range(0, len(data), part_bytes):
+                    file.write(data[start : start + part_bytes])
             except BaseException:  # whatever ends it, no object must come of it
                 if isinstance(file, AbstractBufferedFile):
                     file.closed = True  # its end would make an object of the half that is there
@@ -169,10 +164,8 @@ class ObjectStore:
     def remove(self, names: Iterable[str]) -> None:
         """Delete objects; those that are not there are none of anyone's concern."""
         for name in names:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 self._call("rm_file", name, self._path(name))
-            except FileNotFoundError:
-                pass
 
     def _path(self, name: str) -> str:
         _, root = self._open()

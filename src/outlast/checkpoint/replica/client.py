@@ -11,6 +11,7 @@ background finds that it answers again. Nothing here imports torch.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import mmap
 import os
@@ -20,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -225,7 +225,7 @@ def fetch_into(target: Target, key: bytes, copy: CopyKey, into: memoryview, *, t
     num_bytes = len(into)
     digests = [""] * num_chunks(num_bytes)
     starts = range(0, len(digests), RANGE_CHUNKS)
-    ranges = deque(range(first, min(first + RANGE_CHUNKS, len(digests))) for first in starts)
+    ranges = iter([range(first, min(first + RANGE_CHUNKS, len(digests))) for first in starts])
     errors: list[str] = []
 
     def work() -> None:
@@ -234,9 +234,9 @@ def fetch_into(target: Target, key: bytes, copy: CopyKey, into: memoryview, *, t
                 _fetch_ranges(channel, copy, into, ranges, digests)
         except ReplicaError as error:
             errors.append(str(error))
-            ranges.clear()  # the other connection need not continue
+            deque(ranges, maxlen=0)  # the other connection need not continue
 
-    num_others = min(NUM_CONNECTIONS, len(ranges)) - 1
+    num_others = min(NUM_CONNECTIONS, len(starts)) - 1
     threads = [threading.Thread(target=work, name="outlast-fetch", daemon=True) for _ in range(num_others)]
     for thread in threads:
         thread.start()
@@ -275,41 +275,34 @@ def read_small(target: Target, key: bytes, copy: CopyKey, *, max_bytes: int, tim
 
 
 def _fetch_ranges(
-    channel: ReplicaChannel, copy: CopyKey, into: memoryview, ranges: deque[range], digests: list[str]
+    channel: ReplicaChannel, copy: CopyKey, into: memoryview, ranges: Iterator[range], digests: list[str]
 ) -> None:
     """Fetch ranges until none is left; always one is asked for ahead of the one that is being received.
 
     In the end nothing more is asked for, which is refused if the peer's memory has changed meanwhile.
     """
-    num_bytes, is_used = len(into), False
-    asked: deque[range] = deque()
-    while True:
-        while len(asked) < 2 and (chunks := _next(ranges)) is not None:
-            offset = chunks.start * CHUNK_BYTES
-            channel.send(Get(copy, offset, min(num_bytes, chunks.stop * CHUNK_BYTES) - offset))
-            asked.append(chunks)
-        if not asked:
-            break
-        is_used = True
-        chunks = asked.popleft()
-        begin, end = chunks.start * CHUNK_BYTES, min(num_bytes, chunks.stop * CHUNK_BYTES)
+    num_bytes = len(into)
+
+    def ask(chunks: range) -> tuple[range, int]:
+        offset = chunks.start * CHUNK_BYTES
+        size = min(num_bytes, chunks.stop * CHUNK_BYTES) - offset
+        channel.send(Get(copy, offset, size))
+        return chunks, size
+
+    asked = [ask(chunks) for chunks in itertools.islice(ranges, 1)]
+    if not asked:
+        return
+    while asked:
+        asked += [ask(chunks) for chunks in itertools.islice(ranges, 1)]
+        chunks, size = asked.pop(0)
         data = channel.expect(Data)
-        if (data.total, data.num_bytes) != (num_bytes, end - begin):
+        if (data.total, data.num_bytes) != (num_bytes, size):
             raise ProtocolError(f"it holds {data.total} bytes of {copy} instead of {num_bytes}")
         for number in chunks:
-            start = number * CHUNK_BYTES
-            chunk = into[start : min(end, start + CHUNK_BYTES)]
-            digests[number] = channel.receive_chunk(len(chunk), chunk.__getitem__)
-    if is_used:
-        channel.send(Get(copy, num_bytes, 0))
-        channel.expect(Data)
-
-
-def _next(ranges: deque[range]) -> range | None:
-    try:
-        return ranges.popleft()
-    except IndexError:
-        return None
+            chunk = into[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+            digests[number] = channel.receive_chunk(len(chunk), chunk)
+    channel.send(Get(copy, num_bytes, 0))
+    channel.expect(Data)
 
 
 class ParityMember(msgspec.Struct, frozen=True):
@@ -320,16 +313,6 @@ class ParityMember(msgspec.Struct, frozen=True):
     """Of its shard."""
     target: Target
     """Its node's writer; that of the lost one is not asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class _XorPiece:
-    """Bytes that go into a chunk."""
-
-    member: int
-    key: CopyKey
-    offset: int
-    num_bytes: int
 
 
 def rebuild(
@@ -352,18 +335,20 @@ def rebuild(
     num_bytes = next(member.num_bytes for member in members if member.rank == lost.rank)
     if not num_bytes:
         return ()
-    plan = _plan(lost, members)
     with _mapped(lost, fd, num_bytes) as view, ExitStack() as stack:
         channels = {
             number: stack.enter_context(connect(member.target, key, timeout_s=timeout_s))
             for number, member in enumerate(members)
             if member.rank != lost.rank
         }
-        return _combine(plan, members, channels, view)
+        return _combine(_plan(lost, members), members, channels, view)
 
 
-def _plan(lost: CopyKey, members: Sequence[ParityMember]) -> list[list[_XorPiece]]:
-    """Return the pieces whose XOR is each chunk of the lost shard; the first one is as long as the chunk."""
+def _plan(lost: CopyKey, members: Sequence[ParityMember]) -> list[list[tuple[int, Get]]]:
+    """Return the pieces whose XOR is each chunk of the lost shard, and which member has them.
+
+    The first one of a chunk is as long as the chunk.
+    """
     group = [member.rank for member in members]
     sizes = {member.rank: member.num_bytes for member in members}
     plan = []
@@ -376,49 +361,47 @@ def _plan(lost: CopyKey, members: Sequence[ParityMember]) -> list[list[_XorPiece
         parity = CopyKey(lost.iteration, lost.attempt, holder, PARITY_PART)
         for place, chunk in enumerate(block):
             size = min(CHUNK_BYTES, sizes[lost.rank] - chunk * CHUNK_BYTES)
-            pieces = [_XorPiece(group.index(holder), parity, place * CHUNK_BYTES, size)]
+            pieces = [(group.index(holder), Get(parity, place * CHUNK_BYTES, size))]
             for rank, theirs in others.items():
                 offset = (theirs.start + place) * CHUNK_BYTES
                 if place < len(theirs):  # else it has ended there: nothing but zeros went in
                     shard = CopyKey(lost.iteration, lost.attempt, rank)
-                    pieces.append(_XorPiece(group.index(rank), shard, offset, min(size, sizes[rank] - offset)))
+                    pieces.append((group.index(rank), Get(shard, offset, min(size, sizes[rank] - offset))))
             plan.append(pieces)
     return plan
 
 
 def _combine(
-    plan: list[list[_XorPiece]], members: Sequence[ParityMember], channels: dict[int, ReplicaChannel], view: memoryview
+    plan: list[list[tuple[int, Get]]],
+    members: Sequence[ParityMember],
+    channels: dict[int, ReplicaChannel],
+    view: memoryview,
 ) -> tuple[str, ...]:
     """Ask for the pieces of a few chunks ahead, and XOR them as they come."""
     scratch = memoryview(bytearray(SLICE_BYTES))
     digests = []
-    num_asked = 0
+    to_ask = iter(plan)
     for number, pieces in enumerate(plan):
-        while num_asked < min(len(plan), number + CHUNKS_AHEAD):
-            for piece in plan[num_asked]:
-                with naming(members[piece.member].target):
-                    channels[piece.member].send(Get(piece.key, piece.offset, piece.num_bytes))
-            num_asked += 1
-        chunk = view[number * CHUNK_BYTES : min(len(view), (number + 1) * CHUNK_BYTES)]
-        for piece in pieces:
-            with naming(members[piece.member].target):
-                channel = channels[piece.member]
+        for asked in itertools.islice(to_ask, 1 if number else CHUNKS_AHEAD):
+            for member, request in asked:
+                with naming(members[member].target):
+                    channels[member].send(request)
+        chunk = view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+        for place, (member, request) in enumerate(pieces):
+            with naming(members[member].target):
+                channel = channels[member]
                 data = channel.expect(Data)
-                if data.num_bytes != piece.num_bytes:
-                    raise ProtocolError(f"it holds only {data.total} bytes of {piece.key}")
-                if piece is pieces[0]:
+                if data.num_bytes != request.num_bytes:
+                    raise ProtocolError(f"it holds only {data.total} bytes of {request.key}")
+                if place == 0:
                     channel.receive_into(chunk)
-                else:
-                    _xor_from(channel, chunk[: piece.num_bytes], scratch)
+                    continue
+                for start in range(0, request.num_bytes, SLICE_BYTES):
+                    part = scratch[: min(SLICE_BYTES, request.num_bytes - start)]
+                    channel.receive_into(part)
+                    xor_into(chunk[start:], part)
         digests.append(digest(chunk))
     return tuple(digests)
-
-
-def _xor_from(channel: ReplicaChannel, into: memoryview, scratch: memoryview) -> None:
-    for start in range(0, len(into), SLICE_BYTES):
-        part = scratch[: min(SLICE_BYTES, len(into) - start)]
-        channel.receive_into(part)
-        xor_into(into[start : start + len(part)], part)
 
 
 class CopyOutcome(msgspec.Struct, frozen=True):
@@ -469,81 +452,45 @@ class Replicator:
             prober.join(2 * PROBE_TIMEOUT_S)
 
     def replicate(
-        self, copy: CopyKey, fd: int, num_bytes: int, targets: tuple[Target, ...], *, timeout_s: float
+        self, copy: CopyKey, fd: int, num_bytes: int, takers: Sequence[Target | Holder], *, timeout_s: float
     ) -> tuple[CopyOutcome, ...]:
-        """Copy a part to several nodes at once.
+        """Give a part to several nodes at once, to each the whole of it or its block of a parity.
 
         Args:
             copy: Its name.
             fd: File or memfd that holds it; must not change before this returns.
             num_bytes: Its size.
-            targets: Who takes a copy.
-            timeout_s: Seconds without progress after which a target is given up.
+            takers: Nodes that take a copy; or all other members of a parity group, in the order of
+                :func:`parity.holders_of`, each of which takes a block.
+            timeout_s: Seconds without progress after which a taker is given up.
 
         Returns:
-            What became of each, in the order of ``targets``.
+            What became of each, in the order of ``takers``. A block's chunks are those that :func:`parity.blocks_of`
+            names; a shard is protected once all blocks of all members of its group are in.
 
         Blocks: until each has it or failed.
         """
-        give = partial(
-            push,
-            key=self._key,
-            copy=copy,
-            fd=fd,
-            chunks=range(num_chunks(num_bytes)),
-            num_bytes=num_bytes,
-            timeout_s=timeout_s,
-        )
-        return self._at_once([(target, partial(give, target)) for target in targets])
-
-    def replicate_blocks(
-        self, copy: CopyKey, fd: int, num_bytes: int, holders: tuple[Holder, ...], *, timeout_s: float
-    ) -> tuple[CopyOutcome, ...]:
-        """Give each other member of a parity group its block of a shard.
-
-        Args:
-            copy: The shard.
-            fd: File or memfd that holds it; must not change before this returns.
-            num_bytes: Its size.
-            holders: The other members, in the order of :func:`parity.holders_of`.
-            timeout_s: Seconds without progress after which a member is given up.
-
-        Returns:
-            What became of each block; its chunks are those that :func:`parity.blocks_of` names. The shard is protected
-            once all blocks of all members of the group are in.
-
-        Blocks: until each is in or failed.
-        """
-
-        blocks = blocks_of(num_bytes, len(holders)) if holders else ()
-        give = partial(
-            push,
-            key=self._key,
-            fd=fd,
-            num_bytes=num_bytes,
-            timeout_s=timeout_s,
-            contributor=copy.rank,
-            num_contributors=len(holders),
-        )
-        jobs = []
-        for holder, block in zip(holders, blocks, strict=True):
-            parity = CopyKey(copy.iteration, copy.attempt, holder.rank, PARITY_PART)
-            jobs.append((holder.target, partial(give, holder.target, copy=parity, chunks=block)))
-        return self._at_once(jobs)
-
-    def _at_once(self, jobs: Sequence[tuple[Target, Callable[[], tuple[str, ...]]]]) -> tuple[CopyOutcome, ...]:
-        if not jobs:
+        if not takers:
             return ()
-        with ThreadPoolExecutor(min(len(jobs), MAX_TARGETS_AT_ONCE), thread_name_prefix="outlast-push") as pool:
-            return tuple(pool.map(lambda job: self._one(*job), jobs))
+        push_to = partial(push, key=self._key, fd=fd, num_bytes=num_bytes, timeout_s=timeout_s)
 
-    def _one(self, target: Target, give: Callable[[], tuple[str, ...]]) -> CopyOutcome:
+        def give(taker: Target | Holder, block: range) -> CopyOutcome:
+            if isinstance(taker, Target):
+                return self._give(taker, partial(push_to, copy=copy, chunks=range(num_chunks(num_bytes))))
+            parity = CopyKey(copy.iteration, copy.attempt, taker.rank, PARITY_PART)
+            contribution = {"contributor": copy.rank, "num_contributors": len(takers)}
+            return self._give(taker.target, partial(push_to, copy=parity, chunks=block, **contribution))
+
+        with ThreadPoolExecutor(min(len(takers), MAX_TARGETS_AT_ONCE), thread_name_prefix="outlast-push") as pool:
+            return tuple(pool.map(give, takers, blocks_of(num_bytes, len(takers))))
+
+    def _give(self, target: Target, push_to: Callable[[Target], tuple[str, ...]]) -> CopyOutcome:
         with self._lock:
             known = self._failed.get(target)
         if known is not None:
             return CopyOutcome(target.node, None, f"left out until it answers again, since: {known}", False)
         try:
-            chunks = give()
+            chunks = push_to(target)
         except ReplicaError as error:
             with self._lock:
                 is_new = target not in self._in_trouble

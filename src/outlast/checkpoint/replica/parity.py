@@ -125,14 +125,31 @@ class Parities:
         for key in mine[: max(0, len(mine) + 1 - MAX_UNFINISHED)]:
             self._parities.pop(key).give_up("a newer one replaced it")
 
-    def _finish(self, parity: _Parity) -> None:
-        """Hand a whole parity to the holdings."""
+    def finish(self, parity: _Parity) -> None:
+        """Hand a whole parity to the holdings.
+
+        Raises:
+            HoldingsError: It was given up meanwhile, or cannot be kept.
+        """
         with self._lock:
-            if self._parities.get(parity.key) is parity:
-                del self._parities[parity.key]
+            if self._parities.get(parity.key) is not parity:  # its descriptor may be another's by now
+                raise HoldingsError("the parity was given up: a newer one replaced it, or this node stops")
+            del self._parities[parity.key]
         try:
-            if parity.num_bytes:
-                _hand_over(parity, self._holdings)
+            if not parity.num_bytes:
+                return
+            incoming = self._holdings.receive(parity.key, parity.num_bytes)
+            try:
+                scratch = memoryview(bytearray(PIECE_BYTES))
+                for offset in range(0, parity.num_bytes, PIECE_BYTES):
+                    piece = scratch[: min(PIECE_BYTES, parity.num_bytes - offset)]
+                    os.preadv(parity.fd, [piece], offset)
+                    write_all(incoming.fd, piece, offset)
+                incoming.keep()
+            except OSError as error:
+                raise HoldingsError(f"the parity cannot be kept: {error.strerror}") from error
+            finally:
+                incoming.drop()
         finally:
             parity.give_up("it is whole already")
 
@@ -178,7 +195,7 @@ class Block:
             self._parity.num_done += 1
             is_whole = self._parity.num_done == self._parity.num_contributors
         if is_whole:
-            self._parities._finish(self._parity)
+            self._parities.finish(self._parity)
 
     def drop(self) -> None:
         """The block broke off. Idempotent; does nothing after :meth:`keep`."""
@@ -196,18 +213,3 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
-
-
-def _hand_over(parity: _Parity, holdings: Holdings) -> None:
-    incoming = holdings.receive(parity.key, parity.num_bytes)
-    try:
-        scratch = memoryview(bytearray(PIECE_BYTES))
-        for offset in range(0, parity.num_bytes, PIECE_BYTES):
-            piece = scratch[: min(PIECE_BYTES, parity.num_bytes - offset)]
-            os.preadv(parity.fd, [piece], offset)
-            write_all(incoming.fd, piece, offset)
-        incoming.keep()
-    except OSError as error:
-        raise HoldingsError(f"the parity cannot be kept: {error.strerror}") from error
-    finally:
-        incoming.drop()

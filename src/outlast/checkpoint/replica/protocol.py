@@ -164,19 +164,20 @@ class ReplicaChannel(MessageChannel[Message]):
     def receive_chunk(
         self,
         num_bytes: int,
-        room: Callable[[slice], memoryview],
+        room: memoryview,
         on_slice: Callable[[memoryview, int], None] | None = None,
     ) -> str:
         """Receive a chunk and return its digest; each slice is digested while it is in the cache.
 
         Args:
             num_bytes: Of the chunk.
-            room: Returns the memory for a slice of the chunk; may be the same each time.
+            room: Takes the chunk; where it is shorter, each slice in turn.
             on_slice: Called with each slice and its offset in the chunk.
         """
         hasher = xxhash.xxh3_64()  # as shard.digest
         for start in range(0, num_bytes, SLICE_BYTES):
-            piece = room(slice(start, min(start + SLICE_BYTES, num_bytes)))
+            begin = start if len(room) >= num_bytes else 0
+            piece = room[begin : begin + min(SLICE_BYTES, num_bytes - start)]
             self.receive_into(piece)
             hasher.update(piece)
             if on_slice is not None:

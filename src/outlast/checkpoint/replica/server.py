@@ -12,12 +12,13 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from outlast import clock
 from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError, Incoming
-from outlast.checkpoint.replica.parity import Parities, write_all
+from outlast.checkpoint.replica.parity import Block, Parities, write_all
 from outlast.checkpoint.replica.protocol import (
     SLICE_BYTES,
     Chunk,
@@ -25,7 +26,6 @@ from outlast.checkpoint.replica.protocol import (
     Get,
     Keep,
     Kept,
-    Message,
     Ping,
     Proceed,
     Put,
@@ -39,25 +39,6 @@ WORKING_S = 1.0
 """Seconds after which a peer that waits for a disk gets a :class:`Working`."""
 MAX_WORK_S = 120.0
 T = TypeVar("T")
-
-
-class _Sink(Protocol):
-    """Where a part's bytes go."""
-
-    def write(self, piece: memoryview, offset: int) -> None: ...
-    def keep(self) -> None: ...
-    def drop(self) -> None: ...
-
-
-class _WholePart:
-    """A part that is stored as it comes."""
-
-    def __init__(self, incoming: Incoming) -> None:
-        self._incoming = incoming
-        self.keep, self.drop = incoming.keep, incoming.drop
-
-    def write(self, piece: memoryview, offset: int) -> None:
-        write_all(self._incoming.fd, piece, offset)
 
 
 class Service:
@@ -85,27 +66,24 @@ class Service:
         """
         try:
             while (request := self._channel.receive()) is not None:
-                self._answer(request)
+                match request:
+                    case Ping():
+                        self._channel.send(Proceed())
+                    case Put():
+                        self._put(request)
+                    case Get():
+                        self._get(request)
+                    case _:
+                        raise ProtocolError(f"it sent a {type(request).__name__} as a request")
         finally:
             self._close_part()
-
-    def _answer(self, request: Message) -> None:
-        match request:
-            case Ping():
-                self._channel.send(Proceed())
-            case Put():
-                self._put(request)
-            case Get():
-                self._get(request)
-            case _:
-                raise ProtocolError(f"it sent a {type(request).__name__} as a request")
 
     # -- taking in ---------------------------------------------------------------------------------------------
 
     def _put(self, request: Put) -> None:
-        made: list[_Sink] = []
+        made: list[Incoming | Block] = []
         try:
-            self._patiently(lambda: made.append(self._sink(request)))
+            self._patiently(lambda: made.append(self._begin(request)))
         except (ConnectionError, TimeoutError):
             for late in made:
                 late.drop()
@@ -113,22 +91,25 @@ class Service:
         except (HoldingsError, OSError) as error:
             self._channel.refuse(error)
             return
-        sink = made[0]
+        (part,) = made
         received = 0
 
         def write(piece: memoryview, offset: int) -> None:
             nonlocal received
             received = start + offset + len(piece)
-            sink.write(piece, start + offset)
+            if isinstance(part, Block):
+                part.write(piece, start + offset)
+            else:
+                write_all(part.fd, piece, start + offset)
 
         try:
             self._channel.send(Proceed())
             for start in range(0, request.num_bytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, request.num_bytes - start)
-                self._channel.send(Chunk(self._channel.receive_chunk(size, self._room, write)))
+                self._channel.send(Chunk(self._channel.receive_chunk(size, self._scratch, write)))
             if not isinstance(self._channel.receive(), Keep):
                 raise ConnectionResetError("it left before the end")
-            self._patiently(sink.keep)
+            self._patiently(part.keep)
             self._channel.send(Kept())
         except HoldingsError as error:
             self._give_up(str(error), request.num_bytes - received)
@@ -137,15 +118,12 @@ class Service:
         except OSError as error:
             self._give_up(f"it cannot be written: {error.strerror}", request.num_bytes - received)
         finally:
-            sink.drop()
+            part.drop()
 
-    def _room(self, part: slice) -> memoryview:
-        return self._scratch[: part.stop - part.start]
-
-    def _sink(self, request: Put) -> _Sink:
+    def _begin(self, request: Put) -> Incoming | Block:
         if request.contributor >= 0:
             return self._parities.begin(request.key, request.contributor, request.num_contributors)
-        return _WholePart(self._holdings.receive(request.key, request.num_bytes))
+        return self._holdings.receive(request.key, request.num_bytes)
 
     def _give_up(self, error: str, num_bytes: int) -> None:
         """Report it to the peer, and take what the peer sends until it has read that."""
@@ -157,17 +135,8 @@ class Service:
 
     def _patiently(self, work: Callable[[], T]) -> T:
         """Do what may take a disk long, and inform the peer meanwhile, up to ``MAX_WORK_S``."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - handed over to the thread that waits
-                future.set_exception(error)
-
-        worker = threading.Thread(target=run, name="outlast-replica-disk", daemon=True)
-        worker.start()
-        try:
+        with ThreadPoolExecutor(1, thread_name_prefix="outlast-replica-disk") as pool:
+            future = pool.submit(work)
             for _ in range(round(MAX_WORK_S / WORKING_S)):
                 try:
                     return future.result(WORKING_S)
@@ -176,8 +145,6 @@ class Service:
                         raise
                     self._channel.send(Working())
             return future.result()  # the peer's own timeout decides
-        finally:
-            worker.join()
 
     # -- giving out --------------------------------------------------------------------------------------------
 
@@ -215,6 +182,8 @@ IDLE_S = 60.0
 """Seconds without progress after which an authenticated peer is left; its own timeouts are shorter."""
 ACCEPT_PAUSE_S = 0.1
 """Seconds before the next attempt when the system gives no connection, for lack of descriptors."""
+CLOSE_S = 2.0
+"""Longest wait for all threads together: one that waits for a disk cannot be woken."""
 MAX_STRANGERS = 32
 MAX_PEERS = 128
 MAX_SOURCES = 1024
@@ -268,7 +237,7 @@ class ReplicaServer:
         return port
 
     def close(self) -> None:
-        """Stop listening and end all connections. Idempotent. Blocks: until their threads end, about 2 s at most."""
+        """Stop listening and end all connections. Idempotent. Blocks: until their threads end, ``CLOSE_S`` at most."""
         with self._lock:
             if self._stopping.is_set():
                 return
@@ -277,8 +246,9 @@ class ReplicaServer:
             for channel in (*self._strangers, *self._peers):
                 channel.abort()
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
+        end_s = clock.now_s() + CLOSE_S
         for thread in threads:
-            thread.join(2.0)
+            thread.join(max(0.0, end_s - clock.now_s()))
         self._socket.close()
         self._parities.close()
 

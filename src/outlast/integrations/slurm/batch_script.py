@@ -131,11 +131,6 @@ class BatchScript:
                 raise ConfigError(f"{typed} is made from {_OURS[name]}; leave it out of what outlast run gets")
 
     @property
-    def _nnodes(self) -> str:
-        """What `outlast run` gets as its nodes."""
-        return f"{self.nodes}:{self.nodes + self.spares}" if self.spares else str(self.nodes)
-
-    @property
     def _outlast_words(self) -> tuple[str, ...]:
         """The words of the command that is `outlast` on every node.
 
@@ -162,7 +157,8 @@ class BatchScript:
         step += " --no-kill" if self.spares else ""
         # srun does not take this one over from the job (since Slurm 22.05).
         step += f" --cpus-per-task={self.cpus_per_task}" if self.cpus_per_task is not None else ""
-        options = [f"--nnodes={self._nnodes}", f"--nproc-per-node={self.nproc_per_node}"]
+        nnodes = f"{self.nodes}:{self.nodes + self.spares}" if self.spares else str(self.nodes)
+        options = [f"--nnodes={nnodes}", f"--nproc-per-node={self.nproc_per_node}"]
         meeting = ""
         has_endpoint = "rdzv_endpoint" in given_options(self.command)
         if self.nodes + self.spares > 1 and not has_endpoint:

@@ -28,11 +28,16 @@ from outlast.env import expand_nodes
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
 from outlast.integrations.slurm.batch_script import BatchScript
 from outlast.launch.verdicts import load_ladder
+from outlast.policy.recovery_point import Copy, Tier, is_distrusted
 from outlast.policy.requeue import JobEnd, RequeueState, Ruling, rule
 from outlast.runtime.files import write_atomically
 
 if TYPE_CHECKING:
     from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration, ListedPlace
+
+log = logging.getLogger(__name__)
+_SCRIPT = "job.sbatch"
+_PATIENCE_S = 10.0
 
 
 def call_slurm(command: Sequence[str], *, timeout_s: float = 60.0, stdin: str | None = None) -> str:
@@ -59,48 +64,25 @@ def call_slurm(command: Sequence[str], *, timeout_s: float = 60.0, stdin: str | 
     return done.stdout
 
 
-log = logging.getLogger(__name__)
+def prepare(script: BatchScript) -> tuple[str, tuple[str, ...]]:
+    """Make a job's script as it would be submitted now, and the command that would submit it; nothing is written.
 
-
-def with_known_exclusions(script: BatchScript) -> BatchScript:
-    """Return the script with the nodes excluded that the run's earlier jobs found to be bad.
-
-    Raises:
-        ConfigError: A file in the run directory cannot be used.
-    """
-    run_dir = Path(script.run_dir)
-    known = (*load_requeue_state(run_dir).excluded, *load_ladder(run_dir, is_new_job=False).quarantined)
-    exclude = tuple(dict.fromkeys((*script.exclude, *known)))
-    if added := [node for node in exclude if node not in script.exclude]:
-        log.warning("excluded because of earlier jobs of the run: %s", ", ".join(added))
-    return dataclasses.replace(script, exclude=exclude)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Submission:
-    """A job as it would be handed over."""
-
-    script: str
-    path: Path
-    """Where the script is kept, in the run directory."""
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """What Slurm is called with."""
-        return ("sbatch", "--parsable", str(self.path))
-
-
-def prepare(script: BatchScript) -> Submission:
-    """Make a job's script as it would be submitted now; nothing is written.
+    The nodes are excluded that the run's earlier jobs found to be bad.
 
     Raises:
         ConfigError: A file in the run directory cannot be used.
         OutlastError: The run is finished.
     """
     run_dir = Path(script.run_dir)
-    if load_ladder(run_dir, is_new_job=False).is_over:
+    ladder = load_ladder(run_dir, is_new_job=False)
+    if ladder.is_over:
         raise OutlastError(f"the run in {run_dir} is finished; name another run directory for a new one")
-    return Submission(with_known_exclusions(script).render(), run_dir / "job.sbatch")
+    known = (*load_requeue_state(run_dir).excluded, *ladder.quarantined)
+    exclude = tuple(dict.fromkeys((*script.exclude, *known)))
+    if added := [node for node in exclude if node not in script.exclude]:
+        log.warning("excluded because of earlier jobs of the run: %s", ", ".join(added))
+    rendered = dataclasses.replace(script, exclude=exclude).render()
+    return rendered, ("sbatch", "--parsable", str(run_dir / _SCRIPT))
 
 
 def submit(script: BatchScript) -> str:
@@ -114,17 +96,14 @@ def submit(script: BatchScript) -> str:
 
     Blocks: up to a minute.
     """
-    submission = prepare(script)
+    rendered, command = prepare(script)
     run_dir = Path(script.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(submission.path, submission.script.encode())
+        write_atomically(run_dir / _SCRIPT, rendered.encode())
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir} cannot be written ({error}); name one that is writable") from None
-    return call_slurm(submission.command).strip().partition(";")[0]
-
-
-_PATIENCE_S = 10.0
+    return call_slurm(command).strip().partition(";")[0]
 
 
 def load_requeue_state(run_dir: Path) -> RequeueState:
@@ -254,9 +233,6 @@ def _why_not(entry: Generation, distrusted: frozenset[str]) -> str | None:
 
 def _distrusted_attempts(run_dir: str | os.PathLike[str] | None, place: ListedPlace) -> frozenset[str]:
     """Return the attempts in this place that the run's ladder does not load any more."""
-    from outlast.launch.verdicts import load_ladder
-    from outlast.policy.recovery_point import Copy, Tier, is_distrusted
-
     distrusted = load_ladder(None if run_dir is None else Path(run_dir), is_new_job=False).distrusted
     tier = Tier.GLOBAL if place.tier == "global" else Tier.LOCAL
     known = [one for one in place.generations if one.attempt is not None]
