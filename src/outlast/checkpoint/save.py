@@ -70,7 +70,7 @@ class SaveHandle:
         self.attempt = attempt
         """The attempt that the saved state bears: two of one iteration are two states."""
         self._limit_ns = clock.now_ns() + int(limit_s * 1e9)
-        self._finished = threading.Event()
+        self._finished, self._first_end = threading.Event(), threading.Lock()
         self._result: SaveResult | None = None
         self._error: CheckpointError | None = None
 
@@ -112,13 +112,13 @@ class SaveHandle:
 
     def succeed(self, result: SaveResult) -> None:
         """End it as committed; the first end counts."""
-        if not self._finished.is_set():
+        if self._first_end.acquire(blocking=False):
             self._result = result
             self._finished.set()
 
     def fail(self, error: CheckpointError) -> None:
         """End it as failed; the first end counts."""
-        if not self._finished.is_set():
+        if self._first_end.acquire(blocking=False):
             self._error = error
             self._finished.set()
 

@@ -276,6 +276,9 @@ class Hub:
         except ProcessLookupError:
             absence.is_dead, absence.until_s = True, 0.0
             return
+        except OSError as error:  # such as too many open files: its patience ends, whether it is dead or not
+            log.warning("rank %d cannot be watched while it is away: %s", rank, error)
+            return
 
         def see_death(_: int) -> None:
             absence.is_dead, absence.until_s = True, 0.0
