@@ -219,6 +219,31 @@ def test_processes_of_one_job_enter_beside_their_owner(tmp_path: Path, lease: Le
     assert told == []
 
 
+class _Slow(FolderRecords):
+    renew_s = 60.0
+
+
+@pytest.mark.parametrize("records", [_Slow, _Quick])
+def test_the_lead_is_taken_back_at_once(tmp_path: Path, lease: Leases, records: type[FolderRecords]) -> None:
+    """An agent whose lead passed to another and comes back leads under a record of its own, although it never noticed
+    that it had lost it; nothing else renews that record."""
+    known = {"job": "id@endpoint", "shares": True, "outlives": True}
+    one = lease(records(tmp_path), _own("run", **known))
+    other = lease(records(tmp_path), _own("run", machine="far", **known))
+    one.acquire()
+    other.acquire(leads=True)
+    one.acquire(leads=True)
+    taken = _newest(tmp_path)
+    assert taken.process == this_process()
+    assert max(FolderRecords(tmp_path).numbers()) == 3
+    if records is _Quick:
+        _until(lambda: _newest(tmp_path).renewals >= 5)
+    assert _newest(tmp_path).token == taken.token
+    assert one.is_held
+    one.release()
+    assert _newest(tmp_path).released
+
+
 def test_ranks_that_restart_are_vouched_for_by_their_launcher(tmp_path: Path, lease: Leases) -> None:
     """Between two cycles no process of theirs lives; as long as the owner of their run directory does, another run gets
     neither of the two directories, and the next cycle gets its own at once."""

@@ -211,6 +211,9 @@ class Lease:
         Blocks: where only time shows whether the owner lives, until it has missed some renewals.
         """
         with self._lock:
+            if leads and self._thread is not None:  # another node may have led it since the last look
+                with contextlib.suppress(OSError, OutlastError):
+                    self.check()
             if self._lost is not None and leads and self._is_of_this_job(self._lost.owner):
                 self._lost = self._thread = None  # another node led it meanwhile
             if self._lost is not None:
@@ -361,7 +364,7 @@ class Lease:
         for old in numbers:
             if old < kept:
                 self._remove(old)
-        self._thread = threading.Thread(target=self._keep, name="outlast-lease", daemon=True)
+        self._thread = threading.Thread(target=self._keep, args=(number, self._own), name="outlast-lease", daemon=True)
         self._thread.start()
         return True
 
@@ -376,17 +379,20 @@ class Lease:
 
     # -- keeping it --------------------------------------------------------------------------------------------
 
-    def _keep(self) -> None:
-        """Renew the record until it is released or lost."""
-        is_failing, own = False, self._own
+    def _keep(self, number: int, own: LeaseOwner) -> None:
+        """Renew a record until it is released or lost, or until this process takes the directory again."""
+        is_failing = False
         while not self._stop.wait(self._records.renew_s):
             try:
-                self.check()
-                own = msgspec.structs.replace(own, renewals=own.renewals + 1)
-                self._records.renew(self._number, encode_owner(own))
+                with self._lock:
+                    if self._own.token != own.token:
+                        return
+                    self.check()
+                    own = msgspec.structs.replace(own, renewals=own.renewals + 1)
+                    self._records.renew(number, encode_owner(own))
                 is_failing = False
             except InUse as lost:
-                self._remove(self._number)
+                self._remove(number)
                 if not self._is_of_this_job(lost.owner):
                     self._on_lost(lost)
                 return
@@ -400,12 +406,14 @@ class Lease:
                         *(self._records.url, error),
                     )
                 is_failing = True
+        if self._own.token != own.token:
+            return
         if self._is_withdrawn and self._lost is None:
-            self._remove(self._number)
+            self._remove(number)
             self._records.forget()
         elif self._is_released and self._lost is None:
             try:
-                self._records.renew(self._number, encode_owner(msgspec.structs.replace(own, released=True)))
+                self._records.renew(number, encode_owner(msgspec.structs.replace(own, released=True)))
             except (OSError, OutlastError) as error:
                 log.debug("%s could not be released: %s", self._records.url, error)
 
