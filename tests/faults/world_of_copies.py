@@ -50,28 +50,26 @@ class Node:
     def note_memory(self) -> None:
         """Remember what the writer holds: the newest generation and nothing else."""
         (generation,) = self._list()
-        assert decode_manifest(generation.manifest)[0].iteration == NEWEST
+        manifest, _ = decode_manifest(generation.manifest)
+        assert manifest.iteration == NEWEST
         self.manifest = generation.manifest
-        self.parts = {key: self.read_part(key) for key in generation.parts}
+        sizes = {shard.rank: shard.num_bytes for shard in manifest.shards}
+        self.parts = {key: self.read_part(key, sizes[key.rank]) for key in generation.parts}
 
-    def open_part(self, key: CopyKey) -> tuple[int, int] | None:
-        """Return a descriptor of the memory that holds a part, and the part's length; ``None``: it is not there."""
-        opened, fd = self.client.ask(f.Open(key=key), f.Done, timeout_s=60)
-        return (fd, opened.num_bytes) if fd is not None else None
+    def open_part(self, key: CopyKey) -> int:
+        """Return a descriptor of the memory that holds a part."""
+        _, fd = self.client.ask(f.Open(key=key), f.Done, timeout_s=60)
+        assert fd is not None
+        return fd
 
-    def read_part(self, key: CopyKey) -> bytes:
-        opened = self.open_part(key)
-        assert opened is not None
-        fd, length = opened
-        with closing(os.fdopen(fd, "rb")):
-            return os.pread(fd, length, 0)
+    def read_part(self, key: CopyKey, num_bytes: int) -> bytes:
+        with closing(os.fdopen(self.open_part(key), "rb")) as memory:
+            return os.pread(memory.fileno(), num_bytes, 0)
 
     def write_part(self, key: CopyKey, data: bytes, offset: int = 0) -> None:
         """Write into the memory that holds a part, behind the writer's back."""
-        opened = self.open_part(key)
-        assert opened is not None
-        os.pwrite(opened[0], data, offset)
-        os.close(opened[0])
+        with closing(os.fdopen(self.open_part(key), "wb")) as memory:
+            os.pwrite(memory.fileno(), data, offset)
 
     def flip_bit(self, key: CopyKey, offset: int, bit: int) -> None:
         self.write_part(key, bytes([self.parts[key][offset] ^ 1 << bit]), offset)
