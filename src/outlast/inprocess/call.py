@@ -290,7 +290,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def drop(error: BaseException | None) -> None:
-    """Let go of what the frames hold that an exception went through, and of those of its causes."""
+    """Free what is held by the frames that an exception went through, and by those of its causes."""
     seen: set[int] = set()
     pending = [error]
     while pending:

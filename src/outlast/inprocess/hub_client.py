@@ -207,7 +207,7 @@ class HubClient:
             self._hub.discount_pause()
 
     def close(self) -> None:
-        """Let go of everything.
+        """Close everything.
 
         Blocks: up to a second for each member that takes nothing.
         """

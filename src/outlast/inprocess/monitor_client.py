@@ -282,7 +282,7 @@ class MonitorLink:
             log.debug("the monitor process is gone: %s", error)  # receive() sees it, too
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Let go of the monitor process: it ends, unless other members still need its hub; idempotent.
+        """Close the connection to the monitor process: it ends, unless other members still need its hub; idempotent.
 
         Blocks: up to ``timeout_s``, while it ends.
         """

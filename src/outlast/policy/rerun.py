@@ -176,7 +176,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     first: JsonNumber = None
     """The value when it was rejected first."""
     batch: str = ""
-    """Fingerprint of the rank's batches of that step: where the save cannot be had, the same ones may come again."""
+    """Fingerprint of the rank's batches of that step: where the save is unavailable, the same ones may come again."""
     tries: int = 0
     """Replays on the same device that were done before this one."""
 

@@ -659,10 +659,10 @@ class InProcessMark:
         self._board, self._local_rank, self._pid = Board.open(path), local_rank, os.getpid()
         try:
             self._words = self._board.page(local_rank)
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         except BaseException:
             self._board.close()
             raise
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 
     def arm(self, call: int, *, patience_s: float) -> None:
         """Record that a wrapped function is about to run.

@@ -265,7 +265,7 @@ class Lease:
             thread.join(RELEASE_S)
 
     def withdraw(self) -> None:
-        """Let go of the directory as if it had not been taken: nothing was written there. Blocks: as a release."""
+        """Release the directory as if it had not been taken: nothing was written there. Blocks: as a release."""
         self._is_withdrawn = self._number == 1  # else an older record would be gone without a trace
         self.release()
 
