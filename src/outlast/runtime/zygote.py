@@ -333,9 +333,8 @@ def _start(request: Spawn, parent_pid: int) -> int:
         stderr = stdout if request.stderr == request.stdout else _open_log(request.stderr, opened)
         # A child would ignore SIGTERM as its parent does until it is set up: it waits for it until then.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        pid = os.fork()
-        if pid:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        opened.callback(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
+        if pid := os.fork():
             return pid
         opened.pop_all()
     try:
