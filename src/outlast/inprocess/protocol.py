@@ -15,8 +15,7 @@ resume from it. Nothing here imports torch.
 from __future__ import annotations
 
 import os
-import selectors
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,7 +35,7 @@ from outlast.policy.inprocess_protocol import (
     Restart,
     RestartLimits,
 )
-from outlast.runtime.wire import BufferedChannel, encode_frame
+from outlast.runtime.wire import BufferedChannel, SelectedChannel
 
 if TYPE_CHECKING:
     from outlast.config.training import InProcessRestartConfig
@@ -227,71 +226,8 @@ HubChannel = BufferedChannel[OnLink]
 """A connection between a monitor process and the hub."""
 
 
-class HubLink:
-    """A channel in a process's event loop: what has come is handed on, and what waits is sent.
-
-    Args:
-        selector: Of the process's loop; what it reports with a callable as data is called with the events.
-        channel: This object owns it.
-        on_messages: Gets what has come; may be replaced.
-        on_broken: Gets the error that broke the channel, from the loop or from :meth:`send`; may be replaced.
-    """
-
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        channel: HubChannel,
-        on_messages: Callable[[HubLink, list[OnLink]], None],
-        on_broken: Callable[[HubLink, OSError], None],
-    ) -> None:
-        self._selector, self.channel = selector, channel
-        self.on_messages, self.on_broken = on_messages, on_broken
-        self._events = selectors.EVENT_READ
-        selector.register(channel, self._events, self._on_event)
-
-    def send(self, message: OnLink) -> None:
-        """Send a message, now or as soon as the channel accepts it."""
-        self.send_frame(encode_frame(message))
-
-    def send_frame(self, frame: bytes) -> None:
-        """Send what :func:`~outlast.runtime.wire.encode_frame` made; see :meth:`send`."""
-        try:
-            self.channel.send_frame(frame)
-        except OSError as error:
-            self.on_broken(self, error)
-        else:
-            self._watch()
-
-    def release(self) -> HubChannel:
-        """Return the channel, which is the caller's and no part of the loop any more."""
-        self._events = 0
-        self._selector.unregister(self.channel)
-        return self.channel
-
-    def close(self) -> None:
-        """Close the channel. Idempotent."""
-        if self._events:
-            self.release().close()
-
-    def _on_event(self, _: int) -> None:
-        if not self._events:
-            return  # closed by an event before this one
-        try:
-            self.channel.flush()
-            came = self.channel.receive()
-            self._watch()
-        except OSError as error:
-            self.on_broken(self, error)
-        else:
-            if came:
-                self.on_messages(self, came)
-
-    def _watch(self) -> None:
-        """Have the loop report when the channel is readable and, while something waits, writable."""
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.channel.is_waiting else 0)
-        if wanted != self._events:
-            self._events = wanted
-            self._selector.modify(self.channel, wanted, self._on_event)
+HubLink = SelectedChannel[OnLink]
+"""A member's or a hub's channel in its process's loop."""
 
 
 class MemberRecord:

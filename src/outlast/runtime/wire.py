@@ -2,16 +2,17 @@
 
 A frame is the body's length in four bytes, the body (a tagged ``msgspec.Struct`` as MessagePack) and, where the
 connection signs its frames, a signature. Each package defines its own messages; a connection decodes a union
-of them. There are three parts:
+of them. These are the parts:
 
 * :class:`MessageChannel`, a blocking connection with timeouts: sockets, socket pairs (``SOCK_SEQPACKET``, too, where
   a frame must be sent whole or not at all), descriptors beside messages, bulk data between them without a copy.
-* :class:`BufferedChannel`, a connection that never blocks, for a process with a selector.
+* :class:`BufferedChannel`, a connection that never blocks, and :class:`SelectedChannel`, that connection in a loop with a
+  selector.
 * :class:`Handshake`, by which the two sides of a TCP connection prove to each other that they know a key. Before it is
   over, nothing is read but hellos of fixed size, and nothing is decoded.
 
-A proof is the HMAC-SHA256, under the key, of both sides' nonces, the protocol's name and the side that gives it: it
-cannot be used again, for another protocol, or be sent back. From the same nonces each side derives the keys under which
+A proof is the HMAC-SHA256, under the key, of both sides' nonces, the protocol's name, the server's introduction and the
+side that gives it: it cannot be used again, for another protocol, or be sent back. From the same nonces each side derives the keys under which
 frames may be signed. Nothing is encrypted.
 
 Rejected: one process-wide event loop (a rank's threads block in C, and a writer feeds the network from files); pickles;
@@ -26,6 +27,7 @@ import hmac
 import os
 import secrets
 import select
+import selectors
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -106,20 +108,32 @@ class Handshake:
         is_server: Whether the other side opened the connection.
         client_id: A number that the client states and proves, such as its rank.
         version: Of the protocol.
+        introduction: What the server says openly before anything is proved, of a length that the protocol fixes; on the
+            client's side so many zeros.
+        on_introduction: Called on the client's side with what the server said; it returns the key for it, or raises.
     """
 
     def __init__(
-        self, key: bytes | None, protocol: str, *, is_server: bool, client_id: int = 0, version: int = 1
+        self,
+        key: bytes | None,
+        protocol: str,
+        *,
+        is_server: bool,
+        client_id: int = 0,
+        version: int = 1,
+        introduction: bytes = b"",
+        on_introduction: Callable[[bytes], bytes] | None = None,
     ) -> None:
         self._key, self._protocol, self._version = key, protocol.encode(), version
         self._is_server = is_server
+        self._introduction, self._on_introduction = introduction, on_introduction
         self._own_nonce = secrets.token_bytes(_NONCE_BYTES)
         self._nonces = b""
         self.client_id = client_id
         """On the server's side: what the client proved, once the handshake is over."""
-        self.outgoing = _SERVER_HELLO.pack(_MAGIC, version, self._own_nonce) if is_server else b""
+        self.outgoing = _SERVER_HELLO.pack(_MAGIC, version, self._own_nonce) + introduction if is_server else b""
         """What this side sends first."""
-        self.num_wanted = _CLIENT_HELLO.size if is_server else _SERVER_HELLO.size
+        self.num_wanted = _CLIENT_HELLO.size if is_server else _SERVER_HELLO.size + len(introduction)
         """Bytes to receive next; 0: none."""
 
     @property
@@ -137,7 +151,8 @@ class Handshake:
         assert len(data) == self.num_wanted
         if self._nonces:  # the client has the server's nonce: this is the server's proof
             return self._end(data, "server")
-        magic, version, nonce, *proved = (_CLIENT_HELLO if self._is_server else _SERVER_HELLO).unpack(data)
+        form = _CLIENT_HELLO if self._is_server else _SERVER_HELLO
+        magic, version, nonce, *proved = form.unpack_from(data)
         if magic != _MAGIC:
             raise ProtocolError(f"the other side begins with {magic!r} instead of {_MAGIC!r}")
         if version != self._version:
@@ -149,6 +164,9 @@ class Handshake:
             self._nonces = self._own_nonce + nonce
             self.client_id, proof = proved
             return self._end(proof, "client") + self._prove("server")
+        self._introduction = data[form.size :]
+        if self._on_introduction is not None:
+            self._key = self._on_introduction(self._introduction)
         self._nonces = nonce + self._own_nonce
         self.num_wanted = _PROOF_BYTES
         return _CLIENT_HELLO.pack(_MAGIC, self._version, self._own_nonce, self.client_id, self._prove("client"))
@@ -172,7 +190,7 @@ class Handshake:
         if self._key is None:
             raise AuthenticationFailed("this node has no key yet")
         text = b"outlast %s v%d %s " % (self._protocol, self._version, what.encode())
-        return hmac.digest(self._key, text + self._nonces + more, "sha256")
+        return hmac.digest(self._key, text + self._nonces + self._introduction + more, "sha256")
 
 
 class MessageChannel(Generic[R]):
@@ -582,6 +600,73 @@ class BufferedChannel(MessageReader[R]):
         """Return the connection right after the handshake, to be used otherwise; this object owns it no more."""
         assert not self._outgoing, "a handshake's last bytes always fit into the socket's buffer"
         return socket.socket(fileno=self._socket.detach())
+
+
+class SelectedChannel(Generic[R]):
+    """A channel in a process's event loop: what has come is handed on, and what waits is sent.
+
+    Args:
+        selector: Of the process's loop; what it reports with a callable as data is called with the events.
+        channel: This object owns it.
+        on_messages: Gets what has come; may be replaced.
+        on_broken: Gets the error that broke the channel, from the loop or from :meth:`send`; may be replaced.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        channel: BufferedChannel[R],
+        on_messages: Callable[[SelectedChannel[R], list[R]], None],
+        on_broken: Callable[[SelectedChannel[R], OSError], None],
+    ) -> None:
+        self._selector, self.channel = selector, channel
+        self.on_messages, self.on_broken = on_messages, on_broken
+        self._events = selectors.EVENT_READ
+        selector.register(channel, self._events, self._on_event)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message, now or as soon as the channel accepts it."""
+        self.send_frame(encode_frame(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send what :func:`encode_frame` made; see :meth:`send`."""
+        try:
+            self.channel.send_frame(frame)
+        except OSError as error:
+            self.on_broken(self, error)
+        else:
+            self._watch()
+
+    def release(self) -> BufferedChannel[R]:
+        """Return the channel, which is the caller's and no part of the loop any more."""
+        self._events = 0
+        self._selector.unregister(self.channel)
+        return self.channel
+
+    def close(self) -> None:
+        """Close the channel. Idempotent."""
+        if self._events:
+            self.release().close()
+
+    def _on_event(self, _: int) -> None:
+        if not self._events:
+            return  # closed by an event before this one
+        try:
+            self.channel.flush()
+            came = self.channel.receive()
+            self._watch()
+        except OSError as error:
+            self.on_broken(self, error)
+        else:
+            if came:
+                self.on_messages(self, came)
+
+    def _watch(self) -> None:
+        """Have the loop report when the channel is readable and, while something waits, writable."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.channel.is_waiting else 0)
+        if wanted != self._events:
+            self._events = wanted
+            self._selector.modify(self.channel, wanted, self._on_event)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview) -> Any:

@@ -1,0 +1,169 @@
+"""The run key: what every process of a run knows and no stranger does, and from which all its connections are proved.
+
+Where it comes from, in this order: the file of ``--run-key-file``, the variable ``OUTLAST_RUN_KEY``, the file
+``run.key`` of a run directory that all agents share (the first one makes it, readable by its owner only), else the
+run's id. The last is no secret: it keeps accidents out (another run at the same port), not attackers.
+
+Whether the run directory is shared is decided alike on every node, before anybody is asked: it is where all agents are
+on one machine, or where the directory lies on a network file system. The key is never on a command line, in a log, in
+the journal, or in a child's arguments; workers find it in their environment.
+
+Rejected: asking the first agent for it (whoever answers at the endpoint would give it); accepting the run's id beside a
+secret (a stranger knows the id).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import hmac
+import os
+import secrets
+import sys
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from outlast import env
+from outlast.errors import ConfigError
+from outlast.runtime.files import create_atomically
+
+FILE_NAME = "run.key"
+_MIN_BYTES = 16
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        0x6969,  # NFS
+        0xFF534D42,  # CIFS
+        0xFE534D42,  # SMB2
+        0x517B,  # SMB
+        0x0BD00BD0,  # Lustre
+        0x47504653,  # GPFS
+        0x00C36400,  # Ceph
+        0x65735546,  # FUSE: nearly always one of a cluster (BeeGFS, JuiceFS, s3fs, ...)
+        0x19830326,  # BeeGFS
+        0x01021997,  # 9p
+        0x5346414F,  # AFS
+        0x01161970,  # GFS2
+        0x7461636F,  # OCFS2
+        0x20030528,  # OrangeFS
+        0xAAD7AAEA,  # PanFS
+    }
+)
+
+
+class KeySource(StrEnum):
+    """Where a run key came from."""
+
+    FILE = "the file of --run-key-file"
+    VARIABLE = "OUTLAST_RUN_KEY"
+    RUN_DIRECTORY = "run.key of the run directory"
+    RUN_ID = "the run's id"
+
+
+@dataclass(frozen=True, slots=True)
+class RunKey:
+    """A run's key."""
+
+    secret: bytes = field(repr=False)
+    source: KeySource
+
+    @classmethod
+    def of_run_id(cls, run_id: str) -> RunKey:
+        """Return the key of a run that has no secret."""
+        return cls(hashlib.sha256(b"outlast run " + run_id.encode()).digest(), KeySource.RUN_ID)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What may be shown of it: eight bytes by which two sides see that their keys differ."""
+        return self.derive("fingerprint")[:8]
+
+    def derive(self, purpose: str) -> bytes:
+        """Return the key for one purpose; from it neither the run key nor another purpose's can be found."""
+        return hmac.digest(self.secret, b"outlast key " + purpose.encode(), "sha256")
+
+    def as_variable(self) -> str:
+        """Return what ``OUTLAST_RUN_KEY`` of this run's workers holds."""
+        return f"hex:{self.secret.hex()}"
+
+
+def find_run_key(run_id: str, run_dir: Path | None, *, key_file: str | None, is_one_machine: bool) -> RunKey:
+    """Return the key of a run; make the one of its directory, if that is to have one and has none yet.
+
+    Args:
+        run_id: Name of the run.
+        run_dir: Its directory; ``None``: it has none.
+        key_file: What ``--run-key-file`` names.
+        is_one_machine: All agents are on this machine.
+
+    Raises:
+        ConfigError: A file or the variable that is to hold it cannot be used; one line with the remedy.
+    """
+    if key_file is not None:
+        try:
+            return RunKey(_check(Path(key_file).read_bytes(), f"--run-key-file={key_file}"), KeySource.FILE)
+        except OSError as error:
+            raise ConfigError(f"--run-key-file={key_file} cannot be read ({error.strerror}); check its path") from None
+    if (found := key_of_environment()) is not None:
+        return found
+    if run_dir is not None and (is_one_machine or is_network_file_system(run_dir)):
+        return key_of_directory(run_dir)
+    return RunKey.of_run_id(run_id)
+
+
+def key_of_environment() -> RunKey | None:
+    """Return the key that ``OUTLAST_RUN_KEY`` holds; ``None``: it is not set.
+
+    Raises:
+        ConfigError: It is too short.
+    """
+    text = env.environ().get(env.RUN_KEY)
+    if not text:
+        return None
+    if text.startswith("hex:"):
+        try:
+            return RunKey(bytes.fromhex(text.removeprefix("hex:")), KeySource.VARIABLE)
+        except ValueError:
+            pass  # then it only looks so
+    return RunKey(_check(text.encode(), env.RUN_KEY), KeySource.VARIABLE)
+
+
+def key_of_directory(run_dir: Path, *, make: bool = True) -> RunKey:
+    """Return the key that a run directory holds.
+
+    Args:
+        run_dir: The run directory.
+        make: Make one where there is none.
+
+    Raises:
+        ConfigError: It cannot be read or made.
+    """
+    path = run_dir / FILE_NAME
+    try:
+        if make and not path.exists():
+            create_atomically(path, secrets.token_hex(32).encode() + b"\n", mode=0o600)
+        return RunKey(_check(path.read_bytes(), str(path)), KeySource.RUN_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(
+            f"the run key {path} cannot be read or made ({error.strerror}); it belongs to the user who began the run: "
+            "run as that user, or give all agents the same --run-key-file"
+        ) from None
+
+
+def is_network_file_system(path: Path) -> bool:
+    """Return whether other machines can see a folder under the same files."""
+    return _file_system_type(path) in _NETWORK_FILE_SYSTEMS
+
+
+def _file_system_type(path: Path) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    buffer = ctypes.create_string_buffer(256)  # struct statfs begins with the type, a word
+    if libc.statfs(os.fsencode(path), buffer) != 0:
+        return 0
+    return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
+
+
+def _check(data: bytes, source: str) -> bytes:
+    data = data.strip()
+    if len(data) < _MIN_BYTES:
+        raise ConfigError(f"{source} holds {len(data)} bytes; give at least {_MIN_BYTES} random ones")
+    return hashlib.sha256(data).digest()
