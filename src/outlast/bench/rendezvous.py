@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -26,10 +27,12 @@ from outlast.bench.measuring import Bar, BenchResult, Progress, median, run_roun
 from outlast.config.sources import LayeredSettings
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.launch import protocol as m
-from outlast.launch.coordinator_client import ControlLink, JobInProgress, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.control import JobIdentity
+from outlast.launch.coordinator_client import ControlLink, HostSettings, LinkDown, LinkFailed, LinkUp, News
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.runtime.addresses import Endpoint
+from outlast.runtime.run_key import RunKey
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.testing.ranks import RankProcesses, free_port
 
@@ -236,12 +239,13 @@ class _OutlastAgent(_SimulatedAgent):
         settings = JobSettings(job=run_id, num_slots=num_agents, join_timeout_s=_TIMEOUT_S)
         node = f"node-{number}"
 
-        def serve(store: TCPStore, _former: JobInProgress | None) -> CoordinatorServer:
+        identity = JobIdentity(run_id=run_id, key=RunKey.of_run_id(run_id))
+
+        def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
             return CoordinatorServer(
-                store,
-                settings,
-                run_dir=None,
-                run_id=run_id,
+                listeners,
+                where.complete(settings),
+                identity,
                 node=node,
                 layers=LayeredSettings(),
                 on_error=lambda error: self._fail(f"the coordinator ended: {error!r}"),
@@ -250,10 +254,13 @@ class _OutlastAgent(_SimulatedAgent):
         self._link = ControlLink(
             [Endpoint(_HOST, port)],
             node=node,
+            identity=identity,
             deliver=self._on_news,
             serve=serve,
             beat_interval_s=1.0,
+            silence_s=5.0,
             connect_timeout_s=_TIMEOUT_S,
+            has_loop=False,
         )
         self._link.start()
 
@@ -284,13 +291,14 @@ class _OutlastAgent(_SimulatedAgent):
             case m.Start():
                 self._cycle = news.cycle
                 self._take_rank(news.node_rank)
+                self._send(m.Running, cycle=news.cycle)
             case m.Stop():
                 self._reached["over"].set()
             case LinkFailed() | LinkDown():
                 self._fail(news.error)
             case m.CycleOver():
                 self._fail(f"the cycle ended: {news.reason}")
-            case m.Wait():
+            case _:
                 pass
 
 

@@ -45,7 +45,13 @@ _WATCH_S = 2.0
     type=click.FloatRange(min=0.1),
     help=f"Look again every so many seconds, {_WATCH_S:g} without a number, until Ctrl-C.",
 )
-def status(target: str, as_json: bool, watch_s: float | None) -> int:
+@click.option(
+    "--run-key-file",
+    "key_file",
+    metavar="FILE",
+    help="The run's secret, where HOST:PORT is asked and the run has one from a file; default OUTLAST_RUN_KEY.",
+)
+def status(target: str, as_json: bool, watch_s: float | None, key_file: str | None) -> int:
     """Say how a run is: who runs where, how far it is, what went wrong, what it waits for, what may still be tried.
 
     RUN_DIR is a run directory; what lies there is enough during a run, after it, and after a power cut. HOST:PORT is
@@ -61,7 +67,7 @@ def status(target: str, as_json: bool, watch_s: float | None) -> int:
     """
     try:
         while True:
-            _show(_look(target), as_json=as_json, watches=watch_s is not None)
+            _show(_look(target, key_file), as_json=as_json, watches=watch_s is not None)
             if watch_s is None:
                 return int(ExitReason.FINISHED)
             time.sleep(watch_s)
@@ -69,7 +75,7 @@ def status(target: str, as_json: bool, watch_s: float | None) -> int:
         raise ConfigError(str(error)) from None
 
 
-def _look(target: str) -> StatusReport:
+def _look(target: str, key_file: str | None) -> StatusReport:
     """Look once.
 
     Raises:
@@ -77,6 +83,7 @@ def _look(target: str) -> StatusReport:
         RendezvousError: No coordinator answers.
     """
     from outlast.runtime.addresses import parse_endpoints
+    from outlast.runtime.run_key import find_known_key
     from outlast.status.evidence import Evidence, ask_coordinator, gather
     from outlast.status.facts import judge
 
@@ -84,7 +91,7 @@ def _look(target: str) -> StatusReport:
     if not _ENDPOINT.fullmatch(target) or path.exists():
         return judge(gather(path), clock.wall_ns())
     (endpoint,) = parse_endpoints(target)
-    live = ask_coordinator(endpoint)
+    live = ask_coordinator(endpoint, find_known_key(None, key_file=key_file))
     evidence = Evidence(job=live.job, live=live)
     if live.run_dir is not None:
         try:

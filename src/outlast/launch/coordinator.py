@@ -1,17 +1,21 @@
 """The coordinator: one per job, decides who starts when, and what follows when a cycle ends.
 
 No I/O happens here: messages and time go in, messages come out. :mod:`outlast.launch.coordinator_server` feeds it from
-the control store. It costs O(nodes) store operations a cycle: one message from each node, one to each.
+the agents' connections. A cycle costs O(nodes) messages.
 
 A cycle's life::
 
-    ADOPTING   the control store was lost and this coordinator is new: agents register the places that they hold
+    ADOPTING   the last coordinator was lost and this one is new: agents register the places that they hold
     FORMING    nodes join; once every slot has a ready node -> Prepare to the first slot's node
     PREPARING  that node opened the cycle's own store -> Start to every slot's node
     RUNNING    until a node fails, hangs, is lost, or all have finished
     FORMING    again: CycleOver went to all; each joins with what it knows of the ended cycle. When all slots'
                nodes have joined or are lost, the ladder decides once, on the cause among all incidents
     OVER       Stop went to all
+
+Every phase has an end: who does not open the store, start its workers or report a cycle's end in time is lost. Where
+several coordinators may be, only one with the quorum of the last cycle's members forms another
+(:mod:`outlast.policy.leadership`); one without it waits ``join_timeout`` and stops the job here, for the scheduler.
 
 Nodes are judged by their beats advancing, on this process's monotonic clock; no wall clocks are compared. Spares
 wait in FORMING and RUNNING alike and cannot disturb either: only a slot's holder counts.
@@ -25,13 +29,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Rung, Verdict
 from outlast.launch import protocol as m
-from outlast.launch.membership import Adoption, Forming, JobSettings, Node, Nodes, Outbox, why_it_waits
+from outlast.launch.membership import Adoption, Forming, JobSettings, Node, Nodes, Outbox, Quorum, why_it_waits
 from outlast.launch.verdicts import (
     CycleEnding,
     ExcludedNodes,
@@ -43,6 +48,7 @@ from outlast.launch.verdicts import (
 )
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState
+from outlast.policy.leadership import Leadership
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +92,14 @@ class Coordinator:
         self._ending: CycleEnding | None = None
         """The cycle that is ending, until all of its nodes have reported what they know."""
         self._adoption = Adoption(settings.num_slots)
-        self._forming = Forming(settings, self.nodes)
+        self._quorum = Quorum(settings, self.nodes)
+        self._forming = Forming(settings, self.nodes, self._quorum)
+        self._term = settings.term
+        self._places: dict[str, m.SlotPlace] = {}
+        """Of the nodes that have not all started the cycle yet; empty: they have."""
+        self._started: set[str] = set()
+        self._phase_since_s: float | None = None
+        """Since when nodes are waited for in this phase."""
         self._excluded = ExcludedNodes(self.nodes, self._ladder, record)
         self._finished: dict[str, m.CycleFacts] = {}
         """Nodes whose workers all finished the running cycle; a finished one may leave before the others."""
@@ -98,6 +111,17 @@ class Coordinator:
     def state(self) -> LadderState:
         """What the ladder remembers of the run."""
         return self._ladder.state
+
+    @property
+    def leadership(self) -> Leadership:
+        """How this coordinator stands, for others of the same job. Thread: any."""
+        leads = self.phase == m.JobPhase.OVER or self._quorum.leads
+        return Leadership(term=self._term, leads=leads, order=self.settings.order)
+
+    def note_term(self, term: int, is_own: bool) -> None:
+        """Take a term above the one that an agent has obeyed, unless it obeyed this coordinator."""
+        if not is_own and term >= self._term:
+            self._term = term + 1
 
     def status(self, now_s: float, *, time: str, run_id: str, run_dir: Path | None, host: str) -> m.LiveStatus:
         """Return how the job is now.
@@ -156,7 +180,7 @@ class Coordinator:
                 self._on_register(message, now_s)
             case m.Unhealthy():
                 self._on_unhealthy(message, now_s)
-            case m.CoordinatorTick() | m.Quit() | m.ScriptSettings():
+            case m.CoordinatorTick() | m.ScriptSettings():
                 pass
             case _:
                 node = self.nodes.by_name.get(message.node)
@@ -167,20 +191,32 @@ class Coordinator:
         self._advance(now_s)
         return self.nodes.take_out()
 
-    def judge_beats(self, beats: Mapping[str, int], now_s: float, *, since_last_s: float) -> Outbox:
+    def judge_beats(
+        self,
+        beats: Mapping[str, int],
+        now_s: float,
+        *,
+        since_last_s: float,
+        unheard_s: Mapping[str, float] = MappingProxyType({}),
+    ) -> Outbox:
         """Find nodes that gave no sign of life.
 
         Args:
             beats: Node name to its counter.
             now_s: Monotonic seconds.
             since_last_s: Seconds since the last call; after a long pause of our own nobody is judged.
+            unheard_s: Node name to the seconds since anything came from its agent, its main loop's work or not.
         """
         timeout_s = self.settings.node_timeout_s
         alive, silent = self.nodes.judge_beats(beats, now_s, timeout_s=timeout_s, paused=since_last_s > timeout_s / 2)
         for node in alive:
             self.nodes.refuse_claim(node)
         for node in silent:
-            self._lose(node, f"no sign of life for {now_s - node.beat_at_s:.1f} s", now_s)
+            silent_s = now_s - node.beat_at_s
+            why = f"no sign of life for {silent_s:.1f} s"
+            if unheard_s.get(node.name, silent_s) < timeout_s / 2:
+                why = f"its agent's main loop has not run for {silent_s:.1f} s"
+            self._lose(node, why, now_s)
         self._advance(now_s)
         return self.nodes.take_out()
 
@@ -229,11 +265,14 @@ class Coordinator:
             # The same coordinator: its last message may have been lost with the connection.
             if node.epoch == message.epoch and node.last is not None:
                 self.nodes.send(node, node.last)
+                if self.phase == m.JobPhase.RUNNING and not self._places:
+                    self.nodes.out.append((node.name, node.epoch, m.Ran(cycle=self.cycle)))
             return
         if self.stop is not None:
             self.nodes.out.append((message.node, message.epoch, self.stop))
             return
         node = node or self._add(message, now_s)
+        self._quorum.register(message)
         self._ladder.learn_distrusted(message.distrusted)
         if self.phase == m.JobPhase.FORMING and self.cycle == 0 and message.place is not None:
             self.phase = m.JobPhase.ADOPTING  # this agent was started anew, and hosts for a job in progress
@@ -253,16 +292,15 @@ class Coordinator:
         if adoption.cycle < 0:
             return  # nobody was in a cycle: the job begins
         self.cycle, self.nodes.slots = adoption.cycle, adoption.slots
-        self._forming.has_majority, self._forming.num_unclaimed = adoption.has_majority, len(adoption.missing)
         num_claims, num_slots = len(adoption.claims), adoption.num_slots
         log.warning("took over the job in cycle %d: %d of %d nodes registered", self.cycle, num_claims, num_slots)
         if adoption.is_running:
             self.phase = m.JobPhase.RUNNING
             return
-        reason = "the node that hosted the control store is gone" if adoption.missing else "the cycle was ending"
+        reason = "the coordinator's node is gone" if adoption.missing else "the cycle was ending"
         self._ending = self._end_cycle(reason, examine=False, but=None)
         for slot in adoption.missing:
-            why = f"it held slot {slot} and was lost together with the control store"
+            why = f"it held slot {slot} and was lost together with the coordinator"
             incident = self._ending.lose(self.settings.former_host or "", why)
             self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
         for name, facts in adoption.ended.items():
@@ -272,9 +310,13 @@ class Coordinator:
     def _on_known(self, message: m.ToCoordinator, node: Node, now_s: float) -> None:
         match message:
             case m.Master() if self.phase == m.JobPhase.PREPARING and message.cycle == self.cycle:
-                self.phase = m.JobPhase.RUNNING
-                self._last_restart = (0, 0)
-                self._forming.start(self.cycle, message.addr, message.port, self.state)
+                self._enter(m.JobPhase.RUNNING, now_s)
+                self._last_restart, self._started = (0, 0), set()
+                self._places = self._forming.start(
+                    self.cycle, message.addr, message.port, self.state, term=self._term
+                )
+            case m.Running() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
+                self._on_running(node)
             case m.Restarted() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
                 self._on_restarted(message, now_s)
             case m.Hung() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
@@ -289,11 +331,42 @@ class Coordinator:
             case m.Leave():
                 self._on_leave(message, node, now_s)
             case m.Dead():
-                self._lose(node, message.reason, now_s)
+                self._lose(node, message.reason, now_s, is_known=message.is_known)
             case m.Bye() if self.phase == m.JobPhase.OVER or node.name in self._finished or node.ready:
+                self._quorum.note_dead(node)
                 self.nodes.remove(node.name)
             case m.Bye():
-                self._lose(node, "its agent left", now_s)
+                self._lose(node, "its agent left", now_s, is_known=True)
+
+    def _on_running(self, node: Node) -> None:
+        """Note that a node has started its workers; once all have, the cycle's nodes are the job's members."""
+        self._started.add(node.name)
+        if self._places and self.nodes.holders <= self._started:
+            self._quorum.note_ran(self._places)
+            for name in self._places:
+                if (member := self.nodes.by_name.get(name)) is not None:
+                    self.nodes.out.append((member.name, member.epoch, m.Ran(cycle=self.cycle)))
+            self._places, self._phase_since_s = {}, None
+
+    def _enter(self, phase: m.JobPhase, now_s: float) -> None:
+        """Begin with a phase in which nodes are waited for."""
+        self.phase, self._phase_since_s = phase, now_s
+
+    def _lose_late(self, now_s: float) -> None:
+        """Lose the nodes that keep a phase waiting for too long."""
+        if self._phase_since_s is None:
+            return
+        waited_s, settings, late = now_s - self._phase_since_s, self.settings, []
+        if self.phase == m.JobPhase.PREPARING and waited_s > settings.prepare_timeout_s:
+            late, why = [self.nodes.slots[0].holder], "it did not open the cycle's store"
+        elif self.phase == m.JobPhase.RUNNING and self._places and waited_s > settings.start_timeout_s:
+            late, why = sorted(self.nodes.holders - self._started), "it did not start its workers"
+        elif self._ending is not None and waited_s > settings.rejoin_timeout_s:
+            late = [node.name for node in self.nodes if self.nodes.holds_slot(node) and not node.ready]
+            why = "it did not report the cycle's end"
+        for name in late:
+            if name is not None and (node := self.nodes.by_name.get(name)) is not None:
+                self._lose(node, f"{why} within {waited_s:.0f} s", now_s)
 
     def _on_restarted(self, restarted: m.Restarted, now_s: float) -> None:
         """Charge a restart inside the processes, which every node reports; stop the job if it was one too many."""
@@ -328,14 +401,17 @@ class Coordinator:
             self.nodes.remove(node.name)
             return
         if not leave.whole_job or not self.nodes.holds_slot(node):
-            self._lose(node, "its agent left", now_s)
+            self._lose(node, "its agent left", now_s, is_known=True)
             return
         self.nodes.remove(node.name)
         verdict = self._ladder.rule(departure(self.cycle, leave))
         code = ExitReason.PREEMPTED if leave.saved else 128 + leave.signal
         self._stop_job(code, f"node {node.name} was shut down; {verdict.reason}", now_s)
 
-    def _lose(self, node: Node, why: str, now_s: float) -> None:
+    def _lose(self, node: Node, why: str, now_s: float, *, is_known: bool = False) -> None:
+        """Go on without a node; ``is_known``: its agent is gone for certain, and takes part nowhere."""
+        if is_known or node.name in self.nodes.claims:
+            self._quorum.note_dead(node)
         self.nodes.remove(node.name)
         log.warning("node %s is lost: %s", node.name, why)
         # If it was only cut off, it receives this first: its ranks must not continue in a cycle that is over.
@@ -363,7 +439,7 @@ class Coordinator:
             self._ending.take(facts)
 
     def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_alike: bool = False) -> CycleEnding:
-        self.phase = m.JobPhase.FORMING
+        self.phase, self._phase_since_s = m.JobPhase.FORMING, None
         self._ending = CycleEnding(job=self.settings.job, cycle=self.cycle)
         over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine, awaits_alike=awaits_alike)
         for node in self.nodes:
@@ -409,15 +485,24 @@ class Coordinator:
 
     def _advance(self, now_s: float) -> None:
         """Go on to the next phase, when what it needs is there."""
+        if self._ending is not None and self._phase_since_s is None:
+            self._phase_since_s = now_s
+        self._lose_late(now_s)
         if self.phase == m.JobPhase.ADOPTING and self._adoption.is_over(now_s, self.settings.node_timeout_s):
+            if self._quorum.is_lost:
+                self._await_quorum(now_s)
+                return
             self._adopt(now_s)
             self._finish_if_all(now_s)
         if self.phase != m.JobPhase.FORMING:
             return
+        if self._ending is not None and self.nodes.any_busy_holder():
+            return
+        if self._quorum.is_lost:  # what follows is the other part's to decide
+            self._await_quorum(now_s)
+            return
         if self._ending is not None:
-            if self.nodes.any_busy_holder():
-                return
-            ending, self._ending = self._ending, None
+            ending, self._ending, self._phase_since_s = self._ending, None, None
             barred = self.state.barred
             end = ending.summarise(
                 num_heirs=lambda name: self.nodes.num_heirs(name, barred),
@@ -432,16 +517,31 @@ class Coordinator:
             self._ladder.drop_replay(f"no spare is left for the slot of node {', '.join(self.state.held_back)}")
         slots = self._forming.fill(self.cycle, now_s, barred=self.state.barred)
         if slots is None:
-            self._forming.remind(now_s)
-            awaited = bool(self.nodes.by_name) or self._excluded.any_waits
-            if (reason := self._forming.gave_up(now_s, is_awaited=awaited)) is not None:
-                reason += self._excluded.describe()
-                verdict = Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED)
-                self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict})
-                self._stop_job(ExitReason.FAILED, reason, now_s)
+            self._wait_for_nodes(now_s)
             return
         self.nodes.slots, self._finished = slots, {}
-        self.phase = m.JobPhase.PREPARING
+        self._enter(m.JobPhase.PREPARING, now_s)
         first = self.nodes.holder(slots[0])
         assert first is not None
         self.nodes.send(first, m.Prepare(cycle=self.cycle))
+
+    def _await_quorum(self, now_s: float) -> None:
+        self._forming.await_quorum(self.cycle, now_s)
+        self._wait_for_nodes(now_s)
+
+    def _wait_for_nodes(self, now_s: float) -> None:
+        """Say who is waited for, and stop the job here once that has taken too long."""
+        self._forming.remind(now_s)
+        awaited = bool(self.nodes.by_name) or self._excluded.any_waits
+        if (reason := self._forming.gave_up(now_s, is_awaited=awaited)) is None:
+            return
+        reason += self._excluded.describe()
+        rung, code = Rung.STOP, ExitReason.FAILED
+        facts = [*self._adoption.ended.values(), *(self._ending.facts if self._ending is not None else ())]
+        is_durable = self.state.best_durable is not None or highest_durable(facts) is not None
+        if self._quorum.is_lost and is_durable:
+            rung, code = Rung.REQUEUE_JOB, ExitReason.PREEMPTED
+            reason += "; there is a saved state to go on from"
+        verdict = Verdict(rung=rung, reason=reason, exit_code=code)
+        self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict})
+        self._stop_job(code, reason, now_s)

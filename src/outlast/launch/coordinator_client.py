@@ -1,35 +1,40 @@
 """The agent's side of the coordinator: what a node reports, and the connection on which that travels.
 
-:class:`CoordinatorClient` is what the agent uses; its methods never block. :class:`ControlLink` carries the messages,
-in two threads that a stuck store cannot take the agent with: one sends messages and beats (and ticks the coordinator,
-if this process hosts the store), one receives and puts what comes into the agent's mailbox. The control store is soft
-state: when it is lost, training continues, and the link tries the endpoints in turn until one answers or can be hosted
-by this machine. :class:`Lifeline` is a connection whose end shows the store's host that this agent died.
+:class:`CoordinatorClient` is what the agent uses; its methods never block. :class:`ControlLink` carries the messages, in
+one thread with one connection: it sends what the agent has, beats that show the agent's main loop to run, and puts what
+comes into the agent's mailbox. Each beat is answered. Where no answer comes for long the link goes to the next
+endpoint: to a coordinator there, or to host one where the endpoint is this machine's. What a coordinator knows is soft
+state: training continues without one, and agents tell the next one all that it has to know.
+
+With several endpoints there can be several coordinators for a moment. Each looks for the others, and all but one yield
+(:mod:`outlast.policy.leadership`).
 """
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
-import queue
 import secrets
+import selectors
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
-from torch.distributed import DistError
 
 from outlast import clock
-from outlast.errors import RendezvousError
+from outlast.errors import ExitReason, OutlastError, RendezvousError
 from outlast.launch import protocol as m
-from outlast.launch.coordinator_server import PATIENCE_S, CoordinatorServer, _LifelineHello, beat_key, channel_key
+from outlast.launch.agent_events import Mailbox
+from outlast.launch.control import JobIdentity, Nobody, WrongRun, ask, connect, join_handshake
+from outlast.launch.coordinator_server import CoordinatorServer
+from outlast.launch.membership import JobSettings
+from outlast.policy.leadership import Leadership, should_yield
 from outlast.policy.recovery_point import Distrusted
-from outlast.runtime import store as stores
-from outlast.runtime.addresses import Endpoint
-from outlast.runtime.store import TCPStore
+from outlast.runtime.addresses import Endpoint, listening_addresses
+from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel
 
 
 class CoordinatorClient:
@@ -49,17 +54,44 @@ class CoordinatorClient:
         self.send = link.send
         self.node, self.addr, self.nproc, self._wish = link.node, addr, nproc, wish
         self._place: m.SlotPlace | None = None
+        self._ran: m.SlotPlace | None = None
+        self._term = 0
         self._ended: m.CycleFacts | None = None
         self._distrusted: tuple[Distrusted, ...] = ()
         self._script_settings: str | None = None
 
     def take_place(self, start: m.Start) -> bool:
-        """Note the place in a cycle; return False for one that was taken before (sent twice, after a reconnection)."""
-        if self._place is not None and start.cycle <= self._place.cycle:
+        """Note the place in a cycle; return False for one that must not be started.
+
+        That is one that was taken before (sent twice, after a reconnection), or one of a coordinator that another has
+        succeeded.
+        """
+        if start.term < self._term:
+            log.warning("cycle %d was not started: it is of term %d, and %d rules", start.cycle, start.term, self._term)
             return False
-        self._place = m.SlotPlace(cycle=start.cycle, slot=start.node_rank, num_slots=start.num_nodes)
-        self._distrusted = start.distrusted
+        if self._place is not None and self._place.slot is not None and start.cycle <= self._place.cycle:
+            return False
+        self._term, self._place, self._distrusted = start.term, start.place, start.distrusted
         return True
+
+    def wait_beside(self, place: m.SlotPlace) -> None:
+        """Note the place of this node among the spares beside a cycle."""
+        if self._place is None or place.cycle > self._place.cycle:
+            self._place = place
+
+    def note_ran(self, cycle: int) -> None:
+        """Note that all nodes of a cycle have started it."""
+        if self._place is not None and self._place.cycle == cycle:
+            self._ran = self._place
+
+    def note_term(self, term: int) -> None:
+        """Note the term of the coordinator that is obeyed now."""
+        self._term = max(self._term, term)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a generation is known that the run can go on from."""
+        return self._ended is not None and self._ended.durable_iteration is not None
 
     def join(self, ended: m.CycleFacts | None) -> None:
         """Request a slot in the next cycle, with what is known of the one that ended here."""
@@ -78,13 +110,14 @@ class CoordinatorClient:
         self.send(m.Finished(facts=facts))
 
     def register(self, *, is_running: bool, is_joining: bool, has_finished: bool) -> None:
-        """Report this node's place, and its last message, to a control store that is back, or to another one."""
+        """Report this node's place, and its last message, to a coordinator that is reached again, or to another one."""
         self.send(
             m.Register(
                 addr=self.addr,
                 nproc=self.nproc,
                 wish=self._wish,
                 place=self._place,
+                ran=self._ran,
                 running=is_running or has_finished,
                 distrusted=self._distrusted,
             )
@@ -99,36 +132,47 @@ class CoordinatorClient:
 
 
 log = logging.getLogger(__name__)
-_FOREVER = datetime.timedelta(days=365)
-_CALL_TIMEOUT_S = 10.0
 GOODBYE_S = 5.0
 """How long a host waits until the other nodes know that the job is over."""
-_CONNECT_TIMEOUT_S = 20.0
-"""Where nobody listens it fails at once; hundreds that come together may have to wait for each other."""
+_FIRST_ANSWER_S = 20.0
+"""Hundreds of agents that come together may have to wait for each other."""
+_CONNECT_S = 2.0
+_PAUSE_S = 0.2
+"""Between two rounds through the endpoints."""
+_RIVALS_S = 1.0
+"""Between two looks for other coordinators of the job."""
+_BACKLOG = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    """The control store is out of reach; the link keeps trying."""
+    """The coordinator is out of reach; the link keeps trying."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """The control store is there (again); ``job`` names the job that it serves."""
+    """The coordinator is there (again)."""
 
     job: str
+    """The job that it serves."""
     is_host: bool
     is_first: bool
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class JobInProgress:
-    """A job whose control store was lost: its name, and the node that hosted it."""
+    """A job whose coordinator was lost."""
 
     job: str
     host: str
+    """Node of that coordinator."""
+    term: int
+    """The highest that this agent has obeyed."""
+    host_is_dead: bool
+    """Its agent is gone for certain: its machine says that nobody listens any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,24 +180,56 @@ class LinkFailed:
     """The link gave up."""
 
     error: str
+    exit_code: int = ExitReason.FAILED
 
 
-News = m.Wait | m.NodesMissing | m.Prepare | m.Start | m.CycleOver | m.Remark | m.Stop | LinkDown | LinkUp | LinkFailed
+News = m.ToNode | LinkDown | LinkUp | LinkFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSettings:
+    """What a coordinator must know of where it runs."""
+
+    former: JobInProgress | None
+    """The job that it takes over; ``None``: it begins one."""
+    order: int
+    """Number of its endpoint."""
+    num_endpoints: int
+
+    def complete(self, settings: JobSettings) -> JobSettings:
+        """Return a job's settings as they are for the coordinator here."""
+        settings = replace(settings, order=self.order, num_endpoints=self.num_endpoints)
+        if (former := self.former) is None:
+            return settings
+        return replace(
+            settings,
+            job=former.job,
+            former_host=former.host,
+            host_is_dead=former.host_is_dead,
+            term=former.term + 1,
+        )
+
+
+class _Left(OutlastError):
+    """The connection to the coordinator is over."""
 
 
 class ControlLink:
     """Connect an agent to the coordinator, hosting it where nobody does.
 
     Args:
-        endpoints: Where the control store may be, in the order of trying.
+        endpoints: Where the coordinator may be, in the order of trying.
         node: Name of this node.
-        deliver: Called in a thread of the link with everything that the agent must know.
-        serve: Makes the coordinator's server on a store that this process hosts; its second argument is ``None`` at a
-            job's start.
+        identity: What all agents of the job have in common.
+        deliver: Called in the link's thread with everything that the agent must know.
+        serve: Makes the coordinator's server on listening sockets.
         beat_interval_s: Seconds between two signs of life.
+        silence_s: Seconds without an answer after which the coordinator counts as lost.
         connect_timeout_s: How long the first connection may take.
+        has_loop: The agent advances :attr:`count`; otherwise this thread does.
 
-    Thread: owns two; its methods may be called by any and never block on the store.
+    Thread: owns one, a host with several endpoints two; its methods may be called by any and never block on the
+    network.
     """
 
     def __init__(
@@ -161,42 +237,50 @@ class ControlLink:
         endpoints: Sequence[Endpoint],
         *,
         node: str,
+        identity: JobIdentity,
         deliver: Callable[[News], None],
-        serve: Callable[[TCPStore, JobInProgress | None], CoordinatorServer],
+        serve: Callable[[Sequence[socket.socket], HostSettings], CoordinatorServer],
         beat_interval_s: float,
+        silence_s: float,
         connect_timeout_s: float,
+        has_loop: bool = True,
     ) -> None:
         self.node = node
         self.epoch = f"{os.getpid()}-{secrets.token_hex(4)}"
         """Names this life of the agent."""
         self.endpoint: Endpoint | None = None
-        """Where the control store was found."""
+        """Where the coordinator was found."""
         self.problem = ""
         """Why it has not been found yet, or not again; empty = no try has failed."""
+        self.count = 0
+        """How often the agent's main loop has run its timer; the agent's to advance."""
         self._endpoints = list(endpoints)
-        self._deliver, self._serve = deliver, serve
-        self._beat_interval_s, self._connect_timeout_s = beat_interval_s, connect_timeout_s
-        self._outgoing: queue.SimpleQueue[m.FromNode | None] = queue.SimpleQueue()
+        self._identity, self._deliver, self._serve = identity, deliver, serve
+        self.beat_interval_s, self._silence_s = beat_interval_s, silence_s
+        self._connect_timeout_s, self._has_loop = connect_timeout_s, has_loop
+        self._outgoing: Mailbox[m.FromNode | None] = Mailbox()
         self._closing = threading.Event()
         self._server: CoordinatorServer | None = None
-        self._hosted: TCPStore | None = None
         self._job: JobInProgress | None = None
-        self._listener: threading.Thread | None = None
-        self._lifeline: Lifeline | None = None
-        self._sender = threading.Thread(target=self._run, name="outlast-link-send", daemon=True)
-        self._broken = threading.Event()
+        self._leader = ""
+        self._skips: Endpoint | None = None
+        """Where the coordinator has just gone silent: it is asked last."""
+        self._news: list[m.OnAgent] = []
+        self._broken: OSError | None = None
+        self._yields = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outlast-link", daemon=True)
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """Where the control store may be."""
+        """Where the coordinator may be."""
         return tuple(self._endpoints)
 
     def start(self) -> None:
         """Start connecting."""
-        self._sender.start()
+        self._thread.start()
 
     def send(self, message: m.FromNode) -> None:
-        """Send a message of this node's as soon as the control store is there."""
+        """Send a message of this node's as soon as the coordinator is there."""
         self._outgoing.put(msgspec.structs.replace(message, node=self.node, epoch=self.epoch))
 
     def close(self, *, goodbye_timeout_s: float = GOODBYE_S) -> None:
@@ -205,186 +289,273 @@ class ControlLink:
         Blocks: a host up to ``goodbye_timeout_s``; others hardly.
         """
         self.send(m.Bye())
-        if self._server is not None:
-            self._server.closed.wait(goodbye_timeout_s)
+        if (server := self._server) is not None:
+            server.closed.wait(goodbye_timeout_s)
         self._closing.set()
         self._outgoing.put(None)
-        if self._job is None:  # never connected: the thread may be in a call that nothing interrupts, and holds nothing
-            self._sender.join(0.1)
-            return
-        # Threads inside a store call must not be left to the interpreter's end, which they would abort.
-        self._sender.join(3.0)
-        if self._listener is not None:
-            self._listener.join(1.0)
-        if self._lifeline is not None:
-            self._lifeline.close()
-        if self._server is not None:
-            self._server.close()
+        # Never connected: the thread may be asking a name server, and holds nothing.
+        self._thread.join(0.1 if self._job is None else 3.0)
+        if (server := self._server) is not None:
+            server.close()
 
-    # -- threads -----------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         is_first = True
         try:
-            while (store := self._reach(is_first=is_first)) is not None:
-                if not is_first:
-                    self._discard_outgoing()
-                assert self._job is not None
-                self._deliver(LinkUp(job=self._job.job, is_host=self._server is not None, is_first=is_first))
-                is_first = False
-                self._pump(store)
-                if self._closing.is_set():
-                    return
+            while (link := self._reach(is_first=is_first)) is not None:
+                with selectors.DefaultSelector() as selector:
+                    channel = SelectedChannel(selector, link, self._on_messages, self._on_broken)
+                    try:
+                        if not is_first:
+                            self._discard_outgoing()
+                        assert self._job is not None
+                        up = LinkUp(self._job.job, self._server is not None, is_first, self._job.term)
+                        self._deliver(up)
+                        is_first = False
+                        self._pump(selector, channel)
+                    except _Left as left:
+                        if self._closing.is_set():
+                            return
+                        self._deliver(LinkDown(str(left)))
+                    finally:
+                        channel.close()
+                if self._yields.is_set():
+                    self._stop_hosting()
+        except WrongRun as error:
+            self._deliver(LinkFailed(str(error), ExitReason.BAD_INPUT))
         except RendezvousError as error:
             self._deliver(LinkFailed(str(error)))
         except BaseException as error:
-            log.exception("the link to the control store ended on an error")
+            log.exception("the link to the coordinator ended on an error")
             self._deliver(LinkFailed(f"{type(error).__name__}: {error}"))
 
-    def _settle(self, store: TCPStore) -> None:
-        """Take up life on a store: the job's name, a lifeline, a first beat, a thread that listens."""
-        job, host, port = (bytes(value).decode() for value in store.multi_get(["job", "host", "lifelines"]))
-        self._hold_lifeline(int(port))
-        self._job = JobInProgress(job, host)
-        self._broken = threading.Event()
-        store.add(beat_key(self.node, self.epoch), 1)
-        self._listener = threading.Thread(
-            target=self._listen, args=(store.clone(), self._broken), name="outlast-link-listen", daemon=True
-        )
-        self._listener.start()
+    def _pump(self, selector: selectors.BaseSelector, channel: SelectedChannel[m.OnAgent]) -> None:
+        """Carry messages and beats.
 
-    def _hold_lifeline(self, port: int) -> None:
-        if self._lifeline is not None:
-            self._lifeline.close()
-        assert self.endpoint is not None
-        self._lifeline = Lifeline(self.endpoint.host, port, node=self.node, epoch=self.epoch)
+        Raises:
+            _Left: The coordinator is lost, or the link is closed.
+        """
+        selector.register(self._outgoing, selectors.EVENT_READ, partial(self._send_all, channel))
+        self._broken = None
+        now_s = clock.now_s()
+        next_beat_s, looked_s = now_s, now_s
+        while True:
+            now_s = clock.now_s()
+            if now_s - looked_s > self._silence_s / 2:
+                channel.channel.received_ns = clock.now_ns()  # this process did not run: nobody's silence shows
+            looked_s = now_s
+            if now_s >= next_beat_s:
+                next_beat_s = now_s + self.beat_interval_s
+                self.count += not self._has_loop
+                channel.send(m.Beat(count=self.count))
+            self._deliver_news()
+            for key, events in selector.select(max(0.0, next_beat_s - clock.now_s())):
+                key.data(events)
+            self._deliver_news()
+            silent_s = clock.now_s() - channel.channel.received_ns / 1e9
+            if self._broken is not None:
+                raise _Left("the connection to the coordinator ended")
+            if self._closing.is_set():
+                channel.channel.drain(1.0)
+                raise _Left("the link is closed")
+            if self._yields.is_set():
+                raise _Left("another coordinator of this job leads")
+            if silent_s > self._silence_s and clock.now_s() - now_s < self._silence_s / 2:
+                channel.send(m.Moving())
+                self._skips = self.endpoint
+                raise _Left(f"the coordinator at {self.endpoint} gave no answer for {silent_s:.1f} s")
 
-    def _pump(self, store: TCPStore) -> None:
-        """Send messages and beats until the store is lost or the link is closed."""
-        next_beat_s = clock.now_s()
-        pending: m.FromNode | None = None
-        try:
-            while not self._broken.is_set():
-                now_s = clock.now_s()
-                if now_s >= next_beat_s:
-                    next_beat_s = now_s + self._beat_interval_s
-                    store.add(beat_key(self.node, self.epoch), 1)
-                    if self._server is not None:
-                        store.queue_push("inbox", m.encode(m.CoordinatorTick()))
-                try:
-                    pending = self._outgoing.get(timeout=max(0.0, next_beat_s - clock.now_s()))
-                except queue.Empty:
-                    continue
-                if pending is None:
-                    # Wake the listener: a thread inside a store call must not be left to the interpreter's end.
-                    store.queue_push(channel_key(self.node, self.epoch), m.encode(m.Wait(reason="the link is closed")))
-                    return
-                store.queue_push("inbox", m.encode(pending))
-                store.check(["job"])  # a push is fire-and-forget; an answer to this says that it arrived
-                pending = None
-        except (DistError, RuntimeError) as error:
-            self._deliver(LinkDown(_first_line(error)))
-            return
-        if not self._closing.is_set():
-            self._deliver(LinkDown("the connection to the control store broke"))
+    def _on_messages(self, _: SelectedChannel[m.OnAgent], came: list[m.OnAgent]) -> None:
+        self._news += came
+
+    def _on_broken(self, _: SelectedChannel[m.OnAgent], error: OSError) -> None:
+        self._broken = error
+
+    def _deliver_news(self) -> None:
+        news, self._news = self._news, []
+        for message in news:
+            if not isinstance(message, m.Welcome | m.Refused | m.Beat):
+                self._deliver(message)
+
+    def _send_all(self, channel: SelectedChannel[m.OnAgent], _: int) -> None:
+        for message in self._outgoing.take_all():
+            if message is not None:
+                channel.send(message)
 
     def _discard_outgoing(self) -> None:
-        """Drop what was meant for a store that is gone: the agent reports all that matters again."""
-        while not self._outgoing.empty():
-            try:
-                if self._outgoing.get_nowait() is None:
-                    self._outgoing.put(None)  # the link is being closed
-                    return
-            except queue.Empty:
-                return
+        """Drop what was meant for a coordinator that is gone: the agent reports all that matters again."""
+        self._outgoing.take_all()
 
-    def _listen(self, store: TCPStore, broken: threading.Event) -> None:
-        store.set_timeout(_FOREVER)
-        key = channel_key(self.node, self.epoch)
-        try:
-            while not self._closing.is_set():
-                news = m.decode_to_node(bytes(store.queue_pop(key, block=True)))
-                if not self._closing.is_set():
-                    self._deliver(news)
-        except (DistError, RuntimeError, RendezvousError) as error:
-            if not self._closing.is_set():
-                log.debug("waiting for the coordinator failed: %s", _first_line(error))
-        finally:
-            broken.set()
+    # -- finding the coordinator -------------------------------------------------------------------------------
 
-    def _reach(self, *, is_first: bool) -> TCPStore | None:
-        """Connect to the control store or host it; ``None`` when the link is closed meanwhile."""
-        deadline_s = clock.now_s() + self._connect_timeout_s
-        error = "no endpoint was tried"
+    def _reach(self, *, is_first: bool) -> BufferedChannel[m.OnAgent] | None:
+        """Connect to the coordinator or host it; ``None`` when the link is closed meanwhile.
+
+        Raises:
+            RendezvousError: None was there in time.
+            WrongRun: What is there is another run's, or another command's.
+        """
+        end_s = clock.now_s() + self._connect_timeout_s
+        answer_s = _FIRST_ANSWER_S if is_first else self._silence_s
+        num_rounds, error, gone = 0, "no endpoint was tried", False
         while not self._closing.is_set():
-            for endpoint in self._endpoints:
+            skipped, self._skips = self._skips, None
+            for order, endpoint in enumerate(self._endpoints):
+                if endpoint == skipped or (endpoint.port == 0):
+                    continue
                 try:
-                    store = self._reach_at(endpoint)
-                    self._settle(store)
-                    return store
-                except (RendezvousError, DistError, RuntimeError) as failure:
-                    error = self.problem = _first_line(failure)
-            if is_first and clock.now_s() > deadline_s:
+                    return self._join_at(endpoint, answer_s)
+                except WrongRun as failure:
+                    if is_first:
+                        raise WrongRun(f"the coordinator at {endpoint} refuses this agent: {failure}") from None
+                    error = self.problem = str(failure)
+                except Nobody as failure:
+                    gone |= endpoint == self.endpoint and failure.is_refused
+                    error = self.problem = str(failure)
+                except (RendezvousError, OSError) as failure:
+                    error = self.problem = f"{endpoint}: {failure}"
+                if self._closing.is_set():
+                    return None
+            for order, endpoint in enumerate(self._endpoints):
+                # Of several that could host, those that come later give the earlier ones time to.
+                if order <= num_rounds and self._host_at(endpoint, order, host_is_dead=gone):
+                    return self._join_at(self._endpoints[order], answer_s)
+            num_rounds += 1
+            if is_first and clock.now_s() > end_s:
                 raise RendezvousError(error)
-            self._closing.wait(0.2)
+            self._closing.wait(_PAUSE_S)
         return None
 
-    def _reach_at(self, endpoint: Endpoint) -> TCPStore:
-        if endpoint.is_local and (hosted := stores.host(endpoint, timeout_s=_CALL_TIMEOUT_S)) is not None:
-            self.endpoint = Endpoint(endpoint.host, hosted.port)
-            self._endpoints = [self.endpoint if e == endpoint else e for e in self._endpoints]
-            self._hosted = hosted
-            self._server = self._serve(hosted, self._job)
-            self._server.start()
-            return hosted.clone()
-        store = stores.connect(endpoint, timeout_s=_CONNECT_TIMEOUT_S, call_timeout_s=_CALL_TIMEOUT_S)
-        self.endpoint = endpoint
-        return store
+    def _join_at(self, endpoint: Endpoint, answer_s: float) -> BufferedChannel[m.OnAgent]:
+        """Return the connection to the coordinator at an endpoint, which has welcomed this agent.
+
+        Raises:
+            RendezvousError: Nobody listens there.
+            OSError: It is no coordinator, it does not answer, or (as :class:`WrongRun`) it is another run's.
+        """
+        connection = connect(endpoint, timeout_s=min(_CONNECT_S, answer_s))
+        job = self._job
+        channel: BufferedChannel[m.OnAgent] = BufferedChannel(
+            connection, m.OnAgent, handshake=join_handshake(self._identity.run_id, self._identity.key)
+        )
+        hello = m.Hello(
+            run_id=self._identity.run_id,
+            node=self.node,
+            epoch=self.epoch,
+            command=self._identity.command,
+            command_text=self._identity.command_text,
+            job=None if job is None else job.job,
+            leader=self._leader,
+            term=0 if job is None else job.term,
+        )
+        try:
+            channel.send(hello)
+            welcome = self._await_welcome(channel, answer_s)
+        except BaseException:
+            channel.close()
+            raise
+        self.endpoint, self._leader = endpoint, welcome.leader
+        self._job = JobInProgress(welcome.job, welcome.host, welcome.term, host_is_dead=False)
+        return channel
+
+    def _await_welcome(self, channel: BufferedChannel[m.OnAgent], answer_s: float) -> m.Welcome:
+        with selectors.DefaultSelector() as selector:
+            waiting = SelectedChannel(selector, channel, self._on_messages, self._on_broken)
+            self._broken, self._news = None, []
+            last_ns = clock.now_ns()
+            while not self._news:
+                if self._closing.is_set():
+                    raise ConnectionAbortedError("the link is closed")
+                last_ns = max(last_ns, channel.received_ns)
+                if clock.now_ns() - last_ns > answer_s * 1e9:
+                    raise TimeoutError(f"it did not answer within {answer_s:g} s")
+                for key, events in selector.select(_PAUSE_S):
+                    key.data(events)
+                if self._broken is not None:
+                    if isinstance(self._broken, AuthenticationFailed):
+                        raise self._broken
+                    raise ConnectionResetError(f"it ended the connection ({self._broken})")
+            waiting.release()
+        first = self._news.pop(0)
+        if isinstance(first, m.Refused):
+            raise WrongRun(first.reason)
+        if not isinstance(first, m.Welcome):
+            raise ConnectionAbortedError(f"it answered {type(first).__name__}")
+        return first
+
+    # -- hosting -----------------------------------------------------------------------------------------------
+
+    def _host_at(self, endpoint: Endpoint, order: int, *, host_is_dead: bool) -> bool:
+        """Host the coordinator at an endpoint, if it is this machine's and free; return whether."""
+        listeners = listen(endpoint)
+        if not listeners:
+            return False
+        port = listeners[0].getsockname()[1]
+        self._endpoints[order] = Endpoint(endpoint.host, port)
+        former = None if self._job is None else replace(self._job, host_is_dead=host_is_dead)
+        settings = HostSettings(former=former, order=order, num_endpoints=len(self._endpoints))
+        self._yields.clear()
+        self._server = self._serve(listeners, settings)
+        self._server.start()
+        if len(self._endpoints) > 1:
+            watch = partial(self._watch_rivals, self._server, order)
+            threading.Thread(target=watch, name="outlast-rivals", daemon=True).start()
+        return True
+
+    def _stop_hosting(self) -> None:
+        """Hand this coordinator's agents over: they find the one that leads."""
+        server, self._server = self._server, None
+        self._yields.clear()
+        if server is not None:
+            log.warning("another coordinator of this job leads: the one on node %s ends", self.node)
+            server.close()
+
+    def _watch_rivals(self, server: CoordinatorServer, order: int) -> None:
+        """Look for other coordinators of the job, and yield where one of them has more right to lead."""
+        while not self._closing.wait(_RIVALS_S) and server is self._server:
+            for number, endpoint in enumerate(self._endpoints):
+                own = server.leadership()
+                if number == order or (other := self._ask_rival(endpoint, own)) is None:
+                    continue
+                if should_yield(own, Leadership(term=other.term, leads=other.leads, order=other.order)):
+                    self._yields.set()
+                    self._outgoing.put(None)  # wakes the link
+                    return
+
+    def _ask_rival(self, endpoint: Endpoint, own: Leadership) -> m.Leads | None:
+        question = m.AskLeadership(term=own.term, leads=own.leads, order=own.order)
+        try:
+            answer = ask(
+                endpoint, question, run_id=self._identity.run_id, key=self._identity.key, timeout_s=_CONNECT_S
+            )
+        except RendezvousError as error:
+            log.debug("no other coordinator: %s", error)
+            return None
+        return answer if isinstance(answer, m.Leads) else None
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def listen(endpoint: Endpoint) -> list[socket.socket]:
+    """Return sockets that listen at an endpoint, on each address of this machine that it means.
 
-
-class Lifeline:
-    """This agent's lifeline to the control store's host; connects again when it breaks.
-
-    Args:
-        host: Where the lifelines' server listens.
-        port: Its port.
-        node: Name of this node.
-        epoch: Names this life of the agent.
-
-    Thread: owns one.
+    Returns:
+        None of them where the endpoint is another machine's, or somebody listens there.
     """
-
-    def __init__(self, host: str, port: int, *, node: str, epoch: str) -> None:
-        self._address = (host, port)
-        self._hello = msgspec.json.encode(_LifelineHello(node, epoch))
-        self._closing = threading.Event()
-        self._socket: socket.socket | None = None
-        self._thread = threading.Thread(target=self._run, name="outlast-lifeline", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Let go."""
-        self._closing.set()
-        held = self._socket
-        if held is not None:
-            try:
-                held.shutdown(socket.SHUT_RDWR)
-            except OSError as error:
-                log.debug("the lifeline was broken already: %s", error)
-        self._thread.join(1.0)
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            try:
-                with socket.create_connection(self._address, timeout=2.0) as held:
-                    held.settimeout(None)
-                    self._socket = held
-                    held.sendall(self._hello)
-                    held.recv(1)  # nothing ever comes: this returns when the connection ends
-            except OSError as error:
-                log.debug("the lifeline broke: %s", error)
-                self._closing.wait(PATIENCE_S / 3)
+    listeners: list[socket.socket] = []
+    port = endpoint.port
+    for family, address in listening_addresses(endpoint.host):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listeners.append(listener)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((address, port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            log.debug("%s port %d cannot be listened at: %s", address, port, error)
+            for one in listeners:
+                one.close()
+            return []
+        port = listener.getsockname()[1]
+    return listeners

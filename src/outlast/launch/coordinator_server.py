@@ -1,99 +1,115 @@
-"""The coordinator's host: feeds the coordinator from the control store, in a thread of the agent that hosts it.
+"""The coordinator's host: feeds the coordinator from the agents' connections, in a thread of the agent that hosts it.
 
-The store is soft state: it holds messages under way and beats, nothing that could not be sent again.
+One selector loop serves the listener, every agent's connection and its own clock. Nothing in it waits for a disk: what
+the run directory must hold is written by a thread of its own, for which the loop waits a bounded time where the order
+counts (``ladder.json`` before a verdict).
 
-Keys: ``job`` (names the job), ``host`` (names the node that hosts the store), ``lifelines`` (their port), ``inbox``
-(queue: agents -> coordinator), ``to/<node>/<epoch>`` (queue: coordinator -> agent), ``beat/<node>/<epoch>`` (counter),
-``status`` (JSON for whoever asks how the job is: :class:`outlast.launch.protocol.LiveStatus`, at most a beat old).
+An agent's connection that ends is a question, not an answer: it can break for reasons of the network. An agent that
+lives connects again at once; only one that does not within :data:`PATIENCE_S` is taken for dead. The kernel closes a
+killed process's connections at once; what dies without closing anything (a machine without power) its beats reveal, and
+so they do an agent whose main loop hangs.
 
-Lifelines are connections that carry nothing, and whose end shows that an agent died. The kernel closes a killed
-process's sockets at once, long before its beats are missed. A connection can also break for reasons of the network, so
-its end is a question, not an answer: an agent that lives connects again at once, and only one that does not within
-:data:`PATIENCE_S` is taken for dead. What dies without closing anything (a machine without power) its beats reveal.
-
-Rejected: judging by the store's own connections (``TCPStore`` does not report them), and beats so frequent that a miss
-is noticed as soon (a loaded machine misses such beats).
+Strangers: nothing is decoded before the run key is proved; unproved connections are bounded in number and time, and the
+oldest goes first. A proved agent of another run, job or command is refused with a line that says which differs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
+import errno
 import logging
+import queue
+import resource
+import secrets
 import selectors
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
-from torch.distributed import DistError
 
 from outlast import clock
 from outlast.config.sources import LayeredSettings
-from outlast.decoding import from_json
-from outlast.errors import ConfigError, RendezvousError
+from outlast.errors import ConfigError
 from outlast.incidents import EventKind
 from outlast.launch import protocol as m
+from outlast.launch.agent_events import Mailbox
+from outlast.launch.control import JobIdentity, serve_handshake
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.membership import JobSettings
 from outlast.launch.verdicts import load_ladder, save_ladder
 from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
+from outlast.policy.leadership import Leadership
 from outlast.runtime.journal import Journal
-from outlast.runtime.store import TCPStore
+from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel, encode_frame
 
 log = logging.getLogger(__name__)
-_FOREVER = datetime.timedelta(days=365)
+PATIENCE_S = 0.3
+"""How long an agent has to connect again."""
+_JOIN_S = 10.0
+"""How long a connection may take until its agent is known."""
+_MAX_NEWCOMERS = 1024
+"""Connections whose agents are not known yet; more than that, and the oldest is closed."""
+_MAX_HELLO_BYTES = 1 << 16
+_MAX_MESSAGE_BYTES = 1 << 24
+_ACCEPTS = 256
+"""Connections taken at once, before others are served again."""
+_FULL_S = 0.1
+"""How long nobody is accepted once there are no descriptors left."""
+_WRITE_S = 2.0
+"""How long a verdict waits until ``ladder.json`` is written."""
+_MAX_WRITES = 64
+AgentChannel = SelectedChannel[m.OnControl]
 
 
-def channel_key(node: str, epoch: str) -> str:
-    """Return the key of the queue from the coordinator to one life of a node's agent."""
-    return f"to/{node}/{epoch}"
+@dataclass(slots=True)
+class _AgentLink:
+    """The connection of one life of an agent."""
 
-
-def beat_key(node: str, epoch: str) -> str:
-    """Return the key of the counter that one life of a node's agent advances."""
-    return f"beat/{node}/{epoch}"
+    channel: AgentChannel
+    hello: m.Hello
+    count: int = -1
+    """Of its last beat."""
 
 
 class CoordinatorServer:
     """Run the coordinator of a job.
 
     Args:
-        store: The store that this process hosts.
+        listeners: Bound and listening; this object owns them.
         settings: The job's settings.
-        run_dir: Where ``ladder.json`` and ``ft_state.json`` are kept; ``None``: nowhere.
-        run_id: Name of the run.
-        node: Name of this node, for the journal.
+        identity: What all agents of the job have in common; in its run directory ``ladder.json`` and ``ft_state.json``
+            are kept.
+        node: Name of this node.
         layers: What options and file of ``outlast run`` set; what they do not, the script's config may.
         on_error: Called in the server's thread with what ended it before its time.
         may_write: Says whether the run directory is still this job's.
 
-    Thread: owns one; :meth:`start` and :meth:`close` are called by the agent's main thread.
+    Thread: owns two; :meth:`start`, :meth:`close` and :meth:`leadership` may be called by any.
     """
 
     def __init__(
         self,
-        store: TCPStore,
+        listeners: Sequence[socket.socket],
         settings: JobSettings,
+        identity: JobIdentity,
         *,
-        run_dir: Path | None,
-        run_id: str,
         node: str,
         layers: LayeredSettings,
         on_error: Callable[[BaseException], None],
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._store = store
-        self._settings = settings
-        self._run_dir = run_dir
-        self._run_id, self._node = run_id, node
+        self._listeners, self._settings, self._identity = listeners, settings, identity
+        self._run_dir, self._node = identity.run_dir, node
         self._layers, self._config = layers, layers.config
         self._on_error, self._may_write = on_error, may_write
-        self._journal = Journal(run_dir, run_id=run_id, job=settings.job, node=node, proc="coordinator")
-        state = load_ladder(run_dir, is_new_job=settings.former_host is None, is_named=settings.is_named)
+        self._journal = Journal(identity.run_dir, run_id=identity.run_id, job=settings.job, node=node, proc="coordinator")
+        state = load_ladder(identity.run_dir, is_new_job=settings.former_host is None, is_named=settings.is_named)
         self._coordinator = Coordinator(
             settings,
             msgspec.structs.replace(state, job=settings.job),
@@ -102,89 +118,253 @@ class CoordinatorServer:
             learn=self._learn,
             tell_time=self._journal.tell_time,
         )
-        self._published_phase: m.JobPhase | None = None
-        self._inbox = store.clone()
-        self._inbox.set_timeout(_FOREVER)
-        self._judged_at_s = clock.now_s()
+        self.leader = secrets.token_hex(4)
+        """Names this life of the coordinator."""
+        self._selector = selectors.DefaultSelector()
+        self._requests: Mailbox[str] = Mailbox()
+        self._newcomers: dict[AgentChannel, float] = {}
+        """Connections whose agents are not known yet, oldest first, and until when they may be."""
+        self._agents: dict[tuple[str, str], _AgentLink] = {}
+        """By node and epoch."""
+        self._suspects: dict[tuple[str, str], tuple[float, bool]] = {}
+        """Whose connection ended: when they are taken for dead, and whether that is certain."""
+        self._accepts_again_s: float | None = None
+        self._judged_at_s = self._next_tick_s = clock.now_s()
+        self._is_closing = False
+        self._disk = _DiskWriter()
         self._thread = threading.Thread(target=self._run, name="outlast-coordinator", daemon=True)
         self.closed = threading.Event()
         """Set once every node has learned that the job is over, or had long enough to."""
-        self._lifelines = LifelineServer("", self._on_death)
-        store.multi_set(["job", "host", "lifelines"], [settings.job, node, str(self._lifelines.port)])
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether an earlier job finished the run."""
-        return self._coordinator.state.finished
 
     def start(self) -> None:
         """Start serving."""
-        self._lifelines.start()
+        raise_descriptor_limit()
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the threads."""
-        self._lifelines.close()
+        """End the threads and the connections, and free the port. Idempotent. Blocks: up to ``timeout_s`` for each."""
         if self._thread.is_alive():
-            try:
-                self._store.queue_push("inbox", m.encode(m.Quit()))
-            except (DistError, RuntimeError) as error:
-                log.debug("the coordinator did not get the request to quit: %s", error)
+            self._requests.put("close")
             self._thread.join(timeout_s)
+        self._disk.close(timeout_s)
         self._journal.close()
+
+    def leadership(self) -> Leadership:
+        """Return how this coordinator stands."""
+        return self._coordinator.leadership
+
+    # -- the loop ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._publish()
-            while self._serve_one():
-                pass
+            for listener in self._listeners:
+                listener.setblocking(False)
+            self._accept_again()
+            self._selector.register(self._requests.fileno(), selectors.EVENT_READ, self._on_request)
+            while not self._is_closing:
+                self._serve_once()
         except BaseException as error:
             log.exception("the coordinator ended on an error")
             self._on_error(error)
         finally:
+            for channel in [*self._newcomers, *(agent.channel for agent in self._agents.values())]:
+                channel.channel.drain(0.05)
+                channel.close()
+            for listener in self._listeners:
+                listener.close()
+            self._selector.close()
+            self._requests.close()
             self.closed.set()
 
-    def _serve_one(self) -> bool:
-        data = self._inbox.queue_pop("inbox", block=True)
-        try:
-            message = m.decode_to_coordinator(bytes(data))
-        except RendezvousError as error:
-            log.warning("%s", error)
-            return True
-        if isinstance(message, m.ScriptSettings):
-            self._take_script_settings(message)
+    def _serve_once(self) -> None:
+        due = [self._next_tick_s, *(at_s for at_s, _ in self._suspects.values())]
+        if self._newcomers:
+            due.append(next(iter(self._newcomers.values())))
+        if self._accepts_again_s is not None:
+            due.append(self._accepts_again_s)
+        for key, events in self._selector.select(max(0.0, min(due) - clock.now_s())):
+            key.data(events)
         now_s = clock.now_s()
-        outbox = self._coordinator.handle(message, now_s)
-        if isinstance(message, m.CoordinatorTick):
-            outbox += self._judge_beats(now_s)
-        for node, epoch, reply in outbox:
-            self._store.queue_push(channel_key(node, epoch), m.encode(reply))
-        if isinstance(message, m.CoordinatorTick) or self._coordinator.phase != self._published_phase:
-            self._publish()
+        if self._accepts_again_s is not None and now_s >= self._accepts_again_s:
+            self._accept_again()
+        while self._newcomers and now_s >= next(iter(self._newcomers.values())):
+            self._drop_newcomer(next(iter(self._newcomers)), "it said nothing that an agent says")
+        for who in [who for who, (at_s, _) in self._suspects.items() if now_s >= at_s]:
+            _, is_known = self._suspects.pop(who)
+            reason = "its agent's connection ended and did not come back"
+            self._handle(m.Dead(node=who[0], epoch=who[1], reason=reason, is_known=is_known))
+        if now_s >= self._next_tick_s:
+            self._tick(now_s)
+
+    def _on_request(self, _: int) -> None:
+        self._is_closing = bool(self._requests.take_all())
+
+    def _tick(self, now_s: float) -> None:
+        self._next_tick_s = now_s + self._settings.beat_interval_s
+        self._handle(m.CoordinatorTick())
+        since_s, self._judged_at_s = now_s - self._judged_at_s, now_s
+        beats = {agent.hello.node: agent.count for agent in self._agents.values()}
+        heard_s = {
+            agent.hello.node: now_s - agent.channel.channel.received_ns / 1e9 for agent in self._agents.values()
+        }
+        self._send_all(self._coordinator.judge_beats(beats, now_s, since_last_s=since_s, unheard_s=heard_s))
         if self._coordinator.may_close or self._coordinator.should_give_up_on_goodbyes(now_s):
             self.closed.set()
-        return not isinstance(message, m.Quit)
 
-    def _publish(self) -> None:
-        """Say in the store how the job is; once a beat, since it costs O(nodes), and when the phase changes."""
-        self._published_phase = self._coordinator.phase
-        status = self._coordinator.status(
+    # -- connections -------------------------------------------------------------------------------------------
+
+    def _accept_again(self) -> None:
+        self._accepts_again_s = None
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+
+    def _accept(self, listener: socket.socket, _: int) -> None:
+        for _number in range(_ACCEPTS):
+            try:
+                connection, _address = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._pause_accepting(error)
+                    return
+                continue  # that one is gone again
+            handshake = serve_handshake(self._identity)
+            channel: BufferedChannel[m.OnControl] = BufferedChannel(
+                connection, m.OnControl, handshake=handshake, max_bytes=_MAX_HELLO_BYTES
+            )
+            link = AgentChannel(self._selector, channel, self._on_newcomer, self._on_lost_newcomer)
+            self._newcomers[link] = clock.now_s() + _JOIN_S
+            if len(self._newcomers) > _MAX_NEWCOMERS:
+                self._drop_newcomer(next(iter(self._newcomers)), "too many connections at once")
+
+    def _pause_accepting(self, error: OSError) -> None:
+        log.warning(
+            "node %s cannot take another connection (%s): strangers are dropped; raise the limit (ulimit -n) to two for "
+            "each node of the job",
+            *(self._node, error.strerror),
+        )
+        for link in list(self._newcomers):
+            self._drop_newcomer(link, "no descriptors are left")
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+        self._accepts_again_s = clock.now_s() + _FULL_S
+
+    def _drop_newcomer(self, link: AgentChannel, why: str) -> None:
+        log.debug("a connection was closed: %s", why)
+        self._newcomers.pop(link, None)
+        link.close()
+
+    def _on_lost_newcomer(self, link: AgentChannel, error: OSError) -> None:
+        if isinstance(error, AuthenticationFailed):
+            log.warning("refused a connection: %s", error)
+        self._drop_newcomer(link, str(error))
+
+    def _on_newcomer(self, link: AgentChannel, came: list[m.OnControl]) -> None:
+        match came[0]:
+            case m.Hello() as hello:
+                self._greet(link, hello, came[1:])
+            case m.AskStatus():
+                self._answer(link, self._status())
+            case m.AskLeadership():
+                own = self._coordinator.leadership
+                answer = m.Leads(job=self._settings.job, term=own.term, leads=own.leads, order=own.order)
+                self._answer(link, answer)
+            case other:
+                self._drop_newcomer(link, f"it began with {type(other).__name__}")
+
+    def _answer(self, link: AgentChannel, answer: m.Answer | m.Refused) -> None:
+        """Answer what needs no connection any longer; the other side closes it, or its time runs out."""
+        link.send(answer)
+
+    def _greet(self, link: AgentChannel, hello: m.Hello, more: list[m.OnControl]) -> None:
+        if (reason := self._why_refused(hello)) is not None:
+            log.warning("node %s was refused: %s", hello.node, reason)
+            self._answer(link, m.Refused(reason=reason))
+            return
+        del self._newcomers[link]
+        self._coordinator.note_term(hello.term, hello.leader == self.leader)
+        who = hello.node, hello.epoch
+        if (old := self._agents.pop(who, None)) is not None:
+            old.channel.close()
+        self._suspects.pop(who, None)
+        self._agents[who] = _AgentLink(link, hello)
+        link.channel.max_bytes = _MAX_MESSAGE_BYTES
+        link.on_messages, link.on_broken = partial(self._on_messages, who), partial(self._on_broken, who)
+        link.send(
+            m.Welcome(
+                job=self._settings.job, host=self._node, leader=self.leader, term=self._coordinator.leadership.term
+            )
+        )
+        if more:
+            self._on_messages(who, link, more)
+
+    def _why_refused(self, hello: m.Hello) -> str | None:
+        """Return what keeps an agent from this job, for people."""
+        own = self._identity
+        if hello.run_id != own.run_id:
+            return f"this is run {own.run_id!r}, not {hello.run_id!r}; give all agents of one run the same --rdzv-id"
+        if hello.job not in (None, self._settings.job):
+            return f"this is job {self._settings.job}, and the agent takes part in job {hello.job}, which is over here"
+        if own.command and hello.command and hello.command != own.command:
+            return (
+                f"the agents of this job run {own.command_text!r}, this one {hello.command_text!r}; start all with the "
+                "same command (--rdzv-conf any_command=1 where they differ on purpose)"
+            )
+        return None
+
+    def _on_messages(self, who: tuple[str, str], link: AgentChannel, came: list[m.OnControl]) -> None:
+        agent = self._agents[who]
+        for message in came:
+            match message:
+                case m.Beat():
+                    agent.count = message.count
+                    link.send(message)
+                case m.Moving():
+                    reason = "its agent had no answer for long and went to another coordinator"
+                    self._handle(m.Dead(node=who[0], epoch=who[1], reason=reason, is_known=False))
+                case m.Hello() | m.AskStatus() | m.AskLeadership():
+                    self._on_broken(who, link, ConnectionAbortedError(f"it sent {type(message).__name__}"))
+                    return
+                case _:
+                    self._handle(msgspec.structs.replace(message, node=who[0], epoch=who[1]))
+
+    def _on_broken(self, who: tuple[str, str], link: AgentChannel, error: OSError) -> None:
+        link.close()
+        if (agent := self._agents.get(who)) is None or agent.channel is not link:
+            return
+        del self._agents[who]
+        log.debug("the connection to node %s ended: %s", who[0], error)
+        now_s = clock.now_s()
+        # After a pause of this process, agents may have left because of its silence: that one is gone proves nothing.
+        is_known = now_s - self._judged_at_s < self._settings.node_timeout_s / 2
+        self._suspects[who] = now_s + PATIENCE_S, is_known
+
+    # -- the coordinator ---------------------------------------------------------------------------------------
+
+    def _handle(self, message: m.ToCoordinator) -> None:
+        if isinstance(message, m.ScriptSettings):
+            self._take_script_settings(message)
+        self._send_all(self._coordinator.handle(message, clock.now_s()))
+        if self._coordinator.may_close:
+            self.closed.set()
+
+    def _send_all(self, outbox: Sequence[tuple[str, str, m.ToNode]]) -> None:
+        frames: dict[int, bytes] = {}
+        for node, epoch, message in outbox:
+            if (agent := self._agents.get((node, epoch))) is None:
+                continue  # it is away; when it comes back it registers, and gets it again
+            frame = frames.get(id(message)) or frames.setdefault(id(message), encode_frame(message))
+            agent.channel.send_frame(frame)
+
+    def _status(self) -> m.LiveStatus:
+        return self._coordinator.status(
             clock.now_s(),
             time=self._journal.tell_time(),
-            run_id=self._run_id,
+            run_id=self._identity.run_id,
             run_dir=self._run_dir,
             host=self._node,
         )
-        self._store.set(m.STATUS_KEY, m.encode(status))
-
-    def _judge_beats(self, now_s: float) -> list[tuple[str, str, m.ToNode]]:
-        nodes = list(self._coordinator.nodes)
-        if not nodes:
-            return []
-        counters = self._store.multi_get([beat_key(node.name, node.epoch) for node in nodes])
-        beats = {node.name: int(counter) for node, counter in zip(nodes, counters, strict=True)}
-        since_s, self._judged_at_s = now_s - self._judged_at_s, now_s
-        return self._coordinator.judge_beats(beats, now_s, since_last_s=since_s)
 
     def _take_script_settings(self, told: m.ScriptSettings) -> None:
         """Use what the script's config sets and no option or file does; it may be another one in the next cycle."""
@@ -209,131 +389,106 @@ class CoordinatorServer:
         )
         self._coordinator.resettle(dataclasses.replace(settings, limits=limits, min_nodes=least))
 
-    def _on_death(self, node: str, epoch: str, reason: str) -> None:
-        self._store.queue_push("inbox", m.encode(m.Dead(node=node, epoch=epoch, reason=reason)))
-
     # -- what the coordinator has others do --------------------------------------------------------------------
 
     def _record(self, kind: EventKind, cycle: int, data: dict[str, object]) -> None:
         self._journal.write(kind, cycle=cycle, rank=None, iteration=None, **data)
 
     def _remember(self, state: LadderState) -> None:
-        if self._run_dir is None or not self._may_write():
+        if self._run_dir is None:
             return
-        try:
-            save_ladder(self._run_dir, state)
-        except OSError as error:
-            log.warning("ladder.json cannot be written (%s): later jobs will not know which remedies were tried", error)
+        run_dir = self._run_dir
+
+        def save() -> None:
+            if not self._may_write():
+                return
+            try:
+                save_ladder(run_dir, state)
+            except OSError as error:
+                log.warning(
+                    "ladder.json cannot be written (%s): later jobs will not know which remedies were tried", error
+                )
+
+        if not self._disk.do(save, wait_s=_WRITE_S):
+            log.warning(
+                "run directory %s gave no answer for %.0f s: the verdict is carried out before it is remembered",
+                *(run_dir, _WRITE_S),
+            )
 
     def _learn(self, cycle: int, observations: list[Observation], expired: list[Expired] | None) -> None:
-        if not self._config.calc_ft_timeouts or self._run_dir is None or not self._may_write():
+        if not self._config.calc_ft_timeouts or self._run_dir is None:
             return
-        learned = LearnedTimeouts.load(self._run_dir)
-        learned.merge(
-            observations,
-            cycle=f"{self._settings.job}/{cycle}",
-            config=self._config,
-            finished=expired is None,
-            faulted=expired or (),
-        )
-        try:
-            learned.save()
-        except OSError as error:
-            log.warning("%s cannot be written (%s): timeouts learned in cycle %d are lost", learned.path, error, cycle)
+        run_dir, config = self._run_dir, self._config
+
+        def save() -> None:
+            if not self._may_write():
+                return
+            learned = LearnedTimeouts.load(run_dir)
+            learned.merge(
+                observations,
+                cycle=f"{self._settings.job}/{cycle}",
+                config=config,
+                finished=expired is None,
+                faulted=expired or (),
+            )
+            try:
+                learned.save()
+            except OSError as error:
+                log.warning(
+                    "%s cannot be written (%s): timeouts learned in cycle %d are lost", learned.path, error, cycle
+                )
+
+        self._disk.do(save, wait_s=_WRITE_S)
 
 
-PATIENCE_S = 0.3
-"""How long an agent has to connect again."""
-_MAX_HELLO_BYTES = 4096
+class _DiskWriter:
+    """Do what may hang with a disk, in a thread of its own, one after another.
 
-
-class _LifelineHello(msgspec.Struct, frozen=True):
-    node: str
-    epoch: str
-
-
-class LifelineServer:
-    """Hold every agent's lifeline, in a thread of the control store's host.
-
-    Args:
-        host: Address to listen at; the port is a fresh one.
-        on_death: Called in the server's thread with the node, its epoch, and what was seen.
+    Thread: owns one, from the first call on.
     """
 
-    def __init__(self, host: str, on_death: Callable[[str, str, str], None]) -> None:
-        self._on_death = on_death
-        self._listener = socket.create_server((host, 0), backlog=2048, reuse_port=False)
-        self.port: int = self._listener.getsockname()[1]
-        self._stop_read, self._stop_write = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._held: dict[socket.socket, _LifelineHello | None] = {}
-        self._suspects: dict[_LifelineHello, float] = {}
-        """Whose lifeline ended, and when they are taken for dead."""
-        self._thread = threading.Thread(target=self._run, name="outlast-lifelines", daemon=True)
+    def __init__(self) -> None:
+        self._jobs: queue.Queue[tuple[Callable[[], None], threading.Event] | None] = queue.Queue(_MAX_WRITES)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Start listening."""
-        self._thread.start()
+    def do(self, action: Callable[[], None], *, wait_s: float) -> bool:
+        """Have something done; return whether it was within ``wait_s``. Blocks: up to that long."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="outlast-coordinator-disk", daemon=True)
+            self._thread.start()
+        done = threading.Event()
+        try:
+            self._jobs.put_nowait((action, done))
+        except queue.Full:
+            return False
+        return done.wait(wait_s)
 
-    def close(self) -> None:
-        """End the thread and let go of every lifeline."""
-        self._stop_write.close()
-        self._thread.join(2.0)
+    def close(self, timeout_s: float) -> None:
+        """Do what is left, as far as that ends in time. Blocks: up to ``timeout_s``."""
+        if self._thread is None:
+            return
+        try:
+            self._jobs.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._stop_read, selectors.EVENT_READ)
-        try:
-            while self._serve_once():
-                pass
-        except Exception:
-            # Beats still show who is alive; only the quick way is gone.
-            log.exception("the connections to the agents failed; lost nodes are now noticed by missing heartbeats only")
-        finally:
-            for connection in (*self._held, self._listener, self._stop_read):
-                connection.close()
-            self._selector.close()
-
-    def _serve_once(self) -> bool:
-        next_s = min(self._suspects.values(), default=None)
-        timeout_s = None if next_s is None else max(0.0, next_s - clock.now_s())
-        for key, _ in self._selector.select(timeout_s):
-            connection = key.fileobj
-            assert isinstance(connection, socket.socket)
-            if connection is self._stop_read:
-                return False
-            if connection is self._listener:
-                self._accept()
-            else:
-                self._read(connection)
-        now_s = clock.now_s()
-        for hello in [one for one, deadline_s in self._suspects.items() if now_s >= deadline_s]:
-            del self._suspects[hello]
-            self._on_death(hello.node, hello.epoch, "its agent's connection ended and did not come back")
-        return True
-
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.setblocking(False)
-        self._held[connection] = None
-        self._selector.register(connection, selectors.EVENT_READ)
-
-    def _read(self, connection: socket.socket) -> None:
-        try:
-            data = connection.recv(_MAX_HELLO_BYTES)
-        except OSError:
-            data = b""
-        if data and self._held[connection] is None:
+        while (job := self._jobs.get()) is not None:
+            action, done = job
             try:
-                hello = from_json(data, _LifelineHello)
-            except msgspec.DecodeError:
-                data = b""  # not from an agent
-            else:
-                self._held[connection] = hello
-                self._suspects.pop(hello, None)
-        if not data:
-            self._selector.unregister(connection)
-            connection.close()
-            gone = self._held.pop(connection)
-            if gone is not None and gone not in self._held.values():
-                self._suspects[gone] = clock.now_s() + PATIENCE_S
+                action()
+            except Exception:
+                log.exception("what the run has learned could not be written")
+            finally:
+                done.set()
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many descriptors as the system permits; a coordinator needs one for each node."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:
+            log.debug("the limit of descriptors stays at %d: %s", soft, error)

@@ -3,22 +3,26 @@
 A slot is a node's place in the world. Whoever holds one keeps it from cycle to cycle, so that ranks and the order of
 nodes stay as they were; only an empty slot is given to another node (:func:`fill_slots`).
 
-:class:`Nodes` is the roll. :class:`Forming` fills the slots of the next cycle from the nodes that wait.
-:class:`Adoption` rebuilds both for a new coordinator of a job in progress: the control store is soft state, so agents
-that lost it keep their slots and register with their place in the last cycle once they reach a store again. A slot that
-nobody claims in time belonged to a node that was lost together with the old store.
+:class:`Nodes` is the roll. :class:`Forming` fills the slots of the next cycle from the nodes that wait, as far as this
+part of the job has the :class:`Quorum`. :class:`Adoption` rebuilds them for a new coordinator of a job in progress: what
+a coordinator knows is soft state, so agents that lost theirs keep their slots and register with their place in the last
+cycle once they reach another. A slot that nobody claims in time belonged to a node that was lost with the old one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from outlast.errors import ExitReason
 from outlast.launch import protocol as m
 from outlast.policy.ladder import LadderState, Limits
+from outlast.policy.leadership import has_quorum_of, may_begin
 from outlast.wording import count
 
 
@@ -85,7 +89,7 @@ class JobSettings:
     max_nodes: int = 0
     """Most nodes that may join; 0 = not known."""
     former_host: str | None = None
-    """Node that hosted the control store before, when the job is in progress and lost it; else ``None``."""
+    """Node of the coordinator before, when the job is in progress and lost it; else ``None``."""
     min_nodes: int | None = None
     """Smallest world to shrink to when no spare is left; ``None`` = never shrink."""
     limits: Limits = field(default_factory=Limits)
@@ -97,6 +101,24 @@ class JobSettings:
     """How long a node may give no sign of life."""
     goodbye_timeout_s: float = 5.0
     """How long the coordinator waits for nodes to hear that the job is over."""
+    beat_interval_s: float = 1.0
+    """Between two signs of life of a node."""
+    prepare_timeout_s: float = 30.0
+    """How long the first node may take to open a cycle's store."""
+    start_timeout_s: float = 180.0
+    """How long a node may take to start a cycle's workers, the last one's end and a health check included."""
+    rejoin_timeout_s: float = 60.0
+    """How long a node may take to report a cycle's end."""
+    host: str = ""
+    """Node of this coordinator."""
+    order: int = 0
+    """Number of its endpoint."""
+    num_endpoints: int = 1
+    """Places where a coordinator may be."""
+    term: int = 1
+    """The least that this coordinator may begin with."""
+    host_is_dead: bool = False
+    """The agent that hosted the coordinator before is gone for certain."""
 
 
 def name_job(allocation: str | None, state: LadderState) -> str:
@@ -152,6 +174,8 @@ class Nodes:
         self.out: Outbox = []
         """What is to be sent, in order."""
         self.num_joins = 0
+        self.num_changes = 0
+        """How often a node has come or gone."""
         self.claims: dict[str, m.JoinRequest] = {}
         """Joins under a name whose former life is not yet known to be over."""
         self._ready: set[str] = set()
@@ -184,6 +208,7 @@ class Nodes:
     def add(self, message: m.JoinRequest | m.Register, now_s: float) -> Node:
         """Add a node's new life."""
         self.num_joins += 1
+        self.num_changes += 1
         candidate = SlotCandidate(order=self.num_joins, nproc=message.nproc, wish=message.wish)
         node = Node(name=message.node, epoch=message.epoch, candidate=candidate, beat_at_s=now_s)
         self.by_name[node.name] = node
@@ -200,6 +225,7 @@ class Nodes:
 
     def remove(self, name: str) -> None:
         """Forget a node; the slot that it holds stays its until another one is given it."""
+        self.num_changes += 1
         self.by_name.pop(name, None)
         self._ready.discard(name)
 
@@ -253,6 +279,11 @@ class Nodes:
         out, self.out = self.out, []
         return out
 
+    def is_here(self, name: str, epoch: str) -> bool:
+        """Return whether this life of a node is here."""
+        node = self.by_name.get(name)
+        return node is not None and node.epoch == epoch
+
     def judge_beats(
         self, beats: Mapping[str, int], now_s: float, *, timeout_s: float, paused: bool
     ) -> tuple[list[Node], list[Node]]:
@@ -274,6 +305,106 @@ class Nodes:
             elif now_s - node.beat_at_s > timeout_s:
                 silent.append(node)
         return alive, silent
+
+
+class Quorum:
+    """Whether this part of the job may go on: see :mod:`outlast.policy.leadership`.
+
+    Args:
+        settings: The job's settings.
+        nodes: Who is here.
+    """
+
+    def __init__(self, settings: JobSettings, nodes: Nodes) -> None:
+        self._settings, self._nodes = settings, nodes
+        self._claims: dict[tuple[str, str], tuple[m.SlotPlace | None, m.SlotPlace | None]] = {}
+        """Of each life of a node: its place in the last cycle that it knows to have run, and in the last it took."""
+        self._dead: set[tuple[str, str]] = set()
+        self._is_new = settings.former_host is None
+        """No cycle has run under any coordinator that is known of."""
+        self._num_changes = 0
+        self._judged: tuple[tuple[int, int], bool] | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether there may be another coordinator."""
+        return self._settings.num_endpoints > 1
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a cycle has run, and most of its members may go on elsewhere."""
+        return not self._is_new and not self.is_here
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this part may form a cycle."""
+        if not self.is_asked:
+            return True
+        state = self._num_changes, self._nodes.num_changes
+        if self._judged is None or self._judged[0] != state:  # it costs O(nodes)
+            self._judged = state, self._judge()
+        return self._judged[1]
+
+    def _judge(self) -> bool:
+        settings, nodes = self._settings, self._nodes
+        if self._is_new:
+            return may_begin(
+                len(nodes.by_name),
+                num_slots=settings.num_slots,
+                max_nodes=settings.max_nodes,
+                num_endpoints=settings.num_endpoints,
+            )
+        here = [claim for (name, epoch), claim in self._claims.items() if nodes.is_here(name, epoch)]
+        dead_slots: set[int | None] = set()
+        dead_spares: set[int | None] = set()
+        for who in self._dead:
+            ran = self._claims[who][0]
+            if ran is not None:
+                dead_slots.add(ran.slot)
+                dead_spares.add(ran.spare)
+        if settings.host_is_dead:
+            for ran, _ in here:
+                if ran is not None:
+                    dead_slots.add(ran.host_slot)
+                    dead_spares.add(ran.host_spare)
+        return has_quorum_of(here, dead_slots=dead_slots - {None}, dead_spares=dead_spares - {None})  # type: ignore[arg-type]
+
+    @property
+    def leads(self) -> bool:
+        """Whether a cycle has run, and this part may go on from it."""
+        return not self._is_new and self.is_here
+
+    def register(self, message: m.Register) -> None:
+        """Note the places of a node that comes from another coordinator."""
+        if message.place is not None:
+            self._is_new = False
+            self._num_changes += 1
+            self._claims[message.node, message.epoch] = message.ran, message.place
+
+    def note_ran(self, places: Mapping[str, m.SlotPlace]) -> None:
+        """Note that a cycle has been started on all of its nodes, which are the members now."""
+        self._is_new, self._dead = False, set()
+        self._num_changes += 1
+        self._claims = {
+            (name, self._nodes.by_name[name].epoch): (place, None)
+            for name, place in places.items()
+            if name in self._nodes.by_name
+        }
+        # What the former host's place was counted in the cycle before.
+        self._settings = dataclasses.replace(self._settings, host_is_dead=False)
+
+    def count_holders(self, names: Collection[str]) -> int:
+        """Return how many of these nodes held a slot in the last cycle that ran."""
+        return sum(
+            ran is not None and ran.slot is not None and name in names and self._nodes.is_here(name, epoch)
+            for (name, epoch), (ran, _) in self._claims.items()
+        )
+
+    def note_dead(self, node: Node) -> None:
+        """Note that a life of a node is over for certain."""
+        if (node.name, node.epoch) in self._claims:
+            self._num_changes += 1
+            self._dead.add((node.name, node.epoch))
 
 
 _ONE_MISSING_S = 1.0
@@ -306,6 +437,8 @@ class Adoption:
         if place.cycle > self.cycle:
             self.cycle, self.num_slots = place.cycle, place.num_slots
             self.claims, self.running = {}, set()
+        if place.slot is None:
+            return
         self.claims[place.slot] = Slot(holder=message.node, nproc=message.nproc)
         if message.running:
             self.running.add(message.node)
@@ -319,11 +452,6 @@ class Adoption:
     def missing(self) -> list[int]:
         """Slots that nobody claimed."""
         return [index for index in range(self.num_slots) if index not in self.claims]
-
-    @property
-    def has_majority(self) -> bool:
-        """Whether most of the slots' holders registered."""
-        return len(self.claims) * 2 > self.num_slots
 
     @property
     def is_running(self) -> bool:
@@ -362,13 +490,12 @@ class Forming:
 
     settings: JobSettings
     nodes: Nodes
-    has_majority: bool = True
-    """Most of the slots' holders took part when this coordinator took over (or it always was the only one)."""
-    num_unclaimed: int = 0
-    """Slots that nobody claimed when it took over."""
+    quorum: Quorum
     _since_s: float | None = None
     """Since when nodes are missing."""
     _missing: int = 0
+    _lacks_quorum: bool = False
+    """The slots could be filled, and most of the members may be elsewhere."""
     _said_s: float | None = None
     """When it was last said who is waited for."""
 
@@ -393,23 +520,29 @@ class Forming:
             barred: Nodes that may have no slot.
         """
         num_slots, num_ready = len(self.nodes.slots), self.nodes.num_ready
+        self._lacks_quorum = False
         if num_ready < (self.settings.min_nodes or num_slots):  # the usual case, at O(1) a message
             self._miss(num_slots - num_ready, cycle, now_s)
             return None
         slots = fill_slots(self.nodes.slots, self.nodes.ready(), barred=barred)
         if any(slot.holder is None for slot in slots):
-            smaller = shrink(slots, min_nodes=self.settings.min_nodes) if cycle and self.has_majority else None
+            smaller = shrink(slots, min_nodes=self.settings.min_nodes) if cycle and self.quorum.is_here else None
             if smaller is None or any(slot.holder is None for slot in smaller):
                 self._miss(sum(slot.holder is None for slot in slots), cycle, now_s)
                 return None
             log.warning("no spare is left: the world shrinks from %s to %d", count(len(slots), "node"), len(smaller))
             slots = smaller
-        if not self.has_majority and self.settings.max_nodes >= 2 * len(slots):
-            # Another part of a divided network could be complete as well; two runs must not continue.
-            self._miss(self.num_unclaimed, cycle, now_s)
+        if not self.quorum.is_here:
+            # Another part of a divided network could be complete as well; two worlds must not train.
+            self.await_quorum(cycle, now_s)
             return None
         self._since_s = self._said_s = None
         return slots
+
+    def await_quorum(self, cycle: int, now_s: float) -> None:
+        """Note that most of the members are missing."""
+        self._lacks_quorum = True
+        self._miss(0, cycle, now_s)
 
     def remind(self, now_s: float) -> None:
         """Send the nodes that wait, every ten seconds, who is missing."""
@@ -424,24 +557,41 @@ class Forming:
         names = ", ".join(have[:8]) + (f" and {len(have) - 8} more" if len(have) > 8 else "")
         left_s = max(0.0, self._since_s + self.settings.join_timeout_s - now_s)
         num_slots = len(self.nodes.slots)
-        reason = (
-            f"waiting for {self._missing} of {num_slots} node{'' if num_slots == 1 else 's'} (have: {names or 'none'})"
-            f"; gives up in {left_s:.0f} s"
-        )
+        what = f"{self._missing} of {num_slots} node{'' if num_slots == 1 else 's'}"
+        if self._lacks_quorum:
+            what = "most nodes of the last cycle, which may go on elsewhere"
+        reason = f"waiting for {what} (have: {names or 'none'}); gives up in {left_s:.0f} s"
         for node in self.nodes:
             if node.ready:
                 self.nodes.out.append((node.name, node.epoch, m.NodesMissing(reason=reason)))
 
-    def start(self, cycle: int, addr: str, port: int, state: LadderState) -> None:
-        """Send every slot's node its place, and the others that they wait.
+    def start(
+        self, cycle: int, addr: str, port: int, state: LadderState, *, term: int
+    ) -> dict[str, m.SlotPlace]:
+        """Send every slot's node its place, and the others that they wait; return the places.
 
         Args:
             cycle: The cycle that starts.
+            term: The coordinator's.
             addr: Where its first node hosts its store.
             port: The store's port.
             state: What the ladder remembers.
         """
         slots, base_rank = self.nodes.slots, 0
+        spares = self.nodes.spares(state.quarantined)
+        numbers = {spare.name: number for number, spare in enumerate(spares)}
+        indices = {slot.holder: index for index, slot in enumerate(slots) if slot.holder is not None}
+        host = self.settings.host
+        common = m.SlotPlace(
+            cycle=cycle,
+            num_slots=len(slots),
+            num_spares=len(spares),
+            num_kept=self.quorum.count_holders(indices),
+            host_slot=indices.get(host),
+            host_spare=numbers.get(host),
+        )
+        places = {name: msgspec.structs.replace(common, slot=index) for name, index in indices.items()}
+        world_size = sum(slot.nproc or 0 for slot in slots)
         for index, slot in enumerate(slots):
             node = self.nodes.holder(slot)
             assert node is not None
@@ -450,19 +600,23 @@ class Forming:
                 node,
                 m.Start(
                     cycle=cycle,
+                    term=term,
                     node_rank=index,
                     num_nodes=len(slots),
                     base_rank=base_rank,
-                    world_size=sum(slot.nproc or 0 for slot in slots),
+                    world_size=world_size,
                     master_addr=addr,
                     master_port=port,
+                    place=places[node.name],
                     distrusted=state.distrusted,
                     replay=state.replay,
                 ),
             )
             base_rank += slot.nproc or 0
-        for node in self.nodes.spares(state.quarantined):
-            self.nodes.send(node, m.Wait(reason=why_it_waits(node, state)))
+        for node in spares:
+            places[node.name] = place = msgspec.structs.replace(common, spare=numbers[node.name])
+            self.nodes.send(node, m.Wait(reason=why_it_waits(node, state), place=place))
+        return places
 
     def lacks_heir(self, state: LadderState) -> bool:
         """Return whether a node that is held back is needed after all: the spare that was to have its slot is gone."""
@@ -471,7 +625,7 @@ class Forming:
     def may_shrink(self) -> bool:
         """Return whether the world may continue without one of its nodes."""
         least = self.settings.min_nodes
-        return least is not None and self.has_majority and len(self.nodes.slots) - 1 >= least
+        return least is not None and self.quorum.is_here and len(self.nodes.slots) - 1 >= least
 
     def gave_up(self, now_s: float, *, is_awaited: bool) -> str | None:
         """Return why nodes are not waited for any longer, for people; ``None`` while they are.
@@ -483,6 +637,11 @@ class Forming:
         timeout_s = self.settings.join_timeout_s
         if self._since_s is None or now_s - self._since_s <= timeout_s or not is_awaited:
             return None
+        if self._lacks_quorum:
+            return (
+                f"most nodes of the last cycle stayed away for {timeout_s:.0f} s (--rdzv-conf join_timeout=...) and may "
+                "go on elsewhere"
+            )
         return (
             f"{self._missing} of {len(self.nodes.slots)} slots stayed empty for {timeout_s:.0f} s "
             "(--rdzv-conf join_timeout=...): no spare is left"

@@ -4,7 +4,8 @@ torch knows it as an elastic agent, so that torch's options, results and error r
 
 Every event comes in through one ``select``: the zygote's socket (starts and deaths), and a mailbox into which the
 connection's threads, the watchdog and the signal handlers put theirs. Nothing is polled, and nothing that can block on
-the network runs in this thread.
+the network runs in this thread. Its own timer counts for the coordinator: where this loop hangs, the node's beats do
+not advance, and the node is replaced.
 
 States::
 
@@ -23,6 +24,7 @@ reported that all are gone.
 from __future__ import annotations
 
 import logging
+import math
 import select
 import signal
 from enum import StrEnum
@@ -114,7 +116,7 @@ class NodeAgent(SimpleElasticAgent):
         self.stop = m.Stop(exit_code=ExitReason.FAILED, reason="the agent did not run")
         """How the job ended for this node."""
         self.is_host = False
-        """Whether this process hosts the control store."""
+        """Whether this process hosts the coordinator."""
         self._workers, self._writer, self._client, self._mailbox = workers, writer, client, mailbox
         self._journal, self._timers = NodeJournal(self.options, client.node), Timers()
         self._health = NodeHealth(
@@ -151,6 +153,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         self._client.link.start()
+        self._beat()
         self._wait_for_link(self.options.join_timeout_s)
         while not self._is_done:
             self._wait_and_handle()
@@ -191,7 +194,7 @@ class NodeAgent(SimpleElasticAgent):
         reports = cycle.in_process.fileno() if cycle is not None else -1
         if reports >= 0:
             sources.append(reports)
-        readable, _, _ = select.select(sources, [], [], self._timers.until_next_s())
+        readable = _wait_readable(sources, self._timers.until_next_s())
         if reports in readable and cycle is not None:
             self._look_at_recovery(cycle)
             self._take_settings(cycle)
@@ -208,6 +211,7 @@ class NodeAgent(SimpleElasticAgent):
         match event:
             case Started() if self._cycle is not None:
                 if self._cycle.note_started(event):
+                    self._client.send(m.Running(cycle=self._cycle.number))
                     self._journal.write_started(self._cycle.start, list(self._cycle.workers.values()))
             case FailedToStart():
                 self._fail(self._journal.incident(IncidentKind.CANNOT_START, event.error))
@@ -232,8 +236,12 @@ class NodeAgent(SimpleElasticAgent):
                 self._on_cycle_over(event)
             case m.Stop():
                 self._on_stop(event)
+            case m.Ran():
+                self._client.note_ran(event.cycle)
             case m.Wait():
                 self._timers.cancel("answer")
+                if event.place is not None:
+                    self._client.wait_beside(event.place)
                 level = logging.DEBUG if event.reason == self._waits_for else logging.INFO
                 self._waits_for = event.reason
                 log.log(level, "node %s waits: %s", self._client.node, event.reason)
@@ -258,11 +266,11 @@ class NodeAgent(SimpleElasticAgent):
             case LinkUp():
                 self._on_link_up(event)
             case LinkDown():
-                log.warning("the control store is unreachable (%s); training continues without it", event.error)
+                log.warning("the coordinator is out of reach (%s); training continues without it", event.error)
                 if self._state in (AgentState.OUTSIDE, AgentState.JOINING, AgentState.FINISHED):
                     self._timers.set("link", self.options.join_timeout_s, self._give_up_on_link)
             case LinkFailed():
-                self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=event.error))
+                self._finish(m.Stop(exit_code=event.exit_code, reason=event.error))
             case WatchdogFailed():
                 log.error("the watchdog ended on an error: %r", event.error)
                 why = f"the watchdog ended: {event.error!r}"
@@ -270,12 +278,17 @@ class NodeAgent(SimpleElasticAgent):
             case _:
                 raise AssertionError(f"unexpected event {event!r}")
 
+    def _beat(self) -> None:
+        """Show the coordinator that this loop runs."""
+        self._client.link.count += 1
+        self._timers.set("beat", self._client.link.beat_interval_s, self._beat)
+
     def _wait_for_link(self, left_s: float) -> None:
-        """Log every ten seconds that the control store is not found yet."""
+        """Log every ten seconds that the coordinator is not found yet."""
 
         def remind() -> None:
             problem = self._client.link.problem or "no answer yet"
-            log.info("waiting for the control store: %s; gives up in %.0f s", problem, left_s - REMIND_S)
+            log.info("waiting for the coordinator: %s; gives up in %.0f s", problem, left_s - REMIND_S)
             self._wait_for_link(left_s - REMIND_S)
 
         self._timers.set("first link", REMIND_S, remind)
@@ -286,14 +299,15 @@ class NodeAgent(SimpleElasticAgent):
         self._timers.cancel("link")
         self._timers.cancel("first link")
         client, self.is_host = self._client, event.is_host
+        client.note_term(event.term)
         if not event.is_first:
-            log.warning("the control store is reachable again at %s", client.link.endpoint)
+            log.warning("the coordinator is reached again at %s", client.link.endpoint)
         else:
             endpoints = [str(endpoint) for endpoint in client.link.endpoints]
             self._journal.open(event.job, self._launch.argv, self._launch.spec.local_world_size, endpoints)
             if event.is_host:
                 level = logging.INFO if self.options.max_nodes > 1 else logging.DEBUG
-                log.log(level, "node %s hosts the control store at %s", client.node, client.link.endpoint)
+                log.log(level, "node %s hosts the coordinator at %s", client.node, client.link.endpoint)
         if self._state == AgentState.OUTSIDE:
             self._health.note_connected(is_host=event.is_host)
         else:
@@ -650,8 +664,19 @@ class NodeAgent(SimpleElasticAgent):
         self._journal.write(EventKind.JOB_ENDED, exit_code=stop.exit_code, reason=stop.reason)
 
     def _give_up_on_link(self) -> None:
-        reason = f"the control store gave no answer for {self.options.join_timeout_s:.0f} s (--rdzv-conf join_timeout=)"
-        self._finish(m.Stop(exit_code=ExitReason.FAILED, reason=reason))
+        reason = f"the coordinator gave no answer for {self.options.join_timeout_s:.0f} s (--rdzv-conf join_timeout=)"
+        code = ExitReason.FAILED
+        if self._client.has_saved:
+            code, reason = ExitReason.PREEMPTED, f"{reason}; a saved generation exists"
+        self._finish(m.Stop(exit_code=code, reason=reason))
+
+
+def _wait_readable(descriptors: list[int], timeout_s: float | None) -> set[int]:
+    """Return which descriptors can be read; not ``select``, which knows none above 1023."""
+    waiting = select.poll()
+    for fd in descriptors:
+        waiting.register(fd, select.POLLIN)
+    return {fd for fd, _ in waiting.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3))}
 
 
 def _torch_workers(start: m.Start, spec: WorkerSpec) -> list[Worker]:

@@ -27,7 +27,7 @@ from outlast.wording import count
 NO_TERMINATION_SIGNAL = "outlast run ends a hung worker with SIGKILL; leave it out"
 """Why ``rank_termination_signal`` has no effect."""
 _BACKENDS = ("static", "c10d", "outlast")
-_NEVER_EMPTY = ("config", "run_dir", "node_name", "rdzv_id", "rdzv_endpoint", "master_addr", "log_dir")
+_NEVER_EMPTY = ("config", "run_dir", "node_name", "run_key_file", "rdzv_id", "rdzv_endpoint", "master_addr", "log_dir")
 _NOT_NEGATIVE = ("max_restarts", "max_restarts_total", "restart_grace", "workers_stop_timeout", "shutdown_timeout")
 _STREAMS = re.compile(r"[0-3]|\d:[0-3](,\d:[0-3])*")
 
@@ -48,6 +48,8 @@ class Checked:
     is_alone: bool
     """There is one agent, which nobody else looks for."""
     join_timeout_s: float
+    any_command: bool
+    """The agents' commands may differ."""
     notes: tuple[str, ...]
     """What to log at the start: settings that mean something else than they do to torchrun."""
 
@@ -149,7 +151,7 @@ def check_values(argv: Sequence[str]) -> Checked:
         f"{name('node_rank')}={args.node_rank} is no rank of {count(max_nodes, 'node')}; write a number from 0 to "
         f"{max_nodes - 1}, or leave it out",
     )
-    join_timeout_s, ignored = _parse_conf(args.rdzv_conf, name("rdzv_conf"))
+    join_timeout_s, any_command, ignored = _parse_conf(args.rdzv_conf, name("rdzv_conf"))
     return Checked(
         command=command,
         config=config,
@@ -159,6 +161,7 @@ def check_values(argv: Sequence[str]) -> Checked:
         endpoints="localhost:0" if alone else _check_endpoints(command, num_slots),
         is_alone=alone,
         join_timeout_s=join_timeout_s,
+        any_command=any_command,
         notes=tuple(filter(None, (command.hint, _describe_spares(num_slots, max_nodes), ignored))),
     )
 
@@ -365,19 +368,24 @@ def _describe_spares(num_slots: int, max_nodes: int) -> str | None:
     )
 
 
-def _parse_conf(text: str, option: str) -> tuple[float, str | None]:
-    """Return the join timeout of ``--rdzv-conf``, and a line on what else it holds.
+def _parse_conf(text: str, option: str) -> tuple[float, bool, str | None]:
+    """Return the join timeout of ``--rdzv-conf``, whether commands may differ, and a line on what else it holds.
 
     Quotes around the whole may have come through from a script or a YAML file; torchrun takes them, too.
     """
     values: dict[str, float] = {}
     others: list[str] = []
+    any_command = False
     for part in filter(None, (part.strip() for part in text.strip(" '\"").split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         _require(
             bool(name and equals and value),
             f"{option}: {part!r} is not in the form name=value; write for example join_timeout=600",
         )
+        if name == "any_command":
+            _require(value in ("0", "1"), f"{option}: any_command={value!r} is neither 0 nor 1; write any_command=1")
+            any_command = value == "1"
+            continue
         if name not in ("join_timeout", "timeout"):
             others.append(name)
             continue
@@ -386,8 +394,9 @@ def _parse_conf(text: str, option: str) -> tuple[float, str | None]:
         except ValueError:
             raise ConfigError(f"{option}: {name}={value!r} is no number of seconds; write {name}=600, say") from None
         _require(values[name] > 0, f"{option}: {name}={value} must be above 0 seconds")
-    ignored = f"{option}: {', '.join(others)}: without effect; outlast's rendezvous knows join_timeout"
-    return values.get("join_timeout", values.get("timeout", 600.0)), ignored if others else None
+    ignored = f"{option}: {', '.join(others)}: without effect; outlast's rendezvous knows join_timeout and any_command"
+    join_timeout_s = values.get("join_timeout", values.get("timeout", 600.0))
+    return join_timeout_s, any_command, ignored if others else None
 
 
 def _source_of_run_dir(command: RunCommand, config: Config) -> str:

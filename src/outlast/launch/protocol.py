@@ -1,14 +1,11 @@
-"""What agents and the coordinator send each other, as JSON, never pickle; how it travels is not decided here."""
+"""What agents and the coordinator send each other; how it travels is :mod:`outlast.launch.control`'s."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TypeVar
 
 import msgspec
 
-from outlast.decoding import from_json, json_decoder
-from outlast.errors import RendezvousError
 from outlast.incidents import Cause, Incident
 from outlast.policy.causes import Position
 from outlast.policy.deadlines import Expired, Observation
@@ -16,7 +13,73 @@ from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.recovery_point import Distrusted, Load
 from outlast.policy.rerun import Replay
 
-T = TypeVar("T")
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An agent's first message: who it is."""
+
+    run_id: str
+    node: str
+    epoch: str
+    """Names this life of the agent."""
+    command: str
+    """Digest of what its workers run."""
+    command_text: str
+    """The same for people, shortened."""
+    job: str | None = None
+    """The job that it takes part in; ``None``: it has just begun."""
+    leader: str = ""
+    """The coordinator that it has obeyed last."""
+    term: int = 0
+    """The highest that it has obeyed."""
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The coordinator's answer to a :class:`Hello`."""
+
+    job: str
+    host: str
+    """Node of the coordinator."""
+    leader: str
+    """Names this life of the coordinator."""
+    term: int
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The coordinator's answer to a :class:`Hello` that does not fit."""
+
+    reason: str
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An agent's sign of life, and the coordinator's answer with the same count."""
+
+    count: int
+    """How often the agent's main loop has run its timer: a stuck one shows."""
+
+
+class Moving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An agent that had no answer for long goes to another coordinator: it lives, and obeys this one no more."""
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag=True):
+    """How is the job? Answered with a :class:`LiveStatus`."""
+
+
+class AskLeadership(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How does this coordinator stand? Asked by another one, which says how it stands itself."""
+
+    term: int
+    leads: bool
+    order: int
+
+
+class Leads(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How a coordinator stands; see :class:`outlast.policy.leadership.Leadership`."""
+
+    job: str
+    term: int
+    leads: bool
+    order: int
 
 
 class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -62,8 +125,19 @@ class SlotPlace(msgspec.Struct, frozen=True, kw_only=True):
     """A node's place in a cycle."""
 
     cycle: int
-    slot: int
     num_slots: int
+    slot: int | None = None
+    """``None``: a spare."""
+    num_spares: int = 0
+    """Spares that waited when it began."""
+    spare: int | None = None
+    """Its number among them."""
+    num_kept: int = 0
+    """Holders of slots that held one in the last cycle before it that ran, too."""
+    host_slot: int | None = None
+    """Slot of the coordinator's node, if it holds one."""
+    host_spare: int | None = None
+    """Its number among the spares, if it is one."""
 
 
 class Register(FromNode, frozen=True, kw_only=True, tag=True):
@@ -73,11 +147,19 @@ class Register(FromNode, frozen=True, kw_only=True, tag=True):
     nproc: int
     wish: int | None = None
     place: SlotPlace | None = None
-    """Its place in the last cycle that it started; ``None`` for a spare."""
+    """Its place in the last cycle that it started, or began to wait beside; ``None``: in none."""
+    ran: SlotPlace | None = None
+    """Its place in the last cycle that is known to have started on all of its nodes."""
     running: bool = False
     """Its workers of that cycle run, or have finished."""
     distrusted: tuple[Distrusted, ...] = ()
     """What it must not load: a coordinator on another machine may not know it."""
+
+
+class Running(FromNode, frozen=True, kw_only=True, tag=True):
+    """This node's workers of a cycle have been started."""
+
+    cycle: int
 
 
 class Hung(FromNode, frozen=True, kw_only=True, tag=True):
@@ -145,27 +227,27 @@ class Unhealthy(FromNode, frozen=True, kw_only=True, tag=True):
 
 
 class Bye(FromNode, frozen=True, kw_only=True, tag=True):
-    """This node got its :class:`Stop` and needs the control store no more."""
+    """This node got its :class:`Stop` and needs the coordinator no more."""
 
 
 class Dead(FromNode, frozen=True, kw_only=True, tag=True):
-    """The coordinator's process saw that a node's agent died."""
+    """The coordinator's process saw that a node's agent died, or went to another coordinator."""
 
     reason: str
+    is_known: bool = True
+    """It is dead for certain; otherwise it may take part elsewhere."""
 
 
 class CoordinatorTick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Time to look at the nodes' signs of life."""
 
 
-class Quit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The coordinator's own agent ends it."""
-
-
 class Wait(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The node is a spare (or quarantined) and waits."""
 
     reason: str
+    place: SlotPlace | None = None
+    """Its place beside the cycle that has just begun, if one has."""
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -178,6 +260,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     """Start the workers of a cycle."""
 
     cycle: int
+    term: int
+    """Of the coordinator that formed it."""
     node_rank: int
     num_nodes: int
     base_rank: int
@@ -189,6 +273,14 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     """What is not to be loaded."""
     replay: Replay | None = None
     """What the workers run again before anything else; ``None`` = they train as usual."""
+    place: SlotPlace
+    """The same as the node keeps it."""
+
+
+class Ran(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All nodes of a cycle have started it."""
+
+    cycle: int
 
 
 class CycleOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -221,9 +313,10 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-ToCoordinator = (
+FromAgent = (
     JoinRequest
     | Register
+    | Running
     | Hung
     | Master
     | Restarted
@@ -232,48 +325,18 @@ ToCoordinator = (
     | Leave
     | Unhealthy
     | Bye
-    | Dead
-    | CoordinatorTick
-    | Quit
 )
-ToNode = Wait | NodesMissing | Prepare | Start | CycleOver | Remark | Stop
-
-encode = msgspec.json.Encoder().encode
-"""A message as bytes."""
-_to_coordinator: msgspec.json.Decoder[ToCoordinator] = json_decoder(ToCoordinator)
-_to_node: msgspec.json.Decoder[ToNode] = json_decoder(ToNode)
-
-
-def decode_to_coordinator(data: bytes) -> ToCoordinator:
-    """Return the message that an agent sent.
-
-    Raises:
-        RendezvousError: It is not one that this version sends.
-    """
-    return _decode(_to_coordinator, data, "unreadable message from an agent")
-
-
-def decode_to_node(data: bytes) -> ToNode:
-    """Return the message that the coordinator sent.
-
-    Raises:
-        RendezvousError: It is not one that this version sends.
-    """
-    return _decode(_to_node, data, "unreadable message from the coordinator")
-
-
-def _decode(decoder: msgspec.json.Decoder[T], data: bytes, fault: str) -> T:
-    try:
-        return decoder.decode(data)
-    except msgspec.DecodeError as error:
-        raise RendezvousError(f"{fault}: {error}; do all nodes run the same outlast?") from error
+"""What an agent reports."""
+ToCoordinator = FromAgent | Dead | CoordinatorTick
+"""What the coordinator takes."""
+ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | Remark | Stop
+"""What the coordinator sends."""
+Question = AskStatus | AskLeadership
+OnControl = FromAgent | Hello | Beat | Moving | Question
+"""What comes in at the coordinator's listener."""
 
 
 # -- how a job is, for whoever asks -----------------------------------------------------------------------------
-
-STATUS_KEY = "status"
-"""Where the coordinator keeps a :class:`LiveStatus`, in the control store."""
-
 
 class JobPhase(StrEnum):
     """Where the job is; see :mod:`outlast.launch.coordinator`."""
@@ -331,7 +394,7 @@ class LiveBudgets(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class LiveStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LiveStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """A job at one moment."""
 
     time: str
@@ -358,13 +421,7 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str | None = None
 
 
-def decode_live(data: bytes) -> LiveStatus:
-    """Return what a coordinator wrote.
-
-    Raises:
-        RendezvousError: It is something else.
-    """
-    try:
-        return from_json(data, LiveStatus)
-    except msgspec.DecodeError as error:
-        raise RendezvousError(f"its status cannot be read ({error}); use the version of outlast that runs it") from None
+Answer = LiveStatus | Leads
+"""To a :data:`Question`."""
+OnAgent = ToNode | Welcome | Refused | Beat
+"""What comes in at an agent."""

@@ -7,9 +7,11 @@ the job ended in one line, with what it came to, which is read from its journal 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -25,6 +27,7 @@ from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import CYCLE_ENDING, Event, EventKind, Rung
 from outlast.journal import read
 from outlast.launch.agent_events import AgentStops, Mailbox, SignalReceived, WriterDied
+from outlast.launch.control import JobIdentity, Occupant, WrongRun, probe
 from outlast.launch.membership import JobSettings, name_job
 from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
@@ -36,7 +39,7 @@ from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import Endpoint, is_loopback, own_address, parse_endpoints
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import name_program, this_process
-from outlast.runtime.store import StoreAnswer, probe
+from outlast.runtime.run_key import KeySource, find_run_key
 from outlast.runtime.zygote import Zygote
 from outlast.wording import count
 
@@ -216,13 +219,15 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
     started_s = clock.now_s()
     startup = _StartUp()
     remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is refused before all else
-    _check_endpoints(parse_endpoints(options.endpoints))
+    identity = _identify(options)
+    _check_endpoints(parse_endpoints(options.endpoints), identity)
     log.info("run %s on node %s: starting; run directory %s", options.run_id, options.node_name, options.run_dir)
     for note in options.notes:
         log.info("%s", note)
     job = name_job(env.environ().get("SLURM_JOB_ID"), remembered)
     env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch is imported: here, and in the workers' zygote
     base_env = _worker_base_env(options)
+    base_env[env.RUN_KEY] = identity.key.as_variable()
     if options.layers.source("rank_termination_signal") != DEFAULT:
         log.warning("rank_termination_signal has no effect: %s", NO_TERMINATION_SIGNAL)
     kind, argv = _command(options)
@@ -250,7 +255,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
                 WorkerLaunch(options=options, kind=kind, argv=argv, env=base_env, spec=spec, logs=logs_specs),
                 workers=NodeWorkers(zygote, new_zygote),
                 writer=writer,
-                client=_make_client(options, lease, job, mailbox, nproc=spec.local_world_size),
+                client=_make_client(options, identity, lease, job, mailbox, nproc=spec.local_world_size),
                 checkups=checkups,
                 mailbox=mailbox,
             )
@@ -295,11 +300,44 @@ class _StartUp:
         os._exit(128 + number)
 
 
-def _check_endpoints(endpoints: Sequence[Endpoint]) -> None:
+def _identify(options: RunOptions) -> JobIdentity:
+    """Return what all agents of the job have in common.
+
+    Raises:
+        ConfigError: The run key cannot be had.
+    """
+    endpoints = parse_endpoints(options.endpoints)
+    is_one_machine = options.max_nodes == 1 or all(is_loopback(one.host) for one in endpoints)
+    key = find_run_key(
+        options.run_id,
+        options.run_dir,
+        key_file=options.torchrun.run_key_file,
+        is_one_machine=is_one_machine,
+    )
+    if key.source is KeySource.RUN_ID:
+        log.warning(
+            "the run key is derived from the run's id: that keeps other runs out, not attackers; give all agents the "
+            "same --run-key-file or OUTLAST_RUN_KEY"
+        )
+    kind, argv = _command(options)
+    if options.any_command:
+        return JobIdentity(run_id=options.run_id, key=key, run_dir=options.run_dir)
+    text = " ".join(argv if kind != "exec" else argv[-1 - len(options.torchrun.training_script_args) :])
+    digest = hashlib.sha256("\0".join([kind, *argv[1:]]).encode(errors="surrogateescape")).hexdigest()
+    return JobIdentity(
+        run_id=options.run_id,
+        key=key,
+        command=digest,
+        command_text=text if len(text) < 200 else f"{text[:197]}...",
+        run_dir=options.run_dir,
+    )
+
+
+def _check_endpoints(endpoints: Sequence[Endpoint], identity: JobIdentity) -> None:
     """Refuse endpoints that lead nowhere; an agent would wait there in silence until ``join_timeout``.
 
     Raises:
-        ConfigError: No host of theirs is known, or what answers at one is no store.
+        ConfigError: No host of theirs is known, or what answers at one is no coordinator of this run.
 
     Blocks: about 0.01 s where all is well or nobody listens yet; some seconds where names or hosts do not answer.
     """
@@ -307,12 +345,15 @@ def _check_endpoints(endpoints: Sequence[Endpoint]) -> None:
     for endpoint in endpoints:
         if endpoint.port == 0:  # a free one will be taken
             continue
-        answer, why = probe(endpoint)
-        if answer == StoreAnswer.UNKNOWN:
+        try:
+            found, why = probe(endpoint, identity.run_id, identity.key)
+        except WrongRun as error:
+            raise ConfigError(f"--rdzv-endpoint={endpoint}: a coordinator answers there, and {error}") from None
+        if found is Occupant.UNKNOWN:
             unknown.append(f"{endpoint.host!r} ({why})")
-        elif answer in (StoreAnswer.FOREIGN, StoreAnswer.SILENT):
+        elif found is Occupant.FOREIGN or (found is Occupant.SILENT and len(endpoints) == 1):
             raise ConfigError(
-                f"--rdzv-endpoint={endpoint}: {answer.value}, no agent of a run; name a free port, or end that program"
+                f"--rdzv-endpoint={endpoint}: {found.value}, no agent of a run; name a free port, or end that program"
             )
     if unknown and len(unknown) == len(endpoints):
         raise ConfigError(f"--rdzv-endpoint: no such host: {', '.join(unknown)}; check the name")
@@ -415,48 +456,48 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
 
 
 def _make_client(
-    options: RunOptions, lease: Lease, new_job: str, mailbox: Mailbox[object], *, nproc: int
+    options: RunOptions, identity: JobIdentity, lease: Lease, new_job: str, mailbox: Mailbox[object], *, nproc: int
 ) -> CoordinatorClient:
     """Return the connection to the coordinator, which hosts it if no other agent does; it is not started.
 
     Args:
         options: The launcher's options.
+        identity: What all agents of the job have in common.
         lease: On the run directory.
         new_job: Name of the job, if none is in progress.
         mailbox: The agent's.
         nproc: Workers of this node.
     """
-    from outlast.launch.coordinator_client import ControlLink, CoordinatorClient, JobInProgress, LinkFailed
+    from outlast.launch.coordinator_client import ControlLink, CoordinatorClient, HostSettings, LinkFailed
     from outlast.launch.coordinator_server import CoordinatorServer
-    from outlast.runtime.store import TCPStore
 
     args, ft = options.torchrun, options.fault_tolerance
     endpoints = parse_endpoints(options.endpoints)
-
-    def serve(store: TCPStore, former: JobInProgress | None) -> CoordinatorServer:
-        lease.acquire(leads=True)
-        limits = Limits(
+    beat_interval_s = min(1.0, ft.node_heartbeat_timeout / 5)
+    settings = JobSettings(
+        job=new_job,
+        num_slots=options.num_slots,
+        max_nodes=options.max_nodes,
+        min_nodes=ft.min_nodes,
+        limits=Limits(
             max_restarts=args.max_restarts,
             max_restarts_total=args.max_restarts_total,
             max_no_progress_cycles=ft.max_no_progress_cycles,
             max_node_faults=ft.max_node_faults,
-        )
-        settings = JobSettings(
-            job=former.job if former else new_job,
-            num_slots=options.num_slots,
-            max_nodes=options.max_nodes,
-            former_host=former.host if former else None,
-            min_nodes=ft.min_nodes,
-            limits=limits,
-            join_timeout_s=options.join_timeout_s,
-            is_named=options.is_named,
-            node_timeout_s=ft.node_heartbeat_timeout,
-        )
+        ),
+        join_timeout_s=options.join_timeout_s,
+        is_named=options.is_named,
+        node_timeout_s=ft.node_heartbeat_timeout,
+        beat_interval_s=beat_interval_s,
+        host=options.node_name,
+    )
+
+    def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
+        lease.acquire(leads=True)
         return CoordinatorServer(
-            store,
-            settings,
-            run_dir=options.run_dir,
-            run_id=options.run_id,
+            listeners,
+            where.complete(settings),
+            identity,
             node=options.node_name,
             layers=options.layers,
             may_write=partial(may_write, lease),
@@ -466,9 +507,11 @@ def _make_client(
     link = ControlLink(
         endpoints,
         node=options.node_name,
+        identity=identity,
         deliver=mailbox.put,
         serve=serve,
-        beat_interval_s=min(1.0, ft.node_heartbeat_timeout / 5),
+        beat_interval_s=beat_interval_s,
+        silence_s=ft.node_heartbeat_timeout,
         connect_timeout_s=options.join_timeout_s,
     )
     addr = args.local_addr or own_address(endpoints[0].host)

@@ -142,7 +142,8 @@ _BORROWED = {
 _REWORDED = {
     "help": "Show this help.",
     "rdzv_backend": "static, c10d and outlast all mean outlast's own rendezvous.",
-    "rdzv_conf": "join_timeout=SECONDS: how long agents wait for each other; default 600.",
+    "rdzv_conf": "join_timeout=SECONDS: how long agents wait for each other; default 600. any_command=1: the agents' "
+    "commands may differ.",
     "standalone": "One node, alone: no endpoint is needed, and the run has a new name.",
     "monitor_interval": "Without effect: a worker's end is noticed at once.",
     "start_method": "Without effect: see --no-warm-start.",
@@ -175,6 +176,11 @@ _OURS: tuple[tuple[str, str, str | None, str | float | None, str], ...] = (
         "NAME",
         None,
         "Name of this node, unique in the job; default Slurm's, without it the host's.",
+    ),
+    (
+        *(_NODES, "run-key-file", "FILE", None),
+        "File with the run's secret, at least 16 bytes, by which its processes know each other; default OUTLAST_RUN_KEY, "
+        "else run.key of a shared run directory, else derived from the run's id.",
     ),
     (
         *(_RESTARTS, "max-restarts-total", "N", None),

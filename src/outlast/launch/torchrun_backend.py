@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -28,12 +30,22 @@ from outlast.config.sources import LayeredSettings
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.coordinator_client import ControlLink, JobInProgress, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.control import JobIdentity
+from outlast.launch.coordinator_client import (
+    ControlLink,
+    CoordinatorClient,
+    HostSettings,
+    LinkDown,
+    LinkFailed,
+    LinkUp,
+    News,
+)
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.policy.ladder import Limits
 from outlast.runtime import store as stores
 from outlast.runtime.addresses import Endpoint, own_address, parse_endpoints
+from outlast.runtime.run_key import find_run_key
 from outlast.runtime.store import TCPStore, open_cycle_store
 
 log = logging.getLogger(__name__)
@@ -65,17 +77,23 @@ class OutlastRendezvous(RendezvousHandler):
         settings = JobSettings(
             job=params.run_id,
             num_slots=params.min_nodes,
+            max_nodes=params.max_nodes,
             limits=Limits(max_restarts=_UNLIMITED, max_no_progress_cycles=_UNLIMITED, max_node_faults=0),
             join_timeout_s=self._join_timeout_s,
             node_timeout_s=node_timeout_s,
+            beat_interval_s=node_timeout_s / 5,
+            host=node,
+        )
+        identity = JobIdentity(
+            run_id=params.run_id,
+            key=find_run_key(params.run_id, None, key_file=params.get("run_key_file"), is_one_machine=False),
         )
 
-        def serve(store: TCPStore, former: JobInProgress | None) -> CoordinatorServer:
+        def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
             return CoordinatorServer(
-                store,
-                settings,
-                run_dir=None,
-                run_id=params.run_id,
+                listeners,
+                where.complete(settings),
+                identity,
                 node=node,
                 layers=LayeredSettings(),
                 on_error=lambda error: self._news.put(LinkFailed(str(error))),
@@ -84,11 +102,15 @@ class OutlastRendezvous(RendezvousHandler):
         self._link = ControlLink(
             parse_endpoints(params.endpoint),
             node=node,
+            identity=identity,
             deliver=self._news.put,
             serve=serve,
             beat_interval_s=node_timeout_s / 5,
+            silence_s=node_timeout_s,
             connect_timeout_s=self._join_timeout_s,
+            has_loop=False,
         )
+        self._client = CoordinatorClient(self._link, addr=self._addr, nproc=0, wish=None)
         self._link.start()
 
     def get_backend(self) -> str:
@@ -105,7 +127,7 @@ class OutlastRendezvous(RendezvousHandler):
 
         Raises:
             RendezvousTimeoutError: It was not complete in ``join_timeout`` seconds (spares wait on).
-            RendezvousConnectionError: The control store is out of reach.
+            RendezvousConnectionError: The coordinator is out of reach.
             SystemExit: With 0: the job is over and this node was a spare.
         """
         self._store = self._hosted = None
@@ -116,7 +138,7 @@ class OutlastRendezvous(RendezvousHandler):
                 incident = Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._cycle, node=self._link.node)
             ended = m.CycleFacts(cycle=self._cycle, incident=incident)
         self._waiting = 0
-        self._link.send(m.JoinRequest(addr=self._addr, nproc=0, ended=ended))
+        self._client.join(ended)
         deadline_s: float | None = clock.now_s() + self._join_timeout_s
         while True:
             try:
@@ -128,11 +150,14 @@ class OutlastRendezvous(RendezvousHandler):
             match news:
                 case m.Wait():
                     deadline_s = None  # a spare waits as long as the job lasts
+                    if news.place is not None:
+                        self._client.wait_beside(news.place)
                 case m.Prepare():
                     self._hosted = open_cycle_store(self._addr)
                     self._link.send(m.Master(cycle=news.cycle, addr=self._addr, port=self._hosted.port))
                 case m.Start():
-                    return self._enter(news)
+                    if self._client.take_place(news):
+                        return self._enter(news)
                 case m.Stop():
                     self._closed = True
                     if news.exit_code == ExitReason.FINISHED:
@@ -141,16 +166,29 @@ class OutlastRendezvous(RendezvousHandler):
                         log.info("%s; this spare was not needed", news.reason)
                         raise SystemExit(0)
                     raise RendezvousClosedError(news.reason)
-                case LinkFailed() | LinkDown():
+                case LinkFailed():
                     raise RendezvousConnectionError(news.error)
-                case LinkUp() | m.CycleOver():
+                case LinkDown():
+                    log.warning("the coordinator is out of reach (%s)", news.error)
+                    deadline_s = clock.now_s() + self._join_timeout_s
+                case LinkUp():
+                    self._on_link_up(news, is_running=False)
+                case m.Ran():
+                    self._client.note_ran(news.cycle)
+                case m.CycleOver() | m.NodesMissing() | m.Remark():
                     pass
+
+    def _on_link_up(self, up: LinkUp, *, is_running: bool) -> None:
+        self._client.note_term(up.term)
+        if not up.is_first:
+            self._client.register(is_running=is_running, is_joining=not is_running, has_finished=False)
 
     def _enter(self, start: m.Start) -> RendezvousInfo:
         self._cycle = start.cycle
         master = Endpoint(start.master_addr, start.master_port)
         self._store = self._hosted or stores.connect(master, timeout_s=30.0, call_timeout_s=600.0)
         self._store.set_timeout(timedelta(seconds=600))
+        self._client.send(m.Running(cycle=start.cycle))
         return RendezvousInfo(
             store=PrefixStore("agents", self._store),
             rank=start.node_rank,
@@ -178,8 +216,12 @@ class OutlastRendezvous(RendezvousHandler):
                 self._waiting = 1
             elif isinstance(news, m.Stop):
                 self._closed = True
+            elif isinstance(news, m.Ran):
+                self._client.note_ran(news.cycle)
+            elif isinstance(news, LinkUp):
+                self._on_link_up(news, is_running=True)
             elif isinstance(news, LinkDown):
-                log.warning("%s; training continues", news.error)
+                log.warning("the coordinator is out of reach (%s); training continues", news.error)
 
     def get_run_id(self) -> str:
         """Return the run's id."""

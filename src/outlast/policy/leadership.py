@@ -10,10 +10,10 @@ holders of that cycle's slots, and the spares that waited when it began. A part 
 
 Who is known to be dead (the kernel closed its connection, it said goodbye) does not count as a member; who only went
 silent does, since it may go on elsewhere. Two parts that share no member cannot both have the quorum, whatever each of
-them knows of the dead (``tests/policy/test_leadership.py`` proves it over arbitrary parts): with n members, dead sets A
-and B, and a >= (n - |A|)/2, b >= (n - |B|)/2, a + b <= n - |A u B| forces |A| = |B| = |A u B|, so A = B and a tie, which
-both decide alike. And whoever has the quorum of the next cycle that ran on all of its nodes shares a member with
-whoever had the one before: a cycle runs only once every one of its nodes has taken its place.
+them knows of the dead (``tests/policy/test_leadership.py`` holds it over arbitrary parts): with n members, dead sets A
+and B, and a >= (n - |A|)/2, b >= (n - |B|)/2, a + b <= n - |A u B| forces |A| = |B| = |A u B|, so A = B and a tie,
+which both decide alike. A cycle becomes the electorate once all of its nodes have started it; those are told so. Until then
+somebody who has taken a place in it speaks for both (:func:`has_quorum_of`).
 
 A *term* numbers a coordinator's leadership. A coordinator that takes over takes one above all that it is told of;
 agents obey no lower one than they have obeyed. (Lamport's ballots, and the terms of Ongaro and Ousterhout's Raft,
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,73 @@ class Electorate:
         if balance:
             return balance > 0
         return bool(present) and min(living) in present
+
+
+class Seat(Protocol):
+    """A node's place in a cycle; see :class:`outlast.launch.protocol.SlotPlace`."""
+
+    @property
+    def cycle(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def slot(self) -> int | None: ...
+    @property
+    def num_spares(self) -> int: ...
+    @property
+    def spare(self) -> int | None: ...
+    @property
+    def num_kept(self) -> int: ...
+
+
+def has_quorum_of(
+    claims: Collection[tuple[Seat | None, Seat | None]],
+    *,
+    dead_slots: Collection[int] = (),
+    dead_spares: Collection[int] = (),
+) -> bool:
+    """Return whether nodes that came to a new coordinator may go on without the others.
+
+    They need the quorum of the newest cycle that any of them knows to have run on all of its nodes, and of a newer one
+    that some of them have taken a place in, unless that one can never have run on all of its nodes: it kept so many
+    holders of the former's slots (``num_kept``) that one of them must be here and has not taken its place.
+
+    Args:
+        claims: Of each node, its place in the newest cycle that it knows to have run, and in the newest it has taken.
+        dead_slots: Slots of the newest cycle that ran whose holders are known to be dead.
+        dead_spares: Spares beside it that are.
+    """
+    ran = max((seat.cycle for seat, _ in claims if seat is not None), default=None)
+    taken = max((seat.cycle for _, seat in claims if seat is not None), default=None)
+    if ran is None:
+        ran = -1
+    here: list[Seat] = [seat for seat, _ in claims if seat is not None and seat.cycle == ran]
+    holders_here = {seat.slot for seat in here if seat.slot is not None}
+    if here and not _electorate(here).has_quorum(
+        holders_here,
+        {seat.spare for seat in here if seat.spare is not None},
+        dead_slots=dead_slots,
+        dead_spares=dead_spares,
+    ):
+        return False
+    if taken is None or taken <= ran:
+        return bool(here)
+    newer = [(seat, place) for seat, place in claims if place is not None and place.cycle == taken]
+    if here:
+        num_took = sum(seat is not None and seat.cycle == ran and seat.slot is not None for seat, _ in newer)
+        least_kept_here = len(holders_here) + newer[0][1].num_kept - here[0].num_slots
+        if least_kept_here > num_took:
+            return True
+    places = [place for _, place in newer]
+    return _electorate(places).has_quorum(
+        {place.slot for place in places if place.slot is not None},
+        {place.spare for place in places if place.spare is not None},
+    )
+
+
+def _electorate(seats: Collection[Seat]) -> Electorate:
+    first = next(iter(seats))
+    return Electorate(first.num_slots, first.num_spares)
 
 
 def may_begin(num_here: int, *, num_slots: int, max_nodes: int, num_endpoints: int) -> bool:

@@ -6,15 +6,23 @@ that counts is that of the interface on the way to an endpoint that all peers kn
 
 from __future__ import annotations
 
+import queue
 import socket
+import threading
 from dataclasses import dataclass
 
+from outlast import clock
 from outlast.errors import ConfigError, RendezvousError
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _ELSEWHERE: dict[int, str] = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""
 _DISCARD_PORT = 9
+_AGAIN_S = 0.3
+"""Between two questions to a name server that asks to be asked again; there are four."""
+
+Addresses = list[tuple[int, tuple[str, int]]]
+"""Family and address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +134,31 @@ def _source_address(family: int, address: tuple[object, ...]) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def look_up(endpoint: Endpoint, timeout_s: float) -> Addresses | str | None:
+    """Return the addresses of an endpoint, or why there are none; ``None``: no name server answered in time.
+
+    Blocks: up to ``timeout_s``.
+    """
+    answers: queue.SimpleQueue[Addresses | str] = queue.SimpleQueue()
+
+    def ask() -> None:
+        until_s = clock.now_s() + 3 * _AGAIN_S
+        while True:
+            try:
+                found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+                answers.put([(one[0], one[4]) for one in found])  # type: ignore[misc]
+                return
+            except (OSError, UnicodeError) as error:
+                passes = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
+                if not passes or clock.now_s() > until_s:
+                    answers.put(getattr(error, "strerror", None) or str(error))
+                    return
+            threading.Event().wait(_AGAIN_S)
+
+    threading.Thread(target=ask, name="outlast-look-up", daemon=True).start()
+    try:
+        return answers.get(timeout=timeout_s)
+    except queue.Empty:
+        return None

@@ -27,11 +27,16 @@ def write_atomically(path: Path, data: bytes) -> None:
     fsync_folder(path.parent)
 
 
-def create_atomically(path: Path, data: bytes) -> bool:
+def create_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     """Make a new file of ``data``; of several processes that try at once, on any machines, one succeeds.
 
     The file gets its name by a hard link once it is whole and durable, so that nobody reads half of it. Where there are
     no links it is made by its name, and may be read before it is whole.
+
+    Args:
+        path: The file.
+        data: What it holds.
+        mode: Who may read and write it, as far as the process's mask permits.
 
     Returns:
         Whether this call made it; otherwise it was there, and is what it was.
@@ -41,7 +46,7 @@ def create_atomically(path: Path, data: bytes) -> bool:
     """
     temporary = _temporary(path)
     try:
-        write_durably(temporary, data)
+        write_durably(temporary, data, mode=mode)
         try:
             os.link(temporary, path)
             is_made = True
@@ -51,7 +56,7 @@ def create_atomically(path: Path, data: bytes) -> bool:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            is_made = _make_new(path, data)
+            is_made = _make_new(path, data, mode)
     finally:
         temporary.unlink(missing_ok=True)
     if is_made:
@@ -59,9 +64,9 @@ def create_atomically(path: Path, data: bytes) -> bool:
     return is_made
 
 
-def write_durably(path: Path, data: bytes) -> None:
+def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Make a new file of ``data`` that outlasts a crash once its folder does. Raises: OSError."""
-    with open(path, "xb") as file:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -81,9 +86,9 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def _make_new(path: Path, data: bytes) -> bool:
+def _make_new(path: Path, data: bytes, mode: int) -> bool:
     try:
-        write_durably(path, data)
+        write_durably(path, data, mode=mode)
     except FileExistsError:
         return False
     except OSError:

@@ -149,6 +149,24 @@ def key_of_directory(run_dir: Path, *, make: bool = True) -> RunKey:
         ) from None
 
 
+def find_known_key(run_dir: Path | None, *, key_file: str | None = None) -> RunKey | None:
+    """Return the key of a run of which only the directory is known; ``None``: it has none, or not for this process.
+
+    Raises:
+        ConfigError: The file or the variable that is named cannot be used.
+    """
+    if key_file is not None:
+        return find_run_key("", None, key_file=key_file, is_one_machine=False)
+    if (found := key_of_environment()) is not None:
+        return found
+    if run_dir is None or not (run_dir / FILE_NAME).exists():
+        return None
+    try:
+        return key_of_directory(run_dir, make=False)
+    except ConfigError:
+        return None
+
+
 def is_network_file_system(path: Path) -> bool:
     """Return whether other machines can see a folder under the same files."""
     return _file_system_type(path) in _NETWORK_FILE_SYSTEMS

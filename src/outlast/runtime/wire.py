@@ -6,14 +6,14 @@ of them. These are the parts:
 
 * :class:`MessageChannel`, a blocking connection with timeouts: sockets, socket pairs (``SOCK_SEQPACKET``, too, where
   a frame must be sent whole or not at all), descriptors beside messages, bulk data between them without a copy.
-* :class:`BufferedChannel`, a connection that never blocks, and :class:`SelectedChannel`, that connection in a loop with a
-  selector.
+* :class:`BufferedChannel`, a connection that never blocks, and :class:`SelectedChannel`, that connection in a loop with
+  a selector.
 * :class:`Handshake`, by which the two sides of a TCP connection prove to each other that they know a key. Before it is
   over, nothing is read but hellos of fixed size, and nothing is decoded.
 
 A proof is the HMAC-SHA256, under the key, of both sides' nonces, the protocol's name, the server's introduction and the
-side that gives it: it cannot be used again, for another protocol, or be sent back. From the same nonces each side derives the keys under which
-frames may be signed. Nothing is encrypted.
+side that gives it: it cannot be used again, for another protocol, or be sent back. From the same nonces each side
+derives the keys under which frames may be signed. Nothing is encrypted.
 
 Rejected: one process-wide event loop (a rank's threads block in C, and a writer feeds the network from files); pickles;
 TLS (keys of one run need no certificates); Python's own socket timeouts (each call would be two system calls). Timeouts

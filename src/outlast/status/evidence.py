@@ -20,13 +20,14 @@ from outlast.env import clean_name
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import Event, EventKind
 from outlast.journal import decode_events
-from outlast.launch.protocol import STATUS_KEY, LiveStatus, decode_live
+from outlast.launch.control import ask
+from outlast.launch.protocol import AskStatus, LiveStatus
 from outlast.policy.ladder import LadderState
 from outlast.policy.lease import Process
 from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
 from outlast.runtime.lease import FOLDER
 from outlast.runtime.processes import is_alive, machine_id
-from outlast.runtime.store import read_key
+from outlast.runtime.run_key import RunKey, find_known_key
 
 MAX_FILES = 20_000
 """Newest files of the journal that are looked at."""
@@ -100,7 +101,7 @@ def gather(run_dir: Path, *, live: LiveStatus | None = None) -> Evidence:
     if live is not None and live.job != job:
         live = None
     elif live is None and _is_worth_asking(events, living):
-        live, unreachable = _ask_for(job, events)
+        live, unreachable = _ask_for(job, events, find_known_key(run_dir))
     return Evidence(
         run_dir=str(run_dir),
         job=job,
@@ -115,21 +116,23 @@ def gather(run_dir: Path, *, live: LiveStatus | None = None) -> Evidence:
     )
 
 
-def ask_coordinator(endpoint: Endpoint) -> LiveStatus:
+def ask_coordinator(endpoint: Endpoint, key: RunKey | None = None) -> LiveStatus:
     """Return how the job is that is coordinated at an endpoint.
 
+    Args:
+        endpoint: Where it is.
+        key: The run key; ``None``: where the coordinator says it lies.
+
     Raises:
-        RendezvousError: The host is not known, nobody answers there, or who does is no coordinator of ours.
+        RendezvousError: The host is not known, nobody answers there, or who does is no coordinator of ours, or of a run
+            whose key this process does not have.
 
     Blocks: up to 4 s.
     """
-    data = read_key(endpoint, STATUS_KEY, timeout_s=ASK_TIMEOUT_S)
-    if data is None:
-        raise RendezvousError(
-            f"a store of torch answers at {endpoint}, but no coordinator of outlast; give the --rdzv-endpoint of the "
-            "run, or its run directory"
-        )
-    return decode_live(data)
+    answer = ask(endpoint, AskStatus(), run_id=None, key=key, timeout_s=ASK_TIMEOUT_S)
+    if not isinstance(answer, LiveStatus):
+        raise RendezvousError(f"the coordinator at {endpoint} is of another version; use the outlast that runs it")
+    return answer
 
 
 def processes_in(events: Iterable[Event]) -> list[JobProcess]:
@@ -316,12 +319,12 @@ def _is_worth_asking(events: Sequence[Event], living: Mapping[JobProcess, bool |
     return None in lives.values() or not runs
 
 
-def _ask_for(job: str, events: Sequence[Event]) -> tuple[LiveStatus | None, str | None]:
+def _ask_for(job: str, events: Sequence[Event], key: RunKey | None) -> tuple[LiveStatus | None, str | None]:
     """Ask the coordinator of a job; return its status, or why there is none."""
     reason = None
     for endpoint in _endpoints(events):
         try:
-            live = ask_coordinator(endpoint)
+            live = ask_coordinator(endpoint, key)
         except RendezvousError as error:
             reason = reason or str(error)
             continue
