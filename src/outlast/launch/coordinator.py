@@ -312,9 +312,7 @@ class Coordinator:
             case m.Master() if self.phase == m.JobPhase.PREPARING and message.cycle == self.cycle:
                 self._enter(m.JobPhase.RUNNING, now_s)
                 self._last_restart, self._started = (0, 0), set()
-                self._places = self._forming.start(
-                    self.cycle, message.addr, message.port, self.state, term=self._term
-                )
+                self._places = self._forming.start(self.cycle, message.addr, message.port, self.state, term=self._term)
             case m.Running() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
                 self._on_running(node)
             case m.Restarted() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
@@ -356,11 +354,12 @@ class Coordinator:
         """Lose the nodes that keep a phase waiting for too long."""
         if self._phase_since_s is None:
             return
-        waited_s, settings, late = now_s - self._phase_since_s, self.settings, []
+        waited_s, settings = now_s - self._phase_since_s, self.settings
+        late: list[str | None] = []
         if self.phase == m.JobPhase.PREPARING and waited_s > settings.prepare_timeout_s:
             late, why = [self.nodes.slots[0].holder], "it did not open the cycle's store"
         elif self.phase == m.JobPhase.RUNNING and self._places and waited_s > settings.start_timeout_s:
-            late, why = sorted(self.nodes.holders - self._started), "it did not start its workers"
+            late, why = [*sorted(self.nodes.holders - self._started)], "it did not start its workers"
         elif self._ending is not None and waited_s > settings.rejoin_timeout_s:
             late = [node.name for node in self.nodes if self.nodes.holds_slot(node) and not node.ready]
             why = "it did not report the cycle's end"

@@ -1,6 +1,6 @@
 """The agent's side of the coordinator: what a node reports, and the connection on which that travels.
 
-:class:`CoordinatorClient` is what the agent uses; its methods never block. :class:`ControlLink` carries the messages, in
+:class:`CoordinatorClient` is what the agent uses; its methods never block. :class:`ControlLink` carries the messages in
 one thread with one connection: it sends what the agent has, beats that show the agent's main loop to run, and puts what
 comes into the agent's mailbox. Each beat is answered. Where no answer comes for long the link goes to the next
 endpoint: to a coordinator there, or to host one where the endpoint is this machine's. What a coordinator knows is soft
@@ -266,7 +266,8 @@ class ControlLink:
         self._skips: Endpoint | None = None
         """Where the coordinator has just gone silent: it is asked last."""
         self._news: list[m.OnAgent] = []
-        self._broken: OSError | None = None
+        self._errors: list[OSError] = []
+        """What broke the connection."""
         self._yields = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outlast-link", daemon=True)
 
@@ -337,7 +338,7 @@ class ControlLink:
             _Left: The coordinator is lost, or the link is closed.
         """
         selector.register(self._outgoing, selectors.EVENT_READ, partial(self._send_all, channel))
-        self._broken = None
+        self._errors.clear()
         now_s = clock.now_s()
         next_beat_s, looked_s = now_s, now_s
         while True:
@@ -354,7 +355,7 @@ class ControlLink:
                 key.data(events)
             self._deliver_news()
             silent_s = clock.now_s() - channel.channel.received_ns / 1e9
-            if self._broken is not None:
+            if self._errors:
                 raise _Left("the connection to the coordinator ended")
             if self._closing.is_set():
                 channel.channel.drain(1.0)
@@ -370,7 +371,7 @@ class ControlLink:
         self._news += came
 
     def _on_broken(self, _: SelectedChannel[m.OnAgent], error: OSError) -> None:
-        self._broken = error
+        self._errors.append(error)
 
     def _deliver_news(self) -> None:
         news, self._news = self._news, []
@@ -401,8 +402,8 @@ class ControlLink:
         num_rounds, error, gone = 0, "no endpoint was tried", False
         while not self._closing.is_set():
             skipped, self._skips = self._skips, None
-            for order, endpoint in enumerate(self._endpoints):
-                if endpoint == skipped or (endpoint.port == 0):
+            for endpoint in self._endpoints:
+                if endpoint == skipped or endpoint.port == 0:
                     continue
                 try:
                     return self._join_at(endpoint, answer_s)
@@ -462,7 +463,8 @@ class ControlLink:
     def _await_welcome(self, channel: BufferedChannel[m.OnAgent], answer_s: float) -> m.Welcome:
         with selectors.DefaultSelector() as selector:
             waiting = SelectedChannel(selector, channel, self._on_messages, self._on_broken)
-            self._broken, self._news = None, []
+            self._errors.clear()
+            self._news.clear()
             last_ns = clock.now_ns()
             while not self._news:
                 if self._closing.is_set():
@@ -472,10 +474,10 @@ class ControlLink:
                     raise TimeoutError(f"it did not answer within {answer_s:g} s")
                 for key, events in selector.select(_PAUSE_S):
                     key.data(events)
-                if self._broken is not None:
-                    if isinstance(self._broken, AuthenticationFailed):
-                        raise self._broken
-                    raise ConnectionResetError(f"it ended the connection ({self._broken})")
+                if self._errors:
+                    if isinstance(self._errors[0], AuthenticationFailed):
+                        raise self._errors[0]
+                    raise ConnectionResetError(f"it ended the connection ({self._errors[0]})")
             waiting.release()
         first = self._news.pop(0)
         if isinstance(first, m.Refused):
@@ -526,9 +528,7 @@ class ControlLink:
     def _ask_rival(self, endpoint: Endpoint, own: Leadership) -> m.Leads | None:
         question = m.AskLeadership(term=own.term, leads=own.leads, order=own.order)
         try:
-            answer = ask(
-                endpoint, question, run_id=self._identity.run_id, key=self._identity.key, timeout_s=_CONNECT_S
-            )
+            answer = ask(endpoint, question, run_id=self._identity.run_id, key=self._identity.key, timeout_s=_CONNECT_S)
         except RendezvousError as error:
             log.debug("no other coordinator: %s", error)
             return None

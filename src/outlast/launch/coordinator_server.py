@@ -27,7 +27,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -108,7 +107,9 @@ class CoordinatorServer:
         self._run_dir, self._node = identity.run_dir, node
         self._layers, self._config = layers, layers.config
         self._on_error, self._may_write = on_error, may_write
-        self._journal = Journal(identity.run_dir, run_id=identity.run_id, job=settings.job, node=node, proc="coordinator")
+        self._journal = Journal(
+            identity.run_dir, run_id=identity.run_id, job=settings.job, node=node, proc="coordinator"
+        )
         state = load_ladder(identity.run_dir, is_new_job=settings.former_host is None, is_named=settings.is_named)
         self._coordinator = Coordinator(
             settings,
@@ -204,9 +205,7 @@ class CoordinatorServer:
         self._handle(m.CoordinatorTick())
         since_s, self._judged_at_s = now_s - self._judged_at_s, now_s
         beats = {agent.hello.node: agent.count for agent in self._agents.values()}
-        heard_s = {
-            agent.hello.node: now_s - agent.channel.channel.received_ns / 1e9 for agent in self._agents.values()
-        }
+        heard_s = {agent.hello.node: now_s - agent.channel.channel.received_ns / 1e9 for agent in self._agents.values()}
         self._send_all(self._coordinator.judge_beats(beats, now_s, since_last_s=since_s, unheard_s=heard_s))
         if self._coordinator.may_close or self._coordinator.should_give_up_on_goodbyes(now_s):
             self.closed.set()
@@ -240,7 +239,7 @@ class CoordinatorServer:
 
     def _pause_accepting(self, error: OSError) -> None:
         log.warning(
-            "node %s cannot take another connection (%s): strangers are dropped; raise the limit (ulimit -n) to two for "
+            "node %s cannot take another connection (%s): strangers are dropped; raise its limit (ulimit -n) to two for "
             "each node of the job",
             *(self._node, error.strerror),
         )

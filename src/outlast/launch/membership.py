@@ -4,9 +4,9 @@ A slot is a node's place in the world. Whoever holds one keeps it from cycle to 
 nodes stay as they were; only an empty slot is given to another node (:func:`fill_slots`).
 
 :class:`Nodes` is the roll. :class:`Forming` fills the slots of the next cycle from the nodes that wait, as far as this
-part of the job has the :class:`Quorum`. :class:`Adoption` rebuilds them for a new coordinator of a job in progress: what
-a coordinator knows is soft state, so agents that lost theirs keep their slots and register with their place in the last
-cycle once they reach another. A slot that nobody claims in time belonged to a node that was lost with the old one.
+part of the job has the :class:`Quorum`. :class:`Adoption` rebuilds them for a new coordinator of a job in progress:
+what a coordinator knows is soft state, so agents that lost theirs keep their slots and register with their place in the
+last cycle once they reach another. A slot that nobody claims in time belonged to a node that was lost with the old one.
 """
 
 from __future__ import annotations
@@ -565,9 +565,7 @@ class Forming:
             if node.ready:
                 self.nodes.out.append((node.name, node.epoch, m.NodesMissing(reason=reason)))
 
-    def start(
-        self, cycle: int, addr: str, port: int, state: LadderState, *, term: int
-    ) -> dict[str, m.SlotPlace]:
+    def start(self, cycle: int, addr: str, port: int, state: LadderState, *, term: int) -> dict[str, m.SlotPlace]:
         """Send every slot's node its place, and the others that they wait; return the places.
 
         Args:
@@ -639,8 +637,8 @@ class Forming:
             return None
         if self._lacks_quorum:
             return (
-                f"most nodes of the last cycle stayed away for {timeout_s:.0f} s (--rdzv-conf join_timeout=...) and may "
-                "go on elsewhere"
+                f"most nodes of the last cycle stayed away for {timeout_s:.0f} s (--rdzv-conf join_timeout=...) and "
+                "may go on elsewhere"
             )
         return (
             f"{self._missing} of {len(self.nodes.slots)} slots stayed empty for {timeout_s:.0f} s "

@@ -314,17 +314,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 FromAgent = (
-    JoinRequest
-    | Register
-    | Running
-    | Hung
-    | Master
-    | Restarted
-    | Finished
-    | ScriptSettings
-    | Leave
-    | Unhealthy
-    | Bye
+    JoinRequest | Register | Running | Hung | Master | Restarted | Finished | ScriptSettings | Leave | Unhealthy | Bye
 )
 """What an agent reports."""
 ToCoordinator = FromAgent | Dead | CoordinatorTick
@@ -337,6 +327,7 @@ OnControl = FromAgent | Hello | Beat | Moving | Question
 
 
 # -- how a job is, for whoever asks -----------------------------------------------------------------------------
+
 
 class JobPhase(StrEnum):
     """Where the job is; see :mod:`outlast.launch.coordinator`."""

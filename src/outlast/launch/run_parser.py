@@ -179,8 +179,8 @@ _OURS: tuple[tuple[str, str, str | None, str | float | None, str], ...] = (
     ),
     (
         *(_NODES, "run-key-file", "FILE", None),
-        "File with the run's secret, at least 16 bytes, by which its processes know each other; default OUTLAST_RUN_KEY, "
-        "else run.key of a shared run directory, else derived from the run's id.",
+        "File with the run's secret, at least 16 bytes, by which its processes know each other; default "
+        "OUTLAST_RUN_KEY, else run.key of a shared run directory, else derived from the run's id.",
     ),
     (
         *(_RESTARTS, "max-restarts-total", "N", None),

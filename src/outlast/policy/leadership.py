@@ -12,8 +12,8 @@ Who is known to be dead (the kernel closed its connection, it said goodbye) does
 silent does, since it may go on elsewhere. Two parts that share no member cannot both have the quorum, whatever each of
 them knows of the dead (``tests/policy/test_leadership.py`` holds it over arbitrary parts): with n members, dead sets A
 and B, and a >= (n - |A|)/2, b >= (n - |B|)/2, a + b <= n - |A u B| forces |A| = |B| = |A u B|, so A = B and a tie,
-which both decide alike. A cycle becomes the electorate once all of its nodes have started it; those are told so. Until then
-somebody who has taken a place in it speaks for both (:func:`has_quorum_of`).
+which both decide alike. A cycle becomes the electorate once all of its nodes have started it; those are told so. Until
+then somebody who has taken a place in it speaks for both (:func:`has_quorum_of`).
 
 A *term* numbers a coordinator's leadership. A coordinator that takes over takes one above all that it is told of;
 agents obey no lower one than they have obeyed. (Lamport's ballots, and the terms of Ongaro and Ousterhout's Raft,

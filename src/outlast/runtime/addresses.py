@@ -130,6 +130,30 @@ def own_address(towards: str | None) -> str:
     raise RendezvousError(f"host {towards!r} cannot be reached from here ({why}); check its name and the network")
 
 
+def listening_addresses(host: str, *, interface: str | None = None) -> list[tuple[socket.AddressFamily, str]]:
+    """Return the addresses of this machine at which the host of an endpoint listens; none: it is another machine's."""
+    if is_loopback(host):
+        return [(socket.AF_INET6, "::1")] if host == "::1" else [(socket.AF_INET, "127.0.0.1")]
+    try:
+        found = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
+    except OSError:
+        return []
+    own: dict[tuple[socket.AddressFamily, str], None] = {}
+    for family, _, _, _, address in found:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind((address[0], 0))
+            except OSError:
+                continue
+        own[family, str(address[0])] = None
+        if str(address[0]).startswith("127."):
+            try:
+                own[family, _source_address(family, (_ELSEWHERE[family], _DISCARD_PORT))] = None
+            except OSError:
+                pass
+    return list(own)
+
+
 def _source_address(family: int, address: tuple[object, ...]) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
