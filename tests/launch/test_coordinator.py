@@ -307,7 +307,7 @@ def test_takeover_replaces_the_node_that_hosted_the_store() -> None:
 
 def test_divided_network_does_not_make_two_runs() -> None:
     """Where both halves of a divided network could be complete, only the one with most slots' holders goes on."""
-    job = Job(num_slots=2, max_nodes=4, former_host="host")
+    job = Job(num_slots=2, max_nodes=4, former_host="host", num_endpoints=2)
     place = m.SlotPlace(cycle=3, slot=1, num_slots=2)
     job.beats.update(b=0, s=0)
     job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place))

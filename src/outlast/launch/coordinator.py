@@ -263,8 +263,10 @@ class Coordinator:
         node = self.nodes.by_name.get(message.node)
         if node is not None and self.phase != m.JobPhase.ADOPTING:
             # The same coordinator: its last message may have been lost with the connection.
-            if node.epoch == message.epoch and node.last is not None:
-                self.nodes.send(node, node.last)
+            if node.epoch == message.epoch and (last := node.last) is not None:
+                if isinstance(last, m.Start):  # the node has been welcomed in the newest term, and obeys no other
+                    last = msgspec.structs.replace(last, term=self._term)
+                self.nodes.send(node, last)
                 if self.phase == m.JobPhase.RUNNING and not self._places:
                     self.nodes.out.append((node.name, node.epoch, m.Ran(cycle=self.cycle)))
             return

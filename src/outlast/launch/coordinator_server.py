@@ -239,8 +239,8 @@ class CoordinatorServer:
 
     def _pause_accepting(self, error: OSError) -> None:
         log.warning(
-            "node %s cannot take another connection (%s): strangers are dropped; raise its limit (ulimit -n) to two for "
-            "each node of the job",
+            "node %s cannot take another connection (%s): strangers are dropped; raise its limit (ulimit -n) to two "
+            "for each node of the job",
             *(self._node, error.strerror),
         )
         for link in list(self._newcomers):

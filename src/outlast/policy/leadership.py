@@ -118,6 +118,8 @@ def has_quorum_of(
         if least_kept_here > num_took:
             return True
     places = [place for _, place in newer]
+    if not here and places[0].num_kept:
+        return False  # a cycle ran before it, and nobody here knows who was in that
     return _electorate(places).has_quorum(
         {place.slot for place in places if place.slot is not None},
         {place.spare for place in places if place.spare is not None},
