@@ -130,11 +130,11 @@ def test_whole_job_goes_on_after_a_start_that_few_took() -> None:
 
 
 def test_first_cycle_of_a_job_that_could_be_twice() -> None:
-    """With one endpoint, or too few nodes for a second world, a job begins; otherwise most nodes must be there."""
-    assert may_begin(2, num_slots=2, max_nodes=8, num_endpoints=1)
-    assert may_begin(2, num_slots=2, max_nodes=3, num_endpoints=2)
-    assert not may_begin(2, num_slots=2, max_nodes=4, num_endpoints=2)
-    assert may_begin(3, num_slots=2, max_nodes=4, num_endpoints=2)
+    """With too few nodes for a second world any endpoint begins a job, otherwise the first."""
+    assert may_begin(1, num_slots=2, max_nodes=3, num_endpoints=2)
+    assert not may_begin(1, num_slots=2, max_nodes=4, num_endpoints=2)
+    assert not may_begin(1, num_slots=2, max_nodes=0, num_endpoints=2)
+    assert may_begin(0, num_slots=2, max_nodes=4, num_endpoints=2)
 
 
 LEADERSHIPS = st.builds(Leadership, term=st.integers(0, 3), leads=st.booleans(), order=st.integers(0, 3))

@@ -274,10 +274,11 @@ class Coordinator:
             self.nodes.out.append((message.node, message.epoch, self.stop))
             return
         node = node or self._add(message, now_s)
-        self._quorum.register(message)
         self._ladder.learn_distrusted(message.distrusted)
-        if self.phase == m.JobPhase.FORMING and self.cycle == 0 and message.place is not None:
+        if self.phase == m.JobPhase.FORMING and not self.nodes.holders and message.place is not None:
             self.phase = m.JobPhase.ADOPTING  # this agent was started anew, and hosts for a job in progress
+            self._quorum.adopt()
+        self._quorum.register(message)
         if self.phase == m.JobPhase.ADOPTING:
             self._adoption.register(message, now_s)
             self.nodes.mark(node, ready=not message.running)
@@ -296,6 +297,9 @@ class Coordinator:
         self.cycle, self.nodes.slots = adoption.cycle, adoption.slots
         num_claims, num_slots = len(adoption.claims), adoption.num_slots
         log.warning("took over the job in cycle %d: %d of %d nodes registered", self.cycle, num_claims, num_slots)
+        for name, cycle in adoption.running.items():
+            if cycle < self.cycle and (node := self.nodes.by_name.get(name)) is not None:
+                self.nodes.send(node, m.CycleOver(cycle=cycle, reason=f"cycle {self.cycle} began without this node"))
         if adoption.is_running:
             self.phase = m.JobPhase.RUNNING
             return

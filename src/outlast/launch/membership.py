@@ -322,6 +322,8 @@ class Quorum:
         self._dead: set[tuple[str, str]] = set()
         self._is_new = settings.former_host is None
         """No cycle has run under any coordinator that is known of."""
+        self._adopts = not self._is_new
+        """What ran last ran under another coordinator, and is known from those who register."""
         self._num_changes = 0
         self._judged: tuple[tuple[int, int], bool] | None = None
 
@@ -349,7 +351,7 @@ class Quorum:
         settings, nodes = self._settings, self._nodes
         if self._is_new:
             return may_begin(
-                len(nodes.by_name),
+                settings.order,
                 num_slots=settings.num_slots,
                 max_nodes=settings.max_nodes,
                 num_endpoints=settings.num_endpoints,
@@ -370,20 +372,31 @@ class Quorum:
         return has_quorum_of(here, dead_slots=dead_slots - {None}, dead_spares=dead_spares - {None})  # type: ignore[arg-type]
 
     @property
+    def may_shrink(self) -> bool:
+        """Whether a world may be smaller than the job asks for: where there may be two, only once a whole one ran."""
+        return self.is_here and not (self.is_asked and self._is_new)
+
+    @property
     def leads(self) -> bool:
         """Whether a cycle has run, and this part may go on from it."""
         return not self._is_new and self.is_here
 
+    def adopt(self) -> None:
+        """Begin with what nodes register: this coordinator is new, and the job is not."""
+        self._is_new, self._adopts = False, True
+
     def register(self, message: m.Register) -> None:
         """Note the places of a node that comes from another coordinator."""
-        if message.place is not None:
+        newest = max((ran.cycle for ran, _ in self._claims.values() if ran is not None), default=-1)
+        is_ahead = message.ran is not None and message.ran.cycle > newest  # another one has led since
+        if message.place is not None and (self._adopts or is_ahead):
             self._is_new = False
             self._num_changes += 1
             self._claims[message.node, message.epoch] = message.ran, message.place
 
     def note_ran(self, places: Mapping[str, m.SlotPlace]) -> None:
         """Note that a cycle has been started on all of its nodes, which are the members now."""
-        self._is_new, self._dead = False, set()
+        self._is_new, self._adopts, self._dead = False, False, set()
         self._num_changes += 1
         self._claims = {
             (name, self._nodes.by_name[name].epoch): (place, None)
@@ -422,8 +435,8 @@ class Adoption:
     """The newest cycle that anybody was in."""
     claims: dict[int, Slot] = field(default_factory=dict)
     """Slot number to its holder."""
-    running: set[str] = field(default_factory=set)
-    """Nodes whose workers run or have finished."""
+    running: dict[str, int] = field(default_factory=dict)
+    """Nodes whose workers run or have finished, and in which cycle."""
     ended: dict[str, m.CycleFacts] = field(default_factory=dict)
     """What nodes reported of the cycle that had ended for them."""
 
@@ -432,16 +445,16 @@ class Adoption:
         if self.since_s is None:
             self.since_s = now_s
         place = message.place
+        if place is not None and message.running:
+            self.running[message.node] = place.cycle
         if place is None or place.cycle < self.cycle:
             return
         if place.cycle > self.cycle:
             self.cycle, self.num_slots = place.cycle, place.num_slots
-            self.claims, self.running = {}, set()
+            self.claims = {}
         if place.slot is None:
             return
         self.claims[place.slot] = Slot(holder=message.node, nproc=message.nproc)
-        if message.running:
-            self.running.add(message.node)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -456,7 +469,7 @@ class Adoption:
     @property
     def is_running(self) -> bool:
         """Whether the cycle continues on every node."""
-        return not self.missing and all(slot.holder in self.running for slot in self.slots)
+        return not self.missing and all(self.running.get(slot.holder or "") == self.cycle for slot in self.slots)
 
     def is_over(self, now_s: float, wait_s: float) -> bool:
         """Return whether all have registered, or had ``wait_s`` seconds to."""
@@ -526,7 +539,8 @@ class Forming:
             return None
         slots = fill_slots(self.nodes.slots, self.nodes.ready(), barred=barred)
         if any(slot.holder is None for slot in slots):
-            smaller = shrink(slots, min_nodes=self.settings.min_nodes) if cycle and self.quorum.is_here else None
+            may_shrink = cycle and self.quorum.may_shrink
+            smaller = shrink(slots, min_nodes=self.settings.min_nodes) if may_shrink else None
             if smaller is None or any(slot.holder is None for slot in smaller):
                 self._miss(sum(slot.holder is None for slot in slots), cycle, now_s)
                 return None
@@ -623,7 +637,7 @@ class Forming:
     def may_shrink(self) -> bool:
         """Return whether the world may continue without one of its nodes."""
         least = self.settings.min_nodes
-        return least is not None and self.quorum.is_here and len(self.nodes.slots) - 1 >= least
+        return least is not None and self.quorum.may_shrink and len(self.nodes.slots) - 1 >= least
 
     def gave_up(self, now_s: float, *, is_awaited: bool) -> str | None:
         """Return why nodes are not waited for any longer, for people; ``None`` while they are.

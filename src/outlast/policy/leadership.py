@@ -131,19 +131,19 @@ def _electorate(seats: Collection[Seat]) -> Electorate:
     return Electorate(first.num_slots, first.num_spares)
 
 
-def may_begin(num_here: int, *, num_slots: int, max_nodes: int, num_endpoints: int) -> bool:
+def may_begin(order: int, *, num_slots: int, max_nodes: int, num_endpoints: int) -> bool:
     """Return whether a coordinator may form a job's first cycle, once its slots are filled.
 
-    Where the job could be there twice (several endpoints, and spares for a second world), most of its nodes must be
-    here; with one endpoint there is one coordinator.
+    Where there are nodes enough for two worlds, only the coordinator at the first endpoint may: no cycle has run whose
+    members could decide.
 
     Args:
-        num_here: Nodes that are here, spares too.
+        order: Number of the coordinator's endpoint.
         num_slots: Nodes that train.
         max_nodes: Most nodes that may join; 0 = not known.
         num_endpoints: Places where a coordinator may be.
     """
-    return num_endpoints == 1 or max_nodes < 2 * num_slots or 2 * num_here > max_nodes
+    return order == 0 or num_endpoints == 1 or 0 < max_nodes < 2 * num_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
