@@ -370,7 +370,15 @@ def test_what_is_distrusted_survives_the_coordinators_machine() -> None:
     job.say(message)
     assert job.state.distrusted == (one,)
     job.running["a"] = m.Start(
-        cycle=7, node_rank=0, num_nodes=1, base_rank=0, world_size=2, master_addr="a", master_port=1
+        cycle=7,
+        term=1,
+        node_rank=0,
+        num_nodes=1,
+        base_rank=0,
+        world_size=2,
+        master_addr="a",
+        master_port=1,
+        place=place,
     )
     job.fail("a")
     assert job.running["a"].distrusted == (one,)

@@ -36,6 +36,8 @@ class Agent:
     start: m.Start | None = None
     """The cycle whose workers run."""
     ended: m.CycleFacts | None = None
+    pending: list[m.ToNode] = field(default_factory=list)
+    """What waits in the kernel of its coordinator's machine."""
     silent_s: float = 0.0
     rounds: int = 0
     count: int = 0
@@ -107,6 +109,9 @@ class Network:
         if agent.leader is not None:
             if self.reach(agent, agent.leader.agent) and agent.leader in self.hosts.values():
                 agent.silent_s = 0.0
+                pending, agent.pending = agent.pending, []
+                for message in pending:
+                    self._take(agent, message)
                 return
             agent.silent_s += 0.5
             if agent.silent_s < SILENCE_S and agent.leader in self.hosts.values():
@@ -147,7 +152,7 @@ class Network:
         is_first = agent.job is None
         host.coordinator.note_term(0 if agent.job is None else agent.job[1], is_own=agent.obeys is host)
         agent.obeys = host
-        agent.leader, agent.silent_s = host, 0.0
+        agent.leader, agent.silent_s, agent.pending = host, 0.0, []
         agent.job = (host.agent.name, host.coordinator.leadership.term)
         host.linked[agent.name] = agent
         if not is_first:
@@ -167,26 +172,36 @@ class Network:
     def _send(self, host: Host, outbox: Sequence[tuple[str, str, m.ToNode]]) -> None:
         for name, _, message in outbox:
             agent = self.by_name[name]
-            if agent.leader is not host or not self.reach(agent, host.agent):
+            if agent.leader is not host:
                 continue
-            if self.rng.random() < 0.02:  # lost with the connection, which the agent opens again
+            if not self.reach(agent, host.agent):
+                agent.pending.append(message)  # the kernel sends it again, for as long as the connection stays
+            elif self.rng.random() < 0.02:  # lost with the connection, which the agent opens again
                 host.linked.pop(name, None)
                 agent.leader = None
             else:
                 self._take(agent, message)
+        for name, _ in host.coordinator.take_dropped():
+            if self.by_name[name].leader is host and self.reach(self.by_name[name], host.agent):
+                self.by_name[name].leader = None
+                host.linked.pop(name, None)
 
     def _take(self, agent: Agent, message: m.ToNode) -> None:
         match message:
             case m.Prepare():
                 self._tell(agent, m.Master(cycle=message.cycle, addr=agent.name, port=next(self.ports)))
             case m.Start() if agent.job is not None and message.term >= agent.job[1]:
-                if agent.place is not None and agent.place.slot is not None and message.cycle <= agent.place.cycle:
+                if (
+                    agent.place is not None
+                    and agent.place.slot is not None
+                    and message.place.order <= agent.place.order
+                ):
                     return
                 agent.start, agent.place = message, message.place
                 agent.job = (agent.job[0], message.term)
                 self._tell(agent, m.Running(cycle=message.cycle))
             case m.Wait(place=place) if place is not None:
-                if agent.place is None or place.cycle > agent.place.cycle:
+                if agent.place is None or place.order > agent.place.order:
                     agent.place = place
             case m.Ran():
                 if agent.place is not None and agent.place.cycle == message.cycle:

@@ -19,6 +19,10 @@ class Place:
     spare: int | None = None
     num_kept: int = 0
 
+    @property
+    def order(self) -> tuple[int, int]:
+        return 1, self.cycle
+
 
 def test_majority_of_slots_goes_on() -> None:
     """Three of five slots go on, two do not, whatever spares are with them."""

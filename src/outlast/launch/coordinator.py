@@ -106,6 +106,7 @@ class Coordinator:
         self._last_restart = (0, 0)
         """The newest restart inside the processes of the running cycle: its call, and its iteration."""
         self._over_at_s: float | None = None
+        self._dropped: list[tuple[str, str]] = []
 
     @property
     def state(self) -> LadderState:
@@ -229,6 +230,11 @@ class Coordinator:
         """Return whether nodes had long enough to learn that the job is over."""
         return self._over_at_s is not None and now_s - self._over_at_s > self.settings.goodbye_timeout_s
 
+    def take_dropped(self) -> list[tuple[str, str]]:
+        """Return the nodes (and epochs) that were lost since the last call: one that lives has to register again."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
     # -- joining and leaving -----------------------------------------------------------------------------------
 
     def _on_join(self, join: m.JoinRequest, now_s: float) -> None:
@@ -263,7 +269,11 @@ class Coordinator:
         node = self.nodes.by_name.get(message.node)
         if node is not None and self.phase != m.JobPhase.ADOPTING:
             # The same coordinator: its last message may have been lost with the connection.
-            if node.epoch == message.epoch and (last := node.last) is not None:
+            self._quorum.register(message)
+            if node.epoch == message.epoch and message.running and message.place and message.place.cycle != self.cycle:
+                reason = f"cycle {self.cycle} began without this node"
+                self.nodes.send(node, m.CycleOver(cycle=message.place.cycle, reason=reason))
+            elif node.epoch == message.epoch and (last := node.last) is not None:
                 if isinstance(last, m.Start):  # the node has been welcomed in the newest term, and obeys no other
                     last = msgspec.structs.replace(last, term=self._term)
                 self.nodes.send(node, last)
@@ -292,14 +302,15 @@ class Coordinator:
     def _adopt(self, now_s: float) -> None:
         """Take over the job from what the agents registered."""
         adoption, self.phase = self._adoption, m.JobPhase.FORMING
-        if adoption.cycle < 0:
+        if adoption.newest is None:
             return  # nobody was in a cycle: the job begins
-        self.cycle, self.nodes.slots = adoption.cycle, adoption.slots
+        self.cycle, self.nodes.slots = adoption.newest.cycle, adoption.slots
         num_claims, num_slots = len(adoption.claims), adoption.num_slots
         log.warning("took over the job in cycle %d: %d of %d nodes registered", self.cycle, num_claims, num_slots)
-        for name, cycle in adoption.running.items():
-            if cycle < self.cycle and (node := self.nodes.by_name.get(name)) is not None:
-                self.nodes.send(node, m.CycleOver(cycle=cycle, reason=f"cycle {self.cycle} began without this node"))
+        for name, place in adoption.running.items():
+            if adoption.is_stale(name) and (node := self.nodes.by_name.get(name)) is not None:
+                reason = f"cycle {self.cycle} began without this node"
+                self.nodes.send(node, m.CycleOver(cycle=place.cycle, reason=reason))
         if adoption.is_running:
             self.phase = m.JobPhase.RUNNING
             return
@@ -418,6 +429,7 @@ class Coordinator:
         if is_known or node.name in self.nodes.claims:
             self._quorum.note_dead(node)
         self.nodes.remove(node.name)
+        self._dropped.append((node.name, node.epoch))
         log.warning("node %s is lost: %s", node.name, why)
         # If it was only cut off, it receives this first: its ranks must not continue in a cycle that is over.
         self.nodes.send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was declared lost: {why}"))

@@ -69,14 +69,14 @@ class CoordinatorClient:
         if start.term < self._term:
             log.warning("cycle %d was not started: it is of term %d, and %d rules", start.cycle, start.term, self._term)
             return False
-        if self._place is not None and self._place.slot is not None and start.cycle <= self._place.cycle:
+        if self._place is not None and self._place.slot is not None and start.place.order <= self._place.order:
             return False
         self._term, self._place, self._distrusted = start.term, start.place, start.distrusted
         return True
 
     def wait_beside(self, place: m.SlotPlace) -> None:
         """Note the place of this node among the spares beside a cycle."""
-        if self._place is None or place.cycle > self._place.cycle:
+        if self._place is None or place.order > self._place.order:
             self._place = place
 
     def note_ran(self, cycle: int) -> None:

@@ -355,6 +355,9 @@ class CoordinatorServer:
                 continue  # it is away; when it comes back it registers, and gets it again
             frame = frames.get(id(message)) or frames.setdefault(id(message), encode_frame(message))
             agent.channel.send_frame(frame)
+        for who in self._coordinator.take_dropped():
+            if (agent := self._agents.pop(who, None)) is not None:
+                agent.channel.close()
 
     def _status(self) -> m.LiveStatus:
         return self._coordinator.status(

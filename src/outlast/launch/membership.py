@@ -387,9 +387,10 @@ class Quorum:
 
     def register(self, message: m.Register) -> None:
         """Note the places of a node that comes from another coordinator."""
-        newest = max((ran.cycle for ran, _ in self._claims.values() if ran is not None), default=-1)
-        is_ahead = message.ran is not None and message.ran.cycle > newest  # another one has led since
-        if message.place is not None and (self._adopts or is_ahead):
+        newest = max((ran.order for ran, _ in self._claims.values() if ran is not None), default=(-1, -1))
+        if message.ran is not None and message.ran.order > newest:
+            self._adopts = True  # another one has led since
+        if message.place is not None and self._adopts:
             self._is_new = False
             self._num_changes += 1
             self._claims[message.node, message.epoch] = message.ran, message.place
@@ -431,12 +432,12 @@ class Adoption:
     num_slots: int
     since_s: float | None = None
     """When the first one did; ``None`` = nobody yet."""
-    cycle: int = -1
-    """The newest cycle that anybody was in."""
+    newest: m.SlotPlace | None = None
+    """A place in the newest cycle that anybody was in."""
     claims: dict[int, Slot] = field(default_factory=dict)
     """Slot number to its holder."""
-    running: dict[str, int] = field(default_factory=dict)
-    """Nodes whose workers run or have finished, and in which cycle."""
+    running: dict[str, m.SlotPlace] = field(default_factory=dict)
+    """Nodes whose workers run or have finished, and their places."""
     ended: dict[str, m.CycleFacts] = field(default_factory=dict)
     """What nodes reported of the cycle that had ended for them."""
 
@@ -446,12 +447,11 @@ class Adoption:
             self.since_s = now_s
         place = message.place
         if place is not None and message.running:
-            self.running[message.node] = place.cycle
-        if place is None or place.cycle < self.cycle:
+            self.running[message.node] = place
+        if place is None or (self.newest is not None and place.order < self.newest.order):
             return
-        if place.cycle > self.cycle:
-            self.cycle, self.num_slots = place.cycle, place.num_slots
-            self.claims = {}
+        if self.newest is None or place.order > self.newest.order:
+            self.newest, self.num_slots, self.claims = place, place.num_slots, {}
         if place.slot is None:
             return
         self.claims[place.slot] = Slot(holder=message.node, nproc=message.nproc)
@@ -469,15 +469,20 @@ class Adoption:
     @property
     def is_running(self) -> bool:
         """Whether the cycle continues on every node."""
-        return not self.missing and all(self.running.get(slot.holder or "") == self.cycle for slot in self.slots)
+        current = {name for name in self.running if not self.is_stale(name)}
+        return not self.missing and current.issuperset(slot.holder for slot in self.slots)
+
+    def is_stale(self, name: str) -> bool:
+        """Return whether a node's workers run in a cycle that a newer one has followed."""
+        return self.newest is not None and self.running[name].order < self.newest.order
 
     def is_over(self, now_s: float, wait_s: float) -> bool:
         """Return whether all have registered, or had ``wait_s`` seconds to."""
         if self.since_s is None:
             return False
-        if self.cycle >= 0 and not self.missing:
+        if self.newest is not None and not self.missing:
             return True
-        if self.cycle >= 0 and len(self.missing) == 1:
+        if self.newest is not None and len(self.missing) == 1:
             wait_s = min(wait_s, _ONE_MISSING_S)  # most likely the very node that hosted the store
         return now_s - self.since_s > wait_s
 
@@ -595,6 +600,7 @@ class Forming:
         indices = {slot.holder: index for index, slot in enumerate(slots) if slot.holder is not None}
         host = self.settings.host
         common = m.SlotPlace(
+            term=term,
             cycle=cycle,
             num_slots=len(slots),
             num_spares=len(spares),

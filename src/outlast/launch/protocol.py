@@ -124,6 +124,8 @@ class JoinRequest(FromNode, frozen=True, kw_only=True, tag=True):
 class SlotPlace(msgspec.Struct, frozen=True, kw_only=True):
     """A node's place in a cycle."""
 
+    term: int = 0
+    """Of the coordinator when it formed the cycle; two coordinators can give the same number to a cycle."""
     cycle: int
     num_slots: int
     slot: int | None = None
@@ -138,6 +140,11 @@ class SlotPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Slot of the coordinator's node, if it holds one."""
     host_spare: int | None = None
     """Its number among the spares, if it is one."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """By which places of different cycles are ordered."""
+        return self.term, self.cycle
 
 
 class Register(FromNode, frozen=True, kw_only=True, tag=True):

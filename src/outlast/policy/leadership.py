@@ -66,7 +66,7 @@ class Seat(Protocol):
     """A node's place in a cycle; see :class:`outlast.launch.protocol.SlotPlace`."""
 
     @property
-    def cycle(self) -> int: ...
+    def order(self) -> tuple[int, int]: ...
     @property
     def num_slots(self) -> int: ...
     @property
@@ -96,11 +96,10 @@ def has_quorum_of(
         dead_slots: Slots of the newest cycle that ran whose holders are known to be dead.
         dead_spares: Spares beside it that are.
     """
-    ran = max((seat.cycle for seat, _ in claims if seat is not None), default=None)
-    taken = max((seat.cycle for _, seat in claims if seat is not None), default=None)
-    if ran is None:
-        ran = -1
-    here: list[Seat] = [seat for seat, _ in claims if seat is not None and seat.cycle == ran]
+    never = (-1, -1)
+    ran = max((seat.order for seat, _ in claims if seat is not None), default=never)
+    taken = max((seat.order for _, seat in claims if seat is not None), default=never)
+    here: list[Seat] = [seat for seat, _ in claims if seat is not None and seat.order == ran]
     holders_here = {seat.slot for seat in here if seat.slot is not None}
     if here and not _electorate(here).has_quorum(
         holders_here,
@@ -109,11 +108,11 @@ def has_quorum_of(
         dead_spares=dead_spares,
     ):
         return False
-    if taken is None or taken <= ran:
+    if taken <= ran:
         return bool(here)
-    newer = [(seat, place) for seat, place in claims if place is not None and place.cycle == taken]
+    newer = [(seat, place) for seat, place in claims if place is not None and place.order == taken]
     if here:
-        num_took = sum(seat is not None and seat.cycle == ran and seat.slot is not None for seat, _ in newer)
+        num_took = sum(seat is not None and seat.order == ran and seat.slot is not None for seat, _ in newer)
         least_kept_here = len(holders_here) + newer[0][1].num_kept - here[0].num_slots
         if least_kept_here > num_took:
             return True
