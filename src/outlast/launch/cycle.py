@@ -89,13 +89,13 @@ class WorkerLaunch:
     def argv_of(self, local_rank: int) -> tuple[str, ...]:
         """Return what one worker runs."""
         argv = tuple(macros.substitute(list(self.argv), str(local_rank)))  # ${local_rank}
-        if self.kind != "exec" or self.spec.numa_options is None:
+        if self.kind != "exec" or (binding := self.options.torchrun.numa_binding) is None:
             return argv
-        from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
+        # torch 2.8 has neither the option nor the module.
+        from torch.numa.binding import AffinityMode, NumaOptions, _maybe_wrap_command_args_with_numa_binding
 
-        return _maybe_wrap_command_args_with_numa_binding(
-            argv, gpu_index=local_rank, numa_options=self.spec.numa_options
-        )
+        options = NumaOptions(affinity_mode=AffinityMode(binding))
+        return _maybe_wrap_command_args_with_numa_binding(argv, gpu_index=local_rank, numa_options=options)
 
     def ranks_env(self, start: m.Start, local_rank: int) -> dict[str, str]:
         """Return what torch's scripts expect in the environment of one worker."""
@@ -119,7 +119,10 @@ class WorkerLaunch:
         }
         texts = {name: str(value) for name, value in values.items()}
         # torch's own rule for LOCAL_RANK and the visible devices, with --virtual-local-rank too.
-        LocalElasticAgent._set_local_rank_env(None, texts, local_rank, spec)  # type: ignore[arg-type]
+        if hasattr(LocalElasticAgent, "_set_local_rank_env"):
+            LocalElasticAgent._set_local_rank_env(None, texts, local_rank, spec)  # type: ignore[arg-type]
+        else:  # torch 2.8
+            texts["LOCAL_RANK"] = str(local_rank)
         return texts
 
     def line_prefixes(self, start: m.Start) -> dict[int, str] | None:
@@ -696,22 +699,21 @@ class _CycleLogs:
 
         def tail(files: dict[int, str], target: TextIO, needles: Sequence[str] = ()) -> None:
             def keeps(line: str) -> bool:
-                return not needles or any(needle in line for needle in needles)
+                return any(needle in line for needle in needles)
 
             if files:
-                self._tails.append(TailLog(args.role, files, target, prefixes, log_line_filter=keeps))
+                chosen: dict[str, Any] = {"log_line_filter": keeps} if needles else {}  # torch 2.8 copies all lines
+                self._tails.append(TailLog(args.role, files, target, prefixes, **chosen))
 
         dest = self.destinations
         tail(dest.tee_stdouts, sys.stdout)
         tail(dest.tee_stderrs, sys.stderr)
-        for needles, files, target in (
-            (args.duplicate_stdout_filters, dest.tee_stdouts, dest.filtered_stdout),
-            (args.duplicate_stderr_filters, dest.tee_stderrs, dest.filtered_stderr),
-        ):
+        for needles, stream in ((args.duplicate_stdout_filters, "stdout"), (args.duplicate_stderr_filters, "stderr")):
             if needles:
+                target = getattr(dest, f"filtered_{stream}")
                 file = open(target, mode="w", errors="replace", buffering=1)  # noqa: SIM115  closed by stop()
                 self._filtered.append(file)
-                tail(files, file, needles)
+                tail(getattr(dest, f"tee_{stream}s"), file, needles)
 
     def start(self) -> None:
         """Start copying."""
