@@ -63,10 +63,10 @@ class Journal:
         self.incidents = Counter[str]()
         """Incidents that this process wrote, by kind."""
         self.path: Path | None = None
-        self._file: _JournalFile | None = None
+        self._file: _JournalWriter | None = None
         if run_dir is not None:
             self.path = Path(run_dir) / "journal" / f"{clean_name(job)}-{clean_name(node)}-{clean_name(proc)}.jsonl"
-            self._file = _JournalFile(self.path, self._describe_lost)
+            self._file = _JournalWriter(self.path, self._describe_lost)
 
     @property
     def num_lost(self) -> int:
@@ -129,7 +129,7 @@ def _encode(event: Event) -> bytes:
         return json.dumps(msgspec.to_builtins(event), ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
-class _JournalFile:
+class _JournalWriter:
     """The file of a journal, and the thread that writes it while there is something to write.
 
     Args:
