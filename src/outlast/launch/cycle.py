@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any, TextIO
@@ -45,6 +46,7 @@ from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Distrusted, Load, tier_of_load
 from outlast.policy.rerun import Diagnosis, Replay
 from outlast.runtime.board import Board
+from outlast.runtime.files import in_time
 from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
 
@@ -321,7 +323,10 @@ class Cycle:
             return
         timeouts = configured = Timeouts.from_config(config, with_defaults=True)
         if config.calc_ft_timeouts:
-            timeouts = LearnedTimeouts.load(self.options.run_dir).apply_to(configured)
+            try:
+                timeouts = in_time(lambda: LearnedTimeouts.load(self.options.run_dir)).apply_to(configured)
+            except TimeoutError as error:
+                log.warning("the timeouts learned so far are not used: %s", error)
 
         def origin(name: str) -> str:
             field = FIELD_OF_SETTING[name]
@@ -539,9 +544,13 @@ class Cycle:
             path = folder / f"rank-{worker.global_rank}.txt"
             head = f"rank {worker.global_rank} (node {self.node}, pid {worker.pid}), exit code {worker.exit_code}"
             parts = [head, remains.trace, remains.fault, "last output:", "\n".join(output)]
-            try:
+
+            def keep() -> None:
                 folder.mkdir(parents=True, exist_ok=True)
                 path.write_text("\n\n".join(filter(None, parts)) + "\n", errors="replace")
+
+            try:
+                in_time(keep)
                 evidence["file"] = str(path)
             except OSError as error:  # a full disk may be what ended the worker
                 log.warning("%s cannot be written: %s", path, error)
@@ -552,9 +561,7 @@ class Cycle:
         destinations, lines = self.logs.destinations, list[str]()
         for path in dict.fromkeys((destinations.stdouts.get(local_rank), destinations.stderrs.get(local_rank))):
             try:
-                with open(path or os.devnull, "rb") as file:
-                    file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL))
-                    lines += file.read(_MAX_TAIL).decode(errors="replace").splitlines()[-_LAST_LINES:]
+                lines += in_time(partial(_read_tail, path or os.devnull)).splitlines()[-_LAST_LINES:]
             except OSError as error:
                 log.debug("%s cannot be read: %s", path, error)
         return tuple(lines)
@@ -649,12 +656,18 @@ class Cycle:
         """Return the message in torch's error file, if the script is decorated with ``@record``."""
         path = Path(self.logs.destinations.error_files.get(local_rank) or "/nonexistent")
         try:
-            message = json.loads(path.read_text())["message"]
+            message = json.loads(in_time(path.read_text))["message"]
         except (OSError, ValueError, KeyError, TypeError):
             return ""
         if isinstance(message, dict):
             message = message.get("message", "")
         return str(message).splitlines()[0] if message else ""
+
+
+def _read_tail(path: str) -> str:
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL))
+        return file.read(_MAX_TAIL).decode(errors="replace")
 
 
 def _as_bytes(variables: Mapping[str, str]) -> dict[bytes, bytes]:

@@ -34,6 +34,7 @@ from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import Endpoint, is_loopback, own_address, parse_endpoints
+from outlast.runtime.files import in_time
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import name_program, this_process
 from outlast.runtime.store import StoreAnswer, probe
@@ -193,6 +194,9 @@ PRELOAD = (
 """What a first DDP construction and a session import; a second and more without it."""
 
 
+_TOTALS_S = 20.0
+
+
 def launch(options: RunOptions) -> int:
     """Run a job's part on this node; return the exit code.
 
@@ -262,7 +266,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
         _run_with_torch_events(agent, options.torchrun.event_log_handler)
     stop = agent.stop
     # One agent reads every node's journal for the totals; at 500 nodes the others had better not.
-    totals = f" ({summarise(options.run_dir, agent.job).describe()})" if agent.is_host else ""
+    totals = _describe_totals(options, agent.job) if agent.is_host else ""
     logging.getLogger(logs.OUTCOME).log(
         logging.INFO if stop.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED) else logging.ERROR,
         "job over after %.1f s%s, exit code %d: %s; journal in %s",
@@ -273,6 +277,14 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
         options.run_dir,
     )
     return stop.exit_code
+
+
+def _describe_totals(options: RunOptions, job: str) -> str:
+    try:
+        return f" ({in_time(partial(summarise, options.run_dir, job), _TOTALS_S).describe()})"
+    except TimeoutError as error:
+        log.warning("the journals in %s cannot be read: %s", options.run_dir, error)
+        return ""
 
 
 class _StartUp:
