@@ -13,7 +13,7 @@ from laid_shards import IDENTITY, flip, lay, manifest_of, stage
 
 from outlast.checkpoint.manifest import Manifest
 from outlast.checkpoint.restore import read_tensors
-from outlast.checkpoint.shard import CHUNK_BYTES
+from outlast.checkpoint.shard import CHUNK_BYTES, read_head, read_header
 from outlast.checkpoint.verification import check_shard, prove_shard
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 
@@ -26,17 +26,19 @@ class Laid:
         self.path = folder / "shard"
         self.manifest = lay(self.tensors, self.path)
         self.fd = os.open(self.path, os.O_RDONLY)
+        size = self.path.stat().st_size
+        _, self.table = read_header(memoryview(read_head(self.fd, size)), size)
         self.names = {name: self._name(name) for name in self.tensors}
 
     def span(self, name: str) -> tuple[int, int]:
-        entry = next(one for one in self.manifest.shards[0].tensors if one.name == self.names[name])
+        entry = self.table[self.names[name]]
         return entry.offset, entry.num_bytes
 
     def prove(self) -> None:
         prove_shard(self.fd, self.manifest, 0)
 
     def _name(self, name: str) -> str:
-        return next(one.name for one in self.manifest.shards[0].tensors if name in one.name)
+        return next(one for one in self.table if name in one)
 
 
 @pytest.fixture

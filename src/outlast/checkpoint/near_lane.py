@@ -109,18 +109,12 @@ class NearLane(Lane):
                 timeout_s=self._places.replication.timeout_s,
             )
             written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(), fd=save.arena.fd)
+            with save.arena.view(save.num_bytes) as image:
+                shard = ShardEntry.of(self._rank, image, written.chunks, finite=written.finite)
         except DirectoryRefused as error:
             return ShardReady(iteration=save.iteration, error=str(error), is_refused=True), ()
         except (CheckpointError, OSError) as error:
             return ShardReady(iteration=save.iteration, error=f"rank {self._rank}: {error}"), ()
-        shard = ShardEntry(
-            rank=self._rank,
-            file=file,
-            num_bytes=save.num_bytes,
-            chunks=written.chunks,
-            tensors=save.tensors,
-            finite=written.finite,
-        )
         if written.finite:
             self._infinite_tensors = ()
         elif not self._infinite_tensors:  # once: with masks, say, each save would cost another look at everything
