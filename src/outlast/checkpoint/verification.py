@@ -300,7 +300,7 @@ def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = 
     try:
         with open(path, "rb", buffering=0) as file:
             if read_head or os.fstat(file.fileno()).st_size != manifest.shards[rank].num_bytes:
-                _prove_head(file.fileno(), manifest, rank)
+                _check_table(_prove_head(file.fileno(), manifest, rank)[0], manifest, rank)
     except FileNotFoundError:
         raise Incomplete("is missing") from None
     except OSError as error:
@@ -325,6 +325,7 @@ def prove_shard(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = Fal
     entry = manifest.shards[rank]
     head, spans = _prove_head(fd, manifest, rank, in_memory=in_memory)
     _check_spans(spans, start=len(head), size=entry.num_bytes)
+    _check_table(head, manifest, rank)
     again, tree = bytearray(len(head)), bytearray(spans[TREE].num_bytes)
     kept = [(0, again), (spans[TREE].offset, tree)]
 
@@ -435,9 +436,13 @@ def _prove_head(
         raise Untrusted(f"is the shard of {', '.join(differences)}")
     if size != expected_size:
         raise Incomplete(f"is {size} bytes long instead of {expected_size}")
+    return head, spans
+
+
+def _check_table(head: bytes, manifest: Manifest, rank: int) -> None:
+    """Check that a shard's header, which names its tensors, is the one that was saved. Raises: Corrupt."""
     if digest(head) != manifest.shards[rank].table:
         raise Corrupt("the header, which is the table of its tensors, differs from its digest")
-    return head, spans
 
 
 def _check_spans(spans: dict[str, TensorSpan], *, start: int, size: int) -> None:
