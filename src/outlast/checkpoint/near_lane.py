@@ -59,9 +59,10 @@ class ShardReady(RankAnswer, frozen=True, kw_only=True):
 class Described(msgspec.Struct, frozen=True):
     """What rank 0 posts once it has gathered all ranks' shards."""
 
-    manifest: msgspec.Raw | None = None
-    """The generation's manifest, sealed; ``None``: the save failed."""
+    manifest: msgspec.Raw = msgspec.Raw(b"null")
+    """The generation's manifest, sealed."""
     failure: SaveOutcome = SaveOutcome()
+    """Why there is none; without an error there is one."""
 
 
 class NearLane(Lane):
@@ -229,7 +230,7 @@ class NearLane(Lane):
             if described is None:
                 described = self._receive(save, "manifest", Described, grace_s=GRACE_S)
             mine = described.failure
-            if described.manifest is not None:
+            if mine.error is None:
                 manifest = bytes(described.manifest)
                 is_finite = self._check_described(save, manifest).finite
                 if _is_kept_in_memory(save):
