@@ -18,7 +18,7 @@ from outlast.bench.commit import tensors_of_rank
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.lane import FAN_OUT, SaveOutcome
+from outlast.checkpoint.lane import FAN_OUT, POLL_S, SaveOutcome
 from outlast.checkpoint.manifest import ShardEntry, decode_manifest, topology_digest
 from outlast.checkpoint.near_lane import NearLane, ShardReady
 from outlast.checkpoint.places import Places, Replication
@@ -240,3 +240,11 @@ def test_an_answer_does_not_grow_with_the_model() -> None:
     assert len(head) > 200_000
     assert len(msgspec.json.encode(answer)) < 200
     assert len(msgspec.json.encode(SaveOutcome())) < 200
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 1024, 1025, 16384, 10**6])
+def test_waiting_for_the_outcome_does_not_load_the_store_with_the_ranks(num_ranks: int) -> None:
+    """However many ranks wait, together they look no more often than 1,024 do; a few ranks look often."""
+    pause_s = NearLane._poll_s(num_ranks)
+    assert num_ranks / pause_s <= 1024 / POLL_S * (1 + 1e-9)
+    assert pause_s == POLL_S or num_ranks > 1024

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 GRACE_S = 10.0
 """Ranks wait this much longer for rank 0's messages than rank 0 does for theirs: better late than contradictory."""
 POLL_S = 0.02
+MAX_POLLING_RANKS = 1024
+"""More ranks that wait for the same message look less often, so that the store has no more to answer."""
 FAN_OUT = 16
 """Of the tree that answers are gathered by: 16,384 ranks are four levels, up to 17 ranks one."""
 T = TypeVar("T", bound=msgspec.Struct)
@@ -242,7 +244,7 @@ class Lane(ABC):
             self._store.set(key, msgspec.json.encode(value).decode())
         self._posted.append((save.attempt.ordinal, key))
 
-    def _receive(self, save: Save, name: str, kind: type[T], *, grace_s: float = 0.0) -> T:
+    def _receive(self, save: Save, name: str, kind: type[T], *, grace_s: float = 0.0, poll_s: float = POLL_S) -> T:
         """Return what a rank posted.
 
         Args:
@@ -250,6 +252,7 @@ class Lane(ABC):
             name: As given to :meth:`_post`, by whichever rank.
             kind: Type of the value.
             grace_s: Seconds to wait beyond the save's deadline.
+            poll_s: Longest pause between two looks.
 
         Raises:
             PeerSilent: Nothing was posted in time, or the ranks' store is gone.
@@ -272,9 +275,14 @@ class Lane(ABC):
                         rank=self._rank,
                         iteration=save.iteration,
                     )
-                pause_s = min(POLL_S, 2 * pause_s)
+                pause_s = min(poll_s, 2 * pause_s)
             word = bytes(self._store.get(key))
         return from_json(word, kind)
+
+    @staticmethod
+    def _poll_s(num_ranks: int) -> float:
+        """Return the longest pause between two looks of ranks that all wait for one message."""
+        return POLL_S * max(1.0, num_ranks / MAX_POLLING_RANKS)
 
     def _gather(self, save: Save, name: str, kind: type[A]) -> Iterator[A]:
         """Yield what each rank has, by rank. Raises: CheckpointError, when one has nothing, or another iteration."""
@@ -324,7 +332,7 @@ class Lane(ABC):
 
     def _conclude(self, save: Save, what: str) -> None:
         """Wait for the outcome that rank 0 posts. Raises: CheckpointError, when the save failed."""
-        outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S)
+        outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S, poll_s=self._poll_s(self._world_size))
         self._is_decided = True
         if outcome.is_refused:
             self._part(save)

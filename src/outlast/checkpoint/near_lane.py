@@ -228,7 +228,9 @@ class NearLane(Lane):
         is_finite, mine = True, SaveOutcome()
         try:
             if described is None:
-                described = self._receive(save, "manifest", Described, grace_s=GRACE_S)
+                described = self._receive(
+                    save, "manifest", Described, grace_s=GRACE_S, poll_s=self._poll_s(len(self._places.leaders))
+                )
             mine = described.failure
             if mine.error is None:
                 manifest = bytes(described.manifest)
