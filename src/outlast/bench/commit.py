@@ -140,12 +140,12 @@ def _commit(place: Path, num_ranks: int, sizes: list[int]) -> float:
     answers = _answers(num_ranks, ordinal)
     head, size = _head(num_ranks, ordinal, str(attempt))
     arena = _arena(head, size)
-    outcomes = _Ended()
+    outcomes = _CommitEnds()
     lane = NearLane(
         places,
         rank=0,
         store=client,
-        writer=cast(Any, _Writer(answers[0])),
+        writer=cast(Any, _SimulatedWriter(answers[0])),
         timeout_s=_TIMEOUT_S,
         claim=None,
         retention=RetentionRules(most_recent_k=1),
@@ -223,7 +223,7 @@ def _arena(head: bytes, size: int) -> Arena:
     return Arena(fd)
 
 
-class _Writer:
+class _SimulatedWriter:
     """In place of the writer process: it has digested and written already, and keeps manifests as the writer does."""
 
     def __init__(self, answer: ShardReady) -> None:
@@ -243,7 +243,7 @@ class _Writer:
         return reply(), None
 
 
-class _Ended:
+class _CommitEnds:
     """In place of a manager's outcomes."""
 
     def committed(self, save: Save, tiers: frozenset[Tier], failures: object) -> None:
