@@ -256,7 +256,7 @@ def _bad_manifests(dice: Random, world: World, path: Path) -> Iterator[tuple[str
     yield "the manifest cut off", lambda: _cut(dice, whole.read_bytes())
     yield "the manifest empty", lambda: b""
     yield "the manifest is garbage", lambda: dice.randbytes(1000)
-    yield "the manifest edited", lambda: whole.read_bytes().replace(b'"finite":true', b'"finite":false', 1)
+    yield "the manifest edited", lambda: _edit(whole.read_bytes())
     for name, value in (("iteration", 77), ("run", "another"), ("schema", 99), ("world_size", 5)):
         yield f"the manifest forged: {name}", partial(_reseal, whole, **{name: value})
     if not _is_global(world, path.parent.parent):
@@ -272,6 +272,14 @@ def _reseal(path: Path, **changed: Any) -> bytes:
     """Return a manifest with other values and the right SHA-256 of them."""
     body = json.dumps(_manifest(path) | changed, separators=(",", ":"))
     return f'{{"manifest":{body},"sha256":"{hashlib.sha256(body.encode()).hexdigest()}"}}'.encode()
+
+
+def _edit(data: bytes) -> bytes:
+    """Return a manifest that says of something finite that it is not, under the SHA-256 of what it was."""
+    for there, other in ((b'"finite":true', b'"finite":false'), (b",true]", b",false]")):  # the global tier's, a node's
+        if there in data:
+            return data.replace(there, other, 1)
+    raise AssertionError("there is nothing to edit")
 
 
 def _reseal_with_other_digests(path: Path) -> bytes:
