@@ -82,7 +82,7 @@ def _look(target: str, key_file: str | None) -> StatusReport:
         ConfigError: It is no run directory, or cannot be read.
         RendezvousError: No coordinator answers.
     """
-    from outlast.runtime.addresses import parse_endpoints
+    from outlast.runtime.addresses import parse_endpoint
     from outlast.runtime.run_key import find_known_key
     from outlast.status.evidence import Evidence, ask_coordinator, gather
     from outlast.status.facts import judge
@@ -90,8 +90,7 @@ def _look(target: str, key_file: str | None) -> StatusReport:
     path = Path(target)
     if not _ENDPOINT.fullmatch(target) or path.exists():
         return judge(gather(path), clock.wall_ns())
-    (endpoint,) = parse_endpoints(target)
-    live = ask_coordinator(endpoint, find_known_key(None, key_file=key_file))
+    live = ask_coordinator(parse_endpoint(target), find_known_key(None, key_file=key_file))
     evidence = Evidence(job=live.job, live=live)
     if live.run_dir is not None:
         try:

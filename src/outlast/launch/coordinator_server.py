@@ -1,8 +1,7 @@
 """The coordinator's host: feeds the coordinator from the agents' connections, in a thread of the agent that hosts it.
 
-One selector loop serves the listener, every agent's connection and its own clock. Nothing in it waits for a disk: what
-the run directory must hold is written by a thread of its own, for which the loop waits a bounded time where the order
-counts (``ladder.json`` before a verdict).
+One selector loop serves the listener, every agent's connection and its own clock. Where it writes to the run directory
+(``ladder.json`` before a verdict) it waits a bounded time.
 
 An agent's connection that ends is a question, not an answer: it can break for reasons of the network. An agent that
 lives connects again at once; only one that does not within :data:`PATIENCE_S` is taken for dead. The kernel closes a
@@ -18,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
-import queue
 import resource
 import secrets
 import selectors
@@ -44,6 +42,7 @@ from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership
+from outlast.runtime.files import in_time
 from outlast.runtime.journal import Journal
 from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel, encode_frame
 
@@ -60,9 +59,6 @@ _ACCEPTS = 256
 """Connections taken at once, before others are served again."""
 _FULL_S = 0.1
 """How long nobody is accepted once there are no descriptors left."""
-_WRITE_S = 2.0
-"""How long a verdict waits until ``ladder.json`` is written."""
-_MAX_WRITES = 64
 AgentChannel = SelectedChannel[m.OnControl]
 
 
@@ -89,7 +85,7 @@ class CoordinatorServer:
         on_error: Called in the server's thread with what ended it before its time.
         may_write: Says whether the run directory is still this job's.
 
-    Thread: owns two; :meth:`start`, :meth:`close` and :meth:`leadership` may be called by any.
+    Thread: owns one; :meth:`start`, :meth:`close` and :meth:`leadership` may be called by any.
     """
 
     def __init__(
@@ -132,7 +128,6 @@ class CoordinatorServer:
         self._accepts_again_s: float | None = None
         self._judged_at_s = self._next_tick_s = clock.now_s()
         self._is_closing = False
-        self._disk = _DiskWriter()
         self._thread = threading.Thread(target=self._run, name="outlast-coordinator", daemon=True)
         self.closed = threading.Event()
         """Set once every node has learned that the job is over, or had long enough to."""
@@ -143,11 +138,10 @@ class CoordinatorServer:
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the threads and the connections, and free the port. Idempotent. Blocks: up to ``timeout_s`` for each."""
+        """End the thread and the connections, and free the port. Idempotent. Blocks: up to ``timeout_s``."""
         if self._thread.is_alive():
             self._requests.put("close")
             self._thread.join(timeout_s)
-        self._disk.close(timeout_s)
         self._journal.close()
 
     def leadership(self) -> Leadership:
@@ -397,25 +391,13 @@ class CoordinatorServer:
         self._journal.write(kind, cycle=cycle, rank=None, iteration=None, **data)
 
     def _remember(self, state: LadderState) -> None:
-        if self._run_dir is None:
-            return
         run_dir = self._run_dir
-
-        def save() -> None:
-            if not self._may_write():
-                return
-            try:
-                save_ladder(run_dir, state)
-            except OSError as error:
-                log.warning(
-                    "ladder.json cannot be written (%s): later jobs will not know which remedies were tried", error
-                )
-
-        if not self._disk.do(save, wait_s=_WRITE_S):
-            log.warning(
-                "run directory %s gave no answer for %.0f s: the verdict is carried out before it is remembered",
-                *(run_dir, _WRITE_S),
-            )
+        if run_dir is None:
+            return
+        self._write(
+            lambda: save_ladder(run_dir, state),
+            "ladder.json cannot be written (%s): later jobs will not know which remedies were tried",
+        )
 
     def _learn(self, cycle: int, observations: list[Observation], expired: list[Expired] | None) -> None:
         if not self._config.calc_ft_timeouts or self._run_dir is None:
@@ -423,8 +405,6 @@ class CoordinatorServer:
         run_dir, config = self._run_dir, self._config
 
         def save() -> None:
-            if not self._may_write():
-                return
             learned = LearnedTimeouts.load(run_dir)
             learned.merge(
                 observations,
@@ -433,57 +413,21 @@ class CoordinatorServer:
                 finished=expired is None,
                 faulted=expired or (),
             )
-            try:
-                learned.save()
-            except OSError as error:
-                log.warning(
-                    "%s cannot be written (%s): timeouts learned in cycle %d are lost", learned.path, error, cycle
-                )
+            learned.save()
 
-        self._disk.do(save, wait_s=_WRITE_S)
+        self._write(save, f"the timeouts learned in cycle {cycle} cannot be written (%s), and are lost")
 
+    def _write(self, write: Callable[[], None], otherwise: str) -> None:
+        """Write to the run directory while it is this job's; a hung disk keeps no agent waiting for long."""
 
-class _DiskWriter:
-    """Do what may hang with a disk, in a thread of its own, one after another.
+        def write_if_ours() -> None:
+            if self._may_write():
+                write()
 
-    Thread: owns one, from the first call on.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.Queue[tuple[Callable[[], None], threading.Event] | None] = queue.Queue(_MAX_WRITES)
-        self._thread: threading.Thread | None = None
-
-    def do(self, action: Callable[[], None], *, wait_s: float) -> bool:
-        """Have something done; return whether it was within ``wait_s``. Blocks: up to that long."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="outlast-coordinator-disk", daemon=True)
-            self._thread.start()
-        done = threading.Event()
         try:
-            self._jobs.put_nowait((action, done))
-        except queue.Full:
-            return False
-        return done.wait(wait_s)
-
-    def close(self, timeout_s: float) -> None:
-        """Do what is left, as far as that ends in time. Blocks: up to ``timeout_s``."""
-        if self._thread is None:
-            return
-        try:
-            self._jobs.put_nowait(None)
-        except queue.Full:
-            return
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            action, done = job
-            try:
-                action()
-            except Exception:
-                log.exception("what the run has learned could not be written")
-            finally:
-                done.set()
+            in_time(write_if_ours)
+        except OSError as error:
+            log.warning(otherwise, error)
 
 
 def raise_descriptor_limit() -> None:
