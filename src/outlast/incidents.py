@@ -208,7 +208,7 @@ class EventKind(StrEnum):
 
     JOB_STARTED = "job_started"
     """Agent: ``command``, ``num_nodes``, ``max_nodes``, ``min_nodes``, ``nproc_per_node``, ``endpoints`` (where the
-    control store may be), ``limits`` (``max_restarts``, ``max_restarts_total``, ``max_no_progress_cycles``),
+    coordinator may be), ``limits`` (``max_restarts``, ``max_restarts_total``, ``max_no_progress_cycles``),
     ``join_timeout_s``, ``version``; the agent's own process: ``pid``, ``pid_started`` (its start in clock ticks since
     the machine's boot), ``host``, ``machine`` (names the boot and the process namespace in which the pid is valid)."""
     NODE_JOINED = "node_joined"

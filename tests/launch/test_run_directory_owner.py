@@ -196,7 +196,7 @@ def test_agents_of_one_job_share_its_run_directory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_lease_stays_with_the_job_when_its_coordinator_is_lost(tmp_path: Path) -> None:
-    """The agent that hosts the control store is killed; the one that takes over as host leads the run directory, too,
+    """The agent that hosts the coordinator is killed; the one that takes over as host leads the run directory, too,
     and a stranger is refused all the while."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -204,9 +204,9 @@ def test_the_lease_stays_with_the_job_when_its_coordinator_is_lost(tmp_path: Pat
         "while not os.path.exists(sys.argv[1]):\n    time.sleep(0.01)\n"
     )
     with Cluster(script, str(tmp_path / "go"), run_dir=tmp_path / "run", num_nodes=1, num_spares=1) as job:
-        for text in ("trains now", "hosts the control store"):
+        for text in ("trains now", "hosts the coordinator"):
             job.wait_for(text, PATIENCE_S)
-        host = next(agent for agent in job.agents if "hosts the control store" in agent.output())
+        host = next(agent for agent in job.agents if "hosts the coordinator" in agent.output())
         other = next(agent for agent in job.agents if agent is not host)
         records = FolderRecords(tmp_path / "run")
         os.kill(host.pid, signal.SIGKILL)

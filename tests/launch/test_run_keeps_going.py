@@ -151,7 +151,7 @@ def test_hang_names_the_one_culprit(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_lost_control_store_host_is_replaced(tmp_path: Path) -> None:
-    """When the agent that hosts the control store is killed, another one takes over, the spare takes its ranks, the
+    """When the agent that hosts the coordinator is killed, another one takes over, the spare takes its ranks, the
     other node keeps its own, and the budget remembers what was used."""
     leave = tmp_path / "leave"
     script = write(tmp_path, UNTIL_TOLD)
@@ -163,7 +163,7 @@ def test_lost_control_store_host_is_replaced(tmp_path: Path) -> None:
         cluster.wait_for("rank 1 runs", timeout_s=150)
         spare = cluster.add_node("spare")
         cluster.wait_for("the node is a spare", timeout_s=150)
-        host = next(agent for agent in cluster.agents if "hosts the control store" in agent.output())
+        host = next(agent for agent in cluster.agents if "hosts the coordinator" in agent.output())
         host.kill()
         cluster.assert_no_orphans(within_s=60)
         cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.node == "spare", timeout_s=150)
@@ -333,7 +333,7 @@ def test_stopped_coordinator_is_waited_for_and_then_given_up_on(tmp_path: Path) 
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1, options=options) as cluster:
         cluster.wait_for("rank 0 runs", timeout_s=150)
         cluster.wait_for("rank 1 runs", timeout_s=150)
-        host = next(agent for agent in cluster.agents if "hosts the control store" in agent.output())
+        host = next(agent for agent in cluster.agents if "hosts the coordinator" in agent.output())
         other = next(agent for agent in cluster.agents if agent is not host)
         host.signal(signal.SIGSTOP)
         (rank,) = next(e.data["ranks"] for e in cluster.events() if e.node == other.name and "ranks" in e.data)

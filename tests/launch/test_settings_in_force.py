@@ -18,6 +18,7 @@ from outlast.errors import ConfigError
 from outlast.incidents import EventKind, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import Mailbox
+from outlast.launch.control import JobIdentity
 from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.cycle import Cycle, WorkerLaunch
@@ -30,6 +31,7 @@ from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import Board
 from outlast.runtime.postmortem import Postmortem
+from outlast.runtime.run_key import RunKey
 from outlast.runtime.zygote import Exited
 from outlast.testing import Cluster
 
@@ -254,17 +256,14 @@ def test_what_a_later_cycle_does_not_set_is_told_as_well(make_cycle: Any, watch:
 
 def test_what_a_script_does_not_set_any_more_is_the_launchers_again() -> None:
     """The coordinator goes by the newest script's settings: one that sets nothing leaves those of options and file."""
-    store, layers = Mock(), LayeredSettings(options={"max_no_progress_cycles": 5})
-    job = JobSettings(job="job", num_slots=4)
-    server = CoordinatorServer(store, job, run_dir=None, run_id="run", node="n", layers=layers, on_error=lambda _: None)
+    layers, job = LayeredSettings(options={"max_no_progress_cycles": 5}), JobSettings(job="job", num_slots=4)
+    identity = JobIdentity(run_id="run", key=RunKey.of_run_id("run"))
+    server = CoordinatorServer((), job, identity, node="n", layers=layers, on_error=lambda _: None)
     limits = []
     for text in (FaultToleranceConfig(max_node_faults=7, min_nodes=2).to_json(), ""):
-        message = m.ScriptSettings(node="n", epoch="e", fault_tolerance=text)
-        store.clone().queue_pop.return_value = m.encode(message)
-        server._serve_one()
+        server._handle(m.ScriptSettings(node="n", epoch="e", fault_tolerance=text))
         settings = server._coordinator.settings
         limits.append((settings.limits.max_node_faults, settings.min_nodes, settings.limits.max_no_progress_cycles))
-    server._lifelines.start()
     server.close()
     assert limits == [(7, 2, 5), (3, None, 5)]
 

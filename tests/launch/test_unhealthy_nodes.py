@@ -141,7 +141,7 @@ def test_unfit_node_is_not_admitted(what: str, small_disk: Path, tmp_path: Path)
     assert named in said
     with cluster_of(tmp_path, UNTIL_TOLD, str(tmp_path / "go"), num_spares=1) as cluster:
         first = cluster.add_node()
-        wait_until_joined(cluster, first.name)  # it hosts the control store
+        wait_until_joined(cluster, first.name)  # it hosts the coordinator
         sick = cluster.add_node("sick", options=[config])
         assert sick.wait(timeout_s=120) == ExitReason.UNHEALTHY_NODE, cluster.tails()
         spare = cluster.add_node("spare")
@@ -180,11 +180,11 @@ def test_others_hear_why_and_a_spare_takes_the_place(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 def test_unfit_host_of_the_control_store_stays_for_the_others(tmp_path: Path) -> None:
-    """A node that fails and hosts the control store gets no place, but the others train to their end through it."""
+    """A node that fails and hosts the coordinator gets no place, but the others train to their end through it."""
     config = settings(tmp_path, 'commands = ["exit 3"]')
     with cluster_of(tmp_path, HELLO, num_nodes=1, num_spares=1) as cluster:
         sick = cluster.add_node("sick", options=[config])
-        cluster.wait_for("its agent keeps running, as it hosts the control store", timeout_s=60)
+        cluster.wait_for("its agent keeps running, as it hosts the coordinator", timeout_s=60)
         healthy = cluster.add_node("healthy")
         assert healthy.wait(timeout_s=100) == 0, cluster.tails()
         assert sick.wait(timeout_s=150) == ExitReason.UNHEALTHY_NODE, cluster.tails()

@@ -518,7 +518,7 @@ def test_ctrl_c_ends_a_start_without_a_traceback(shell: Shell, moment: int) -> N
             process.send_signal(2)
             lines += process.communicate(timeout=240)[0].splitlines()
         else:
-            mark = "hosts the control store" if moment % 2 else "in the script"
+            mark = "hosts the coordinator" if moment % 2 else "in the script"
             lines = signal_when(process, lambda line: mark in line)
     seen = Seen(process.returncode, lines)
     assert seen.code in (130, -2), seen

@@ -19,6 +19,7 @@ from outlast.health.probing import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import AgentStops, Timers
+from outlast.launch.control import JobIdentity
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
@@ -31,6 +32,7 @@ from outlast.policy.deadlines import BoardSection, Expired, Subject, Timeouts, d
 from outlast.policy.ladder import CycleEnd, LadderState
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.journal import Journal
+from outlast.runtime.run_key import RunKey
 
 S = 1_000_000_000
 PLACE = WorkerEnv(world_size=8, run_id="run")
@@ -92,10 +94,9 @@ def ends_a_hung_rank_with_the_signal(scene: Scene) -> None:
 def settled(config: FaultToleranceConfig) -> JobSettings:
     """Return the coordinator's settings once a script's config reached it."""
     server = CoordinatorServer(
-        Mock(),
+        (),
         JobSettings(job="job", num_slots=4),
-        run_dir=None,
-        run_id="run",
+        JobIdentity(run_id="run", key=RunKey.of_run_id("run")),
         node="n",
         layers=LayeredSettings(),
         on_error=lambda _: None,
@@ -106,7 +107,6 @@ def settled(config: FaultToleranceConfig) -> JobSettings:
         assert server._coordinator._forming.settings is server._coordinator.settings
         return server._coordinator.settings
     finally:
-        server._lifelines.start()
         server.close()
 
 
@@ -140,7 +140,7 @@ def beats_as_often_as_told(scene: Scene) -> None:
     (scene.folder / "train.py").touch()
     for argv in ([], ["--ft-node-heartbeat-timeout=1"]):
         try:
-            run._make_client(parse_options([*argv, "train.py"]), Mock(), "job", Mock(), nproc=1)
+            run._make_client(parse_options([*argv, "train.py"]), Mock(), Mock(), "job", Mock(), nproc=1)
         except ConnectionError:
             pass
     assert intervals == [1.0, 0.2]

@@ -158,7 +158,7 @@ def test_what_cannot_be_told_is_one_line_and_two(tmp_path: Path, outlast: Comman
         tmp_path: "is not a run directory",
         f"127.0.0.1:{free_port()}": "nobody answers at",
         "no-such-host.invalid:29400": "the host no-such-host.invalid is not known here",
-        f"localhost:{store.port}": "but no coordinator of outlast; give the --rdzv-endpoint",
+        f"localhost:{store.port}": "did not answer within 2 s; it is another program, or the first agent hangs",
         "localhost:99999": "address='localhost:99999': '99999' is not a port",
         "localhost:0": "'localhost:0' is not an address; write host:port",
     }.items():
@@ -168,11 +168,16 @@ def test_what_cannot_be_told_is_one_line_and_two(tmp_path: Path, outlast: Comman
 
 
 def test_foreign_program_at_the_endpoint_is_named(outlast: Command) -> None:
-    """A web server at the port costs no wait and one line."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, _greeting(listener, b"HTTP/1.1 400 Bad Request\r\n\r\n"):
+    """A program that greets otherwise costs no wait and one line."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        _greeting(
+            listener, b"220 mail.example ESMTP; this is no coordinator of outlast, and it greets at length\r\n" * 9
+        ),
+    ):
         code, _, err = outlast("status", f"127.0.0.1:{listener.getsockname()[1]}")
     assert code == 2
-    assert "is not a control store of outlast" in err
+    assert "is not a coordinator of outlast" in err
 
 
 @contextlib.contextmanager
@@ -182,7 +187,6 @@ def _greeting(listener: socket.socket, words: bytes) -> Iterator[None]:
     def greet() -> None:
         connection, _ = listener.accept()
         with connection:
-            connection.recv(100)
             connection.sendall(words)
 
     thread = threading.Thread(target=greet, daemon=True)

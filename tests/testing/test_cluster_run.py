@@ -74,7 +74,7 @@ def test_lost_node_leaves_no_orphan_and_its_ranks_to_the_spare(tmp_path: Path) -
     with Cluster(script, str(leave), run_dir=tmp_path / "run", num_nodes=2, num_spares=1, nproc_per_node=1) as cluster:
         wait_for_cycle(cluster, 0, 2)
         before = starts(cluster, 0)
-        host = next(agent.name for agent in cluster.agents if "hosts the control store" in agent.output())
+        host = next(agent.name for agent in cluster.agents if "hosts the coordinator" in agent.output())
         lost = next(name for name in before if name != host)
         cluster.agent(lost).kill()
         cluster.assert_no_orphans(within_s=60)

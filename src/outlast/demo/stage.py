@@ -246,7 +246,7 @@ class Stage:
         )
         self._cluster.__enter__()
         # The agents count on one spare only (--nnodes=2:3). Were four nodes announced, each half of a divided network
-        # could be complete: two that lost the control store together with its node would wait for the others.
+        # could be complete: two that lost the coordinator together with its node would wait for the others.
         for _ in range(self._num_later):
             self._cluster.add_node()
         return self

@@ -1,6 +1,6 @@
 """Whether this node may take part, by what the health checks of its agent found.
 
-A node that fails before it joins stays outside: its agent reports why, and ends. If it hosts the control store it stays
+A node that fails before it joins stays outside: its agent reports why, and ends. If it hosts the coordinator it stays
 for the others' sake, without a slot; with ``retry_interval`` it is checked again.
 
 After a fault the next slot is requested at once, while the node is checked; only the start of workers waits for the
@@ -164,7 +164,7 @@ class NodeHealth:
         timers: The agent's.
         mailbox: The agent's; what follows from a check is put there: :class:`~outlast.launch.agent_events.NodeFit` or
             ``AgentStops``.
-        is_alone: The job has no other node: nobody else needs the control store.
+        is_alone: The job has no other node: nobody else needs the coordinator.
 
     Thread: the agent's main thread.
     """
@@ -251,7 +251,7 @@ class NodeHealth:
             log.warning("node %s does not join; it is checked again in %g s", node, retry_s)
             self._timers.set("retry", retry_s, self._look_before_joining)
         elif stays:
-            log.warning("node %s does not join; its agent keeps running, as it hosts the control store", node)
+            log.warning("node %s does not join; its agent keeps running, as it hosts the coordinator", node)
         else:
             self._leave()
 

@@ -148,7 +148,7 @@ class SlotPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Register(FromNode, frozen=True, kw_only=True, tag=True):
-    """A node of a job in progress reached the control store again, perhaps another one than before."""
+    """A node of a job in progress reached the coordinator again, perhaps another one than before."""
 
     addr: str
     nproc: int

@@ -1,0 +1,368 @@
+"""The connection between agents and the coordinator: strangers, other runs, silence, stuck agents, many agents."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from outlast import clock
+from outlast.config.sources import LayeredSettings
+from outlast.errors import ExitReason, RendezvousError
+from outlast.launch import control
+from outlast.launch import protocol as m
+from outlast.launch.control import JobIdentity, Occupant, WrongRun, ask, join_handshake, probe
+from outlast.launch.coordinator_client import ControlLink, HostSettings, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.coordinator_server import CoordinatorServer
+from outlast.launch.membership import JobSettings
+from outlast.runtime.addresses import Endpoint
+from outlast.runtime.run_key import KeySource, RunKey
+from outlast.runtime.wire import MessageChannel
+from outlast.testing.ranks import free_port
+
+LIMIT_S = 120.0
+KEY = RunKey(hashlib.sha256(b"the run's secret").digest(), KeySource.FILE)
+IDENTITY = JobIdentity(run_id="run", key=KEY, command="aa", command_text="train.py --lr 1")
+
+
+class SomeAgent:
+    """An agent's link, and what it delivered."""
+
+    def __init__(
+        self, node: str, port: int, *, identity: JobIdentity = IDENTITY, silence_s: float = 60.0, **job: Any
+    ) -> None:
+        self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self.server: CoordinatorServer | None = None
+        settings = JobSettings(
+            job="job", beat_interval_s=0.05, host=node, **{"num_slots": 1, "node_timeout_s": 60.0, **job}
+        )
+
+        def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
+            self.server = CoordinatorServer(
+                listeners,
+                where.complete(settings),
+                identity,
+                node=node,
+                layers=LayeredSettings(),
+                on_error=lambda error: self.news.put(LinkFailed(repr(error))),
+            )
+            return self.server
+
+        self.link = ControlLink(
+            [Endpoint("127.0.0.1", port)],
+            node=node,
+            identity=identity,
+            deliver=self.news.put,
+            serve=serve,
+            beat_interval_s=0.05,
+            silence_s=silence_s,
+            connect_timeout_s=LIMIT_S,
+            has_loop=False,
+        )
+
+    def start(self) -> SomeAgent:
+        self.link.start()
+        self.wait_for(LinkUp)
+        return self
+
+    def join(self, wish: int = 0) -> None:
+        self.link.send(m.JoinRequest(addr="127.0.0.1", nproc=1, wish=wish))
+
+    def wait_for(self, kind: type[Any]) -> Any:
+        end_s = clock.now_s() + LIMIT_S
+        while True:
+            news = self.news.get(timeout=max(0.1, end_s - clock.now_s()))
+            if isinstance(news, kind):
+                return news
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., SomeAgent]]:
+    with contextlib.ExitStack() as stack:
+
+        def make_one(node: str, port: int, **options: Any) -> SomeAgent:
+            agent = SomeAgent(node, port, **options)
+            stack.callback(agent.link.close, goodbye_timeout_s=0.0)
+            return agent
+
+        yield make_one
+
+
+def train(agent: SomeAgent) -> m.Start:
+    agent.join()
+    prepare = agent.wait_for(m.Prepare)
+    agent.link.send(m.Master(cycle=prepare.cycle, addr="127.0.0.1", port=1))
+    start: m.Start = agent.wait_for(m.Start)
+    agent.link.send(m.Running(cycle=start.cycle))
+    assert agent.wait_for(m.Ran).cycle == start.cycle
+    return start
+
+
+def finish(agent: SomeAgent, start: m.Start) -> None:
+    agent.link.send(m.Finished(facts=m.CycleFacts(cycle=start.cycle)))
+    assert agent.wait_for(m.Stop).exit_code == ExitReason.FINISHED
+
+
+def test_one_agent_hosts_and_trains(make: Callable[..., SomeAgent]) -> None:
+    """The first agent hosts the coordinator, joins it like any other, trains and finishes."""
+    agent = make("a", free_port()).start()
+    finish(agent, train(agent))
+
+
+def test_closed_connection_is_a_death(make: Callable[..., SomeAgent]) -> None:
+    """When an agent's connection ends and does not come back, its node is lost, long before its beats are missed."""
+    port = free_port()
+    host = make("a", port, num_slots=2).start()
+    with connect(port) as channel:
+        hello(channel, node="b")
+        channel.send(m.JoinRequest(addr="b", nproc=1, wish=1))
+        host.join()
+        prepare = host.wait_for(m.Prepare)
+        host.link.send(m.Master(cycle=prepare.cycle, addr="127.0.0.1", port=1))
+        assert host.wait_for(m.Start).num_nodes == 2
+    over = host.wait_for(m.CycleOver)
+    assert "node b is lost" in over.reason
+
+
+def test_broken_connection_is_not_a_death(make: Callable[..., SomeAgent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent whose connection breaks connects again, and gets what it may have missed."""
+    monkeypatch.setattr("outlast.launch.coordinator_server.PATIENCE_S", LIMIT_S)
+    port = free_port()
+    make("a", port, num_slots=2).start()
+    with connect(port) as channel:
+        hello(channel, node="b")
+        channel.send(m.JoinRequest(addr="b", nproc=1, wish=1))
+    with connect(port) as channel:
+        assert isinstance(hello(channel, node="b"), m.Welcome)
+        channel.send(m.Register(addr="b", nproc=1))
+        channel.send(m.AskStatus())  # not a question of an agent's: ends the connection once all before it was taken
+        assert drain(channel) == []
+    status = ask(Endpoint("127.0.0.1", port), m.AskStatus(), run_id="run", key=KEY, timeout_s=LIMIT_S)
+    assert isinstance(status, m.LiveStatus)
+    assert [node.name for node in status.nodes] == ["b"]
+
+
+def test_stuck_main_loop_is_a_lost_node(make: Callable[..., SomeAgent]) -> None:
+    """Beats whose count does not advance show an agent whose main loop hangs: its node is lost, and it is said why."""
+    port = free_port()
+    host = make("a", port, num_slots=2, node_timeout_s=0.5).start()
+    with connect(port) as channel:
+        hello(channel, node="b")
+        channel.send(m.JoinRequest(addr="b", nproc=1, wish=1))
+        host.join()
+        stop = threading.Event()
+
+        def beat() -> None:
+            while not stop.wait(0.02):
+                try:
+                    channel.send(m.Beat(count=7))
+                except OSError:
+                    return
+
+        beating = threading.Thread(target=beat)
+        beating.start()
+        try:
+            prepare = host.wait_for(m.Prepare)
+            host.link.send(m.Master(cycle=prepare.cycle, addr="127.0.0.1", port=1))
+            assert "main loop has not run" in host.wait_for(m.CycleOver).reason
+        finally:
+            stop.set()
+            beating.join(LIMIT_S)
+
+
+def test_silent_coordinator_is_left(make: Callable[..., SomeAgent]) -> None:
+    """An agent whose beats are not answered says so, and looks for another coordinator."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        agent = make("b", port, silence_s=0.3)
+        agent.link.start()
+        connection, _ = listener.accept()
+        with MessageChannel[m.OnControl](connection, m.OnControl) as channel:
+            assert channel.authenticate(control.serve_handshake(IDENTITY), within_s=LIMIT_S)
+            said = channel.receive(within_s=LIMIT_S)
+            assert isinstance(said, m.Hello)
+            assert (said.node, said.run_id, said.command) == ("b", "run", "aa")
+            channel.send(m.Welcome(job="job", host="a", leader="x", term=4))
+            agent.wait_for(LinkUp)
+            assert "gave no answer" in agent.wait_for(LinkDown).error
+            kinds = {type(message) for message in drain(channel)}
+            assert m.Moving in kinds
+        again, _ = listener.accept()
+        again.close()
+
+
+# -- strangers -------------------------------------------------------------------------------------------------
+
+
+def connect(port: int, identity: JobIdentity = IDENTITY) -> MessageChannel[m.OnAgent]:
+    """Return a connection on which both have proved the run key."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
+    channel: MessageChannel[m.OnAgent] = MessageChannel(connection, m.OnAgent | m.Answer)
+    assert channel.authenticate(join_handshake(identity.run_id, identity.key), within_s=LIMIT_S)
+    return channel
+
+
+def hello(channel: MessageChannel[m.OnAgent], **fields: Any) -> m.OnAgent | None:
+    said = {"run_id": "run", "node": "n", "epoch": "1", "command": "aa", "command_text": "train.py --lr 1", **fields}
+    channel.send(m.Hello(**said))
+    return channel.receive(within_s=LIMIT_S)
+
+
+def drain(channel: MessageChannel[Any]) -> list[Any]:
+    """Return what comes until the connection ends."""
+    came = []
+    with contextlib.suppress(ConnectionError):
+        while (message := channel.receive(within_s=LIMIT_S)) is not None:
+            came.append(message)
+    return came
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"run_id": "other"}, ["'run'", "'other'", "--rdzv-id"]),
+        ({"job": "older"}, ["job job", "job older"]),
+        ({"command": "bb", "command_text": "train.py --lr 2"}, ["'train.py --lr 1'", "'train.py --lr 2'"]),
+    ],
+)
+def test_agent_of_something_else_is_refused(
+    make: Callable[..., SomeAgent], fields: dict[str, str], names: list[str]
+) -> None:
+    """Another run, job or command is refused with a line that names what differs."""
+    port = free_port()
+    make("a", port).start()
+    with connect(port) as channel:
+        answer = hello(channel, **fields)
+    assert isinstance(answer, m.Refused)
+    assert all(name in answer.reason for name in names)
+
+
+def test_another_run_at_the_endpoint_ends_the_link_with_two(make: Callable[..., SomeAgent]) -> None:
+    """An agent that finds another run, another key or another command at its endpoint gives up at once, code 2."""
+    port = free_port()
+    make("a", port).start()
+    others = (
+        (JobIdentity(run_id="other", key=RunKey.of_run_id("other")), "run 'run'"),
+        (JobIdentity(run_id="run", key=RunKey.of_run_id("run")), "run key"),
+        (JobIdentity(run_id="run", key=KEY, command="bb", command_text="other.py"), "'other.py'"),
+    )
+    for number, (identity, named) in enumerate(others):
+        agent = make(f"b{number}", port, identity=identity)
+        agent.link.start()
+        failed = agent.wait_for(LinkFailed)
+        assert failed.exit_code == ExitReason.BAD_INPUT
+        assert named in failed.error
+
+
+def test_endpoint_is_looked_at_before_the_start(make: Callable[..., SomeAgent]) -> None:
+    """What is at an endpoint is told apart: nobody, a coordinator of this run, another run's, another program."""
+    port = free_port()
+    endpoint = Endpoint("127.0.0.1", port)
+    assert probe(endpoint, "run", KEY)[0] is Occupant.NOBODY
+    make("a", port).start()
+    assert probe(endpoint, "run", KEY)[0] is Occupant.COORDINATOR
+    with pytest.raises(WrongRun, match="belongs to run 'run'"):
+        probe(endpoint, "other", KEY)
+    with pytest.raises(WrongRun, match="run key is another one"):
+        probe(endpoint, "run", RunKey.of_run_id("run"))
+
+
+def test_strangers_change_nothing(make: Callable[..., SomeAgent]) -> None:
+    """Garbage, half a greeting, a wrong key and a recorded session are refused; the run ends as without them."""
+    port = free_port()
+    agent = make("a", port).start()
+    start = train(agent)
+    recorded = record(port)
+    slow = [socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) for _ in range(50)]
+    try:
+        for number, stranger in enumerate(slow):
+            stranger.sendall(b"OLw1\0\1"[: number % 7])
+        for data in (b"GET / HTTP/1.0\r\n\r\n" * 20, secrets.token_bytes(4096), b"\0" * 70_000, recorded):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
+            with connection as stranger, contextlib.suppress(ConnectionError):
+                stranger.sendall(data)
+                while stranger.recv(1 << 16):
+                    pass
+        with pytest.raises(RendezvousError, match="run key is another one"):
+            ask(
+                Endpoint("127.0.0.1", port), m.AskStatus(), run_id="run", key=RunKey.of_run_id("run"), timeout_s=LIMIT_S
+            )
+        status = ask(Endpoint("127.0.0.1", port), m.AskStatus(), run_id="run", key=KEY, timeout_s=LIMIT_S)
+        assert isinstance(status, m.LiveStatus)
+        assert [node.name for node in status.nodes] == ["a"]
+        assert status.phase == m.JobPhase.RUNNING
+        finish(agent, start)
+    finally:
+        for stranger in slow:
+            stranger.close()
+
+
+def record(port: int) -> bytes:
+    """Return what a member sends that asks for the job's end."""
+    sent = bytearray()
+    near, far = socket.socketpair()
+    with near, far, socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as to_server:
+
+        def forward() -> None:
+            while data := far.recv(1 << 16):
+                sent.extend(data)
+                to_server.sendall(data)
+
+        def back() -> None:
+            with contextlib.suppress(OSError):
+                while data := to_server.recv(1 << 16):
+                    far.sendall(data)
+
+        threads = [threading.Thread(target=one, daemon=True) for one in (forward, back)]
+        for thread in threads:
+            thread.start()
+        channel: MessageChannel[m.OnAgent] = MessageChannel(near, m.OnAgent | m.Answer)
+        assert channel.authenticate(join_handshake("run", KEY), within_s=LIMIT_S)
+        assert isinstance(hello(channel, node="spy"), m.Welcome)
+        channel.send(m.Leave(whole_job=True, signal=15))
+        near.shutdown(socket.SHUT_WR)
+        threads[0].join(LIMIT_S)
+    assert len(sent) > 100
+    return bytes(sent)
+
+
+def test_many_strangers_keep_nobody_out(make: Callable[..., SomeAgent]) -> None:
+    """While two thousand silent connections are open and more come, an agent joins, trains and finishes."""
+    port = free_port()
+    host = make("a", port, num_slots=2).start()
+    before = len(os.listdir("/proc/self/fd"))
+    crowd: list[socket.socket] = []
+    try:
+        for _ in range(2000):
+            crowd.append(socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S))
+        other = make("b", port, num_slots=2).start()
+        host.join()
+        other.join(wish=1)
+        prepare = host.wait_for(m.Prepare)
+        host.link.send(m.Master(cycle=prepare.cycle, addr="127.0.0.1", port=1))
+        assert {host.wait_for(m.Start).node_rank, other.wait_for(m.Start).node_rank} == {0, 1}
+        assert len(os.listdir("/proc/self/fd")) - before - len(crowd) < 1200
+    finally:
+        for one in crowd:
+            one.close()
+
+
+def test_status_needs_no_key_where_the_run_has_none(make: Callable[..., SomeAgent]) -> None:
+    """Where the run key is derived from the run's id, whoever reads the introduction can ask; otherwise it is said."""
+    port = free_port()
+    make("a", port, identity=JobIdentity(run_id="open", key=RunKey.of_run_id("open"))).start()
+    status = ask(Endpoint("127.0.0.1", port), m.AskStatus(), run_id=None, key=None, timeout_s=LIMIT_S)
+    assert isinstance(status, m.LiveStatus)
+    assert status.run_id == "open"
+    closed = free_port()
+    make("b", closed).start()
+    with pytest.raises(RendezvousError, match="--run-key-file"):
+        ask(Endpoint("127.0.0.1", closed), m.AskStatus(), run_id=None, key=None, timeout_s=LIMIT_S)
