@@ -100,7 +100,8 @@ class FakeRank:
         )
 
     def obey(self, message: m.Listening | p.Order) -> bool:
-        self.say(type(message).__name__, **json.loads(msgspec.json.encode(message)))
+        more = {"ranks": message.ranks} if isinstance(message, p.Go) else {}
+        self.say(type(message).__name__, **json.loads(msgspec.json.encode(message)), **more)
         match message:
             case p.Restart(restart_count=restart_count):
                 if "stubborn" in self.traits:

@@ -146,8 +146,28 @@ class HubCandidates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Who may host the hub, in this order; the first one does. Also the answer to a :class:`JoinHub`."""
 
     candidates: tuple[HubCandidate, ...]
+    version: int = 0
+    """Of the members; 0: no one but a candidate gets them, and only after the first :class:`Go`."""
+    base: int = 0
+    """The version that ``members`` and ``lost`` change; 0: these are all members."""
     members: dict[int, MemberPlace] = {}
-    """Living members by initial rank; empty before the first :class:`Go`."""
+    """Living members by initial rank: all, or those whose place is new."""
+    lost: tuple[int, ...] = ()
+    """Members of the version before that belong to the group no more."""
+
+    def follow(self, known: HubCandidates) -> HubCandidates | None:
+        """Return it with all members, from what was known before; ``None``: changes between the two are missing."""
+        if self.base == 0:
+            return self
+        if self.base != known.version:
+            return None
+        lost = frozenset(self.lost)
+        members = {rank: place for rank, place in known.members.items() if rank not in lost}
+        return msgspec.structs.replace(self, base=0, lost=(), members={**members, **self.members})
+
+
+class WantMembers(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A candidate missed a change of the members and needs them all."""
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -203,7 +223,7 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 FromRank = Connect | Reconnect | Report
 FromMonitor = Listening | HubCandidates | Order
-OnLink = JoinHub | NotHub | HubCandidates | Beat | Gone | Report | Order
+OnLink = JoinHub | NotHub | HubCandidates | WantMembers | Beat | Gone | Report | Order
 
 
 def encode(message: FromRank | FromMonitor) -> bytes:
@@ -318,7 +338,7 @@ class MemberRecord:
                 self.standing = msgspec.structs.replace(
                     self.standing,
                     restart_count=order.restart_count,
-                    ranks=order.ranks,
+                    runs=order.runs,
                     fault_counts=order.fault_counts,
                     ready=None,
                     faults=(),
