@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import selectors
 import socket
@@ -14,10 +15,27 @@ from outlast.inprocess.hub import Hub, order_candidates
 from outlast.inprocess.hub_client import HubClient
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_protocol import RestartLimits
-from outlast.runtime.wire import ProtocolError, encode_frame
+from outlast.runtime.wire import Handshake, ProtocolError, encode_frame
 
 NUM = 64
 TIMEOUT_S = 100.0
+
+
+TASK = m.MonitorTask(
+    pid=1,
+    initial_rank=0,
+    initial_world_size=2,
+    node="n",
+    host="127.0.0.1",
+    limits=RestartLimits(),
+    soft_timeout_s=60.0,
+    hard_timeout_s=90.0,
+    thread_interval_s=1.0,
+    process_interval_s=1.0,
+    heartbeat_interval_s=30.0,
+    heartbeat_timeout_s=60.0,
+    termination_grace_s=0.0,
+)
 
 
 class Members:
@@ -128,8 +146,8 @@ def test_many_members_restart_and_finish() -> None:
 
 @pytest.mark.campaign
 @pytest.mark.timeout(300)
-def test_a_change_at_ten_thousand_ranks_costs_each_some_hundred_bytes() -> None:
-    """A lost rank costs each member 300 bytes at most, 64 at once no more than 16 of them do; the candidates know all."""
+def test_a_change_at_ten_thousand_ranks_costs_each_a_hundred_bytes() -> None:
+    """A lost rank costs each member 100 bytes at most, 64 at once ten times that; the candidates know all."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     num = min(10_240, (hard - 500) // 2)
@@ -137,7 +155,7 @@ def test_a_change_at_ten_thousand_ranks_costs_each_some_hundred_bytes() -> None:
     try:
         members.run_until(p.Go, range(num), 0)
         lost: set[int] = set()
-        for restart, victims, bar in ((1, range(9, 10), 300), (2, range(1000, 1064), 4000)):
+        for restart, victims, bar in ((1, range(9, 10), 100), (2, range(1000, 1064), 1000)):
             members.num_bytes = 0
             for rank in victims:
                 gone = p.RankFault(initial_rank=rank, restart_count=restart - 1, kind=p.RankFaultKind.DIED)
@@ -208,22 +226,7 @@ def test_a_hub_that_gave_its_last_order_does_not_spin(monkeypatch: pytest.Monkey
 def test_a_hub_that_outlives_its_rank_does_not_spin() -> None:
     """A monitor process that only hosts the hub for the others waits for what comes."""
     selector = selectors.DefaultSelector()
-    task = m.MonitorTask(
-        pid=1,
-        initial_rank=0,
-        initial_world_size=2,
-        node="n",
-        host="127.0.0.1",
-        limits=RestartLimits(),
-        soft_timeout_s=60.0,
-        hard_timeout_s=90.0,
-        thread_interval_s=1.0,
-        process_interval_s=1.0,
-        heartbeat_interval_s=30.0,
-        heartbeat_timeout_s=60.0,
-        termination_grace_s=0.0,
-    )
-    client = HubClient(selector, task, on_order=lambda _: None, on_candidates=lambda _: None)
+    client = HubClient(selector, TASK, on_order=lambda _: None, on_candidates=lambda _: None)
     try:
         client.connect(m.Connect(hub=client.address, token="a" * 32))
         client.end(m.Gone(fault=p.RankFault(initial_rank=0, restart_count=0, kind=p.RankFaultKind.DIED)))
@@ -251,3 +254,56 @@ def test_small_pieces_make_whole_messages() -> None:
     finally:
         channel.close()
         ours.close()
+
+
+def test_without_a_descriptor_the_listener_rests_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that cannot be accepted does not keep the loop busy; it is accepted when there is room again."""
+    selector = selectors.DefaultSelector()
+    client = HubClient(selector, TASK, on_order=lambda _: None, on_candidates=lambda _: None)
+    host, port = client.address.split(" ")
+    try:
+        with socket.create_connection((host, int(port))) as member:
+            listener = client._listener
+
+            class Exhausted:
+                def accept(self) -> None:
+                    raise OSError(errno.EMFILE, "too many open files")
+
+            ((key, events),) = selector.select(TIMEOUT_S)
+            monkeypatch.setattr(client, "_listener", Exhausted())
+            monkeypatch.setattr(selector, "unregister", lambda _: type(selector).unregister(selector, listener))
+            key.data(events)
+            monkeypatch.undo()
+            assert selector.select(0) == []
+            now_s = clock.now_s()
+            assert now_s < client.look(now_s) <= now_s + 1.0
+            client.look(now_s + 1.0)
+            ((key, events),) = selector.select(TIMEOUT_S)
+            key.data(events)
+            assert member.recv(4) == b"OLw1"
+    finally:
+        client.close()
+        selector.close()
+
+
+def test_strangers_that_say_nothing_keep_nobody_out() -> None:
+    """Of more connections than are kept the oldest are closed, so that the newest has a place."""
+    selector = selectors.DefaultSelector()
+    client = HubClient(selector, TASK, on_order=lambda _: None, on_candidates=lambda _: None)
+    host, port = client.address.split(" ")
+    strangers = []
+    try:
+        for _ in range(300):
+            strangers.append(socket.create_connection((host, int(port))))
+            ((key, events),) = selector.select(TIMEOUT_S)
+            key.data(events)
+        assert len(client._newcomers) == 256
+        greeting = Handshake(None, "", is_server=True).outgoing
+        assert len(strangers[0].recv(100)) == len(greeting)
+        assert strangers[0].recv(1) == b""
+        assert strangers[-1].recv(100)[:4] == greeting[:4]
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        client.close()
+        selector.close()

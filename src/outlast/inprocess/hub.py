@@ -5,6 +5,10 @@ A part of an event loop, inside one of the monitor processes. All decisions are 
 a short reconnect grace, one whose process is seen to be gone is lost at once. A hub that cannot reach most of the
 members that it had aborts, since they may resume elsewhere.
 
+Only the few candidates for its succession know who belongs to the group: they get all members once, and then what
+changes. The others get who the candidates are, and orders in which ranks are runs: a loss among ten thousand members
+costs each of them some hundred bytes.
+
 A hub that follows another one first waits for the members that lived; they report their standing.
 
 Nothing here imports torch.

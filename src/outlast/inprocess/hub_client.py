@@ -3,9 +3,10 @@
 While the hub is looked for nothing is lost: the member's :class:`~outlast.inprocess.protocol.MemberRecord` is sent to
 the next one. Any rank may die, also the one whose monitor process is the host.
 
-Every member knows the same list of candidates. A monitor process that loses the hub asks them in order. It hosts the
-hub itself only where every candidate before it is gone; one that is there but hosts nothing (yet) is asked again. A
-candidate that started anew since the list was made counts as gone: it knows nothing.
+Every member knows the same list of candidates; only the candidates know the members. A monitor process that loses the
+hub asks them in order. It hosts the hub itself only where every candidate before it is gone; one that is there but
+hosts nothing (yet) is asked again. A candidate that started anew since the list was made counts as gone: it knows
+nothing.
 
 A new host probes the other members. Where a node is lost, nobody closes its connections: a member that has nothing to
 report would notice the hub's silence only after the heartbeats' timeout. One that is probed looks for itself.

@@ -122,7 +122,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 MAX_PACKET_BYTES = 1 << 20
 
 
-class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The monitor process runs, and could host the hub at this address."""
 
     address: str
@@ -142,7 +142,7 @@ class MemberPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """What the rank reports of its place beyond its node."""
 
 
-class HubCandidates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class HubCandidates(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Who may host the hub, in this order; the first one does. Also the answer to a :class:`JoinHub`."""
 
     candidates: tuple[HubCandidate, ...]
@@ -166,11 +166,11 @@ class HubCandidates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return msgspec.structs.replace(self, base=0, lost=(), members={**members, **self.members})
 
 
-class WantMembers(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WantMembers(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """A candidate missed a change of the members and needs them all."""
 
 
-class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
     """Join the hub; the process that gets its own address hosts it."""
 
     hub: str
@@ -179,7 +179,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     """The secret of this group of monitor processes; hexadecimal digits."""
 
 
-class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """JoinHub the hub in place of a monitor process that is gone."""
 
     token: str
@@ -189,7 +189,7 @@ class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What may not have reached the hub."""
 
 
-class JoinHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class JoinHub(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """First message on a link: who comes."""
 
     initial_rank: int
@@ -203,7 +203,7 @@ class JoinHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     standing: MemberStanding = MemberStanding()
 
 
-class NotHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class NotHub(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The answer of a monitor process that hosts no hub (yet)."""
 
     life: str
@@ -211,11 +211,11 @@ class NotHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """As far as it knows."""
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """A sign of life."""
 
 
-class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The rank's process is gone."""
 
     fault: RankFault

@@ -139,7 +139,7 @@ class RankFaultKind(StrEnum):
     """It was not ready for the next call in time."""
 
 
-class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
     """Something went wrong on a rank."""
 
     initial_rank: int
@@ -157,7 +157,7 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaul
         return self.kind == RankFaultKind.SOFT_TIMEOUT and self.evidence.get(WAITS) == "yes"
 
 
-class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The rank is out of the function, its groups are gone, its checks passed: it can enter ``call``."""
 
     restart_count: int
@@ -165,13 +165,13 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``host port`` of the socket that it has bound and would host that call's store on."""
 
 
-class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The function returned."""
 
     restart_count: int
 
 
-class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The rank is permanently removed."""
 
     reason: str
@@ -228,7 +228,7 @@ def member_runs(members: Iterable[Member]) -> tuple[MemberRun, ...]:
     return tuple(runs)
 
 
-class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
     """The answer to :class:`Assign`."""
 
     ordinal: int
@@ -242,7 +242,7 @@ class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 Report = RankReady | RankFault | Completed | Left | Assigned
 
 
-class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Leave the function (a spare: stop waiting), and report :class:`RankReady` for the next call."""
 
     restart_count: int
@@ -250,7 +250,7 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     faults: tuple[RankFault, ...] = ()
 
 
-class Assign(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Assign(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Assign active ranks to these members and answer :class:`Assigned`."""
 
     ordinal: int
@@ -274,7 +274,7 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         )
 
 
-class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Enter the function."""
 
     restart_count: int
@@ -293,13 +293,13 @@ class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return _ranks_of(self.runs)
 
 
-class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """All active ranks have completed; the wrapper returns."""
 
     restart_count: int
 
 
-class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
     """In-process restart cannot help any more; the wrapper raises."""
 
     reason: str
@@ -308,7 +308,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     """Number of faults by initial rank, all calls together."""
 
 
-class Expel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Expel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """This member counts as dead and is ended by its monitor process."""
 
     reason: str
