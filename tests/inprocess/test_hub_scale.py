@@ -8,6 +8,7 @@ import selectors
 import socket
 
 import pytest
+from fake_ranks import monitor_task
 
 from outlast import clock
 from outlast.inprocess import protocol as m
@@ -21,21 +22,7 @@ NUM = 64
 TIMEOUT_S = 100.0
 
 
-TASK = m.MonitorTask(
-    pid=1,
-    initial_rank=0,
-    initial_world_size=2,
-    node="n",
-    host="127.0.0.1",
-    limits=RestartLimits(),
-    soft_timeout_s=60.0,
-    hard_timeout_s=90.0,
-    thread_interval_s=1.0,
-    process_interval_s=1.0,
-    heartbeat_interval_s=30.0,
-    heartbeat_timeout_s=60.0,
-    termination_grace_s=0.0,
-)
+TASK = monitor_task(pid=1, initial_world_size=2)
 
 
 class Members:
