@@ -37,6 +37,7 @@ from outlast.monitor.stacks import Stack
 from outlast.policy.causes import Collective, Position
 from outlast.policy.deadlines import Expired
 from outlast.runtime.board import Board, RankState
+from outlast.runtime.files import in_time
 
 log = logging.getLogger(__name__)
 
@@ -443,10 +444,14 @@ def _write(path: Path, position: Position, text: str) -> None:
         f"iteration {position.iteration}, in {where}, process state {position.process_state}"
         f"{'' if position.responsive else ', its interpreter did not answer'}\n\n"
     )
-    try:
+
+    def keep() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(head + stacks.arrange(text))
-    except OSError as error:  # a full disk must not keep a hang from being acted upon
+
+    try:
+        in_time(keep)
+    except OSError as error:  # a full disk, or one that hangs, must not keep a hang from being acted upon
         log.warning("stacks of rank %d could not be written: %s", position.global_rank, error)
 
 
