@@ -1,4 +1,4 @@
-"""Addresses in real network namespaces: two machines with IPv6 alone.
+"""Addresses in real network namespaces: two machines with IPv6 alone, or with a second interface.
 
 Each namespace stands for a machine. Needs root.
 """
@@ -31,6 +31,7 @@ if dist.get_rank() == 0:
     print("sockets", *listening(), flush=True)
 dist.barrier()
 """
+PORTS = range(41000, 41050)
 
 
 def ip(*words: str) -> None:
@@ -128,3 +129,23 @@ def test_two_machines_with_ipv6_alone_train(machines: Machines, tmp_path: Path) 
     ours = [address for address, _ in found if len(address) == 32]
     assert len(ours) >= 2, found
     assert all(set(address) != {"0"} for address in ours), found
+
+
+def test_a_named_interface_and_a_range_of_ports_are_used(machines: Machines, tmp_path: Path) -> None:
+    """--interface comes before the way to the endpoint; what listens there has a port of --port-range."""
+    machines.give("lan0", "10.9.0.1/24", "10.9.0.2/24")
+    machines.give("lan1", "10.8.0.1/24", "10.8.0.2/24")
+    options = ("--rdzv-endpoint=10.9.0.1:29400", "--interface=nosuch0,lan1", f"--port-range={PORTS[0]}-{PORTS[-1]}")
+    ends = machines.run(tmp_path, ["127.0.0.1 localhost\n"] * 2, *options, lan="lan1")
+    check_trained(ends, "10.8.0.1")
+    found = listening(ends)
+    assert any(address == "0100080A" and port in PORTS for address, port in found), found
+
+
+def test_an_own_name_that_means_loopback_is_no_address_for_peers(machines: Machines, tmp_path: Path) -> None:
+    """Debian's 127.0.1.1: the peers meet at the default route's address."""
+    machines.give("lan0", "10.9.0.1/24", "10.9.0.2/24")
+    hosts = ["127.0.0.1 localhost\n127.0.1.1 head\n", "127.0.0.1 localhost\n10.9.0.1 head\n"]
+    for name in machines.names:
+        ip("-n", name, "route", "add", "default", "dev", "lan0")
+    check_trained(machines.run(tmp_path, hosts, "--rdzv-endpoint=head:29400"), "10.9.0.1")
