@@ -56,6 +56,10 @@ REPLAY = "OUTLAST_REPLAY"
 """JSON of what the ranks of this cycle run again before anything else; set by an agent only."""
 INJECTIONS = "OUTLAST_INJECTIONS"
 """JSON of the faults that happen at injection points of this process; see ``outlast.runtime.injection``."""
+INTERFACE = "OUTLAST_INTERFACE"
+"""``NAME[,NAME]``: the interface at which the processes of this node are reached; ``--interface`` sets it."""
+PORT_RANGE = "OUTLAST_PORT_RANGE"
+"""``LOW-HIGH``: the ports at which the processes of this node listen; ``--port-range`` sets it."""
 LOG_LEVEL = "OUTLAST_LOG_LEVEL"
 """Least level of the log: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
 LOG = "OUTLAST_LOG"
@@ -70,6 +74,16 @@ def environ() -> dict[str, str]:
 def postmortem_path() -> str | None:
     """Return where this worker records how it ends; ``None`` without ``outlast run``."""
     return os.environ.get(POSTMORTEM) or None
+
+
+def interface() -> str | None:
+    """Return the interface at which this node is reached; ``None`` = the one on the way to the endpoint."""
+    return os.environ.get(INTERFACE) or None
+
+
+def port_range() -> str | None:
+    """Return the ports at which this node's processes listen, as ``LOW-HIGH``; ``None`` = any."""
+    return os.environ.get(PORT_RANGE) or None
 
 
 def hostname() -> str:

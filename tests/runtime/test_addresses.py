@@ -6,9 +6,18 @@ import socket
 
 import pytest
 
+from outlast import env
 from outlast.errors import ConfigError, RendezvousError
 from outlast.runtime import addresses
-from outlast.runtime.addresses import Endpoint, own_address, parse_endpoint
+from outlast.runtime.addresses import (
+    Endpoint,
+    interface_addresses,
+    listen_at,
+    listening_addresses,
+    own_address,
+    parse_endpoint,
+    parse_port_range,
+)
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint("node-1", 29400), Endpoint("10.0.0.1", 1), Endpoint("fe80::1", 65535)])
@@ -38,8 +47,16 @@ def test_a_machine_whose_own_name_leads_to_loopback_has_another_address(monkeypa
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 9))]
     )
-    monkeypatch.setattr(addresses, "_source_address", lambda _, address: seen[address])
+
+    def source(_: int, address: tuple[str, int]) -> str:
+        if address not in seen:
+            raise OSError("network is unreachable")
+        return seen[address]
+
+    monkeypatch.setattr(addresses, "_source_address", source)
     assert own_address("this-node") == "10.1.2.3"
+    seen["127.0.1.1", 9] = "127.0.1.1"
+    assert listening_addresses("this-node") == [(socket.AF_INET, "127.0.1.1"), (socket.AF_INET, "10.1.2.3")]
 
 
 def test_a_family_without_a_route_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +80,45 @@ def test_an_unknown_host_is_named() -> None:
     """A host that cannot be resolved is an error that names it."""
     with pytest.raises(RendezvousError, match=r"no\.such\.host\.invalid"):
         own_address("no.such.host.invalid")
+
+
+def test_a_loopback_endpoint_is_this_machine_and_a_foreign_one_is_not() -> None:
+    """Loopback literals and localhost are listened at as such; an address that this machine lacks gives none."""
+    assert listening_addresses("localhost") == [(socket.AF_INET, "127.0.0.1")]
+    assert listening_addresses("127.0.0.2") == [(socket.AF_INET, "127.0.0.2")]
+    assert listening_addresses("::1") == [(socket.AF_INET6, "::1")]
+    assert listening_addresses("192.0.2.77") == []
+    assert listening_addresses("no.such.host.invalid") == []
+    assert Endpoint("127.0.0.1", 1).is_local
+    assert not Endpoint("192.0.2.77", 1).is_local
+
+
+def test_an_interface_that_is_not_here_is_refused_with_those_that_are() -> None:
+    """The first interface that is here counts; where there is none of them, the error names what there is."""
+    assert (socket.AF_INET, "127.0.0.1") in interface_addresses("nosuch0,lo")
+    with pytest.raises(ConfigError, match=r"--interface=nosuch0: .*; there are .*lo"):
+        interface_addresses("nosuch0")
+
+
+@pytest.mark.parametrize("text", ["", "1", "5-4", "0-5", "1-65536", "a-b", "-1-4"])
+def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
+    """A range has a low and a high port."""
+    with pytest.raises(ConfigError, match="LOW-HIGH"):
+        parse_port_range(text)
+
+
+def test_a_range_that_is_too_small_names_how_many_ports_are_needed() -> None:
+    """A node's processes need a number of ports."""
+    with pytest.raises(ConfigError, match="has 2 ports, and this node needs 9"):
+        parse_port_range("30000-30001", needed=9)
+
+
+def test_a_used_up_range_of_ports_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets listen at ports of the range, at the given address alone; one more than it has is refused at once."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setenv(env.PORT_RANGE, f"{port}-{port}")
+    with listen_at("127.0.0.1", backlog=1) as first:
+        assert first.getsockname() == ("127.0.0.1", port)
+        with pytest.raises(OSError, match=f"no port of {port}-{port} is free"):
+            listen_at("127.0.0.1", backlog=1)

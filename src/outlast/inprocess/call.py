@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.config.training import InProcessRestartConfig
 from outlast.errors import OutlastError, PeerLost
 from outlast.runtime import connections
+from outlast.runtime.addresses import listen_at
 
 if TYPE_CHECKING:
     from outlast.inprocess.plugins import State
@@ -232,8 +233,7 @@ class CallStore:
     """
 
     def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener: socket.socket | None = socket.create_server((host, 0), family=family, backlog=2048)
+        self._listener: socket.socket | None = listen_at(host, backlog=2048)
         self._host, self._port = host, int(self._listener.getsockname()[1])
         self.address = f"{host} {self._port}"
         """``host port``."""

@@ -35,6 +35,7 @@ from outlast.errors import OutlastError
 from outlast.inprocess import protocol as m
 from outlast.inprocess.hub import RECONNECT_S, Hub
 from outlast.policy import inprocess_protocol as p
+from outlast.runtime.addresses import listen_at
 from outlast.runtime.processes import machine_id
 from outlast.runtime.wire import MAX_MESSAGE_BYTES, AuthenticationFailed, Handshake
 
@@ -116,8 +117,7 @@ class HubClient:
         self._newcomers: dict[m.HubLink, float] = {}
         self._listen_s: float | None = None
         self._probes: dict[m.HubLink, float] = {}
-        family = socket.AF_INET6 if ":" in task.host else socket.AF_INET
-        self._listener = socket.create_server((task.host, 0), family=family, backlog=1024)
+        self._listener = listen_at(task.host, backlog=1024)
         self._listener.setblocking(False)
         self.address = f"{task.host} {self._listener.getsockname()[1]}"
         """``host port`` where this process listens."""

@@ -24,7 +24,7 @@ from functools import partial
 
 import msgspec
 
-from outlast import clock
+from outlast import clock, env
 from outlast.errors import ExitReason, OutlastError, RendezvousError
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import Mailbox
@@ -543,7 +543,7 @@ def listen(endpoint: Endpoint) -> list[socket.socket]:
     """
     listeners: list[socket.socket] = []
     port = endpoint.port
-    for family, address in listening_addresses(endpoint.host):
+    for family, address in listening_addresses(endpoint.host, interface=env.interface()):
         listener = socket.socket(family, socket.SOCK_STREAM)
         listeners.append(listener)
         try:

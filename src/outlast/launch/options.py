@@ -20,14 +20,28 @@ from outlast.config import Config, FaultToleranceConfig, HealthConfig
 from outlast.config.sources import LayeredSettings, ft_config_from, ft_typed
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
-from outlast.runtime.addresses import parse_endpoints
+from outlast.runtime.addresses import interface_addresses, parse_endpoints, parse_port_range
 from outlast.runtime.device import why_absent
 from outlast.wording import count
 
 NO_TERMINATION_SIGNAL = "outlast run ends a hung worker with SIGKILL; leave it out"
 """Why ``rank_termination_signal`` has no effect."""
+NODE_PORTS, WORKER_PORTS = 3, 3
+"""How many listen on a node: the stores of a cycle and of the next one, the writer; of each worker the monitor, the
+store of a call, and the consensus while it connects."""
 _BACKENDS = ("static", "c10d", "outlast")
-_NEVER_EMPTY = ("config", "run_dir", "node_name", "run_key_file", "rdzv_id", "rdzv_endpoint", "master_addr", "log_dir")
+_NEVER_EMPTY = (
+    "config",
+    "run_dir",
+    "node_name",
+    "run_key_file",
+    "rdzv_id",
+    "rdzv_endpoint",
+    "master_addr",
+    "log_dir",
+    "interface",
+    "port_range",
+)
 _NOT_NEGATIVE = ("max_restarts", "max_restarts_total", "restart_grace", "workers_stop_timeout", "shutdown_timeout")
 _STREAMS = re.compile(r"[0-3]|\d:[0-3](,\d:[0-3])*")
 
@@ -175,6 +189,7 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
     checked = check_values(argv)
     command, config = checked.command, checked.config
     args = command.args
+    _check_network(command)
     _check_devices(command)
     _check_plugins(command)
     _check_script(command)
@@ -265,6 +280,18 @@ def _check_nproc(text: str, name: str) -> None:
         text in ("auto", "cpu", "gpu", "xpu"),
         f"{name}={text!r} is neither a number nor auto, cpu, gpu or xpu",
     )
+
+
+def _check_network(command: RunCommand) -> None:
+    """Refuse an interface that is not here, and a range of ports that is none or too small for this node."""
+    args = command.args
+    interface, ports = args.interface or env.interface(), args.port_range or env.port_range()
+    if interface is not None:
+        interface_addresses(interface)
+    if ports is not None:
+        nproc = int(args.nproc_per_node) if args.nproc_per_node.isdecimal() else 1
+        where = command.name("port_range") if args.port_range else env.PORT_RANGE
+        parse_port_range(ports, where=where, needed=NODE_PORTS + WORKER_PORTS * nproc)
 
 
 def _check_devices(command: RunCommand) -> None:

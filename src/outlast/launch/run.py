@@ -229,6 +229,8 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
     for note in options.notes:
         log.info("%s", note)
     job = name_job(env.environ().get("SLURM_JOB_ID"), remembered)
+    given = {env.INTERFACE: options.torchrun.interface, env.PORT_RANGE: options.torchrun.port_range}
+    env.update({name: value for name, value in given.items() if value})  # for this agent, its writer and its workers
     env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch is imported: here, and in the workers' zygote
     base_env = _worker_base_env(options)
     base_env[env.RUN_KEY] = identity.key.as_variable()
@@ -535,6 +537,11 @@ def _make_client(
         connect_timeout_s=options.join_timeout_s,
     )
     addr = args.local_addr or own_address(endpoints[0].host)
+    if options.max_nodes > 1 and is_loopback(addr) and not any(is_loopback(one.host) for one in endpoints):
+        raise ConfigError(
+            f"the other nodes cannot reach this one at its own address {addr} (towards {endpoints[0].host}); name its "
+            "interface (--interface) or its address (--local-addr), or correct its name in /etc/hosts"
+        )
     return CoordinatorClient(link, addr=addr, nproc=nproc, wish=options.wish)
 
 

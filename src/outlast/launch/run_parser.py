@@ -194,6 +194,16 @@ _OURS: tuple[tuple[str, str, str | None, str | float | None, str], ...] = (
         "OUTLAST_RUN_KEY, else run.key of a shared run directory, else derived from the run's id.",
     ),
     (
+        *(_NODES, "interface", "NAME,...", None),
+        "Interface at which the other nodes reach this one, the first of the names that it has; default "
+        "OUTLAST_INTERFACE, else the one towards --rdzv-endpoint.",
+    ),
+    (
+        *(_NODES, "port-range", "LOW-HIGH", None),
+        "Ports at which the processes of this node listen, beside the one of --rdzv-endpoint; default "
+        "OUTLAST_PORT_RANGE, else any.",
+    ),
+    (
         *(_RESTARTS, "max-restarts-total", "N", None),
         "Restarts in the whole run, with or without progress; default no limit.",
     ),

@@ -6,15 +6,18 @@ that counts is that of the interface on the way to an endpoint that all peers kn
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import queue
+import secrets
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outlast import clock
+from outlast import clock, env
 from outlast.errors import ConfigError, RendezvousError
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _ELSEWHERE: dict[int, str] = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""
 _DISCARD_PORT = 9
@@ -38,9 +41,7 @@ class Endpoint:
     @property
     def is_local(self) -> bool:
         """Whether the host's name means this machine."""
-        from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
-
-        return bool(_matches_machine_hostname(self.host))
+        return bool(listening_addresses(self.host))
 
     @property
     def family(self) -> socket.AddressFamily:
@@ -93,7 +94,12 @@ def _has_port(text: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Return whether a host, as it was given, means whatever machine one is on."""
-    return host in _LOOPBACK
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def own_address(towards: str | None) -> str:
@@ -102,56 +108,167 @@ def own_address(towards: str | None) -> str:
     Args:
         towards: A host that the peers reach as well: name or address. If it is this machine, the answer is the address
             of the default route, or a loopback one where there is no network. ``None``: all peers are on this machine.
+            Where ``--interface`` names one, the answer is its address, in the family of the host.
 
     Raises:
-        RendezvousError: The host's name is not known here, or there is no route to it.
+        ConfigError: The interface that was named is not here.
+        RendezvousError: The host's name is not known here, there is no route to it, or the interface that was named
+            has no address of its family.
 
     Blocks: while the name is looked up.
     """
     if towards is None or is_loopback(towards):
-        return "::1" if towards == "::1" else "127.0.0.1"
+        return "::1" if towards is not None and ":" in towards else "127.0.0.1"
+    interface = env.interface()
+    own_there = interface_addresses(interface) if interface is not None else []
     why: OSError | None = None
     try:
         found = socket.getaddrinfo(towards, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except OSError as error:
         found, why = [], error
+    if interface is not None:
+        for family, *_ in found:
+            for own_family, text in own_there:
+                if own_family == family:
+                    return text
+        if found:
+            raise RendezvousError(
+                f"--interface={interface} has no address of the family in which {towards} is reached; name another "
+                "interface, or an endpoint of the other family"
+            )
     for family, _, _, _, address in found:
         try:
             own = _source_address(family, address)
         except OSError as error:
             why = error  # no route in this family
             continue
-        if own.startswith("127.") or own == "::1":
-            try:
-                return _source_address(family, (_ELSEWHERE[family], _DISCARD_PORT))
-            except OSError:
-                pass  # there is no network beyond this machine
+        if is_loopback(own):
+            outward = _outward_addresses(interface)
+            same = [one for one in outward if one[0] == family]
+            return (same or outward or [(family, own)])[0][1]
         return own
     raise RendezvousError(f"host {towards!r} cannot be reached from here ({why}); check its name and the network")
 
 
 def listening_addresses(host: str, *, interface: str | None = None) -> list[tuple[socket.AddressFamily, str]]:
-    """Return the addresses of this machine at which the host of an endpoint listens; none: it is another machine's."""
+    """Return the addresses of this machine at which the host of an endpoint is to listen; none: it is another machine.
+
+    A name that leads to a loopback address here (127.0.1.1) leads the peers to another one, so both are returned.
+
+    Args:
+        host: Name or address.
+        interface: Names the interface of that other address; ``None``: the default route does.
+
+    Raises:
+        ConfigError: There is no such interface.
+
+    Blocks: while the name is looked up.
+    """
+    if host in ("0.0.0.0", "::"):
+        return [(Endpoint(host, 0).family, host)]  # as it was told to
     if is_loopback(host):
-        return [(socket.AF_INET6, "::1")] if host == "::1" else [(socket.AF_INET, "127.0.0.1")]
+        literal = "127.0.0.1" if host == "localhost" else host
+        return [(Endpoint(literal, 0).family, literal)]
     try:
         found = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return []
     own: dict[tuple[socket.AddressFamily, str], None] = {}
     for family, _, _, _, address in found:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.bind((address[0], 0))
-            except OSError:
-                continue
-        own[family, str(address[0])] = None
-        if str(address[0]).startswith("127."):
-            try:
-                own[family, _source_address(family, (_ELSEWHERE[family], _DISCARD_PORT))] = None
-            except OSError:
-                pass
+        text = str(address[0])
+        try:
+            # The source towards an own address is that address. Binding would prove less (ip_nonlocal_bind).
+            is_own = _source_address(family, address) == text or is_loopback(text)
+        except OSError:
+            continue
+        if is_own:
+            own[family, text] = None
+    if any(is_loopback(text) for _, text in own):
+        own.update(dict.fromkeys(_outward_addresses(interface)))
     return list(own)
+
+
+def interface_addresses(names: str) -> list[tuple[socket.AddressFamily, str]]:
+    """Return the addresses of the first of some interfaces that this machine has; link-local ones come last.
+
+    Args:
+        names: ``NAME[,NAME]``.
+
+    Raises:
+        ConfigError: The machine has none of them, or that one has no address; those that it has are named.
+    """
+    import psutil
+
+    has = psutil.net_if_addrs()
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        found = [
+            (one.family, one.address) for one in has.get(name, ()) if one.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        if found:
+            return sorted(found, key=lambda one: one[1].startswith("fe80:"))
+    with_address = [
+        name for name, all_of in has.items() if any(one.family in (socket.AF_INET, socket.AF_INET6) for one in all_of)
+    ]
+    raise ConfigError(
+        f"--interface={names}: no such interface with an address here; there are {', '.join(with_address)}"
+    )
+
+
+def parse_port_range(text: str, *, where: str = "--port-range", needed: int = 1) -> range:
+    """Return the ports in ``LOW-HIGH``.
+
+    Args:
+        text: The range.
+        where: What the text was given as, for errors.
+        needed: How many ports it must have.
+
+    Raises:
+        ConfigError: It is another text, or too small.
+    """
+    low, _, high = text.partition("-")
+    if not (low.strip().isdecimal() and high.strip().isdecimal() and 0 < int(low) <= int(high) < 65536):
+        raise ConfigError(f"{where}={text} is not LOW-HIGH with 0 < LOW <= HIGH < 65536; write for example 30000-30099")
+    ports = range(int(low), int(high) + 1)
+    if len(ports) < needed:
+        raise ConfigError(f"{where}={text} has {len(ports)} ports, and this node needs {needed}; name a wider range")
+    return ports
+
+
+def listen_at(host: str, *, backlog: int) -> socket.socket:
+    """Return a socket that listens at one address, at a free port, of ``--port-range`` where there is one.
+
+    Args:
+        host: An address of this machine.
+        backlog: How many connections may wait.
+
+    Raises:
+        ConfigError: The range is not one.
+        OSError: The address is not this machine's, or no port of the range is free.
+    """
+    text = env.port_range()
+    ports: Sequence[int] = (0,) if text is None else parse_port_range(text, where=env.PORT_RANGE)
+    first = secrets.randbelow(len(ports))  # processes that start together try different ones
+    for number in range(len(ports)):
+        port = ports[(first + number) % len(ports)]
+        try:
+            return socket.create_server((host, port), family=Endpoint(host, 0).family, backlog=backlog)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES) or text is None:
+                raise
+    raise OSError(errno.EADDRINUSE, f"no port of {text} is free at {host}; name a wider range (--port-range)")
+
+
+def _outward_addresses(interface: str | None) -> list[tuple[socket.AddressFamily, str]]:
+    """Return the addresses of an interface, or those of the default routes; none where there is no network."""
+    if interface is not None:
+        return interface_addresses(interface)
+    found = []
+    for family, elsewhere in _ELSEWHERE.items():
+        try:
+            found.append((socket.AddressFamily(family), _source_address(family, (elsewhere, _DISCARD_PORT))))
+        except OSError:
+            pass  # there is no network of this family beyond this machine
+    return [one for one in found if not is_loopback(one[1])]
 
 
 def _source_address(family: int, address: tuple[object, ...]) -> str:

@@ -35,7 +35,7 @@ import msgspec
 from outlast import clock, env
 from outlast.errors import OutlastError, PeerLost, RendezvousError
 from outlast.runtime import connections
-from outlast.runtime.addresses import Endpoint, own_address, parse_endpoint
+from outlast.runtime.addresses import Endpoint, listen_at, own_address, parse_endpoint
 from outlast.runtime.wire import BufferedChannel, Handshake, MessageChannel
 
 _PROTOCOL = "consensus"
@@ -174,7 +174,7 @@ def connect_peers(timeout_s: float) -> tuple[list[socket.socket], list[socket.so
         if rank == 0:
             store.set(f"{name}/key", secrets.token_hex(_KEY_BYTES))
         host = own_address(env.read_worker().master_addr)
-        with ExitStack() as opened, socket.create_server((host, 0), family=Endpoint(host, 0).family) as listener:
+        with ExitStack() as opened, listen_at(host, backlog=128) as listener:
             store.set(f"{name}/{rank}", str(Endpoint(host, listener.getsockname()[1])))
             store.wait([f"{name}/key", *(f"{name}/{peer}" for peer in after)], timedelta(seconds=timeout_s))
             key = bytes.fromhex(store.get(f"{name}/key").decode())

@@ -10,8 +10,9 @@ import datetime
 import socket
 from typing import Any
 
+from outlast import env
 from outlast.errors import RendezvousError
-from outlast.runtime.addresses import Endpoint, is_loopback, own_address
+from outlast.runtime.addresses import Endpoint, listen_at, listening_addresses
 
 TCPStore = Any
 """torch's ``TCPStore``, whose type stubs lack half of its methods."""
@@ -24,19 +25,26 @@ def host(endpoint: Endpoint, *, timeout_s: float) -> TCPStore | None:
         endpoint: Where; port 0 takes a free one.
         timeout_s: Timeout of the calls made through the returned store.
     """
-    listener = socket.socket(endpoint.family, socket.SOCK_STREAM)
+    found = listening_addresses(endpoint.host, interface=env.interface())
+    if not found:
+        return None
+    family, address = found[0]
+    if len(found) > 1:  # torch's store has one socket: peers and local ranks are led to different addresses
+        families = {one for one, _ in found}
+        family, address = (socket.AF_INET6, "::") if socket.AF_INET6 in families else (socket.AF_INET, "0.0.0.0")
     try:
         # Bound by us, so that losing the race for a port is an answer, not an exception's text.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        any_address = "::" if ":" in endpoint.host else "0.0.0.0"
-        address = own_address(endpoint.host) if is_loopback(endpoint.host) else any_address
-        listener.bind((address, endpoint.port))
-        listener.listen(2048)
+        listener = socket.create_server(
+            (address, endpoint.port), family=family, backlog=2048, dualstack_ipv6=address == "::"
+        )
     except OSError:
-        listener.close()
         return None
-    port = listener.getsockname()[1]
-    return _torch_store(Endpoint(endpoint.host, port), timeout_s, is_master=True, master_listen_fd=listener.detach())
+    return _serve(endpoint.host, listener, timeout_s)
+
+
+def _serve(name: str, listener: socket.socket, timeout_s: float) -> TCPStore:
+    endpoint = Endpoint(name, listener.getsockname()[1])
+    return _torch_store(endpoint, timeout_s, is_master=True, master_listen_fd=listener.detach())
 
 
 def connect(endpoint: Endpoint, *, timeout_s: float, call_timeout_s: float) -> TCPStore:
@@ -74,7 +82,20 @@ def _torch_store(endpoint: Endpoint, timeout_s: float, **options: Any) -> TCPSto
 
 
 def open_cycle_store(addr: str, *, timeout_s: float = 600.0) -> TCPStore:
-    """Host a cycle's own store on a fresh port of this machine; it dies with the last reference."""
-    hosted = host(Endpoint(addr, 0), timeout_s=timeout_s)
-    assert hosted is not None, "port 0 is never taken"
-    return hosted
+    """Host a cycle's own store on a fresh port of this machine; it dies with the last reference.
+
+    Args:
+        addr: This node's address, by which its own ranks reach the store as well. One that is another machine's (a
+            gateway that passes connections on) has the store listen on all addresses.
+        timeout_s: Timeout of the calls made through the returned store.
+
+    Raises:
+        RendezvousError: No port is free.
+    """
+    here = [address for _, address in listening_addresses(addr)]
+    everywhere = "::" if ":" in addr else "0.0.0.0"
+    try:
+        listener = listen_at(here[-1] if here else everywhere, backlog=2048)  # the last one is what peers reach
+    except OSError as error:
+        raise RendezvousError(f"the ranks' store cannot listen at {addr} ({error.strerror or error})") from error
+    return _serve(here[-1] if here else "localhost", listener, timeout_s)

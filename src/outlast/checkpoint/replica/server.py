@@ -33,6 +33,7 @@ from outlast.checkpoint.replica.protocol import (
     Working,
 )
 from outlast.checkpoint.shard import CHUNK_BYTES
+from outlast.runtime.addresses import listen_at
 from outlast.runtime.wire import ProtocolError
 
 WORKING_S = 1.0
@@ -258,9 +259,7 @@ class ReplicaServer:
         self._peers: dict[ReplicaChannel, threading.Thread] = {}
         self._reported: set[str] = set()
         self._stopping = threading.Event()
-        self._socket = socket.create_server(
-            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG
-        )
+        self._socket = listen_at(host, backlog=BACKLOG)
         self._acceptor = threading.Thread(target=self._accept, name="outlast-replica-port", daemon=True)
         self._acceptor.start()
 
