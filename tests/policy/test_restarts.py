@@ -400,7 +400,7 @@ def test_a_number_map_is_a_dict_whose_changes_are_copies(changes: list[tuple[int
     assert -1 not in known
 
 
-@pytest.mark.parametrize("num", [1_280, 10_240])
+@pytest.mark.parametrize("num", [1_280, pytest.param(10_240, marks=pytest.mark.slow)])
 def test_an_event_visits_few_members(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many join, report, fail, come back and complete: each visits some entries, not all."""
     visits = 0
