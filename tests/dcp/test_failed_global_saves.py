@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -122,14 +123,24 @@ def test_old_generations_go_but_for_one_beyond_the_suspect_window(tmp_path: Path
     assert len(present) <= 4
 
 
-def test_what_earlier_cycles_left_is_removed_and_others_attempts_are_not(tmp_path: Path) -> None:
-    """Attempts of dead processes of this job go with the first commit; another job's may be in use."""
+def test_what_earlier_owners_left_is_removed(tmp_path: Path) -> None:
+    """Whoever owns the directory removes what earlier owners left under way, and puts back what a broken replacement
+    had set aside."""
     for name in ("step-5.tmp-job-0-ffff.0", "step-6.tmp-other-0-ffff.0", "step-4.doomed"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
-    with Lanes(str(tmp_path), 1, cycle=1) as lanes:
+    with Lanes(str(tmp_path), 1) as lanes:
+        assert lanes.save([_flat()], 8) == [None]
+        assert lanes.save([_flat()], 9) == [None]
+    (tmp_path / "step-8").rename(tmp_path / "step-8.aside-other-0-ffff.1")
+    shutil.copytree(tmp_path / "step-9", tmp_path / "step-9.aside-other-0-ffff.2")
+    with Lanes(str(tmp_path), 1, cycle=1, leased="here") as lanes:
         assert lanes.save([_flat()], 10) == [None]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "run.json", "step-10", "step-6.tmp-other-0-ffff.0"]
+        assert lanes.directory.manifest(8).iteration == 8
+    names = ["latest", "owner", "run.json", "step-10", "step-8", "step-9"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    assert sorted(p.name for p in (tmp_path / "owner").iterdir()) == ["1.json", "1.trash"]
+    assert not list((tmp_path / "owner" / "1.trash").iterdir())
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

@@ -45,6 +45,7 @@ from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Distrusted, Load, tier_of_load
 from outlast.policy.rerun import Diagnosis, Replay
 from outlast.runtime.board import Board
+from outlast.runtime.files import make_private_folder, open_private
 from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
 
@@ -537,8 +538,9 @@ class Cycle:
             head = f"rank {worker.global_rank} (node {self.node}, pid {worker.pid}), exit code {worker.exit_code}"
             parts = [head, remains.trace, remains.fault, "last output:", "\n".join(output)]
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                path.write_text("\n\n".join(filter(None, parts)) + "\n", errors="replace")
+                make_private_folder(folder)
+                with open(path, "w", errors="replace", opener=open_private) as file:
+                    file.write("\n\n".join(filter(None, parts)) + "\n")
                 evidence["file"] = str(path)
             except OSError as error:  # a full disk may be what ended the worker
                 log.warning("%s cannot be written: %s", path, error)
@@ -709,7 +711,7 @@ class _CycleLogs:
             (args.duplicate_stderr_filters, dest.tee_stderrs, dest.filtered_stderr),
         ):
             if needles:
-                file = open(target, mode="w", errors="replace", buffering=1)  # noqa: SIM115  closed by stop()
+                file = open(target, mode="w", errors="replace", buffering=1, opener=open_private)  # noqa: SIM115  closed by stop()
                 self._filtered.append(file)
                 tail(files, file, needles)
 

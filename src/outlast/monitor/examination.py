@@ -37,6 +37,7 @@ from outlast.monitor.stacks import Stack
 from outlast.policy.causes import Collective, Position
 from outlast.policy.deadlines import Expired
 from outlast.runtime.board import Board, RankState
+from outlast.runtime.files import make_private_folder, open_private
 
 log = logging.getLogger(__name__)
 
@@ -444,8 +445,9 @@ def _write(path: Path, position: Position, text: str) -> None:
         f"{'' if position.responsive else ', its interpreter did not answer'}\n\n"
     )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(head + stacks.arrange(text))
+        make_private_folder(path.parent)
+        with open(path, "w", opener=open_private) as file:
+            file.write(head + stacks.arrange(text))
     except OSError as error:  # a full disk must not keep a hang from being acted upon
         log.warning("stacks of rank %d could not be written: %s", position.global_rank, error)
 

@@ -21,6 +21,7 @@ import msgspec
 from outlast import clock
 from outlast.env import clean_name
 from outlast.incidents import Event, EventKind
+from outlast.runtime.files import make_private_folder, open_private
 
 log = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
@@ -53,9 +54,9 @@ class Journal:
         self._lock = threading.Lock()
         if run_dir is not None:
             folder = Path(run_dir) / "journal"
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(folder)
             self.path = folder / f"{clean_name(job)}-{clean_name(node)}-{clean_name(proc)}.jsonl"
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             self._torn = _ends_torn(self._fd)
 
     def write(

@@ -39,7 +39,7 @@ from outlast.env import WorkerEnv, clean_name
 from outlast.errors import OutlastError
 from outlast.incidents import Cause, EventKind, Incident, IncidentKind, Verdict
 from outlast.policy.rerun import Diagnosis
-from outlast.runtime.files import write_atomically
+from outlast.runtime.files import PRIVATE, make_private_folder, write_atomically
 from outlast.runtime.journal import Journal
 
 _HEAD = struct.Struct("<QQ")
@@ -363,8 +363,8 @@ def write_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank:
         OSError: The run directory cannot be written.
     """
     path = _path(run_dir, job, cycle, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, msgspec.json.encode(diagnosis))
+    make_private_folder(path.parent)
+    write_atomically(path, msgspec.json.encode(diagnosis), mode=PRIVATE)
     return path
 
 
