@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from lanes import Lanes, flat_state
 
+from outlast.checkpoint.dcp import global_lane
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.reader import read_rank
@@ -216,3 +218,22 @@ def test_the_writer_and_the_command_line_need_no_torch() -> None:
     script = "import sys; from outlast.checkpoint import verification; "
     script += f"from outlast.checkpoint.dcp import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+
+
+def test_a_rank_that_cannot_tell_what_it_has_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected error of one rank is the save's error on all of them; the next save succeeds."""
+    items = global_lane.Items
+    is_broken = threading.Event()
+
+    def take(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name == "outlast-global" and not is_broken.is_set():
+            is_broken.set()
+            raise ValueError("nonsense")
+        return items(*args, **kwargs)
+
+    monkeypatch.setattr(global_lane, "Items", take)
+    with Lanes(str(tmp_path), 2) as lanes:
+        errors = lanes.save([_flat()] * 2, 10)
+        assert all("ValueError: nonsense" in str(error) for error in errors)
+        assert lanes.save([_flat(2.0)] * 2, 11) == [None, None]
+        assert _value_of(lanes.directory, 11) == 2.0

@@ -538,6 +538,7 @@ class Cycle:
             head = f"rank {worker.global_rank} (node {self.node}, pid {worker.pid}), exit code {worker.exit_code}"
             parts = [head, remains.trace, remains.fault, "last output:", "\n".join(output)]
             try:
+                make_private_folder(folder.parent)
                 make_private_folder(folder)
                 with open(path, "w", errors="replace", opener=open_private) as file:
                     file.write("\n\n".join(filter(None, parts)) + "\n")
@@ -667,6 +668,8 @@ def _as_text(value: Replay | tuple[Distrusted, ...] | None) -> str:
 def make_logs_specs(args: argparse.Namespace, run_dir: Path) -> LogsSpecs:
     """Return torch's log specs as torchrun's options ask for; the default folder is ``<run_dir>/logs``."""
     ranks = {int(rank) for rank in args.local_ranks_filter.split(",")} if args.local_ranks_filter else None
+    if not args.log_dir:
+        make_private_folder(run_dir / "logs")
     return _get_logs_specs_class(args.logs_specs)(
         log_dir=args.log_dir or str(run_dir / "logs"),
         redirects=Std.from_str(args.redirects),
