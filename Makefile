@@ -8,13 +8,14 @@ CODE := src tests examples docs
 PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml nvidia-ml-py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup slurm test test-faults test-gpu lint types unit docs demo demo-ray bench bench-peers bench-results format clean
+.PHONY: help setup slurm test test-torch test-faults test-gpu lint types unit docs demo demo-ray bench bench-peers bench-results format clean
 
 help:
 	@echo "make demo    train through slow, hung and killed ranks, lost nodes and a preemption, and prove the result"
 	@echo "make demo-ray    train actors on Ray through killed, stopped and raising ones, and prove the result"
 	@echo "make test    lint, types, docs, tests: some ten minutes on two cores"
 	@echo "make test-faults    the long campaigns of faults that make test runs samples of: before a release"
+	@echo "make test-torch TORCH=2.8.0    launcher, checkpoints, sessions, restarts in process on another torch (gigabytes)"
 	@echo "make test-gpu    what needs a GPU"
 	@echo "make setup   only make $(VENV), with pinned packages"
 	@echo "make slurm   install Slurm and munge, on which some tests start a cluster of their own"
@@ -66,6 +67,22 @@ unit: setup slurm
 test-faults: setup slurm
 	@$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest -m campaign -n 2 --dist loadscope --no-loadscope-reorder --durations=10
+
+# In an environment of its own, with the packages' pins but torch's. TORCH_PYTHON names another interpreter.
+TORCH ?= 2.8.0
+TORCH_PYTHON ?= $(PYTHON)
+TORCH_VENV = .venv-torch-$(TORCH)
+TORCH_PIP = $(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir
+TORCH_TESTS := $(addprefix tests/,launch checkpoint dcp replica inprocess session)
+test-torch:
+	@[ -x $(TORCH_VENV)/bin/python ] || $(TORCH_PYTHON) -m venv $(TORCH_VENV)
+	@echo "installing torch $(TORCH) into $(TORCH_VENV) (gigabytes; remove the folder afterwards)"
+	@grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_PIP) torch==$(TORCH)
+	$(TORCH_PIP) --constraint $(TORCH_VENV)/constraints.txt setuptools PyYAML hypothesis 'moto[server]' py-spy pytest \
+	  pytest-timeout pytest-xdist s3fs safetensors numpy xxhash msgspec click rich psutil fsspec
+	$(TORCH_PIP) --no-build-isolation --no-deps --editable .
+	PATH="$(CURDIR)/$(TORCH_VENV)/bin:$$PATH" $(TORCH_VENV)/bin/python -m pytest -n 1 --durations=10 $(TORCH_TESTS)
 
 test-gpu: setup
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
@@ -121,7 +138,7 @@ format: setup
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .hypothesis outlast-runs
+	rm -rf $(VENV) .venv-torch-* build dist site .mypy_cache .ruff_cache .hypothesis outlast-runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
 

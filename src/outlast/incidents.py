@@ -223,6 +223,8 @@ class EventKind(StrEnum):
     """Coordinator: ``verdict`` (a Verdict), ``incident``."""
     WRITER_ENDED = "writer_ended"
     """Agent: its checkpoint writer died by itself: ``summary``."""
+    EVENTS_LOST = "events_lost"
+    """Whoever lost them: ``num`` events before this one could not be written: the disk was full, gone or hung."""
     CYCLE_ENDED = "cycle_ended"
     """Agent: ``reason``, ``iterations`` (global rank -> last iteration seen on the board), ``stop_s``."""
     JOB_ENDED = "job_ended"

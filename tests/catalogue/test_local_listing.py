@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from laid_generations import RUN, attempt_name, flip, lay_generation, two_nodes
 
 from outlast.checkpoint.catalogue.entries import Generation
 from outlast.checkpoint.catalogue.listing import look_into
+from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.checkpoint.shard import shard_name
 from outlast.errors import ConfigError
@@ -38,6 +40,24 @@ def test_whole_generations_are_listed_newest_first(tmp_path: Path) -> None:
     assert newest.num_files == len(files) == 10
     assert newest.num_bytes == sum(path.stat().st_size for path in files)
     assert not newest.problems
+
+
+def test_a_file_url_is_taken_literally(tmp_path: Path) -> None:
+    """`%20` in it stands for itself, as where a run saves and as for fsspec."""
+    for name in ("a b", "a%20b"):
+        folder = tmp_path / name
+        lay_generation({"node0": folder}, 5)
+        assert GlobalDirectory.open(f"file://{folder}").url == str(folder)
+        assert look_into(f"file://{folder}").entry.path == str(folder)
+        assert look_into(f"file://{folder}").entry.generations[0].valid
+
+
+def test_a_folder_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    """No run saves to such a folder, and no table and no JSON could name it: one line says so."""
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/ck\xff")
+    os.mkdir(folder)
+    with pytest.raises(ConfigError, match=r"ck\\udcff is not UTF-8; no run saves to such a folder; rename it"):
+        look_into(folder)
 
 
 def test_one_node_speaks_for_its_own_ranks(tmp_path: Path) -> None:
@@ -276,9 +296,3 @@ def test_the_wrong_folder_is_refused(tmp_path: Path, below: str, says: str) -> N
     lay_generation({"node0": tmp_path / "node0"}, 5, suspect=True)
     with pytest.raises(ConfigError, match=says):
         look_into(str(tmp_path / below))
-
-
-def test_a_file_url_is_a_path(tmp_path: Path) -> None:
-    """file:// names the same folder."""
-    lay_generation({"node0": tmp_path / "a b"}, 5)
-    assert look_into((tmp_path / "a b").as_uri()).entry.generations[0].valid

@@ -17,7 +17,7 @@ from lanes import Lanes, flat_state
 from outlast.checkpoint.dcp import global_lane
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.dcp.reader import read_rank
+from outlast.checkpoint.dcp.reader import VerifiedReader, read_rank
 from outlast.checkpoint.dcp.store import ObjectStore
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.state import decode
@@ -178,6 +178,19 @@ def test_other_stores_take_the_same_way(tmp_path: Path) -> None:
             lanes.directory.manifest(10)
         lanes.directory.discard(20, attempt)
         assert _value_of(lanes.directory, 20) == 2.0
+
+
+def test_a_store_without_a_path_is_a_place() -> None:
+    """`memory://` itself holds generations, and the reader opens the one at `memory://step-9`."""
+    with Lanes("memory://", 1) as lanes:
+        try:
+            assert lanes.directory.url == "memory://"
+            assert lanes.save([_flat(4.0)], 9) == [None]
+            assert lanes.directory.generations() == [9]
+            assert VerifiedReader("memory://step-9/").read_metadata().state_dict_metadata
+            assert ObjectStore("memory://").describe("step-9") == "memory://step-9"
+        finally:
+            lanes.directory.remove(9)
 
 
 def test_a_stores_word_that_something_exists_is_an_error_but_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

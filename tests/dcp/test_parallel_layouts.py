@@ -26,6 +26,10 @@ from outlast.checkpoint.verification import VerifiedFiles
 from outlast.env import WorkerEnv
 from outlast.testing.ranks import free_port
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith("2.8."),
+    reason="torch 2.8's full_tensor() loses rows of unevenly strided tensors, and its offsets are not those of 2.13",
+)
 SCRIPT = Path(__file__).parent / "parallel_ranks.py"
 
 

@@ -263,7 +263,14 @@ def test_a_reader_wants_the_folder_of_a_generation(pristine: Path) -> None:
 
 @pytest.mark.parametrize(
     ("url", "parent"),
-    [("/step-7", "/"), ("step-7", "."), ("runs/step-7/", "runs"), ("s3://b/run/step-7", "s3://b/run")],
+    [
+        ("/step-7", "/"),
+        ("step-7", "."),
+        ("runs/step-7/", "runs"),
+        ("s3://b/run/step-7", "s3://b/run"),
+        ("memory://step-7", "memory://"),
+        ("file:///step-7", "file://"),
+    ],
 )
 def test_a_reader_opens_the_folder_that_holds_its_generation(url: str, parent: str, monkeypatch) -> None:
     """A generation that lies directly below the root is not looked for in the current folder."""

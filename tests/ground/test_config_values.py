@@ -44,6 +44,8 @@ BAD = [
         "initial_rank_heartbeat_timeout=5.0 must be at least rank_heartbeat_timeout=10.0",
     ),
     (CheckpointConfig, {"directory": ""}, "directory must not be empty"),
+    (CheckpointConfig, {"directory": "/ck\udcff"}, "is not UTF-8, as what is written about it must be; name another"),
+    (CheckpointConfig, {"local_directory": "/ck\udcff"}, "local_directory='/ck\\udcff' is not UTF-8"),
     (CheckpointConfig, {"directory": "x", "save_interval": -1}, "save_interval=-1"),
     (CheckpointConfig, {"directory": "x", "most_recent_k": 1}, "must be at least 2, or -1 to keep all"),
     (CheckpointConfig, {"directory": "x", "most_recent_k": 0}, "most_recent_k=0"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import signal
@@ -128,7 +130,9 @@ def test_disk_that_fills_within_a_line_loses_only_that_line(tmp_path: Path, monk
     monkeypatch.undo()
     journal.write(EventKind.PROGRESS, iteration=3)
     journal.close()
-    assert [event.iteration for event in read(tmp_path)] == [1, 3]
+    events = list(read(tmp_path))
+    assert [event.iteration for event in events if event.kind == EventKind.PROGRESS] == [1, 3]
+    assert [event.data["num"] for event in events if event.kind == EventKind.EVENTS_LOST] == [1]
     assert journal.num_lost == 1
 
 
@@ -174,3 +178,75 @@ def test_killed_writer_leaves_every_earlier_event(tmp_path: Path) -> None:
     iterations = [event.iteration for event in read(tmp_path)]
     assert iterations == list(range(len(iterations)))
     assert len(iterations) > 50
+
+
+def fill(fifo: Path) -> int:
+    """Make a FIFO that takes nothing more; return a descriptor of it, with which it can be read."""
+    os.mkfifo(fifo)
+    fd = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+    for piece in (b"\n" * 4096, b"\n"):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(fd, piece)
+    return fd
+
+
+def test_hung_disk_keeps_nobody_waiting_and_what_was_lost_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One event waits for a disk that hangs, the others queue up, and the count of those without room comes last."""
+    monkeypatch.setattr("outlast.runtime.journal.PATIENCE_S", 0.01)
+    monkeypatch.setattr("outlast.runtime.journal.MAX_QUEUED", 3)
+    (tmp_path / "journal").mkdir()
+    fd = fill(tmp_path / "journal" / "j-a-agent.jsonl")
+    journal = open_journal(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for number in range(10):
+            journal.write(EventKind.PROGRESS, iteration=number)
+        assert journal.num_lost == 7
+        read = b""
+        os.set_blocking(fd, True)
+        while b"events_lost" not in read:  # the room that this makes lets it go on
+            read += os.read(fd, 4096)
+        journal.close()
+    events = [json.loads(line) for line in read.splitlines() if line]
+    assert [event["iteration"] for event in events if event["kind"] == "progress"] == [0, 1, 2]
+    assert next(event["data"]["num"] for event in events if event["kind"] == "events_lost") == 7
+    assert "the disk has not answered" in caplog.text
+    os.close(fd)
+
+
+def test_journal_on_a_hung_disk_is_closed_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Closing gives a hung disk a moment, says what is not written, and returns."""
+    monkeypatch.setattr("outlast.runtime.journal.PATIENCE_S", 0.01)
+    monkeypatch.setattr("outlast.runtime.journal._CLOSE_S", 0.01)
+    (tmp_path / "journal").mkdir()
+    fd = fill(tmp_path / "journal" / "j-a-agent.jsonl")
+    journal = open_journal(tmp_path)
+    journal.write(EventKind.PROGRESS)
+    journal.write(EventKind.PROGRESS)
+    journal.close()
+    assert "2 events are not written" in caplog.text
+    os.set_blocking(fd, True)
+    while b"progress" not in os.read(fd, 1 << 16):  # lets its thread end
+        pass
+    os.close(fd)
+
+
+def test_forked_child_writes_events_of_its_own(tmp_path: Path) -> None:
+    """A child has no thread of its parent's, and writes to the same file all the same."""
+    journal = open_journal(tmp_path)
+    journal.write(EventKind.PROGRESS, iteration=1)
+    child = os.fork()
+    if child == 0:
+        try:
+            journal.write(EventKind.PROGRESS, iteration=2)
+            journal.close()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    journal.write(EventKind.PROGRESS, iteration=3)
+    journal.close()
+    assert [event.iteration for event in read(tmp_path)] == [1, 2, 3]

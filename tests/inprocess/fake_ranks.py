@@ -29,6 +29,31 @@ SAID = '{"what": '
 _PIDFD_GETFD = 438
 
 
+def monitor_task(**changes: Any) -> MonitorTask:
+    """Return the task of a rank's monitor process.
+
+    Args:
+        changes: Its fields, and those of its limits, that the test is about.
+    """
+    limits = {name: changes.pop(name) for name in RestartLimits.__struct_fields__ if name in changes}
+    values: dict[str, Any] = {
+        "pid": 0,
+        "initial_rank": 0,
+        "initial_world_size": 1,
+        "node": "here",
+        "host": "127.0.0.1",
+        "limits": RestartLimits(**limits),
+        "soft_timeout_s": 60.0,
+        "hard_timeout_s": 90.0,
+        "thread_interval_s": 0.2,
+        "process_interval_s": 1.0,
+        "heartbeat_interval_s": 30.0,
+        "heartbeat_timeout_s": 60.0,
+        "termination_grace_s": 0.0,
+    }
+    return MonitorTask(**values | changes)
+
+
 class Child:
     """One fake rank."""
 
@@ -114,25 +139,9 @@ class FakeRanks:
         **changes: Any,
     ) -> None:
         self._short_lived = short_lived
-        limits = {name: changes.pop(name) for name in RestartLimits.__struct_fields__ if name in changes}
-        values: dict[str, Any] = {
-            "pid": 0,
-            "initial_rank": 0,
-            "initial_world_size": num,
-            "node": "here",
-            "host": "127.0.0.1",
-            "limits": RestartLimits(**limits),
-            "soft_timeout_s": 60.0,
-            "hard_timeout_s": 90.0,
-            "thread_interval_s": 0.2,
-            "process_interval_s": 1.0,
-            "heartbeat_interval_s": 30.0,
-            "heartbeat_timeout_s": 60.0,
-            "termination_grace_s": 0.0,
-        } | changes
         self._ranks = RankProcesses(
             Path(__file__).with_name("fake_rank.py"),
-            msgspec.json.encode(MonitorTask(**values)).decode(),
+            msgspec.json.encode(monitor_task(initial_world_size=num, **changes)).decode(),
             str(num if active is None else active),
             str(log_dir or ""),
             world_size=num,

@@ -6,6 +6,7 @@ import selectors
 import socket
 
 import pytest
+from fake_ranks import monitor_task
 
 from outlast import clock
 from outlast.inprocess import protocol as m
@@ -160,21 +161,7 @@ def test_a_hub_that_gave_its_last_order_does_not_spin(monkeypatch: pytest.Monkey
 def test_a_hub_that_outlives_its_rank_does_not_spin() -> None:
     """A monitor process that only hosts the hub for the others waits for what comes."""
     selector = selectors.DefaultSelector()
-    task = m.MonitorTask(
-        pid=1,
-        initial_rank=0,
-        initial_world_size=2,
-        node="n",
-        host="127.0.0.1",
-        limits=RestartLimits(),
-        soft_timeout_s=60.0,
-        hard_timeout_s=90.0,
-        thread_interval_s=1.0,
-        process_interval_s=1.0,
-        heartbeat_interval_s=30.0,
-        heartbeat_timeout_s=60.0,
-        termination_grace_s=0.0,
-    )
+    task = monitor_task(pid=1, initial_world_size=2)
     client = HubClient(selector, task, on_order=lambda _: None, on_candidates=lambda _: None)
     try:
         client.connect(m.Connect(hub=client.address, token="a" * 32))

@@ -6,26 +6,12 @@ import os
 from dataclasses import dataclass
 
 import pytest
+from fake_ranks import monitor_task
 
 from outlast.inprocess.progress import Page, RankPhase, RankWatch
-from outlast.inprocess.protocol import MonitorTask
-from outlast.policy.inprocess_protocol import RankFaultKind, RestartLimits
+from outlast.policy.inprocess_protocol import RankFaultKind
 
-TASK = MonitorTask(
-    pid=1,
-    initial_rank=0,
-    initial_world_size=1,
-    node="n",
-    host="127.0.0.1",
-    limits=RestartLimits(barrier_timeout_s=120.0),
-    soft_timeout_s=2.0,
-    hard_timeout_s=4.0,
-    thread_interval_s=0.25,
-    process_interval_s=1.0,
-    heartbeat_interval_s=30.0,
-    heartbeat_timeout_s=60.0,
-    termination_grace_s=0.0,
-)
+TASK = monitor_task(pid=1, barrier_timeout_s=120.0, soft_timeout_s=2.0, hard_timeout_s=4.0, thread_interval_s=0.25)
 
 
 def s(seconds: float) -> int:

@@ -113,7 +113,7 @@ def exit_in(state: AgentState, *, all_ended: bool) -> Any:
 def test_a_grace_period_ends_with_the_last_worker(all_ended: bool) -> None:
     """The next cycle waits no longer for the survivors of a failed one than until the last of them has ended."""
     agent = exit_in(AgentState.JOINING, all_ended=all_ended)
-    assert agent._workers.clear.called is all_ended
+    assert agent._clear.called is all_ended
     assert agent._timers.is_set("grace") is not all_ended
 
 

@@ -212,6 +212,20 @@ def test_signal_ends_a_plain_script_with_the_signals_code(number: signal.Signals
         cluster.assert_no_orphans(within_s=60)
 
 
+@pytest.mark.slow
+def test_signal_that_is_not_to_be_handled_ends_the_job_at_once(tmp_path: Path) -> None:
+    """Ctrl-C where `--signals-to-handle` names SIGTERM alone: the line tells it from one before the training."""
+    script, options = write(tmp_path, UNTIL_TOLD), ["--signals-to-handle=SIGTERM"]
+    with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
+        cluster.wait_for("rank 0 runs", timeout_s=150)
+        cluster.agent(0).signal(signal.SIGINT)
+        assert cluster.wait(timeout_s=150) == [128 + signal.SIGINT]
+        cluster.assert_no_orphans(within_s=60)
+        output = cluster.agent(0).output()
+    assert "received SIGINT: --signals-to-handle does not name it, so the job ends at once and saves nothing" in output
+    assert "before the training began" not in output
+
+
 def test_second_signal_ends_workers_that_take_their_time(tmp_path: Path) -> None:
     """A worker that ignores the notice is killed at the second signal, long before the grace is over."""
     code = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('noticed', flush=True))\n" + UNTIL_TOLD

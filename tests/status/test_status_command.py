@@ -159,7 +159,8 @@ def test_what_cannot_be_told_is_one_line_and_two(tmp_path: Path, outlast: Comman
         f"127.0.0.1:{free_port()}": "nobody answers at",
         "no-such-host.invalid:29400": "the host no-such-host.invalid is not known here",
         f"localhost:{store.port}": "but no coordinator of outlast; give the --rdzv-endpoint",
-        "localhost:99999": "is not a port",
+        "localhost:99999": "address='localhost:99999': '99999' is not a port",
+        "localhost:0": "'localhost:0' is not an address; write host:port",
     }.items():
         code, out, err = outlast("status", target)
         assert (code, out, err.count("\n")) == (2, "", 1), target

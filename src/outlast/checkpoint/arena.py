@@ -10,6 +10,7 @@ is not a module or an optimizer of torch) is copied before ``save()`` returns.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import logging
@@ -63,7 +64,8 @@ class Arena:
         self.inode = found.st_ino
         """Tells it from all others, in any process."""
         try:
-            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # no process that maps it can lose a page
+            with contextlib.suppress(PermissionError):  # see memory_file: one that cannot be sealed
+                fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # no process that maps it can lose a page
             self.array: Bytes = np.frombuffer(mmap.mmap(fd, self.num_bytes), dtype=np.uint8)
         except OSError:
             os.close(fd)

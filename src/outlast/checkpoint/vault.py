@@ -32,6 +32,7 @@ from outlast.checkpoint.manifest import MANIFEST, MANIFEST_PART, CopyKey, Holdin
 from outlast.checkpoint.protocol import InMemory
 from outlast.env import clean_name
 from outlast.errors import CheckpointError
+from outlast.runtime.files import memory_file
 
 NUM_IMAGES = 2
 """Of a rank: one is staged and written while the other is kept."""
@@ -287,7 +288,7 @@ class Vault:
         return image
 
     def _make(self, rank: int | None, num_bytes: int) -> Image:
-        fd = os.memfd_create("outlast-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = memory_file("outlast-arena", can_be_sealed=True)
         try:
             os.ftruncate(fd, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         except OSError:
@@ -366,7 +367,7 @@ class _IncomingMemory:
 
 
 def _in_memory(data: bytes) -> tuple[int, int]:
-    fd = os.memfd_create("outlast-manifest", os.MFD_CLOEXEC)
+    fd = memory_file("outlast-manifest")
     os.pwrite(fd, data, 0)
     return fd, len(data)
 

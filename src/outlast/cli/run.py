@@ -103,6 +103,10 @@ def run(arguments: tuple[str, ...]) -> None:
     if arguments and arguments[0] in ("-h", "--help"):
         click.echo(make_parser().format_help(), nl=False)
         return
+    if os.getpid() == 1:  # the first process of a container
+        from outlast.runtime.processes import fork_from_init
+
+        fork_from_init()
     from outlast.launch.options import parse_options
 
     logs.read_settings()

@@ -76,15 +76,14 @@ def _look(target: str) -> StatusReport:
         ConfigError: It is no run directory, or cannot be read.
         RendezvousError: No coordinator answers.
     """
-    from outlast.runtime.addresses import parse_endpoints
+    from outlast.runtime.addresses import parse_endpoint
     from outlast.status.evidence import Evidence, ask_coordinator, gather
     from outlast.status.facts import judge
 
     path = Path(target)
     if not _ENDPOINT.fullmatch(target) or path.exists():
         return judge(gather(path), clock.wall_ns())
-    (endpoint,) = parse_endpoints(target)
-    live = ask_coordinator(endpoint)
+    live = ask_coordinator(parse_endpoint(target))
     evidence = Evidence(job=live.job, live=live)
     if live.run_dir is not None:
         try:

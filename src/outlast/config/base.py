@@ -274,6 +274,14 @@ def require_at_least(config: Any, least: int, *names: str, what: str = "") -> No
         require(value is None or value >= least, f"{name}={value} must {bound}{what}")
 
 
+def require_utf8(name: str, path: str | None) -> None:
+    """Raise :class:`ConfigError` when a path holds bytes that are not UTF-8: no record could name it."""
+    try:
+        (path or "").encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name}={path!a} is not UTF-8, as what is written about it must be; name another") from None
+
+
 def require_one_of(config: Any, name: str, known: Sequence[str]) -> None:
     """Raise :class:`ConfigError` when a setting is not one of the known texts."""
     value = getattr(config, name)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from outlast.config.base import require, require_above_zero, require_at_least, require_finite, take_known_names
+from outlast.config.base import (
+    require,
+    require_above_zero,
+    require_at_least,
+    require_finite,
+    require_utf8,
+    take_known_names,
+)
 
 Interval = int | Literal["auto"]
 """Iterations between two saves; 0 = never by itself; ``"auto"`` = from a save's cost and the failure rate."""
@@ -123,6 +130,7 @@ class CheckpointConfig:
         for name in ("directory", "local_directory", "load", "replication_key_file"):
             value = getattr(self, name)
             require(value is None or bool(value), f"{name} must not be empty; leave it out, or name a folder")
+            require_utf8(name, value)
         require(
             self.directory is not None or self.local_directory is not None,
             "neither directory nor local_directory is set; name a folder for the run's generations",

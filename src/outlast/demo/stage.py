@@ -442,7 +442,7 @@ def _board_paths(pid: int) -> list[str]:
         for number in os.listdir(folder):
             path = f"{folder}/{number}"
             try:
-                if os.readlink(path).startswith("/memfd:outlast-board"):
+                if os.readlink(path).startswith(("/memfd:outlast-board", "/dev/shm/outlast-board.")):
                     status = os.stat(path)
                     paths[status.st_dev, status.st_ino] = path
             except FileNotFoundError:

@@ -23,6 +23,7 @@ from outlast import env
 from outlast.config.launching import HealthConfig
 from outlast.health.devices import ComputeCheck, DeviceCount, DeviceMemoryCheck, DriverCheck
 from outlast.health.probing import Check, CheckOutcome, CheckResult, Prober, Status, failed, ok, skipped
+from outlast.runtime.files import memory_file
 from outlast.runtime.processes import channel_to_parent, die_with_parent
 
 if TYPE_CHECKING:
@@ -323,7 +324,7 @@ def _read_number(path: Path) -> int | None:
 
 def _time_of_new_memory() -> float:
     """Return the time that this node's kernel gives a file; one without a name is on no server's disk."""
-    fd = os.memfd_create("outlast-clock", os.MFD_CLOEXEC)
+    fd = memory_file("outlast-clock")
     try:
         os.write(fd, b"0")
         return os.fstat(fd).st_mtime

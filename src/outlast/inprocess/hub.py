@@ -24,6 +24,7 @@ from outlast.inprocess import protocol as m
 from outlast.policy import inprocess_protocol as p
 from outlast.policy import inprocess_restart as restart
 from outlast.policy.inprocess_protocol import RestartLimits
+from outlast.runtime.processes import open_pidfd
 from outlast.runtime.wire import encode_frame
 
 log = logging.getLogger(__name__)
@@ -272,7 +273,7 @@ class Hub:
         if place.space != self._space:
             return
         try:
-            absence.pidfd = os.pidfd_open(place.pid)
+            absence.pidfd = open_pidfd(place.pid)
         except ProcessLookupError:
             absence.is_dead, absence.until_s = True, 0.0
             return

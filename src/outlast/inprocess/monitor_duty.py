@@ -34,7 +34,7 @@ from outlast.inprocess.protocol import MonitorTask
 from outlast.monitor import stacks
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_protocol import WAITS
-from outlast.runtime.processes import ChildProcess
+from outlast.runtime.processes import ChildProcess, send_signal
 
 log = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ class _MonitorDuty:
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(OSError):  # it ended by itself meanwhile
-            signal.pidfd_send_signal(self._pidfd, number)
+            send_signal(self._pidfd, self._task.pid, number)
 
     def _send_to_rank(self, message: m.FromMonitor) -> None:
         try:

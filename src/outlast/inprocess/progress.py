@@ -21,6 +21,7 @@ from enum import IntEnum
 from outlast.clock import now_ns
 from outlast.inprocess.protocol import MonitorTask
 from outlast.policy.inprocess_protocol import RankFault, RankFaultKind
+from outlast.runtime.files import memory_file
 
 _PAGE_BYTES = 4096
 _BEAT, _PROGRESS, _PHASE, _RESTART_COUNT, _PAUSES = range(5)
@@ -61,7 +62,7 @@ class Page:
     @classmethod
     def create(cls) -> Page:
         """Return a new page."""
-        fd = os.memfd_create("outlast-inprocess", os.MFD_CLOEXEC)
+        fd = memory_file("outlast-inprocess")
         os.ftruncate(fd, _PAGE_BYTES)
         page = cls(fd)
         page.beat()

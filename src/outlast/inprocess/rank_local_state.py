@@ -27,6 +27,7 @@ from outlast.checkpoint.state import decode, flatten, is_stateful
 from outlast.decoding import from_msgpack, msgpack_decoder
 from outlast.errors import OutlastError
 from outlast.runtime.device import device_rng_state, restore_random
+from outlast.runtime.files import memory_file
 
 CAPACITY_BYTES = 256 << 10
 """What one iteration may take; memory that is not written to is not used."""
@@ -43,16 +44,25 @@ class SharedBuffer:
     """
 
     def __init__(self, fd: int, *, writable: bool) -> None:
+        self.fd = -1
+        try:
+            self._map = mmap.mmap(
+                fd, 2 * _SLOT_BYTES, prot=mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+            )
+        except BaseException:
+            os.close(fd)
+            raise
         self.fd = fd
-        self._map = mmap.mmap(
-            fd, 2 * _SLOT_BYTES, prot=mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        )
 
     @classmethod
     def create(cls) -> SharedBuffer:
         """Return a new one."""
-        fd = os.memfd_create("outlast-own", os.MFD_CLOEXEC)
-        os.ftruncate(fd, 2 * _SLOT_BYTES)
+        fd = memory_file("outlast-own")
+        try:
+            os.ftruncate(fd, 2 * _SLOT_BYTES)
+        except OSError:
+            os.close(fd)
+            raise
         page = cls(fd, writable=True)
         page.clear()
         return page

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any, TextIO
@@ -45,7 +46,7 @@ from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Distrusted, Load, tier_of_load
 from outlast.policy.rerun import Diagnosis, Replay
 from outlast.runtime.board import Board
-from outlast.runtime.files import make_private_folder, open_private
+from outlast.runtime.files import in_time, make_private_folder, open_private
 from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
 
@@ -90,13 +91,13 @@ class WorkerLaunch:
     def argv_of(self, local_rank: int) -> tuple[str, ...]:
         """Return what one worker runs."""
         argv = tuple(macros.substitute(list(self.argv), str(local_rank)))  # ${local_rank}
-        if self.kind != "exec" or self.spec.numa_options is None:
+        if self.kind != "exec" or (binding := self.options.torchrun.numa_binding) is None:
             return argv
-        from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
+        # torch 2.8 has neither the option nor the module.
+        from torch.numa.binding import AffinityMode, NumaOptions, _maybe_wrap_command_args_with_numa_binding
 
-        return _maybe_wrap_command_args_with_numa_binding(
-            argv, gpu_index=local_rank, numa_options=self.spec.numa_options
-        )
+        options = NumaOptions(affinity_mode=AffinityMode(binding))
+        return _maybe_wrap_command_args_with_numa_binding(argv, gpu_index=local_rank, numa_options=options)
 
     def ranks_env(self, start: m.Start, local_rank: int) -> dict[str, str]:
         """Return what torch's scripts expect in the environment of one worker."""
@@ -120,7 +121,10 @@ class WorkerLaunch:
         }
         texts = {name: str(value) for name, value in values.items()}
         # torch's own rule for LOCAL_RANK and the visible devices, with --virtual-local-rank too.
-        LocalElasticAgent._set_local_rank_env(None, texts, local_rank, spec)  # type: ignore[arg-type]
+        if hasattr(LocalElasticAgent, "_set_local_rank_env"):
+            LocalElasticAgent._set_local_rank_env(None, texts, local_rank, spec)  # type: ignore[arg-type]
+        else:  # torch 2.8
+            texts["LOCAL_RANK"] = str(local_rank)
         return texts
 
     def line_prefixes(self, start: m.Start) -> dict[int, str] | None:
@@ -319,7 +323,10 @@ class Cycle:
             return
         timeouts = configured = Timeouts.from_config(config, with_defaults=True)
         if config.calc_ft_timeouts:
-            timeouts = LearnedTimeouts.load(self.options.run_dir).apply_to(configured)
+            try:
+                timeouts = in_time(lambda: LearnedTimeouts.load(self.options.run_dir)).apply_to(configured)
+            except TimeoutError as error:
+                log.warning("the timeouts learned so far are not used: %s", error)
 
         def origin(name: str) -> str:
             field = FIELD_OF_SETTING[name]
@@ -537,11 +544,15 @@ class Cycle:
             path = folder / f"rank-{worker.global_rank}.txt"
             head = f"rank {worker.global_rank} (node {self.node}, pid {worker.pid}), exit code {worker.exit_code}"
             parts = [head, remains.trace, remains.fault, "last output:", "\n".join(output)]
-            try:
+
+            def keep() -> None:
                 make_private_folder(folder.parent)
                 make_private_folder(folder)
                 with open(path, "w", errors="replace", opener=open_private) as file:
                     file.write("\n\n".join(filter(None, parts)) + "\n")
+
+            try:
+                in_time(keep)
                 evidence["file"] = str(path)
             except OSError as error:  # a full disk may be what ended the worker
                 log.warning("%s cannot be written: %s", path, error)
@@ -552,9 +563,7 @@ class Cycle:
         destinations, lines = self.logs.destinations, list[str]()
         for path in dict.fromkeys((destinations.stdouts.get(local_rank), destinations.stderrs.get(local_rank))):
             try:
-                with open(path or os.devnull, "rb") as file:
-                    file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL))
-                    lines += file.read(_MAX_TAIL).decode(errors="replace").splitlines()[-_LAST_LINES:]
+                lines += in_time(partial(_read_tail, path or os.devnull)).splitlines()[-_LAST_LINES:]
             except OSError as error:
                 log.debug("%s cannot be read: %s", path, error)
         return tuple(lines)
@@ -649,12 +658,18 @@ class Cycle:
         """Return the message in torch's error file, if the script is decorated with ``@record``."""
         path = Path(self.logs.destinations.error_files.get(local_rank) or "/nonexistent")
         try:
-            message = json.loads(path.read_text())["message"]
+            message = json.loads(in_time(path.read_text))["message"]
         except (OSError, ValueError, KeyError, TypeError):
             return ""
         if isinstance(message, dict):
             message = message.get("message", "")
         return str(message).splitlines()[0] if message else ""
+
+
+def _read_tail(path: str) -> str:
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL))
+        return file.read(_MAX_TAIL).decode(errors="replace")
 
 
 def _as_bytes(variables: Mapping[str, str]) -> dict[bytes, bytes]:
@@ -701,22 +716,21 @@ class _CycleLogs:
 
         def tail(files: dict[int, str], target: TextIO, needles: Sequence[str] = ()) -> None:
             def keeps(line: str) -> bool:
-                return not needles or any(needle in line for needle in needles)
+                return any(needle in line for needle in needles)
 
             if files:
-                self._tails.append(TailLog(args.role, files, target, prefixes, log_line_filter=keeps))
+                chosen: dict[str, Any] = {"log_line_filter": keeps} if needles else {}  # torch 2.8 copies all lines
+                self._tails.append(TailLog(args.role, files, target, prefixes, **chosen))
 
         dest = self.destinations
         tail(dest.tee_stdouts, sys.stdout)
         tail(dest.tee_stderrs, sys.stderr)
-        for needles, files, target in (
-            (args.duplicate_stdout_filters, dest.tee_stdouts, dest.filtered_stdout),
-            (args.duplicate_stderr_filters, dest.tee_stderrs, dest.filtered_stderr),
-        ):
+        for needles, stream in ((args.duplicate_stdout_filters, "stdout"), (args.duplicate_stderr_filters, "stderr")):
             if needles:
+                target = getattr(dest, f"filtered_{stream}")
                 file = open(target, mode="w", errors="replace", buffering=1, opener=open_private)  # noqa: SIM115  closed by stop()
                 self._filtered.append(file)
-                tail(files, file, needles)
+                tail(getattr(dest, f"tee_{stream}s"), file, needles)
 
     def start(self) -> None:
         """Start copying."""

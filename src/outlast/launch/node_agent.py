@@ -60,6 +60,7 @@ from outlast.launch.verdicts import name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
 from outlast.policy.deadlines import Protection, describe_nodes
+from outlast.runtime.processes import describe_stuck
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
 
@@ -69,6 +70,8 @@ _BRIEF_GOODBYE_S = 0.2
 """How long a host that leaves before the first cycle waits until its messages are sent."""
 _PLAIN_AFTER_S = 60.0
 """A script that has shown no sign of life by then may well have no session."""
+REAP_S = 30.0
+"""How long a killed worker may take to be gone: one that takes longer sits in the kernel, in a driver or on a disk."""
 _REPORT_S = 2.0
 """How long a worker's datagram may take after it wrote on the board, and its end after its peers saw it."""
 
@@ -214,9 +217,11 @@ class NodeAgent(SimpleElasticAgent):
             case Exited():
                 self._on_exited(event)
             case Cleared():
+                self._timers.cancel("reap")
                 self._health.note_cleared()
                 self._start_if_ready()
             case None:
+                self._timers.cancel("reap")
                 self._on_workers_lost()
 
     def _on_event(self, event: object) -> None:
@@ -407,7 +412,7 @@ class NodeAgent(SimpleElasticAgent):
                 self._finish(self.stop)
             elif self._state == AgentState.JOINING and cycle.all_ended and self._timers.is_set("grace"):
                 self._timers.cancel("grace")  # nobody is left to wait for
-                self._workers.clear()
+                self._clear()
         elif self._state == AgentState.LEAVING:
             if cycle.all_ended:
                 self._leave()
@@ -516,10 +521,43 @@ class NodeAgent(SimpleElasticAgent):
         if not are_gone:
             self._workers.begin_clearing(gently=gently)
         if gently:
-            self._timers.set("grace", grace_s, self._workers.clear)
+            self._timers.set("grace", grace_s, self._clear)
+        elif not are_gone:
+            self._timers.set("reap", REAP_S, self._on_unreapable)
         cycle.close()
         if facts.incident is not None:
             self._health.suspect()
+
+    def _clear(self) -> None:
+        """Kill what is left of the workers; it has to be gone in time."""
+        self._workers.clear()
+        self._timers.set("reap", REAP_S, self._on_unreapable)
+
+    def _kill(self) -> None:
+        self._workers.kill()
+        self._timers.set("reap", REAP_S, self._on_unreapable)
+
+    def _on_unreapable(self) -> None:
+        """Leave the job, as killed workers do not end: no worker can start here, and a spare may take the slot."""
+        cycle = self._cycle
+        stuck = [worker for worker in cycle.workers.values() if worker.exit_code is None] if cycle is not None else []
+        if self._state in (AgentState.STOPPING, AgentState.LEAVING) and not stuck:
+            return
+        names = [f"rank {one.global_rank}, {describe_stuck(one.pid)}" for one in stuck if one.pid]
+        what = "; ".join(names) or "the process that starts them does not report their end"
+        summary = f"killed workers have not ended within {REAP_S:g} s: {what}; the node needs to be looked at"
+        incident = self._journal.incident(IncidentKind.NODE_UNHEALTHY, summary)
+        self._journal.write_incident(incident)
+        log.error("%s", incident.describe())
+        if self._state == AgentState.STOPPING:
+            self._finish(self.stop)
+        elif self._state == AgentState.LEAVING:
+            self._leave()
+        else:
+            self._client.send(m.Unhealthy(incident=incident, stays=self.options.max_nodes > 1))
+            if self.options.max_nodes > 1:
+                self._client.send(m.Leave(signal=signal.SIGKILL, whole_job=False))
+            self._finish(m.Stop(exit_code=ExitReason.UNHEALTHY_NODE, reason=incident.describe()))
 
     def _on_workers_lost(self) -> None:
         """Continue after the process that starts workers died; the kernel has killed the workers with it."""
@@ -590,7 +628,7 @@ class NodeAgent(SimpleElasticAgent):
         if self._state in (AgentState.LEAVING, AgentState.STOPPING):
             log.warning("received %s again: ending the workers now", name)
             self._end_grace()
-            self._workers.kill()
+            self._kill()
             return
         self._signal = received.signal
         self._journal.write(EventKind.NOTICE, signal=received.signal)
@@ -608,7 +646,7 @@ class NodeAgent(SimpleElasticAgent):
     def _on_grace_over(self) -> None:
         log.warning("the workers did not end in time: killing them")
         self._end_grace()
-        self._workers.kill()
+        self._kill()
 
     def _end_grace(self) -> None:
         for name in ("grace", "alone"):

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
@@ -34,6 +34,7 @@ from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import Endpoint, is_loopback, own_address, parse_endpoints
+from outlast.runtime.files import in_time
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import name_program, this_process
 from outlast.runtime.store import StoreAnswer, probe
@@ -193,6 +194,9 @@ PRELOAD = (
 """What a first DDP construction and a session import; a second and more without it."""
 
 
+_TOTALS_S = 20.0
+
+
 def launch(options: RunOptions) -> int:
     """Run a job's part on this node; return the exit code.
 
@@ -257,11 +261,12 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
         except (ValueError, OSError) as error:
             # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
             raise ConfigError(f"{str(error).splitlines()[0]}; see outlast run --help") from error
+        startup.is_over = True
         _install_handlers(options.torchrun.signals_to_handle, lambda number: mailbox.put(SignalReceived(number)))
         _run_with_torch_events(agent, options.torchrun.event_log_handler)
     stop = agent.stop
     # One agent reads every node's journal for the totals; at 500 nodes the others had better not.
-    totals = f" ({summarise(options.run_dir, agent.job).describe()})" if agent.is_host else ""
+    totals = _describe_totals(options, agent.job) if agent.is_host else ""
     logging.getLogger(logs.OUTCOME).log(
         logging.INFO if stop.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED) else logging.ERROR,
         "job over after %.1f s%s, exit code %d: %s; journal in %s",
@@ -274,23 +279,39 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
     return stop.exit_code
 
 
+def _describe_totals(options: RunOptions, job: str) -> str:
+    try:
+        return f" ({in_time(partial(summarise, options.run_dir, job), _TOTALS_S).describe()})"
+    except TimeoutError as error:
+        log.warning("the journals in %s cannot be read: %s", options.run_dir, error)
+        return ""
+
+
 class _StartUp:
     """Ctrl-C and SIGTERM before there is an agent: the process ends at once, and so does what it has started.
 
     Nothing is of value then. An interpreter would raise KeyboardInterrupt in the middle of an import and wait for
-    processes that are busy importing.
+    processes that are busy importing. A signal of these that ``--signals-to-handle`` does not name has the same effect
+    later: the agent is not asked.
     """
 
     def __init__(self) -> None:
         self.actions: list[Callable[[], None]] = []
         """What ends that; none of them waits."""
+        self.is_over = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._end)
 
     def _end(self, number: int, _frame: FrameType | None) -> None:
         for action in self.actions:
             action()
-        log.warning("received %s before the training began: nothing was started", signal.Signals(number).name)
+        why = (
+            "--signals-to-handle does not name it, so the job ends at once and saves nothing"
+            if self.is_over
+            else "nothing was started"
+        )
+        when = "" if self.is_over else " before the training began"
+        log.warning("received %s%s: %s", signal.Signals(number).name, when, why)
         logging.shutdown()
         os._exit(128 + number)
 
@@ -390,7 +411,6 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.events.handlers import get_logging_handler
     from torch.distributed.run import determine_local_world_size
-    from torch.numa.binding import AffinityMode, NumaOptions
 
     args = options.torchrun
     try:
@@ -399,6 +419,7 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
         raise ValueError(f"--event-log-handler={args.event_log_handler} is no handler; write console or null") from None
     # What torch's event log asks of a rendezvous handler; the agents meet through the coordinator.
     names = SimpleNamespace(get_backend=lambda: "outlast", get_run_id=lambda: options.run_id)
+    newer: dict[str, Any] = {"virtual_local_rank": True} if args.virtual_local_rank else {}  # not a field in torch 2.8
     return WorkerSpec(
         role=args.role,
         local_world_size=determine_local_world_size(args.nproc_per_node),
@@ -409,8 +430,7 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
         monitor_interval=args.monitor_interval,
         local_addr=args.local_addr,
         event_log_handler=args.event_log_handler,
-        numa_options=None if args.numa_binding is None else NumaOptions(affinity_mode=AffinityMode(args.numa_binding)),
-        virtual_local_rank=args.virtual_local_rank,
+        **newer,
     )
 
 

@@ -82,6 +82,8 @@ def _make_from_source() -> argparse.ArgumentParser:
 
 
 def _read_affinity_modes(path: Path) -> list[SimpleNamespace]:
+    if not path.exists():
+        return []  # torch 2.8
     body = cast(ast.ClassDef, _find(path, ast.ClassDef, "AffinityMode")).body
     return [
         SimpleNamespace(value=statement.value.value)
@@ -117,6 +119,15 @@ def _find(path: Path, kind: type[ast.stmt], name: str) -> ast.stmt:
 DEFAULT_MAX_RESTARTS = 3
 _RUN, _NODES, _RESTARTS, _FAULTS = "run", "spares and nodes", "restarts", "fault tolerance"
 _HEALTH, _OUTPUT, _SIMULATION = "health", "output", "fault simulation"
+_NEWER: dict[str, Any] = {
+    "duplicate_stdout_filters": (),
+    "duplicate_stderr_filters": (),
+    "numa_binding": None,
+    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    "shutdown_timeout": None,
+    "virtual_local_rank": False,
+}
+"""torchrun's options that torch 2.8 does not have: attribute to the value that stands for none given."""
 _GROUPS = {
     _RUN: "what runs on this node, and where the run is kept",
     _NODES: "which nodes train, and which wait for a lost one's slot",
@@ -297,8 +308,10 @@ class _Options:
             action.help = _REWORDED.get(action.dest, action.help)
             if action.dest == "max_restarts" and action.default == 0:
                 action.default = DEFAULT_MAX_RESTARTS
-            elif action.dest == "node_rank" and action.default == 0:
-                action.default = None  # so that a given 0 differs from none
+            elif (action.dest, action.default) in (("node_rank", 0), ("master_port", 29500)):
+                action.default = None  # so that a given one differs from none
+        known = {action.dest for action in parser._actions}
+        parser.set_defaults(**{name: value for name, value in _NEWER.items() if name not in known})
         for group, name, value, default, text in _OURS:
             names = [f"--{name}", *([f"--{name.replace('-', '_')}"] if "-" in name else []), *_ALIASES.get(name, ())]
             if value is None:

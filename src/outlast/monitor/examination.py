@@ -37,7 +37,7 @@ from outlast.monitor.stacks import Stack
 from outlast.policy.causes import Collective, Position
 from outlast.policy.deadlines import Expired
 from outlast.runtime.board import Board, RankState
-from outlast.runtime.files import make_private_folder, open_private
+from outlast.runtime.files import in_time, make_private_folder, open_private
 
 log = logging.getLogger(__name__)
 
@@ -444,11 +444,15 @@ def _write(path: Path, position: Position, text: str) -> None:
         f"iteration {position.iteration}, in {where}, process state {position.process_state}"
         f"{'' if position.responsive else ', its interpreter did not answer'}\n\n"
     )
-    try:
+
+    def keep() -> None:
         make_private_folder(path.parent)
         with open(path, "w", opener=open_private) as file:
             file.write(head + stacks.arrange(text))
-    except OSError as error:  # a full disk must not keep a hang from being acted upon
+
+    try:
+        in_time(keep)
+    except OSError as error:  # a full disk, or one that hangs, must not keep a hang from being acted upon
         log.warning("stacks of rank %d could not be written: %s", position.global_rank, error)
 
 

@@ -35,7 +35,7 @@ from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import find_culprit
 from outlast.policy.deadlines import Timeouts
 from outlast.runtime.board import Board
-from outlast.runtime.processes import ChildProcess, channel_to_parent
+from outlast.runtime.processes import ChildProcess, channel_to_parent, open_pidfd, send_signal
 from outlast.runtime.wire import MessageChannel, socket_pair
 
 log = logging.getLogger("outlast.monitor.rank_guard")
@@ -153,7 +153,11 @@ class GuardDuty:
                 except ConnectionError as error:
                     log.debug("guard %d is gone: %s", guard.child.pid, error)
             guard = _Guard(self._rank, self._node)
-            line = guard.begin(self._module, self._task, self._fds, wait=False)
+            try:
+                line = guard.begin(self._module, self._task, self._fds, wait=False)
+            except BaseException:
+                guard.child.close()
+                raise
             self._guard = _guard = guard
             return line
 
@@ -265,7 +269,7 @@ def _run(order: _BeginDuty, line: socket.socket, fds: list[int], pidfd: int) -> 
 def _open_pidfd(pid: int) -> int:
     """Return what is readable once the rank, whose child this process is, has ended."""
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = open_pidfd(pid)
     except ProcessLookupError:
         pass
     else:
@@ -362,7 +366,7 @@ class HangWatch:
 
     def _send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # it ended by itself meanwhile
-            signal.pidfd_send_signal(self._worker, number)
+            send_signal(self._worker, self._task.pid, number)
 
     def _is_gone(self, timeout_s: float) -> bool:
         poll = select.poll()

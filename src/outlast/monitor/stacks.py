@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from outlast.runtime.files import memory_file
+
 DUMP_SIGNAL = signal.SIGRTMIN + 10
 """The real-time signal on which a registered process writes its stacks."""
 
@@ -42,7 +44,7 @@ _fd = -1
 def register() -> None:
     """Make this process write its Python stacks on :data:`DUMP_SIGNAL`; idempotent, also after a fork.
 
-    Imports nothing but the standard library, so that it can be called first of all in a worker.
+    Imports hardly more than the standard library, so that it can be called first of all in a worker.
     """
     global _registered_pid, _followed, _fd
     if _registered_pid == os.getpid():
@@ -51,7 +53,7 @@ def register() -> None:
         faulthandler.unregister(DUMP_SIGNAL)
         os.close(_fd)
         _followed = 0
-    _fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
+    _fd = memory_file(_MEMFD_NAME)
     os.set_blocking(_fd, True)
     os.write(_fd, _head(threading.main_thread().ident or 0))
     faulthandler.register(DUMP_SIGNAL, file=_fd, all_threads=True, chain=False)
@@ -295,7 +297,7 @@ def _find_memory_file(pid: int) -> Path | None:
     with suppress(OSError):  # gone, or another user's
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):  # closed meanwhile
-                if os.readlink(entry).startswith(f"/memfd:{_MEMFD_NAME}"):
+                if os.readlink(entry).startswith((f"/memfd:{_MEMFD_NAME}", f"/dev/shm/{_MEMFD_NAME}.")):
                     return entry
     return None
 

@@ -64,7 +64,8 @@ class SignalWatch:
         keep_forked: What is forked from this process outlives these signals; see :func:`outlive_signals`.
 
     Raises:
-        OutlastError: Not called from the main thread; Python sets signal handlers nowhere else.
+        OutlastError: Not called from the main thread; Python sets signal handlers nowhere else. Or a process cannot
+            handle one of the signals.
 
     Thread: make and close it in the main thread.
     """
@@ -85,7 +86,12 @@ class SignalWatch:
         self._thread.start()
         for number in dict.fromkeys(map(int, signals)):
             self._earlier[number] = None
-            self._earlier[number] = signal.signal(number, self._handle)
+            try:
+                self._earlier[number] = signal.signal(number, self._handle)
+            except (OSError, ValueError) as error:
+                del self._earlier[number]
+                self.close()
+                raise OutlastError(f"signal {number} cannot be handled ({error}); name another one") from None
         _open.add(self)
 
     def close(self) -> None:

@@ -165,10 +165,13 @@ class ActorPing:
             return None
         reply = reply_if_ready(self.ref)
         if reply is not None and reply.fault == ReplyFault.UNREACHABLE:
-            # It may live: it is asked again, and is silent since it was asked first.
-            self.ref, self.due_s = None, now_s + _AGAIN_S
+            self.note_failure()  # it may live
             return None
         return reply
+
+    def note_failure(self) -> None:
+        """Note that asking raised an error: it is asked again, and is silent since it was asked first."""
+        self.ref, self.due_s = None, clock.now_s() + _AGAIN_S
 
     def note_answer(self, due_s: float) -> None:
         """Note that the question was answered, and when it is to be asked again."""
@@ -513,6 +516,8 @@ class Pool:
 
 _CLOSE_S = 3.0
 _LOOK_S = 0.5
+SILENT_S = 60.0
+"""After how long without an answer a keeper that had started is replaced: it is stopped, or sits in the kernel."""
 """From an answer of a keeper to the next question whether it lives."""
 
 
@@ -601,7 +606,13 @@ class NodeKeepers:
             if reply is not None and reply.fault is None:
                 kept.has_started = True
                 kept.ping.note_answer(clock.now_s() + _LOOK_S)
-            elif reply is not None and self._lose(node_id, reply):
+                continue
+            if reply is None:
+                silent_s = clock.now_s() - kept.ping.asked_s
+                if not kept.has_started or silent_s < SILENT_S:
+                    continue
+                reply = Reply(fault=ReplyFault.LATE, error=TimeoutError(f"no answer for {silent_s:.0f} s"))
+            if self._lose(node_id, reply):
                 self._start(node_id)
         lost, self._lost = self._lost, []
         return lost

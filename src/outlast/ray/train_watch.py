@@ -35,6 +35,7 @@ from outlast.policy.deadlines import Timeouts, expired
 from outlast.ray.pool import ReplyFault, await_replies, describe_error
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
+from outlast.runtime.processes import open_pidfd, send_signal
 from outlast.wording import count
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class TrainWatch:
         self._attempt = -1
         self._board: Board | None = None
         self._watchdog: Watchdog | None = None
+        self._pids: dict[int, int] = {}
         self._workers: dict[int, int] = {}  # global rank to pidfd: the pid may be another process by then
         self._peers: tuple[Any, ...] = ()
         self._judge: Any = None
@@ -114,7 +116,8 @@ class TrainWatch:
             for worker in workers:
                 board.assign(worker.local_rank, pid=worker.pid, global_rank=worker.global_rank, cycle=attempt)
                 try:
-                    self._workers[worker.global_rank] = os.pidfd_open(worker.pid)
+                    self._workers[worker.global_rank] = open_pidfd(worker.pid)
+                    self._pids[worker.global_rank] = worker.pid
                 except ProcessLookupError:
                     log.warning("rank %d (pid %d) ended before it could be watched", worker.global_rank, worker.pid)
             self._watchdog = Watchdog(board, self._timeouts, node=self.node, on_hang=self._on_hang)
@@ -178,16 +181,16 @@ class TrainWatch:
         with self._lock:
             if attempt != self._attempt or rank not in self._workers:
                 return False
-            worker = os.dup(self._workers[rank])
+            worker, pid = os.dup(self._workers[rank]), self._pids[rank]
         try:
             wanted = signal.Signals[self._config.rank_termination_signal]
             log.error("rank %d is ended with %s, so that Ray Train restarts the group", rank, wanted.name)
-            _send(worker, wanted)
+            _send(worker, pid, wanted)
             if wanted != signal.SIGKILL:
-                _send(worker, signal.SIGCONT)  # a stopped process handles nothing else
+                _send(worker, pid, signal.SIGCONT)  # a stopped process handles nothing else
                 if not _is_gone(worker, _GRACE_S):
                     log.error("rank %d still runs %g s after %s: sending SIGKILL", rank, _GRACE_S, wanted.name)
-                    _send(worker, signal.SIGKILL)
+                    _send(worker, pid, signal.SIGKILL)
         finally:
             os.close(worker)
         return True
@@ -296,9 +299,9 @@ def answers_of(asked: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
     return [reply.value for reply in replies if reply.fault is None]
 
 
-def _send(worker: int, number: signal.Signals) -> None:
+def _send(worker: int, pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
-        signal.pidfd_send_signal(worker, number)
+        send_signal(worker, pid, number)
 
 
 def _is_gone(worker: int, timeout_s: float) -> bool:

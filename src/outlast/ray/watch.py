@@ -182,9 +182,14 @@ class Watch:
                 self._note_status(one, reply.value)
                 if reply.value.exceeded:
                     exceeded[rank] = (reply.value.exceeded[0], one.open_s)
-            elif reply is not None and reply.fault == ReplyFault.DIED:
+                continue
+            if reply is not None and reply.fault == ReplyFault.DIED:
                 gathered.lose(rank, one.actor, LossKind.DIED, describe_error(reply.error), now_s - one.alive_s)
-            elif silent_s >= self._config.ping_timeout:
+                continue
+            if reply is not None:
+                log.debug("rank %d: its status cannot be had: %s", rank, describe_error(reply.error))
+                one.ping.note_failure()
+            if silent_s >= self._config.ping_timeout:
                 text = f"no answer for {silent_s:.1f} s"
                 gathered.lose(rank, one.actor, LossKind.SILENT, text, now_s - one.alive_s)
             elif now_s >= self._silent_s(one):

@@ -41,6 +41,7 @@ from outlast.incidents import IncidentKind
 from outlast.policy.deadlines import BoardSection, RankFacts
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Tier
+from outlast.runtime.files import memory_file
 
 log = logging.getLogger(__name__)
 
@@ -415,7 +416,7 @@ class Board:
 
         Other processes of the user open it at :attr:`path` while this one lives, or inherit its descriptor.
         """
-        fd = os.memfd_create("outlast-board", os.MFD_CLOEXEC)
+        fd = memory_file("outlast-board")
         try:
             os.posix_fallocate(fd, 0, PAGE_BYTES * (num_ranks + 1))  # no memory left is an error now, not SIGBUS later
             board = cls(f"/proc/{os.getpid()}/fd/{fd}", fd, num_ranks)

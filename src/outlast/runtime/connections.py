@@ -15,7 +15,7 @@ them the group's timeout; Python, and the clients of stores, do neither.
 
 Only the reading side is shut down at first: gloo then sees the connection's end and closes it by itself, with nothing
 lost on the way out, and wakes every thread that waits for a message on it, except one whose message was half sent
-or half received (torch 2.6 to 2.13: ``Pair::signalException`` skips what ``tx_`` and ``rx_`` point to). Such
+or half received (torch 2.8 to 2.13: ``Pair::signalException`` skips what ``tx_`` and ``rx_`` point to). Such
 a thread sleeps on the condition variable of an ``UnboundBuffer`` until the group's timeout has passed, and destroying
 the group waits for it. gloo can end such a wait, ``UnboundBuffer::abortWaitRecv``, and PyTorch exports that, but there
 is no way to it from Python. So the buffer is found from the outside: the kernel shows on which address a thread sleeps

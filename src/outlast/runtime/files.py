@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, on disks that may hang, and files in memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ import ctypes
 import errno
 import os
 import secrets
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
+DISK_S = 2.0
+"""How long a process that has more urgent things to do waits for a disk."""
+_overdue: list[threading.Thread] = []
+
+NOT_ALLOWED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
+"""What a system call answers that the kernel does not have, or that a container may not make."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 """Errors of a file system without hard links."""
 PRIVATE = 0o600
@@ -66,6 +78,56 @@ def create_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     if is_made:
         fsync_folder(path.parent)
     return is_made
+
+
+def in_time(work: Callable[[], T], timeout_s: float | None = None) -> T:
+    """Do what a hung disk may keep for ever, and go on without it if it takes too long; it ends when it can.
+
+    While something earlier still hangs, nothing more is tried.
+
+    Raises:
+        TimeoutError: It took longer than :data:`DISK_S`, or what was given; it is an ``OSError``.
+
+    Blocks: up to that.
+    Thread: any.
+    """
+    _overdue[:] = [thread for thread in _overdue if thread.is_alive()]
+    if _overdue:
+        raise TimeoutError("the disk does not answer")
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is waited for
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="outlast-disk", daemon=True)
+    thread.start()
+    thread.join(DISK_S if timeout_s is None else timeout_s)
+    if not outcome.done():
+        _overdue.append(thread)
+        raise TimeoutError("the disk does not answer")
+    return outcome.result()
+
+
+def memory_file(name: str, *, can_be_sealed: bool = False) -> int:
+    """Return the descriptor of a new file in memory, which others open at ``/proc/<pid>/fd/<number>``.
+
+    Where the kernel, or what guards a container, lets nobody call ``memfd_create``, it is a file of ``/dev/shm``
+    without a name, which no seal can be put on.
+
+    Raises:
+        OSError: There is no memory, or neither can be had.
+    """
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if can_be_sealed else 0))
+    except OSError as error:
+        if error.errno not in NOT_ALLOWED:
+            raise
+    fd, path = tempfile.mkstemp(prefix=f"{name}.", dir="/dev/shm")
+    os.unlink(path)
+    return fd
 
 
 def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:

@@ -39,7 +39,7 @@ from outlast.env import WorkerEnv, clean_name
 from outlast.errors import OutlastError
 from outlast.incidents import Cause, EventKind, Incident, IncidentKind, Verdict
 from outlast.policy.rerun import Diagnosis
-from outlast.runtime.files import PRIVATE, make_private_folder, write_atomically
+from outlast.runtime.files import PRIVATE, in_time, make_private_folder, memory_file, write_atomically
 from outlast.runtime.journal import Journal
 
 _HEAD = struct.Struct("<QQ")
@@ -48,6 +48,7 @@ _RECORD_AT, _RECORD_BYTES = 64, 24 * 1024 - 64
 _RING_AT, _RING_BYTES = 24 * 1024, 24 * 1024
 _FAULT_AT = _RING_AT + _RING_BYTES
 _MAX_TEXT = 600
+_DIAGNOSIS_S = 10.0
 _MAX_TRACE = 12_000
 _MARK = "_outlast_kept"
 """Of an exception: its number among those that this process kept."""
@@ -95,7 +96,7 @@ class Postmortem:
         self._fds: list[int] = []
         try:
             for _ in range(num_ranks):
-                fd = os.memfd_create("outlast-postmortem", os.MFD_CLOEXEC)
+                fd = memory_file("outlast-postmortem")
                 self._fds.append(fd)
                 os.ftruncate(fd, _FAULT_AT)
         except OSError:
@@ -363,8 +364,12 @@ def write_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank:
         OSError: The run directory cannot be written.
     """
     path = _path(run_dir, job, cycle, rank)
-    make_private_folder(path.parent)
-    write_atomically(path, msgspec.json.encode(diagnosis), mode=PRIVATE)
+
+    def write() -> None:
+        make_private_folder(path.parent)
+        write_atomically(path, msgspec.json.encode(diagnosis), mode=PRIVATE)
+
+    in_time(write, _DIAGNOSIS_S)
     return path
 
 
@@ -372,7 +377,7 @@ def read_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: 
     """Return what a rank left; ``None`` when it left nothing, or nothing that can be read (which is logged)."""
     path = _path(run_dir, job, cycle, rank)
     try:
-        return from_json(path.read_bytes(), Diagnosis)
+        return from_json(in_time(path.read_bytes), Diagnosis)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:

@@ -12,6 +12,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -28,11 +29,14 @@ import msgspec
 
 from outlast import env
 from outlast.policy.lease import Process
+from outlast.runtime.files import NOT_ALLOWED
 from outlast.runtime.wire import MessageChannel, socket_pair
 
 _PR_SET_PDEATHSIG = 1
+_OF_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP)
 _ENDED = (b"Z", b"X", b"x")
 """States of a process that has ended and was not reaped yet."""
+_LOOK_MS = 50
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,10 +49,43 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
         sig: The signal.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
-        errno = ctypes.get_errno()
-        raise OSError(errno, os.strerror(errno))
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
     if os.getppid() != parent_pid:
         os._exit(128 + sig)
+
+
+def fork_from_init() -> None:
+    """Go on in a child; this process, the first of a container (pid 1), stays as the container's init.
+
+    Whatever loses its parent in a container becomes a child of its first process, and stays a zombie until that reaps
+    it. An agent cannot reap what it does not know: the exit codes of its own children belong to whoever started them.
+    So an init of a few lines reaps, passes signals on, and ends as the child does; the kernel then ends what is left.
+
+    Thread: the only one of the process.
+    """
+    passed_on = set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP, *_OF_FAULTS}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        die_with_parent(1)
+        return
+    while True:
+        received = signal.sigwaitinfo(passed_on)
+        # The kernel's own, such as a terminal's Ctrl-C, go to the whole process group: the child has them already.
+        if received.si_signo != signal.SIGCHLD and received.si_code <= 0:
+            os.kill(child, received.si_signo)
+        while True:  # several that ended may have sent one signal
+            try:
+                ended, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                ended = 0
+            if ended == child:
+                code = os.waitstatus_to_exitcode(status)
+                os._exit(code if code >= 0 else 128 - code)
+            if ended == 0:
+                break
 
 
 def show_command(argv: Sequence[str]) -> None:
@@ -122,6 +159,16 @@ def _started(fields: list[bytes]) -> int:
     return int(fields[19])  # starttime, field 22 of proc(5)
 
 
+def describe_stuck(pid: int) -> str:
+    """Return where a process is that does not end: its state, and the function of the kernel that it waits in."""
+    try:
+        state = _stat(str(pid))[0].decode()
+        waits_in = Path("/proc", str(pid), "wchan").read_text(encoding="ascii").strip()
+    except OSError:
+        return f"pid {pid} (gone)"
+    return f"pid {pid} (state {state}{f', in {waits_in}' if waits_in not in ('', '0') else ''})"
+
+
 def describe_exit(exit_code: int) -> str:
     """Return what an exit code means, for people; negative: the signal that ended the process."""
     if exit_code >= 0:
@@ -142,6 +189,62 @@ def kill_group(pgid: int, sig: int) -> bool:
         # Some member changed its user; the ones that we may signal got it.
         return True
     return True
+
+
+def open_pidfd(pid: int) -> int:
+    """Return a descriptor that is readable once a process has ended, reaped or not.
+
+    Where the kernel, or what guards a container, lets nobody call ``pidfd_open``, a thread looks at ``/proc`` instead.
+
+    Raises:
+        ProcessLookupError: There is no such process.
+        OSError: Such as too many open files.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno not in NOT_ALLOWED:
+            raise
+    try:
+        started = _started(_stat(str(pid)))
+    except FileNotFoundError:
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from None
+    read, write = os.pipe2(os.O_CLOEXEC)
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(write, 0)  # reports an error, once nobody has the other end any more
+        try:
+            while not poll.poll(_LOOK_MS):
+                fields = _stat(str(pid))
+                if fields[0] in _ENDED or _started(fields) != started:
+                    break
+        except OSError:
+            pass  # gone
+        finally:
+            os.close(write)
+
+    threading.Thread(target=watch, name="outlast-process-watch", daemon=True).start()
+    return read
+
+
+def send_signal(pidfd: int, pid: int, number: int) -> None:
+    """Send a signal to a process of :func:`open_pidfd`, unless it has ended.
+
+    Raises:
+        ProcessLookupError: It has.
+        PermissionError: It may not be signalled.
+    """
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except OSError as error:
+        if error.errno not in NOT_ALLOWED | {errno.EBADF}:
+            raise
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        if poll.poll(0):
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from None
+        os.kill(pid, number)
 
 
 class ChildProcess:
@@ -259,7 +362,7 @@ class ChildProcess:
         if self._channel is not None:
             self._channel.close()
         if grace_s and self._process.returncode is None:
-            ended = os.pidfd_open(self.pid)  # it is not reaped before its group is ended: its number stays its own
+            ended = open_pidfd(self.pid)  # it is not reaped before its group is ended: its number stays its own
             try:
                 select.select([ended], [], [], grace_s)
             finally:

@@ -350,6 +350,9 @@ def _start(request: Spawn, parent_pid: int) -> int:
             os.dup2(stdout, 1)
         if stderr >= 0:
             os.dup2(stderr, 2)
+        for fd in {stdout, stderr}:
+            if fd > 2:
+                os.close(fd)
         if request.kind == "exec":
             # A handler that is a Python function is reset by exec, what is ignored stays so: python ignores SIGPIPE.
             for sig in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):

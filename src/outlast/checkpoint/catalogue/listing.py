@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -36,7 +35,7 @@ from outlast.checkpoint.catalogue.entries import (
 )
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import METADATA, FileEntry, GlobalManifest, decode_global_manifest, find_torn
-from outlast.checkpoint.dcp.store import open_store
+from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
 from outlast.checkpoint.directory import RUN, SUSPECT, TRACKER, Directory, owner_of
 from outlast.checkpoint.manifest import MANIFEST, Manifest
 from outlast.checkpoint.shard import shard_name
@@ -521,9 +520,13 @@ def look_into(name: str) -> DirectoryListing:
         CheckpointError: The store cannot be reached.
         OSError: It cannot be read.
     """
-    path = _local_path(name)
-    if path is None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{ascii(name)[1:-1]} is not UTF-8; no run saves to such a folder; rename it") from None
+    if is_remote(name):
         return look_into_store(name)
+    path = Path(os.path.abspath(local_path(name)))
     if not path.exists():
         raise ConfigError(f"{name} does not exist; check the path")
     if not path.is_dir():
@@ -574,14 +577,6 @@ def verify(
         for flaw in flaws
     ]
     return Verified(entry=found.judge(problems) if problems else found.entry, num_bytes_read=sum(sizes))
-
-
-def _local_path(name: str) -> Path | None:
-    """Return what a path or ``file:`` URL names; ``None``: it is a store's URL."""
-    if "://" not in name:
-        return Path(os.path.abspath(name))
-    parts = urlsplit(name)
-    return Path(os.path.abspath(unquote(parts.path))) if parts.scheme == "file" else None
 
 
 def _is_store(path: Path) -> bool:

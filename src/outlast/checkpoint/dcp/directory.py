@@ -23,7 +23,7 @@ from outlast.checkpoint.dcp.manifest import (
     encode_global_manifest,
     find_torn,
 )
-from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
+from outlast.checkpoint.dcp.store import is_remote, local_path, open_store, without_slash
 from outlast.checkpoint.directory import ClaimedPlace, GenerationFolder, SaveAttempt, owner_of
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.decoding import from_json
@@ -191,7 +191,7 @@ class ObjectDirectory(GlobalDirectory):
     is_remote = True
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self.url = without_slash(url)
         self._store = open_store(self.url)
 
     @property
@@ -329,7 +329,7 @@ class StoreRecords:
     """A request each time, which stores charge for."""
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self.url = without_slash(url)
         self._store = open_store(self.url)
 
     def numbers(self) -> list[int]:

@@ -258,6 +258,8 @@ class VerifiedReader(StorageReader):
         if checkpoint_id is None:
             return
         parent, slash, folder = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
+        if parent.endswith(":/"):
+            parent += "/"  # memory://step-7
         directory = GlobalDirectory.open(parent or slash or ".")
         number = folder.removeprefix("step-")
         if not number.isdecimal():

@@ -42,8 +42,14 @@ def is_remote(url: str) -> bool:
 
 
 def local_path(url: str) -> str:
-    """Return the path of a place on a file system."""
-    return url.removeprefix("file://")
+    """Return the path of a place on a file system; as with fsspec, ``%20`` in a URL means itself."""
+    return url.removeprefix("file://") or "/"
+
+
+def without_slash(url: str) -> str:
+    """Return a URL without slashes at its end, except those of a scheme that alone is a place: ``memory://``."""
+    bare = url.rstrip("/")
+    return f"{bare}//" if bare.endswith(":") else bare
 
 
 def open_store(url: str) -> ObjectStore:
@@ -63,7 +69,7 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        self.url = url.rstrip("/")
+        self.url = without_slash(url)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._opened: tuple[Any, str] | None = None
@@ -76,7 +82,7 @@ class ObjectStore:
 
     def describe(self, name: str) -> str:
         """Return the URL of an object."""
-        return f"{self.url}/{name}" if name else self.url
+        return f"{self.url}{'' if self.url.endswith('/') else '/'}{name}" if name else self.url
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Return the objects below a folder: names relative to it, and their bytes; empty when there is none."""

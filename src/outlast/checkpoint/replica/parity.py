@@ -18,6 +18,7 @@ import numpy as np
 
 from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError
 from outlast.checkpoint.shard import num_chunks
+from outlast.runtime.files import memory_file
 
 PARITY_PART = "parity"
 PIECE_BYTES = 1 << 20
@@ -100,7 +101,7 @@ class Parities:
             parity = self._parities.get(key)
             if parity is None:
                 try:
-                    fd = os.memfd_create("outlast-parity", os.MFD_CLOEXEC)
+                    fd = memory_file("outlast-parity")
                 except OSError as error:
                     raise HoldingsError(f"no room for a parity: {error.strerror}") from error
                 self._make_room(key.rank)

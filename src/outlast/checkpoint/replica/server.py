@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import TypeVar
 
@@ -39,6 +39,16 @@ WORKING_S = 1.0
 """Seconds after which a peer that waits for a disk gets a :class:`Working`."""
 MAX_WORK_S = 120.0
 T = TypeVar("T")
+
+
+def _drop_later(begun: Future[Incoming | Block]) -> None:
+    """Give up what nobody waits for any more, once it is there."""
+
+    def drop(done: Future[Incoming | Block]) -> None:
+        if done.exception() is None:
+            done.result().drop()
+
+    begun.add_done_callback(drop)
 
 
 class Service:
@@ -81,18 +91,19 @@ class Service:
     # -- taking in ---------------------------------------------------------------------------------------------
 
     def _put(self, request: Put) -> None:
-        made: list[Incoming | Block] = []
         try:
-            self._patiently(lambda: made.append(self._begin(request)))
+            part = self._patiently(lambda: self._begin(request), _drop_later)
         except (ConnectionError, TimeoutError):
-            for late in made:
-                late.drop()
             raise
         except (HoldingsError, OSError) as error:
             self._channel.refuse(error)
             return
-        (part,) = made
-        received = 0
+        received, is_ours = 0, True
+
+        def leave(kept: Future[None]) -> None:
+            nonlocal is_ours
+            is_ours = False
+            kept.add_done_callback(lambda _: part.drop())
 
         def write(piece: memoryview, offset: int) -> None:
             nonlocal received
@@ -109,7 +120,7 @@ class Service:
                 self._channel.send(Chunk(self._channel.receive_chunk(size, self._scratch, write)))
             if not isinstance(self._channel.receive(), Keep):
                 raise ConnectionResetError("it left before the end")
-            self._patiently(part.keep)
+            self._patiently(part.keep, leave)
             self._channel.send(Kept())
         except HoldingsError as error:
             self._give_up(str(error), request.num_bytes - received)
@@ -118,7 +129,8 @@ class Service:
         except OSError as error:
             self._give_up(f"it cannot be written: {error.strerror}", request.num_bytes - received)
         finally:
-            part.drop()
+            if is_ours:
+                part.drop()
 
     def _begin(self, request: Put) -> Incoming | Block:
         if request.contributor >= 0:
@@ -133,10 +145,27 @@ class Service:
             self._channel.receive_into(piece)
             num_bytes -= len(piece)
 
-    def _patiently(self, work: Callable[[], T]) -> T:
-        """Do what may take a disk long, and inform the peer meanwhile, up to ``MAX_WORK_S``."""
-        with ThreadPoolExecutor(1, thread_name_prefix="outlast-replica-disk") as pool:
-            future = pool.submit(work)
+    def _patiently(self, work: Callable[[], T], leave: Callable[[Future[T]], None]) -> T:
+        """Do what may take a disk long, and inform the peer meanwhile, up to ``MAX_WORK_S``.
+
+        Args:
+            work: What to do.
+            leave: Called with what is still being done when nobody waits for it any more.
+
+        Raises:
+            ConnectionError: The peer broke off.
+            TimeoutError: The disk does not answer.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001  it is raised where the result is waited for
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="outlast-replica-disk", daemon=True).start()
+        try:
             for _ in range(round(MAX_WORK_S / WORKING_S)):
                 try:
                     return future.result(WORKING_S)
@@ -144,7 +173,12 @@ class Service:
                     if future.done():
                         raise
                     self._channel.send(Working())
-            return future.result()  # the peer's own timeout decides
+        except (ConnectionError, TimeoutError):
+            if not future.done():
+                leave(future)
+            raise
+        leave(future)
+        raise TimeoutError(f"the disk has not answered for {MAX_WORK_S:g} s")
 
     # -- giving out --------------------------------------------------------------------------------------------
 
