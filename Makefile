@@ -108,6 +108,7 @@ bench: setup
 	$(BIN)/outlast bench save
 	$(BIN)/outlast bench load
 	$(BIN)/outlast bench replica
+	$(BIN)/outlast bench commit
 	$(BIN)/outlast bench numerics
 	$(BIN)/outlast bench straggler
 	$(BIN)/outlast bench ray
@@ -122,7 +123,7 @@ bench-peers: setup
 	$(BIN)/outlast bench replica
 
 # The committed results that the docs' figures come from. Leave the machine alone meanwhile; install the peers first.
-BENCHES := heartbeat restart inprocess rendezvous save load replica numerics straggler ray
+BENCHES := heartbeat restart inprocess rendezvous save load replica commit numerics straggler ray
 bench-results: setup
 	@mkdir -p docs/results
 	@for bench in $(BENCHES); do \

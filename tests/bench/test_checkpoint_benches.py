@@ -69,6 +69,25 @@ def test_a_size_is_refused_where_there_is_no_state(name: str) -> None:
     assert "--tensors" in done.output
 
 
+@pytest.mark.process
+def test_commit_measures_both_bars_and_leaves_nothing(tmp_path: Path) -> None:
+    """``commit`` runs a real lane for a few hundred simulated ranks, and removes what it wrote."""
+    done = subprocess.run(
+        [*COMMAND, "commit", "--json", "--repeats=1", "--ranks=300"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    assert done.stdout, done.stderr
+    found = {bar["name"]: bar for bar in json.loads(done.stdout)["bars"]}
+    assert {name: bar["bar"] for name, bar in found.items()} == {"commit_leader_s": 2.0, "manifest_mib": 8.0}
+    assert all(bar["value"] > 0 for bar in found.values())
+    assert done.returncode == int(not all(bar["ok"] for bar in found.values()))
+    assert list(tmp_path.glob("outlast*")) == []
+
+
 def test_wrong_values_are_seen() -> None:
     """What the benchmarks compare after a load tells right values from overwritten and from swapped ones."""
     state = CheckpointState(2)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outlast.checkpoint.directory import Directory
-from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, TensorEntry, seal
-from outlast.checkpoint.shard import CHUNK_BYTES, Identity, ShardLayout, TensorSpan, digest, shard_name
+from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, seal
+from outlast.checkpoint.shard import Identity, ShardLayout, digests, shard_name
 
 RUN = "run-0a1b2c3d"
 TOPOLOGY = "feed"
@@ -20,32 +20,16 @@ def attempt_name(ordinal: int) -> str:
 
 def shard_bytes(
     rank: int, world_size: int, iteration: int, attempt: str, *, num_elements: int = 1000, run: str = RUN
-) -> tuple[bytes, tuple[TensorEntry, ...]]:
-    """Return a shard of two tensors, and their entries."""
+) -> bytes:
+    """Return a shard of two tensors."""
     identity = Identity(
         run=run, topology=TOPOLOGY, rank=rank, world_size=world_size, iteration=iteration, attempt=attempt
     )
     tensors = [("model.weight", "F32", (num_elements,), 4 * num_elements, 4), ("model.bias", "F32", (10,), 40, 4)]
     layout = ShardLayout(tensors)
-    head, tree, size = layout.place(identity, 16)
+    head, _, size = layout.place(identity, 16)
     data = head + random.Random(f"{rank}/{iteration}/{attempt}").randbytes(size - len(head))
-    spans = []
-    for index, offset in zip(layout.order, layout.offsets, strict=True):
-        name, dtype, shape, num_bytes, _ = tensors[index]
-        spans.append(TensorSpan(name, dtype, shape, len(head) + offset, num_bytes))
-    entries = tuple(
-        TensorEntry(
-            name=span.name,
-            dtype=span.dtype,
-            shape=span.shape,
-            global_shape=span.shape,
-            global_offset=(0,) * len(span.shape),
-            offset=span.offset,
-            num_bytes=span.num_bytes,
-        )
-        for span in [*spans, tree]
-    )
-    return data, entries
+    return data
 
 
 def lay_generation(
@@ -95,22 +79,14 @@ def lay_generation(
         num_copies=tuple(sum(r in held for held in replicas.values()) for r in range(len(nodes))) if replicas else (),
         parity=parity,
         shards=tuple(
-            ShardEntry(
-                rank=rank,
-                file=shard_name(rank),
-                num_bytes=len(data),
-                chunks=tuple(digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)),
-                tensors=tensors,
-                finite=finite,
-            )
-            for rank, (data, tensors) in enumerate(shards)
+            ShardEntry.of(rank, memoryview(data), digests(data), finite=finite) for rank, data in enumerate(shards)
         ),
     )
     for node, folder in folders.items():
         directory = Directory(folder / "suspect" if suspect else folder)
         path = directory.path / (name or f"step-{iteration}")
         path.mkdir(parents=True)
-        for rank, (data, _) in enumerate(shards):
+        for rank, data in enumerate(shards):
             if nodes[rank] == node or rank in (replicas or {}).get(node, ()):
                 (path / shard_name(rank)).write_bytes(data)
             if parity and nodes[rank] == node:

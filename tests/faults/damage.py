@@ -5,6 +5,7 @@ Which copies a fault spoils is said here from where it strikes, not learned from
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -255,7 +256,7 @@ def _bad_manifests(dice: Random, world: World, path: Path) -> Iterator[tuple[str
     yield "the manifest cut off", lambda: _cut(dice, whole.read_bytes())
     yield "the manifest empty", lambda: b""
     yield "the manifest is garbage", lambda: dice.randbytes(1000)
-    yield "the manifest edited", lambda: whole.read_bytes().replace(b'"finite":true', b'"finite":false', 1)
+    yield "the manifest edited", lambda: _edit(whole.read_bytes())
     for name, value in (("iteration", 77), ("run", "another"), ("schema", 99), ("world_size", 5)):
         yield f"the manifest forged: {name}", partial(_reseal, whole, **{name: value})
     if not _is_global(world, path.parent.parent):
@@ -273,12 +274,26 @@ def _reseal(path: Path, **changed: Any) -> bytes:
     return f'{{"manifest":{body},"sha256":"{hashlib.sha256(body.encode()).hexdigest()}"}}'.encode()
 
 
+def _edit(data: bytes) -> bytes:
+    """Return a manifest that says of something finite that it is not, under the SHA-256 of what it was."""
+    for there, other in ((b'"finite":true', b'"finite":false'), (b",true]", b",false]")):  # the global tier's, a node's
+        if there in data:
+            return data.replace(there, other, 1)
+    raise AssertionError("there is nothing to edit")
+
+
 def _reseal_with_other_digests(path: Path) -> bytes:
     manifest = _manifest(path)
-    name = "shards" if "shards" in manifest else "files"
-    for entry in manifest[name]:
+    if "shards" in manifest:
+        shards = [[rank, size, _zeros_like(digests), *rest] for rank, size, digests, *rest in manifest["shards"]]
+        return _reseal(path, shards=shards)
+    for entry in manifest["files"]:
         entry["chunks"] = ["0" * 16 for _ in entry["chunks"]]
-    return _reseal(path, **{name: manifest[name]})
+    return _reseal(path, files=manifest["files"])
+
+
+def _zeros_like(digests: str) -> str:
+    return base64.b64encode(bytes(len(base64.b64decode(digests)))).decode()
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 
 from outlast.checkpoint.arena import Arena, Staged, Stager
 from outlast.checkpoint.manifest import SCHEMA, Manifest, ShardEntry
-from outlast.checkpoint.shard import Identity, digest_image, shard_name, write_image
+from outlast.checkpoint.shard import Identity, digest_image, write_image
 from outlast.checkpoint.state import FlatState, flatten
 
 IDENTITY = Identity(run="run", topology="t", rank=0, world_size=1, iteration=7, attempt="7-a")
@@ -48,14 +48,8 @@ def bytes_of(staged: Staged) -> bytes:
 
 def manifest_of(staged: Staged, identity: Identity = IDENTITY) -> Manifest:
     """Return the manifest of a generation that is this one shard."""
-    entry = ShardEntry(
-        rank=0,
-        file=shard_name(0),
-        num_bytes=staged.num_bytes,
-        chunks=digest_image(staged.arena.view(staged.num_bytes)),
-        tensors=staged.tensors,
-        finite=True,
-    )
+    image = staged.arena.view(staged.num_bytes)
+    entry = ShardEntry.of(0, image, digest_image(image), finite=True)
     return Manifest(
         schema=SCHEMA,
         run=identity.run,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,10 @@ import pytest
 import torch
 from laid_shards import IDENTITY, flip, lay, manifest_of, stage
 
-from outlast.checkpoint.manifest import Manifest
+from outlast.checkpoint.manifest import Manifest, decode_manifest, seal
 from outlast.checkpoint.restore import read_tensors
-from outlast.checkpoint.shard import CHUNK_BYTES
-from outlast.checkpoint.verification import check_shard, prove_shard
+from outlast.checkpoint.shard import CHUNK_BYTES, read_head, read_header
+from outlast.checkpoint.verification import PIECE_BYTES, check_shard, prove_shard, read_path, shard_file, verify
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 
 
@@ -26,17 +27,19 @@ class Laid:
         self.path = folder / "shard"
         self.manifest = lay(self.tensors, self.path)
         self.fd = os.open(self.path, os.O_RDONLY)
+        size = self.path.stat().st_size
+        _, self.table = read_header(memoryview(read_head(self.fd, size)), size)
         self.names = {name: self._name(name) for name in self.tensors}
 
     def span(self, name: str) -> tuple[int, int]:
-        entry = next(one for one in self.manifest.shards[0].tensors if one.name == self.names[name])
+        entry = self.table[self.names[name]]
         return entry.offset, entry.num_bytes
 
     def prove(self) -> None:
         prove_shard(self.fd, self.manifest, 0)
 
     def _name(self, name: str) -> str:
-        return next(one.name for one in self.manifest.shards[0].tensors if name in one.name)
+        return next(one for one in self.table if name in one)
 
 
 @pytest.fixture
@@ -143,3 +146,65 @@ def test_a_tiny_shard_is_proven_and_read(tmp_path: Path) -> None:
     os.close(fd)
     assert torch.equal(next(iter(found.values())), tensors["w"])
     assert manifest.iteration == IDENTITY.iteration
+
+
+def _write_head(laid: Laid, head: bytes) -> None:
+    with open(laid.path, "r+b") as file:
+        file.write(head)
+
+
+def test_a_changed_table_is_refused(laid: Laid) -> None:
+    """A header that still describes a right file, but other tensors than were saved, differs from its digest."""
+    head = read_head(laid.fd, laid.path.stat().st_size)
+    name = laid.names["small"].encode()
+    _write_head(laid, head.replace(name, name[:-1] + b"X"))
+    with pytest.raises(Corrupt, match="table of its tensors, differs from its digest"):
+        laid.prove()
+    with pytest.raises(Corrupt, match="table of its tensors, differs from its digest"):
+        check_shard(laid.path, laid.manifest, 0, read_head=True)
+
+
+def test_another_ranks_table_is_refused(laid: Laid) -> None:
+    """A header that is another rank's names that rank."""
+    head = read_head(laid.fd, laid.path.stat().st_size)
+    _write_head(laid, head.replace(b'\\"rank\\":0', b'\\"rank\\":1'))
+    with pytest.raises(Untrusted, match="is the shard of rank 1 instead of 0"):
+        laid.prove()
+
+
+def test_a_shard_without_its_table_is_refused(laid: Laid) -> None:
+    """Zeros in place of the header are no table, whatever the rest is."""
+    _write_head(laid, bytes(len(read_head(laid.fd, laid.path.stat().st_size))))
+    with pytest.raises(Corrupt, match="the header cannot be read"):
+        laid.prove()
+
+
+@pytest.mark.parametrize(("field", "value"), [("table", "0" * 16), ("digests", bytes(16))])
+def test_a_manifest_that_lies_about_a_shard_is_found_out(laid: Laid, field: str, value: object) -> None:
+    """A right shard is refused under a manifest with another digest of its table, or of a chunk."""
+    (entry,) = laid.manifest.shards
+    lying = msgspec.structs.replace(entry, **{field: value})
+    assert len(lying.digests) == len(entry.digests)
+    with pytest.raises(Corrupt, match="differs from its digest"):
+        prove_shard(laid.fd, msgspec.structs.replace(laid.manifest, shards=(lying,)), 0)
+
+
+def test_a_flaw_names_tensors_only_by_a_table_that_is_right(laid: Laid) -> None:
+    """Where the table is damaged too, the chunk is named without what lies in it."""
+    flip(laid.path, CHUNK_BYTES + 5)
+    read = partial(read_path, laid.path)
+    (entry,) = laid.manifest.shards
+    (flaw,) = verify([shard_file(entry, read, room_bytes=PIECE_BYTES)], num_threads=1)
+    assert flaw.chunk == 1
+    assert laid.names["big"] in flaw.contents
+    head = read_head(laid.fd, laid.path.stat().st_size)
+    name = laid.names["small"].encode()
+    _write_head(laid, head.replace(name, name[:-1] + b"X"))
+    flaws = verify([shard_file(entry, read, room_bytes=PIECE_BYTES)], num_threads=1)
+    assert [(flaw.chunk, flaw.contents) for flaw in flaws] == [(0, ()), (1, ())]
+
+
+def test_a_manifest_of_an_earlier_schema_is_refused_by_name(laid: Laid) -> None:
+    """It is not read as something else: the error says which schema it has."""
+    with pytest.raises(Untrusted, match="has schema 1, this version reads 2 and newer"):
+        decode_manifest(seal(msgspec.structs.replace(laid.manifest, schema=1)))

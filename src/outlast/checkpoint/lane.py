@@ -15,9 +15,9 @@ import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -38,17 +38,40 @@ log = logging.getLogger(__name__)
 GRACE_S = 10.0
 """Ranks wait this much longer for rank 0's messages than rank 0 does for theirs: better late than contradictory."""
 POLL_S = 0.02
+MAX_POLLING_RANKS = 1024
+"""More ranks that wait for the same message look less often, so that the store has no more to answer."""
+FAN_OUT = 16
+"""Of the tree that answers are gathered by: 16,384 ranks are four levels, up to 17 ranks one."""
 T = TypeVar("T", bound=msgspec.Struct)
 A = TypeVar("A", bound="RankAnswer")
+G = TypeVar("G", bound="_Failable")
 
 
-class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class _Failable(Protocol):
+    """An answer that may be an error, which ends the save."""
+
+    @property
+    def error(self) -> str | None: ...
+
+
+class RankAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a rank has of a save, or why it has nothing."""
 
     iteration: int
     error: str | None = None
     is_refused: bool = False
     """The error is that the directory is another run's."""
+
+
+def check_answer(answer: A, rank: int, iteration: int) -> A:
+    """Return a rank's answer. Raises: CheckpointError, when it has nothing, or another iteration."""
+    if answer.iteration != iteration:
+        raise CheckpointError(
+            f"rank {rank} saves iteration {answer.iteration} meanwhile; all ranks must save the same ones"
+        )
+    if answer.error is not None:
+        raise (DirectoryRefused if answer.is_refused else CheckpointError)(answer.error)
+    return answer
 
 
 class SaveOutcome(msgspec.Struct, frozen=True):
@@ -75,6 +98,15 @@ class SaveOutcome(msgspec.Struct, frozen=True):
 
 class _Acknowledged(msgspec.Struct, frozen=True):
     """An outcome was received; there is nothing to add."""
+
+
+class Subtree(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank, and those below it in the tree, have of a save."""
+
+    answers: list[tuple[int, msgspec.Raw]]
+    """Each with its rank; some are missing where one of them ends the save, or a rank is silent."""
+    silence: str | None = None
+    """Which rank below gave no answer in time."""
 
 
 class Reached(NamedTuple):
@@ -211,7 +243,7 @@ class Lane(ABC):
             self._store.set(key, msgspec.json.encode(value).decode())
         self._posted.append((save.attempt.ordinal, key))
 
-    def _receive(self, save: Save, name: str, kind: type[T], *, grace_s: float = 0.0) -> T:
+    def _receive(self, save: Save, name: str, kind: type[T], *, grace_s: float = 0.0, poll_s: float = POLL_S) -> T:
         """Return what a rank posted.
 
         Args:
@@ -219,6 +251,7 @@ class Lane(ABC):
             name: As given to :meth:`_post`, by whichever rank.
             kind: Type of the value.
             grace_s: Seconds to wait beyond the save's deadline.
+            poll_s: Longest pause between two looks.
 
         Raises:
             PeerSilent: Nothing was posted in time, or the ranks' store is gone.
@@ -241,25 +274,64 @@ class Lane(ABC):
                         rank=self._rank,
                         iteration=save.iteration,
                     )
-                pause_s = min(POLL_S, 2 * pause_s)
+                pause_s = min(poll_s, 2 * pause_s)
             word = bytes(self._store.get(key))
         return from_json(word, kind)
+
+    @staticmethod
+    def _poll_s(num_ranks: int) -> float:
+        """Return the longest pause between two looks of ranks that all wait for one message."""
+        return POLL_S * max(1.0, num_ranks / MAX_POLLING_RANKS)
 
     def _gather(self, save: Save, name: str, kind: type[A]) -> Iterator[A]:
         """Yield what each rank has, by rank. Raises: CheckpointError, when one has nothing, or another iteration."""
         for rank in range(self._world_size):
-            answer = self._receive(save, f"{name}/{rank}", kind)
-            if answer.iteration != save.iteration:
-                raise CheckpointError(
-                    f"rank {rank} saves iteration {answer.iteration} meanwhile; all ranks must save the same ones"
-                )
-            if answer.error is not None:
-                raise (DirectoryRefused if answer.is_refused else CheckpointError)(answer.error)
-            yield answer
+            yield check_answer(self._receive(save, f"{name}/{rank}", kind), rank, save.iteration)
+
+    def _gather_up(self, save: Save, name: str, mine: G, members: Sequence[int]) -> list[tuple[int, G]]:
+        """Gather answers by a tree: each rank passes on what it has from those below it, in one message.
+
+        An answer with an error is passed on at once, without those that are still missing: it ends the save.
+
+        Args:
+            save: What it is about.
+            name: Of the gather.
+            mine: This rank's answer.
+            members: Who takes part, this rank too; the first is the root.
+
+        Returns:
+            On the root, the members' answers by rank, all or up to an error; nothing elsewhere.
+
+        Raises:
+            PeerSilent: On the root: a rank did not answer in time, or the ranks' store is gone.
+            CheckpointError: This rank leaves.
+
+        Collective: all members.
+        """
+        place = members.index(self._rank)
+        known: list[tuple[int, G]] = [(self._rank, mine)]
+        silence, below = None, members[FAN_OUT * place + 1 : FAN_OUT * (place + 1) + 1]
+        try:
+            for child in below:
+                if any(answer.error is not None for _, answer in known):
+                    break
+                subtree = self._receive(save, f"{name}/{child}", Subtree)
+                known += [(rank, from_json(data, type(mine))) for rank, data in subtree.answers]
+                if subtree.silence is not None:
+                    raise PeerSilent(subtree.silence, rank=self._rank, iteration=save.iteration)
+        except PeerSilent as error:
+            if place == 0 and all(answer.error is None for _, answer in known):
+                raise
+            silence = str(error)
+        if place == 0:
+            return sorted(known, key=lambda one: one[0])
+        packed = [(rank, msgspec.Raw(msgspec.json.encode(answer))) for rank, answer in known]
+        self._post(save, f"{name}/{self._rank}", Subtree(packed, silence))
+        return []
 
     def _conclude(self, save: Save, what: str) -> None:
         """Wait for the outcome that rank 0 posts. Raises: CheckpointError, when the save failed."""
-        outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S)
+        outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S, poll_s=self._poll_s(self._world_size))
         self._is_decided = True
         if outcome.is_refused:
             self._part(save)

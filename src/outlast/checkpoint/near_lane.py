@@ -3,8 +3,9 @@
 One thread per worker does it, save after save. In the order of the saves every rank gets the same outcomes, so all of
 them know alike what is committed.
 
-The lowest rank of each node leads it: it waits for all ranks' digests, writes the manifest and renames; rank 0, a
-leader always, posts the outcome once every leader has renamed. Then each rank has the writer keep its part in memory,
+Ranks pass their answers up a tree, so that each reads a few messages. Rank 0 makes the manifest of them. The lowest
+rank of each node leads it: it receives the manifest, writes it and renames; rank 0, a leader always, posts the outcome
+once every leader has renamed. Then each rank has the writer keep its part in memory,
 and what is to go to the global tier as well is handed on to that lane.
 """
 
@@ -12,16 +13,28 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+import msgspec
+
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.directory import SUSPECT, Directory, DirectoryRefused
-from outlast.checkpoint.lane import Lane, RankAnswer, Reached, SaveOutcome
-from outlast.checkpoint.manifest import MANIFEST, SCHEMA, CopyKey, Manifest, ShardEntry, TensorEntry, seal
-from outlast.checkpoint.save import Save
+from outlast.checkpoint.lane import GRACE_S, Lane, RankAnswer, Reached, SaveOutcome, check_answer
+from outlast.checkpoint.manifest import (
+    MANIFEST,
+    SCHEMA,
+    CopyKey,
+    Manifest,
+    ShardEntry,
+    TensorEntry,
+    decode_manifest,
+    seal,
+)
+from outlast.checkpoint.save import PeerSilent, Save
 from outlast.checkpoint.shard import MAY_BE_INFINITE, is_finite, shard_name
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, Untrusted
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.files import fsync_folder, write_durably
 from outlast.runtime.injection import reach
@@ -41,6 +54,15 @@ class ShardReady(RankAnswer, frozen=True, kw_only=True):
     num_copies: int = 0
     not_finite: tuple[str, ...] = ()
     """Names of tensors that hold numbers that are infinite or NaN; not more than are named."""
+
+
+class Described(msgspec.Struct, frozen=True):
+    """What rank 0 posts once it has gathered all ranks' shards."""
+
+    manifest: msgspec.Raw = msgspec.Raw(b"null")
+    """The generation's manifest, sealed."""
+    failure: SaveOutcome = SaveOutcome()
+    """Why there is none; without an error there is one."""
 
 
 class NearLane(Lane):
@@ -68,13 +90,15 @@ class NearLane(Lane):
         self._end_ns = save.started_ns + int(self._timeout_s * 1e9)
         ready, failures = self._write(save)
         self._is_decided = False
-        self._post(save, f"ready/{self._rank}", ready)
+        described, infinite = self._describe(save, ready)
         leads = self._places.is_leader(self._rank)
-        infinite = self._lead(save) if leads else {}
+        is_finite = self._lead(save, described) if leads else True
         self._conclude(save, f"iteration {save.iteration} is not saved")
         self._keep(save)
         if leads and not save.suspect:
-            self._note_infinite(save.iteration, infinite)
+            self._committed.note_finite(save.iteration, finite=is_finite)
+            if self._rank == 0:
+                self._warn_of_infinite(save.iteration, infinite)
         if leads and (folder := self._folder(save)) is not None:
             self._follow_up(save, folder)
         return failures
@@ -109,18 +133,12 @@ class NearLane(Lane):
                 timeout_s=self._places.replication.timeout_s,
             )
             written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(), fd=save.arena.fd)
+            with save.arena.view(save.num_bytes) as image:
+                shard = ShardEntry.of(self._rank, image, written.chunks, finite=written.finite)
         except DirectoryRefused as error:
             return ShardReady(iteration=save.iteration, error=str(error), is_refused=True), ()
         except (CheckpointError, OSError) as error:
             return ShardReady(iteration=save.iteration, error=f"rank {self._rank}: {error}"), ()
-        shard = ShardEntry(
-            rank=self._rank,
-            file=file,
-            num_bytes=save.num_bytes,
-            chunks=written.chunks,
-            tensors=save.tensors,
-            finite=written.finite,
-        )
         if written.finite:
             self._infinite_tensors = ()
         elif not self._infinite_tensors:  # once: with masks, say, each save would cost another look at everything
@@ -172,47 +190,78 @@ class NearLane(Lane):
 
     # -- the node's part ---------------------------------------------------------------------------------------
 
-    def _lead(self, save: Save) -> _Infinite:
-        """Have the writer prepare the generation, write the manifest and rename; post how it went, errors, too.
+    def _describe(self, save: Save, ready: ShardReady) -> tuple[Described | None, _Infinite]:
+        """Gather all ranks' shards; on rank 0 make the manifest of them, and post it to the leaders. Errors, too.
 
         Returns:
-            The tensors that hold numbers that are infinite or NaN.
+            On rank 0 what it posts, and the tensors that hold numbers that are infinite or NaN.
         """
-        infinite, mine = _Infinite(), SaveOutcome()
         try:
-            described, infinite = self._describe(save)
-            manifest = seal(described)
-            if _is_kept_in_memory(save):
-                self._writer.ask(
-                    f.PreparePart(key=self._key(save), manifest=manifest), f.Done, timeout_s=self._left_s()
+            gathered = self._gather_up(save, "ready", ready, range(self._world_size))
+            if self._rank != 0:
+                return None, {}
+            for rank, answer in gathered:
+                check_answer(answer, rank, save.iteration)
+            answers = [answer for _, answer in gathered]
+            described = Described(msgspec.Raw(seal(self._manifest(save, answers))))
+            infinite = {
+                rank: one.not_finite for rank, one in gathered if one.shard is not None and not one.shard.finite
+            }
+        except CheckpointError as failure:
+            if self._rank != 0:
+                raise
+            described, infinite = Described(failure=SaveOutcome.of(failure)), {}
+        if len(self._places.leaders) > 1:
+            self._post(save, "manifest", described)
+        return described, infinite
+
+    def _lead(self, save: Save, described: Described | None) -> bool:
+        """Have the writer prepare the generation, write the manifest and rename; pass on how it went, errors, too.
+
+        Args:
+            save: Which.
+            described: What rank 0 has; ``None``: this is another rank, and has to receive it.
+
+        Returns:
+            Whether all numbers of the generation are finite.
+        """
+        is_finite, mine = True, SaveOutcome()
+        try:
+            if described is None:
+                described = self._receive(
+                    save, "manifest", Described, grace_s=GRACE_S, poll_s=self._poll_s(len(self._places.leaders))
                 )
-            self._place(save, manifest)
+            mine = described.failure
+            if mine.error is None:
+                manifest = bytes(described.manifest)
+                is_finite = self._check_described(save, manifest).finite
+                if _is_kept_in_memory(save):
+                    self._writer.ask(
+                        f.PreparePart(key=self._key(save), manifest=manifest), f.Done, timeout_s=self._left_s()
+                    )
+                self._place(save, manifest)
         except (OSError, CheckpointError) as failure:
             text = f"rank {self._rank}: {failure}" if isinstance(failure, OSError) else str(failure)
             mine = SaveOutcome.of(failure, text)
-        self._post(save, f"renamed/{self._rank}", mine)
+        try:
+            outcomes = self._gather_up(save, "renamed", mine, self._places.leaders)
+        except PeerSilent as failure:
+            outcomes = [(self._rank, SaveOutcome.of(failure))]
         if self._rank == 0:
-            outcome = mine
-            for leader in self._places.leaders:
-                if outcome.error is None:
-                    try:
-                        outcome = self._receive(save, f"renamed/{leader}", SaveOutcome)
-                    except CheckpointError as failure:
-                        outcome = SaveOutcome.of(failure)
-            self._post(save, "outcome", outcome)
-        return infinite
+            self._post(save, "outcome", next((one for _, one in outcomes if one.error is not None), SaveOutcome()))
+        return is_finite
 
-    def _describe(self, save: Save) -> tuple[Manifest, _Infinite]:
-        """Gather all ranks' shards."""
+    def _check_described(self, save: Save, data: bytes) -> Manifest:
+        """Return the manifest of a save. Raises: CheckpointError, when it is not what was gathered for this save."""
+        manifest, _ = decode_manifest(data)
+        if (manifest.iteration, manifest.attempt) != (save.iteration, str(save.attempt)):
+            raise Untrusted(f"the manifest is of attempt {manifest.attempt} at iteration {manifest.iteration}")
+        return manifest
+
+    def _manifest(self, save: Save, answers: Sequence[ShardReady]) -> Manifest:
+        """Return the manifest of a generation, from all ranks' answers."""
         replicates = self._replicates(save)
-        shards, num_copies, infinite = [], [], _Infinite()
-        for rank, ready in enumerate(self._gather(save, "ready", ShardReady)):
-            assert ready.shard is not None  # there is one, or an error
-            shards.append(ready.shard)
-            if not ready.shard.finite:
-                infinite[rank] = ready.not_finite
-            num_copies.append(ready.num_copies)
-        manifest = Manifest(
+        return Manifest(
             schema=SCHEMA,
             run=self._places.run,
             topology=self._places.topology,
@@ -222,16 +271,14 @@ class NearLane(Lane):
             restored_from=save.restored_from,
             restored_attempt=save.restored_attempt,
             nodes=self._places.nodes,
-            num_copies=tuple(num_copies) if replicates else (),
+            num_copies=tuple(one.num_copies for one in answers) if replicates else (),
             parity=self._places.replication.parity if replicates else 0,
-            shards=tuple(shards),
+            shards=tuple(one.shard for one in answers if one.shard is not None),  # there is one, or an error
         )
-        return manifest, infinite
 
-    def _note_infinite(self, iteration: int, infinite: _Infinite) -> None:
-        """Warn of numbers that are infinite or NaN, on rank 0, once until other ranks or tensors hold some."""
-        self._committed.note_finite(iteration, finite=not infinite)
-        if infinite and infinite != self._warned_of and self._rank == 0:
+    def _warn_of_infinite(self, iteration: int, infinite: _Infinite) -> None:
+        """Warn of numbers that are infinite or NaN, once until other ranks or tensors hold some."""
+        if infinite and infinite != self._warned_of:
             named = [f"rank {rank} in {', '.join(names)}" for rank, names in sorted(infinite.items())]
             more = f"; and {len(named) - MAX_NAMED} more ranks" if len(named) > MAX_NAMED else ""
             log.warning(

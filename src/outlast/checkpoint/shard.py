@@ -34,6 +34,7 @@ from outlast.runtime.injection import reach
 
 CHUNK_BYTES = 8 << 20
 ALIGNMENT = 4096
+DIGEST_BYTES = 8
 TREE = "outlast.tree"
 """Name of the tensor that holds the plain values."""
 MAX_HEADER_BYTES = 1 << 30
@@ -174,6 +175,14 @@ def read_head(fd: int, size: int) -> bytes:
             raise Corrupt(f"the header ends after {len(head)} bytes instead of {8 + length}")
         head += part
     return head
+
+
+def head_of(image: memoryview) -> memoryview:
+    """Return the head of a shard's image, up to where its data begins. Raises: Corrupt, when it cannot be a shard."""
+    length = int.from_bytes(image[:8], "little")
+    if not 2 <= length <= min(MAX_HEADER_BYTES, len(image) - 8):
+        raise Corrupt(f"the header cannot be read (it would take {length} bytes of {len(image)})")
+    return image[: 8 + length]
 
 
 def read_header(head: memoryview, size: int) -> tuple[Identity, dict[str, TensorSpan]]:

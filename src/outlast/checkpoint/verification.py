@@ -36,6 +36,7 @@ from outlast.checkpoint.shard import (
     TREE,
     Identity,
     TensorSpan,
+    digest,
     digests,
     read_head,
     read_header,
@@ -236,18 +237,46 @@ def shard_file(
     name: str = "",
     room_bytes: int = 0,
     node: str | None = None,
+    spans: Mapping[str, TensorSpan] | None = None,
 ) -> StoredFile:
-    """Return a rank's shard as a file to verify; see :class:`StoredFile`."""
+    """Return a rank's shard as a file to verify; see :class:`StoredFile`.
+
+    Args:
+        spans: Where its tensors lie; ``None``: its header is read once something is wrong with it.
+    """
+
+    def contents() -> list[tuple[str, int, int]]:
+        found = _read_table(entry, read, room_bytes) if spans is None else spans
+        in_order = sorted(found.values(), key=lambda span: span.offset)
+        return [(span.name, span.offset, span.num_bytes) for span in in_order]
+
     return StoredFile(
         name=name or entry.file,
         num_bytes=entry.num_bytes,
         chunks=entry.chunks,
-        contents=lambda: ((tensor.name, tensor.offset, tensor.num_bytes) for tensor in entry.tensors),
+        contents=contents,
         read=read,
         room_bytes=room_bytes,
         node=node,
         rank=entry.rank,
     )
+
+
+def _read_table(
+    entry: ShardEntry, read: Callable[[int, int, memoryview], Iterable[memoryview]], room_bytes: int
+) -> Mapping[str, TensorSpan]:
+    """Return where a shard's tensors lie, by its header; nothing when that is not the one that was saved."""
+    room = memoryview(bytearray(room_bytes))
+
+    def read_bytes(end: int) -> bytes:
+        return b"".join([bytes(piece) for piece in read(0, end, room)])
+
+    try:
+        length = int.from_bytes(read_bytes(8), "little")
+        head = read_bytes(min(8 + length, entry.num_bytes))
+        return read_header(memoryview(head), entry.num_bytes)[1] if digest(head) == entry.table else {}
+    except (OSError, CheckpointError):
+        return {}
 
 
 def read_path(path: Path, start: int, end: int, room: memoryview) -> Iterator[memoryview]:
@@ -271,7 +300,7 @@ def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = 
     try:
         with open(path, "rb", buffering=0) as file:
             if read_head or os.fstat(file.fileno()).st_size != manifest.shards[rank].num_bytes:
-                _prove_head(file.fileno(), manifest, rank)
+                _check_table(_prove_head(file.fileno(), manifest, rank)[0], manifest, rank)
     except FileNotFoundError:
         raise Incomplete("is missing") from None
     except OSError as error:
@@ -296,6 +325,7 @@ def prove_shard(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = Fal
     entry = manifest.shards[rank]
     head, spans = _prove_head(fd, manifest, rank, in_memory=in_memory)
     _check_spans(spans, start=len(head), size=entry.num_bytes)
+    _check_table(head, manifest, rank)
     again, tree = bytearray(len(head)), bytearray(spans[TREE].num_bytes)
     kept = [(0, again), (spans[TREE].offset, tree)]
 
@@ -307,9 +337,9 @@ def prove_shard(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = Fal
 
     if in_memory:
         with mmap.mmap(fd, entry.num_bytes, prot=mmap.PROT_READ) as image, memoryview(image) as view:
-            _verify_shard(shard_file(entry, partial(_read_image, view)), copy_out)
+            _verify_shard(shard_file(entry, partial(_read_image, view), spans=spans), copy_out)
     else:
-        _verify_shard(shard_file(entry, partial(_read_fd, fd), room_bytes=PIECE_BYTES), copy_out)
+        _verify_shard(shard_file(entry, partial(_read_fd, fd), room_bytes=PIECE_BYTES, spans=spans), copy_out)
     if again != head:
         raise Corrupt("the header changed while it was read")
     return Proof(spans, bytes(tree), len(head))
@@ -353,7 +383,7 @@ def read_shard(fd: int, manifest: Manifest, rank: int, proof: Proof, parts: Mapp
                 yield buffer[:left]
                 left -= min(left, len(buffer))
 
-    _verify_shard(shard_file(manifest.shards[rank], read))
+    _verify_shard(shard_file(manifest.shards[rank], read, spans=proof.spans))
 
 
 def _verify_shard(file: StoredFile, on_piece: Callable[[memoryview, int], None] | None = None) -> None:
@@ -407,6 +437,12 @@ def _prove_head(
     if size != expected_size:
         raise Incomplete(f"is {size} bytes long instead of {expected_size}")
     return head, spans
+
+
+def _check_table(head: bytes, manifest: Manifest, rank: int) -> None:
+    """Check that a shard's header, which names its tensors, is the one that was saved. Raises: Corrupt."""
+    if digest(head) != manifest.shards[rank].table:
+        raise Corrupt("the header, which is the table of its tensors, differs from its digest")
 
 
 def _check_spans(spans: dict[str, TensorSpan], *, start: int, size: int) -> None:

@@ -1,0 +1,258 @@
+"""``outlast bench commit``: what a save of very many ranks costs rank 0, and how large its manifest is.
+
+Rank 0 is real: its lane, its store, its node's folder and the memory of its writer. What the others would send lies in
+the store already, in the messages that rank 0 receives from them: what counts is its own work, from the answers to the
+outcome that it posts. Each answer is that of a rank of an 80-layer model of 70 billion parameters under FSDP with Adam.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from outlast import clock
+from outlast.bench.measuring import Bar, BenchResult, Progress, median, run_rounds
+from outlast.checkpoint import protocol as f
+from outlast.checkpoint.arena import Arena
+from outlast.checkpoint.directory import Directory, SaveAttempt
+from outlast.checkpoint.lane import FAN_OUT, SaveOutcome, Subtree
+from outlast.checkpoint.manifest import MANIFEST, ShardEntry, topology_digest
+from outlast.checkpoint.near_lane import NearLane, ShardReady
+from outlast.checkpoint.places import Places, Replication
+from outlast.checkpoint.save import Save, SaveHandle
+from outlast.checkpoint.shard import DIGEST_BYTES, Identity, ShardLayout, num_chunks, shard_name
+from outlast.checkpoint.vault import Vault
+from outlast.errors import CheckpointError, OutlastError
+from outlast.policy.checkpoint_plan import RetentionRules
+from outlast.policy.recovery_point import Tier
+from outlast.runtime.addresses import Endpoint
+from outlast.runtime.store import connect, host
+
+NUM_RANKS = 16384
+RANKS_PER_NODE = 8
+NUM_LAYERS = 80
+_WIDTH, _INNER, _HEADS = 8192, 28672, 1024
+_TIMEOUT_S = 120.0
+_TOKEN = "be9c0de5"
+
+
+def measure(*, repeats: int, progress: Progress, num_ranks: int = NUM_RANKS) -> BenchResult:
+    """Commit saves of many simulated ranks.
+
+    Raises:
+        OutlastError: A save failed.
+
+    Blocks: some seconds a round.
+    """
+    sizes: list[int] = []
+    place = Path(tempfile.mkdtemp(prefix="outlast-bench-commit-"))
+    try:
+        commit = partial(_commit, place, num_ranks, sizes)
+        (spent,) = run_rounds({f"commit of {num_ranks} ranks (s)": commit}, repeats=repeats, progress=progress).values()
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    mib = max(sizes) / (1 << 20)
+    return BenchResult(
+        "commit",
+        (Bar("commit_leader_s", median(spent), "s", 2.0), Bar("manifest_mib", mib, "MiB", 8.0)),
+        (
+            f"{num_ranks} ranks on {-(-num_ranks // RANKS_PER_NODE)} nodes; a rank's answer takes "
+            f"{len(msgspec.json.encode(_answers(num_ranks, 1)[0]))} bytes, its share of the manifest "
+            f"{max(sizes) / num_ranks:.0f}",
+        ),
+    )
+
+
+def tensors_of_rank(num_ranks: int) -> list[tuple[str, str, Sequence[int], int, int]]:
+    """Return what one rank's shard holds, as :class:`ShardLayout` takes it: bfloat16, and three float32 of Adam's."""
+    layer = {
+        "attention.q": _WIDTH * _WIDTH,
+        "attention.k": _HEADS * _WIDTH,
+        "attention.v": _HEADS * _WIDTH,
+        "attention.o": _WIDTH * _WIDTH,
+        "mlp.gate": _INNER * _WIDTH,
+        "mlp.up": _INNER * _WIDTH,
+        "mlp.down": _WIDTH * _INNER,
+        "norm.attention": _WIDTH,
+        "norm.mlp": _WIDTH,
+    }
+    kinds = (("model", "BF16", 2), ("master", "F32", 4), ("exp_avg", "F32", 4), ("exp_avg_sq", "F32", 4))
+    found: list[tuple[str, str, Sequence[int], int, int]] = []
+    for number in range(NUM_LAYERS):
+        for name, whole in layer.items():
+            part = -(-whole // num_ranks)
+            found += [(f"{kind}.layers.{number}.{name}", dtype, (part,), part * w, w) for kind, dtype, w in kinds]
+    return found
+
+
+def _answers(num_ranks: int, ordinal: int) -> list[ShardReady]:
+    """Return what each rank has of a save."""
+    drawn = random.Random(ordinal)
+    size = _head(num_ranks, 0, "")[1]
+    entries = (
+        ShardEntry(
+            rank=rank,
+            num_bytes=size,
+            digests=drawn.randbytes(DIGEST_BYTES * num_chunks(size)),
+            table=drawn.randbytes(DIGEST_BYTES).hex(),
+            finite=True,
+        )
+        for rank in range(num_ranks)
+    )
+    return [ShardReady(iteration=ordinal, shard=entry, num_copies=1) for entry in entries]
+
+
+def _head(num_ranks: int, iteration: int, attempt: str) -> tuple[bytes, int]:
+    """Return the head of rank 0's shard, which is the table of its tensors, and the shard's size."""
+    identity = Identity(
+        run="bench",
+        topology=topology_digest(num_ranks),
+        rank=0,
+        world_size=num_ranks,
+        iteration=iteration,
+        attempt=attempt,
+    )
+    head, _, size = ShardLayout(tensors_of_rank(num_ranks)).place(identity, 4096)
+    return head, size
+
+
+def _commit(place: Path, num_ranks: int, sizes: list[int]) -> float:
+    """Commit a save; return the seconds that rank 0 took, and note the size of the manifest.
+
+    Raises:
+        OutlastError: It failed.
+    """
+    ordinal = len(sizes) + 1
+    attempt = SaveAttempt(job="bench", cycle=0, token=_TOKEN, ordinal=ordinal)
+    store = host(Endpoint("127.0.0.1", 0), timeout_s=_TIMEOUT_S)
+    if store is None:
+        raise OutlastError("no port of 127.0.0.1 is free for the ranks' store")
+    client = connect(Endpoint("127.0.0.1", store.port), timeout_s=_TIMEOUT_S, call_timeout_s=_TIMEOUT_S)
+    places = _places(place, num_ranks)
+    answers = _answers(num_ranks, ordinal)
+    head, size = _head(num_ranks, ordinal, str(attempt))
+    arena = _arena(head, size)
+    outcomes = _CommitEnds()
+    lane = NearLane(
+        places,
+        rank=0,
+        store=client,
+        writer=cast(Any, _SimulatedWriter(answers[0])),
+        timeout_s=_TIMEOUT_S,
+        claim=None,
+        retention=RetentionRules(most_recent_k=1),
+        outcomes=cast(Any, outcomes),
+    )
+    try:
+        save = Save(
+            iteration=ordinal,
+            attempt=attempt,
+            handle=SaveHandle(ordinal, limit_s=_TIMEOUT_S, attempt=str(attempt)),
+            started_ns=clock.now_ns(),
+            stall_s=0.0,
+            tiers=frozenset({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}),
+            arena=arena,
+            num_bytes=size,
+        )
+        prefix = f"outlast/checkpoint/{_TOKEN}/commit/{ordinal}"
+        for key, subtree in [
+            *_subtrees("ready", range(num_ranks), answers),
+            *_subtrees("renamed", places.leaders, [SaveOutcome()] * len(places.leaders)),
+        ]:
+            client.set(f"{prefix}/{key}", msgspec.json.encode(subtree).decode())
+        begun_ns = clock.now_ns()
+        lane.submit(save)
+        save.handle.wait(_TIMEOUT_S)
+        spent_s = (clock.now_ns() - begun_ns) / 1e9
+    finally:
+        lane.stop(_TIMEOUT_S)
+        arena.close()
+    sizes.append((Directory(place).generation(ordinal) / MANIFEST).stat().st_size)
+    return spent_s
+
+
+def _subtrees(name: str, members: Sequence[int], answers: Sequence[msgspec.Struct]) -> list[tuple[str, Subtree]]:
+    """Return what rank 0 receives from those directly below it in the tree: all that is below each of them."""
+    below: dict[int, list[int]] = {}
+    for place in range(1, len(members)):
+        top = place
+        while (parent := (top - 1) // FAN_OUT) > 0:
+            top = parent
+        below.setdefault(top, []).append(place)
+    return [
+        (
+            f"{name}/{members[top]}",
+            Subtree([(members[one], msgspec.Raw(msgspec.json.encode(answers[one]))) for one in places]),
+        )
+        for top, places in below.items()
+    ]
+
+
+def _places(place: Path, num_ranks: int) -> Places:
+    nodes = tuple(f"node-{rank // RANKS_PER_NODE:05d}.cluster" for rank in range(num_ranks))
+    return Places(
+        directory=None,
+        local=Directory(place),
+        memory=True,
+        token=_TOKEN,
+        run="bench",
+        node=nodes[0],
+        nodes=nodes,
+        leaders=tuple(range(0, num_ranks, RANKS_PER_NODE)),
+        targets={},
+        generations=frozenset(),
+        global_error=None,
+        replication=Replication(),
+        seen_local=None,
+        seen_global=None,
+    )
+
+
+def _arena(head: bytes, size: int) -> Arena:
+    fd = os.memfd_create("outlast-bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    os.pwrite(fd, head, 0)
+    return Arena(fd)
+
+
+class _SimulatedWriter:
+    """In place of the writer process: it has digested and written already, and keeps manifests as the writer does."""
+
+    def __init__(self, answer: ShardReady) -> None:
+        self._answer, self._vault = answer, Vault()
+
+    def ask(self, request: Any, reply: type[Any], *, timeout_s: float, fd: int | None = None) -> tuple[Any, None]:
+        if isinstance(request, f.Write):
+            assert request.path is not None
+            assert self._answer.shard is not None
+            folder = Path(request.path).parent
+            folder.mkdir(parents=True)
+            for rank in range(RANKS_PER_NODE):
+                (folder / shard_name(rank)).touch()
+            return f.Written(chunks=self._answer.shard.chunks, finite=True, num_copies=1), None
+        if isinstance(request, f.PreparePart):
+            self._vault.prepare(request.key, request.manifest)
+        return reply(), None
+
+
+class _CommitEnds:
+    """In place of a manager's outcomes."""
+
+    def committed(self, save: Save, tiers: frozenset[Tier], failures: object) -> None:
+        """Nothing is counted."""
+
+    def finished(self, save: Save) -> None:
+        """The save is committed."""
+        save.handle.succeed(save.result())
+
+    def failed(self, save: Save, error: CheckpointError) -> None:
+        """The save failed."""
+        save.handle.fail(error)
