@@ -23,6 +23,7 @@ from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.state import decode
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Incomplete, Untrusted
+from outlast.policy.checkpoint_plan import KEEP_ALL
 
 
 def _flat(value: float = 1.0):
@@ -136,7 +137,7 @@ def test_what_earlier_owners_left_is_removed(tmp_path: Path) -> None:
         assert lanes.save([_flat()], 9) == [None]
     (tmp_path / "step-8").rename(tmp_path / "step-8.aside-other-0-ffff.1")
     shutil.copytree(tmp_path / "step-9", tmp_path / "step-9.aside-other-0-ffff.2")
-    with Lanes(str(tmp_path), 1, cycle=1, leased="here") as lanes:
+    with Lanes(str(tmp_path), 1, cycle=1, leased="here", most_recent_k=KEEP_ALL) as lanes:
         assert lanes.save([_flat()], 10) == [None]
         assert lanes.directory.manifest(8).iteration == 8
     names = ["latest", "owner", "run.json", "step-10", "step-8", "step-9"]
