@@ -100,7 +100,12 @@ class FakeRank:
         )
 
     def obey(self, message: m.Listening | p.Order) -> bool:
-        self.say(type(message).__name__, **json.loads(msgspec.json.encode(message)))
+        facts = msgspec.structs.asdict(message)
+        if isinstance(message, p.Go):
+            facts["ranks"] = message.ranks
+        if isinstance(message, p.Go | p.Restart):
+            facts["faults"] = [msgspec.structs.asdict(fault) for fault in message.faults]
+        self.say(type(message).__name__, **msgspec.to_builtins(facts, str_keys=True))
         match message:
             case p.Restart(restart_count=restart_count):
                 if "stubborn" in self.traits:

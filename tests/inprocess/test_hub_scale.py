@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 import selectors
 import socket
 
@@ -14,10 +16,13 @@ from outlast.inprocess.hub import Hub, order_candidates
 from outlast.inprocess.hub_client import HubClient
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_protocol import RestartLimits
-from outlast.runtime.wire import ProtocolError, encode_frame
+from outlast.runtime.wire import Handshake, ProtocolError, encode_frame
 
 NUM = 64
-TIMEOUT_S = 50.0
+TIMEOUT_S = 100.0
+
+
+TASK = monitor_task(pid=1, initial_world_size=2)
 
 
 class Members:
@@ -35,6 +40,7 @@ class Members:
             space="here",
         )
         self.num_active = num_active
+        self.num_bytes = 0
         self.links: dict[int, m.HubChannel] = {}
         self.known: dict[int, m.HubCandidates] = {}
         self.orders: dict[int, list[p.Order]] = {rank: [] for rank in range(num)}
@@ -59,9 +65,12 @@ class Members:
 
     def hear(self, rank: int) -> None:
         for message in self.links[rank].receive():
+            self.num_bytes += len(encode_frame(message))
             match message:
                 case m.HubCandidates():
-                    self.known[rank] = message
+                    known = message.follow(self.known.get(rank, m.HubCandidates(candidates=())))
+                    assert known is not None
+                    self.known[rank] = known
                 case p.Restart(restart_count=restart_count):
                     self.links[rank].send(p.RankReady(restart_count=restart_count, store_address=f"s {rank}"))
                 case p.Assign(ordinal=ordinal, members=members):
@@ -70,6 +79,12 @@ class Members:
                     self.links[rank].send(p.Assigned(ordinal=ordinal, ranks=ranks))
             if isinstance(message, p.Go | p.Restart | p.Finish | p.Abort | p.Expel):
                 self.orders[rank].append(message)
+
+    def turn(self, end_s: float) -> None:
+        for key, events in self.selector.select(max(0.0, min(self.hub.deadline_s, end_s) - clock.now_s())):
+            if key.fd in self.selector.get_map():
+                key.data(events)
+        self.hub.look()
 
     def run_until(self, what: type[p.Order], ranks: range | list[int], restart_count: int) -> None:
         end_s = clock.now_s() + TIMEOUT_S
@@ -81,10 +96,7 @@ class Members:
             for rank in ranks
         ):
             assert clock.now_s() < end_s
-            for key, events in self.selector.select(max(0.0, min(self.hub.deadline_s, end_s) - clock.now_s())):
-                if key.fd in self.selector.get_map():
-                    key.data(events)
-            self.hub.look()
+            self.turn(end_s)
 
     def cut(self, rank: int) -> None:
         self.selector.unregister(self.links[rank])
@@ -104,18 +116,58 @@ def test_many_members_restart_and_finish() -> None:
     try:
         members.run_until(p.Go, range(NUM), 0)
         assert [c.initial_rank for c in members.known[5].candidates] == [0, 8, 16, 24]
-        assert members.known[5].members.keys() == set(range(NUM))
+        assert members.known[8].members.keys() == set(range(NUM))
+        assert not members.known[5].members
         gone = p.RankFault(initial_rank=9, restart_count=0, kind=p.RankFaultKind.DIED)
         members.links[9].send(m.Gone(fault=gone))
         rest = [rank for rank in range(NUM) if rank != 9]
         members.run_until(p.Go, rest, 1)
-        assert 9 not in members.known[5].members
+        assert members.known[8].members.keys() == set(rest)
         for rank in rest:
             members.links[rank].send(p.Completed(restart_count=1))
         members.run_until(p.Finish, rest, 1)
         assert not any(isinstance(order, p.Restart) and order.restart_count > 1 for order in members.orders[5])
     finally:
         members.close()
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+def test_a_change_at_ten_thousand_ranks_costs_each_a_hundred_bytes() -> None:
+    """A lost rank costs each member 100 bytes at most, 64 at once ten times that; the candidates know all."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    num = min(10_240, (hard - 500) // 2)
+    members = Members(num, num - 256)
+    try:
+        members.run_until(p.Go, range(num), 0)
+        lost: set[int] = set()
+        for restart, victims, bar in ((1, range(9, 10), 100), (2, range(1000, 1064), 1000)):
+            members.num_bytes = 0
+            for rank in victims:
+                gone = p.RankFault(initial_rank=rank, restart_count=restart - 1, kind=p.RankFaultKind.DIED)
+                members.links[rank].send(m.Gone(fault=gone))
+            lost |= set(victims)
+            rest = [rank for rank in range(num) if rank not in lost]
+            members.run_until(p.Go, rest, restart)
+            print(f"{num} ranks, {len(victims)} lost: {members.num_bytes / num:.1f} bytes for each")
+            assert members.num_bytes < bar * num
+            assert members.known[8].members.keys() == set(rest)
+            assert members.known[8].base == 0
+    finally:
+        members.close()
+
+
+def test_a_missed_change_of_members_is_noticed() -> None:
+    """A change of another version than the known one is not taken; what is taken has all members."""
+    here = m.MemberPlace(node="n", space="s", pid=1, address="h 1")
+    known = m.HubCandidates(candidates=(), version=3, members={1: here, 2: here})
+    change = m.HubCandidates(candidates=(), version=4, base=3, members={5: here}, lost=(1,))
+    taken = change.follow(known)
+    assert taken is not None
+    assert (taken.members.keys(), taken.version) == ({2, 5}, 4)
+    assert change.follow(taken) is None
+    assert known.follow(taken) == known
 
 
 @pytest.mark.slow
@@ -161,8 +213,7 @@ def test_a_hub_that_gave_its_last_order_does_not_spin(monkeypatch: pytest.Monkey
 def test_a_hub_that_outlives_its_rank_does_not_spin() -> None:
     """A monitor process that only hosts the hub for the others waits for what comes."""
     selector = selectors.DefaultSelector()
-    task = monitor_task(pid=1, initial_world_size=2)
-    client = HubClient(selector, task, on_order=lambda _: None, on_candidates=lambda _: None)
+    client = HubClient(selector, TASK, on_order=lambda _: None, on_candidates=lambda _: None)
     try:
         client.connect(m.Connect(hub=client.address, token="a" * 32))
         client.end(m.Gone(fault=p.RankFault(initial_rank=0, restart_count=0, kind=p.RankFaultKind.DIED)))
@@ -190,3 +241,56 @@ def test_small_pieces_make_whole_messages() -> None:
     finally:
         channel.close()
         ours.close()
+
+
+def test_without_a_descriptor_the_listener_rests_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that cannot be accepted does not keep the loop busy; it is accepted when there is room again."""
+    selector = selectors.DefaultSelector()
+    client = HubClient(selector, TASK, on_order=lambda _: None, on_candidates=lambda _: None)
+    host, port = client.address.split(" ")
+    try:
+        with socket.create_connection((host, int(port))) as member:
+            listener = client._listener
+
+            class Exhausted:
+                def accept(self) -> None:
+                    raise OSError(errno.EMFILE, "too many open files")
+
+            ((key, events),) = selector.select(TIMEOUT_S)
+            monkeypatch.setattr(client, "_listener", Exhausted())
+            monkeypatch.setattr(selector, "unregister", lambda _: type(selector).unregister(selector, listener))
+            key.data(events)
+            monkeypatch.undo()
+            assert selector.select(0) == []
+            now_s = clock.now_s()
+            assert now_s < client.look(now_s) <= now_s + 1.0
+            client.look(now_s + 1.0)
+            ((key, events),) = selector.select(TIMEOUT_S)
+            key.data(events)
+            assert member.recv(4) == b"OLw1"
+    finally:
+        client.close()
+        selector.close()
+
+
+def test_strangers_that_say_nothing_keep_nobody_out() -> None:
+    """Of more connections than are kept the oldest are closed, so that the newest has a place."""
+    selector = selectors.DefaultSelector()
+    client = HubClient(selector, TASK, on_order=lambda _: None, on_candidates=lambda _: None)
+    host, port = client.address.split(" ")
+    strangers = []
+    try:
+        for _ in range(300):
+            strangers.append(socket.create_connection((host, int(port))))
+            ((key, events),) = selector.select(TIMEOUT_S)
+            key.data(events)
+        assert len(client._newcomers) == 256
+        greeting = Handshake(None, "", is_server=True).outgoing
+        assert len(strangers[0].recv(100)) == len(greeting)
+        assert strangers[0].recv(1) == b""
+        assert strangers[-1].recv(100)[:4] == greeting[:4]
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        client.close()
+        selector.close()

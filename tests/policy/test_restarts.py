@@ -279,7 +279,7 @@ def test_member_that_comes_back_hears_what_it_missed() -> None:
     """An order that was given while a member's link was broken is given again when it comes back."""
     hub = running(2, 2)
     hub.fault(1, 0)
-    here = o.MemberStanding(restart_count=0, ranks={0: 0, 1: 1})
+    here = o.MemberStanding(restart_count=0, runs=o.rank_runs({0: 0, 1: 1}))
     assert only(hub.come(0, here))[1] == o.Restart(restart_count=1, faults=hub.state.faults)
     hub.ready(1, [0, 1])
     hub.assign({0: 0, 1: 1})
@@ -307,7 +307,7 @@ def test_next_hub_goes_on_with_what_runs() -> None:
     ranks: dict[int, int | None] = {0: 0, 1: 1, 2: None}
     standings = {
         rank: o.MemberStanding(
-            restart_count=3, ranks=ranks, restart=3, fault_counts={0: 3}, completed=3 if rank == 1 else 2
+            restart_count=3, runs=o.rank_runs(ranks), restart=3, fault_counts={0: 3}, completed=3 if rank == 1 else 2
         )
         for rank in ranks
     }
@@ -321,9 +321,9 @@ def test_next_hub_restarts_where_only_some_went() -> None:
     """Where the old hub died while it gave the order to go, the call is left again by those who got it."""
     ranks: dict[int, int | None] = {0: 0, 1: 1}
     standings = {
-        0: o.MemberStanding(restart_count=1, ranks=ranks, restart=1),
+        0: o.MemberStanding(restart_count=1, runs=o.rank_runs(ranks), restart=1),
         1: o.MemberStanding(
-            restart_count=0, ranks=ranks, restart=1, ready=o.RankReady(restart_count=1, store_address="b 1")
+            restart_count=0, runs=o.rank_runs(ranks), restart=1, ready=o.RankReady(restart_count=1, store_address="b 1")
         ),
     }
     hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 2, 0.0))
@@ -336,7 +336,10 @@ def test_answers_to_the_old_hub_are_not_taken() -> None:
     ranks: dict[int, int | None] = {0: 0, 1: 1}
     standings = {
         rank: o.MemberStanding(
-            restart_count=0, ranks=ranks, restart=1, ready=o.RankReady(restart_count=1, store_address=f"h {rank + 1}")
+            restart_count=0,
+            runs=o.rank_runs(ranks),
+            restart=1,
+            ready=o.RankReady(restart_count=1, store_address=f"h {rank + 1}"),
         )
         for rank in ranks
     }
@@ -353,7 +356,9 @@ def test_member_that_has_seen_more_takes_all_along() -> None:
     hub.come(1)
     hub.ready(0, [1])
     to, order = only(
-        hub.come(0, o.MemberStanding(restart_count=2, ranks={0: 0, 1: None}, restart=2, fault_counts={0: 2}))
+        hub.come(
+            0, o.MemberStanding(restart_count=2, runs=o.rank_runs({0: 0, 1: None}), restart=2, fault_counts={0: 2})
+        )
     )
     assert (to, order) == ((0, 1), o.Restart(restart_count=3))
     assert hub.state.fault_counts == {0: 2}

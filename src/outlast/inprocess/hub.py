@@ -5,6 +5,10 @@ A part of an event loop, inside one of the monitor processes. All decisions are 
 a short reconnect grace, one whose process is seen to be gone is lost at once. A hub that cannot reach most of the
 members that it had aborts, since they may resume elsewhere.
 
+Only the few candidates for its succession know who belongs to the group: they get all members once, and then what
+changes. The others get who the candidates are, and orders in which ranks are runs: a loss among ten thousand members
+costs each of them some hundred bytes.
+
 A hub that follows another one first waits for the members that lived; they report their standing.
 
 Nothing here imports torch.
@@ -12,12 +16,16 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
 import selectors
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+
+import msgspec
 
 from outlast import clock
 from outlast.inprocess import protocol as m
@@ -30,6 +38,8 @@ from outlast.runtime.wire import encode_frame
 log = logging.getLogger(__name__)
 
 _MAX_CANDIDATES = 4
+_ANNOUNCE_S = 1e-4
+"""Seconds for each member between two times that all are told of other candidates."""
 _END_S = 2.0
 """Seconds in which the last order has to be delivered."""
 RECONNECT_S = 5.0
@@ -66,6 +76,10 @@ class _LinkedMember:
     """What it sent before this hub could decide."""
     is_leaving: bool = False
     """It will close the link."""
+    candidates: tuple[p.HubCandidate, ...] = ()
+    """Those that it was sent last."""
+    version: int = 0
+    """Of the members that it was sent last; 0: none."""
 
 
 class Hub:
@@ -101,6 +115,11 @@ class Hub:
         self._absent: dict[int, _Absence] = {}
         self._broken: dict[int, str] = {}
         self._candidates: tuple[p.HubCandidate, ...] = (host,)
+        self._announce_s: float | None = None
+        self._announced_s = 0.0
+        self._version = 0
+        self._change: m.HubCandidates | None = None
+        self._earliest_end_s = math.inf
         self._places: dict[int, m.MemberPlace] = {}
         self._known: dict[int, m.MemberPlace] = {}
         self._out_of_reach: set[int] = set()
@@ -111,6 +130,7 @@ class Hub:
         if predecessor is not None and predecessor.members:
             self._known = dict(predecessor.members)
             self._places = dict(predecessor.members)
+            self._version = predecessor.version
             for rank, place in self._known.items():
                 self._await(rank, place, patience_s)
         else:
@@ -121,7 +141,9 @@ class Hub:
     @property
     def deadline_s(self) -> float:
         """When to call :meth:`look`."""
-        due = [self._next_silence_check_s, *(absence.until_s for absence in self._absent.values())]
+        due = [self._next_silence_check_s, self._earliest_end_s]
+        if self._announce_s is not None:
+            due.append(self._announce_s)
         if self._end_s is not None and clock.now_s() < self._end_s:
             due.append(self._end_s)  # later it only waits for its own rank to leave
         decision_s = None if self._state is None else restart.next_deadline_s(self._state, self._limits)
@@ -138,8 +160,8 @@ class Hub:
         """Return whether members other than this one are linked, or may come (back)."""
         state = self._state
         members = {} if state is None or state.end is not None else state.members
-        expected = [other for other, member in members.items() if not member.is_here]
-        return any(other != rank for other in (*self._peers, *self._absent, *expected))
+        expected = (other for other, member in members.items() if not member.is_here)
+        return any(other != rank for other in itertools.chain(self._peers, self._absent, expected))
 
     def adopt(self, channel: m.HubChannel, join: m.JoinHub) -> None:
         """Take a member in; its greeting was found to be genuine."""
@@ -151,10 +173,11 @@ class Hub:
         self._places[rank] = join.place
         link = m.HubLink(self._selector, channel, partial(self._on_messages, rank), partial(self._on_broken, rank))
         self._peers[rank] = _LinkedMember(link, join)
-        before, self._candidates = self._candidates, self._order_candidates()
-        self._send(self._describe(), (rank,))
-        if self._candidates != before:
-            self._send(self._describe(), [other for other in self._peers if other != rank])
+        before, self._candidates = self._candidates, self._add_candidate(rank)
+        self._inform(rank)
+        if self._candidates != before and self._announce_s is None:
+            # While thousands join, the candidates may change as often: the more members, the less often all are told.
+            self._announce_s = max(clock.now_s(), self._announced_s + _ANNOUNCE_S * len(self._peers))
         if self._state is not None:
             self._advance(self._came(rank, join))
         elif rank not in self._known:
@@ -166,6 +189,8 @@ class Hub:
         now_s = clock.now_s()
         if now_s >= self._next_silence_check_s:
             self._check_silence(now_s)
+        if self._announce_s is not None and now_s >= self._announce_s:
+            self._announce()
         self._settle()
         if self._state is not None:
             due_s = restart.next_deadline_s(self._state, self._limits)
@@ -208,6 +233,9 @@ class Hub:
         match message:
             case m.Beat():
                 self._send(message, (rank,))
+            case m.WantMembers():
+                peer.candidates, peer.version = (), 0
+                self._inform(rank)
             case m.Gone() | p.RankReady() | p.RankFault() | p.Completed() | p.Left() | p.Assigned() if (
                 self._state is None
             ):
@@ -248,12 +276,14 @@ class Hub:
             while self._broken:
                 self._drop(*self._broken.popitem())
             now_s = clock.now_s()
-            ended = [(rank, absence.is_dead) for rank, absence in self._absent.items() if now_s >= absence.until_s]
-            if not ended:
+            if now_s < self._earliest_end_s:
                 break
+            ended = [(rank, absence.is_dead) for rank, absence in self._absent.items() if now_s >= absence.until_s]
             for rank, _ in ended:
                 self._end_absence(rank)
-            self._lose(ended)
+            self._earliest_end_s = min((absence.until_s for absence in self._absent.values()), default=math.inf)
+            if ended:
+                self._lose(ended)
         if self._state is None and not self._absent:
             self._take_over()
 
@@ -270,12 +300,14 @@ class Hub:
     def _await(self, rank: int, place: m.MemberPlace, patience_s: float) -> None:
         """Give a member time to come back, unless its process is seen to end."""
         absence = self._absent[rank] = _Absence(clock.now_s() + patience_s)
+        self._earliest_end_s = min(self._earliest_end_s, absence.until_s)
         if place.space != self._space:
             return
         try:
             absence.pidfd = open_pidfd(place.pid)
         except ProcessLookupError:
             absence.is_dead, absence.until_s = True, 0.0
+            self._earliest_end_s = 0.0
             return
         except OSError as error:  # such as too many open files: its patience ends, whether it is dead or not
             log.warning("rank %d cannot be watched while it is away: %s", rank, error)
@@ -283,6 +315,7 @@ class Hub:
 
         def see_death(_: int) -> None:
             absence.is_dead, absence.until_s = True, 0.0
+            self._earliest_end_s = 0.0
             self._settle()
 
         self._selector.register(absence.pidfd, selectors.EVENT_READ, see_death)
@@ -343,7 +376,7 @@ class Hub:
         assert self._state is not None
         before = self._state
         self._state, actions = restart.advance(before, event, self._limits)
-        if self._state.phase == restart.RestartPhase.RUNNING and self._state.members.keys() != self._known.keys():
+        if self._state.phase == restart.RestartPhase.RUNNING and self._has_other_members(before, self._state):
             self._publish_members()
         if self._state.restart_count != before.restart_count or self._state.phase != before.phase:
             log.info("%s of call %d", self._state.phase, self._state.restart_count)
@@ -354,12 +387,61 @@ class Hub:
         if self._state.end is not None and self._end_s is None:
             self._end_s = clock.now_s() + _END_S
 
+    def _has_other_members(self, before: restart.RestartState, now: restart.RestartState) -> bool:
+        """Whether the members of the call that runs are not those that the candidates know."""
+        if now.members is before.members or (len(now.members) == len(self._known) and before.phase == now.phase):
+            return False  # within a call members only go
+        return now.members.keys() != self._known.keys()
+
     def _publish_members(self) -> None:
-        """Tell everybody who belongs to the group, for the time when this hub is gone."""
+        """Tell the candidates who belongs to the group, for the time when this hub is gone."""
         assert self._state is not None
-        self._known = {rank: self._places[rank] for rank in sorted(self._state.members)}
+        known = {rank: self._places[rank] for rank in sorted(self._state.members)}
+        changed = {rank: place for rank, place in known.items() if self._known.get(rank) != place}
+        lost = tuple(rank for rank in self._known if rank not in known)
+        self._change = m.HubCandidates(
+            candidates=(), version=self._version + 1, base=self._version, members=changed, lost=lost
+        )
+        self._known, self._version = known, self._version + 1
         self._candidates = self._order_candidates()
-        self._send(self._describe(), list(self._peers))
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell all members what is new to them."""
+        self._announce_s, self._announced_s = None, clock.now_s()
+        for rank in list(self._peers):
+            self._inform(rank)
+
+    def _inform(self, rank: int) -> None:
+        """Tell a member who may host the hub, if it does not know; a candidate also who belongs to the group."""
+        peer = self._peers[rank]
+        version = self._version if any(one.initial_rank == rank for one in self._candidates) else 0
+        if (peer.candidates, peer.version) == (self._candidates, version):
+            return
+        message = m.HubCandidates(candidates=self._candidates, version=version)
+        if version:
+            change = self._change
+            if peer.version == version:
+                message = msgspec.structs.replace(message, base=version)
+            elif change is not None and change.version == version and 0 < peer.version == change.base:
+                message = msgspec.structs.replace(change, candidates=self._candidates)
+            else:
+                message = msgspec.structs.replace(message, members=self._known)
+        peer.candidates, peer.version = self._candidates, version
+        self._send(message, (rank,))
+
+    def _add_candidate(self, rank: int) -> tuple[p.HubCandidate, ...]:
+        """Return the candidates with a member that came; without a look at all members, where those before are here."""
+        others = [one for one in self._candidates if one.initial_rank != self._host.initial_rank]
+        if rank == self._host.initial_rank:
+            return self._candidates
+        for one in others:
+            peer = self._peers.get(one.initial_rank)
+            if one.initial_rank == rank or peer is None or peer.is_leaving:
+                return self._order_candidates()
+        join = self._peers[rank].join
+        came = p.HubCandidate(initial_rank=rank, node=join.place.node, address=join.place.address, life=join.life)
+        return order_candidates([self._host, *others, came], self._host.initial_rank)
 
     def _order_candidates(self) -> tuple[p.HubCandidate, ...]:
         able = [
@@ -370,6 +452,3 @@ class Hub:
             if rank != self._host.initial_rank and not peer.is_leaving
         ]
         return order_candidates([self._host, *able], self._host.initial_rank)
-
-    def _describe(self) -> m.HubCandidates:
-        return m.HubCandidates(candidates=self._candidates, members=self._known)

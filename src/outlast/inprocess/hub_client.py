@@ -3,9 +3,10 @@
 While the hub is looked for nothing is lost: the member's :class:`~outlast.inprocess.protocol.MemberRecord` is sent to
 the next one. Any rank may die, also the one whose monitor process is the host.
 
-Every member knows the same list of candidates. A monitor process that loses the hub asks them in order. It hosts the
-hub itself only where every candidate before it is gone; one that is there but hosts nothing (yet) is asked again. A
-candidate that started anew since the list was made counts as gone: it knows nothing.
+Every member knows the same list of candidates; only the candidates know the members. A monitor process that loses the
+hub asks them in order. It hosts the hub itself only where every candidate before it is gone; one that is there but
+hosts nothing (yet) is asked again. A candidate that started anew since the list was made counts as gone: it knows
+nothing.
 
 A new host probes the other members. Where a node is lost, nobody closes its connections: a member that has nothing to
 report would notice the hub's silence only after the heartbeats' timeout. One that is probed looks for itself.
@@ -18,12 +19,16 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import errno
 import logging
+import resource
 import secrets
 import selectors
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from outlast import clock
 from outlast.errors import OutlastError
@@ -44,9 +49,13 @@ _MAX_JOIN_BYTES = 1 << 16
 _JOIN_S = 5.0
 """Seconds that a new connection has to prove the secret and to join."""
 _MAX_NEWCOMERS = 256
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _ATTEMPT_S = 1.0
 """Seconds that a candidate has to answer."""
 _PAUSE_S = 0.01
+_MAX_MEMBERS_FOR_RANK = 256
+_FULL_S = 1.0
+"""Seconds until a listener looks again for which no descriptor was left."""
 _PROBE_S = 2.0
 _SILENT_S = 5.0
 """Seconds that others have more to come after a hub that fell silent: they notice it when they are probed."""
@@ -105,6 +114,7 @@ class HubClient:
         self._search: _Search | None = None
         self._was_silent = False
         self._newcomers: dict[m.HubLink, float] = {}
+        self._listen_s: float | None = None
         self._probes: dict[m.HubLink, float] = {}
         family = socket.AF_INET6 if ":" in task.host else socket.AF_INET
         self._listener = socket.create_server((task.host, 0), family=family, backlog=1024)
@@ -152,7 +162,11 @@ class HubClient:
         self._key = known.token.encode()
         # This process knows nothing of what a candidate must know, so it is the last one.
         others = [c for c in known.known.candidates if c.initial_rank != self._task.initial_rank]
-        self._known = m.HubCandidates(candidates=(*others, self._own), members=known.known.members)
+        # Without the members it must not begin anew: it hosts only where it knows them, or no call was formed yet.
+        own = (self._own,) if known.known.members or known.standing.restart_count < 0 else ()
+        self._known = m.HubCandidates(
+            candidates=(*others, *own), version=known.known.version, members=known.known.members
+        )
         self._find(self._task.heartbeat_timeout_s + _ANSWER_S)
 
     def report(self, report: p.Report) -> None:
@@ -192,6 +206,12 @@ class HubClient:
                 self._ask_next(self._search)
             else:
                 self._skip(self._search, "it does not answer", is_gone=True)
+        if self._listen_s is not None:
+            if now_s >= self._listen_s:
+                self._listen_s = None
+                self._selector.register(self._listener, selectors.EVENT_READ, self._on_connection)
+            else:
+                due.append(self._listen_s)
         if self._hub is not None:
             self._hub.look()
             due.append(self._hub.deadline_s)
@@ -218,7 +238,8 @@ class HubClient:
             self._hub = None
         for link in self._newcomers | self._probes:
             self._end_link(link)
-        self._selector.unregister(self._listener)
+        if self._listen_s is None:
+            self._selector.unregister(self._listener)
         self._listener.close()
         if self._link is not None:
             self._link.channel.drain(_FINAL_REPORT_S)
@@ -242,14 +263,22 @@ class HubClient:
         for message in came:
             match message:
                 case m.HubCandidates():
-                    self._known = message
-                    self._on_candidates(message)
+                    self._note_candidates(message)
                 case p.Restart() | p.Assign() | p.Go() | p.Finish() | p.Abort() | p.Expel():
                     self._order(message)
                 case m.Beat():
                     pass  # the channel has noted when it came
                 case other:
                     log.warning("unexpected message from the hub: %s", type(other).__name__)
+
+    def _note_candidates(self, message: m.HubCandidates) -> None:
+        if (known := message.follow(self._known)) is None:
+            return self._send(m.WantMembers())
+        self._known = known
+        # The rank gets the members only where they fit into a packet; without them no other process hosts for it.
+        is_small = len(known.members) <= _MAX_MEMBERS_FOR_RANK
+        self._on_candidates(known if is_small else msgspec.structs.replace(known, version=0, members={}))
+        return None
 
     def _order(self, order: p.Order) -> None:
         self._record.note_order(order)
@@ -383,6 +412,8 @@ class HubClient:
 
     def _host_hub(self) -> None:
         """Host the hub, and join it."""
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each member
         patience_s = min(_SILENT_S, self._task.heartbeat_timeout_s) if self._was_silent else 0.0
         self._hub = Hub(
             self._selector,
@@ -459,15 +490,25 @@ class HubClient:
         try:
             connection, _address = self._listener.accept()
         except OSError as error:
-            log.debug("no connection after all: %s", error)
+            if error.errno in _EXHAUSTED:
+                self._pause_listening(error)
+            else:
+                log.debug("no connection after all: %s", error)
             return
         if len(self._newcomers) >= _MAX_NEWCOMERS:
-            connection.close()
-            return
+            self._end_link(next(iter(self._newcomers)))  # the oldest: who holds on to places must not keep members out
         proof = Handshake(self._key, _PROTOCOL, is_server=True)
         channel: m.HubChannel = m.HubChannel(connection, m.OnLink, handshake=proof, max_bytes=_MAX_JOIN_BYTES)
         link = m.HubLink(self._selector, channel, self._on_newcomer, self._on_lost_newcomer)
         self._newcomers[link] = clock.now_s() + _JOIN_S
+
+    def _pause_listening(self, error: OSError) -> None:
+        """Do not listen for a while: the connection stays in the backlog, and the loop would not rest."""
+        log.warning("rank %d: no connection can be accepted for %g s: %s", self._task.initial_rank, _FULL_S, error)
+        if self._newcomers:
+            self._end_link(next(iter(self._newcomers)))
+        self._selector.unregister(self._listener)
+        self._listen_s = clock.now_s() + _FULL_S
 
     def _on_lost_newcomer(self, link: m.HubLink, error: OSError) -> None:
         if isinstance(error, AuthenticationFailed):

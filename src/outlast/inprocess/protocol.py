@@ -122,7 +122,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 MAX_PACKET_BYTES = 1 << 20
 
 
-class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The monitor process runs, and could host the hub at this address."""
 
     address: str
@@ -142,15 +142,35 @@ class MemberPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """What the rank reports of its place beyond its node."""
 
 
-class HubCandidates(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class HubCandidates(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Who may host the hub, in this order; the first one does. Also the answer to a :class:`JoinHub`."""
 
     candidates: tuple[HubCandidate, ...]
+    version: int = 0
+    """Of the members; 0: no one but a candidate gets them, and only after the first :class:`Go`."""
+    base: int = 0
+    """The version that ``members`` and ``lost`` change; 0: these are all members."""
     members: dict[int, MemberPlace] = {}
-    """Living members by initial rank; empty before the first :class:`Go`."""
+    """Living members by initial rank: all, or those whose place is new."""
+    lost: tuple[int, ...] = ()
+    """Members of the version before that belong to the group no more."""
+
+    def follow(self, known: HubCandidates) -> HubCandidates | None:
+        """Return it with all members, from what was known before; ``None``: changes between the two are missing."""
+        if self.base == 0:
+            return self
+        if self.base != known.version:
+            return None
+        lost = frozenset(self.lost)
+        members = {rank: place for rank, place in known.members.items() if rank not in lost}
+        return msgspec.structs.replace(self, base=0, lost=(), members={**members, **self.members})
 
 
-class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class WantMembers(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """A candidate missed a change of the members and needs them all."""
+
+
+class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
     """Join the hub; the process that gets its own address hosts it."""
 
     hub: str
@@ -159,7 +179,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     """The secret of this group of monitor processes; hexadecimal digits."""
 
 
-class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """JoinHub the hub in place of a monitor process that is gone."""
 
     token: str
@@ -169,7 +189,7 @@ class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What may not have reached the hub."""
 
 
-class JoinHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class JoinHub(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """First message on a link: who comes."""
 
     initial_rank: int
@@ -183,7 +203,7 @@ class JoinHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     standing: MemberStanding = MemberStanding()
 
 
-class NotHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class NotHub(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The answer of a monitor process that hosts no hub (yet)."""
 
     life: str
@@ -191,11 +211,11 @@ class NotHub(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """As far as it knows."""
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """A sign of life."""
 
 
-class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The rank's process is gone."""
 
     fault: RankFault
@@ -203,7 +223,7 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 FromRank = Connect | Reconnect | Report
 FromMonitor = Listening | HubCandidates | Order
-OnLink = JoinHub | NotHub | HubCandidates | Beat | Gone | Report | Order
+OnLink = JoinHub | NotHub | HubCandidates | WantMembers | Beat | Gone | Report | Order
 
 
 def encode(message: FromRank | FromMonitor) -> bytes:
@@ -318,7 +338,7 @@ class MemberRecord:
                 self.standing = msgspec.structs.replace(
                     self.standing,
                     restart_count=order.restart_count,
-                    ranks=order.ranks,
+                    runs=order.runs,
                     fault_counts=order.fault_counts,
                     ready=None,
                     faults=(),

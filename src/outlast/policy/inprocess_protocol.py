@@ -9,7 +9,7 @@ For its agent a worker that runs a function which :class:`outlast.inprocess.Wrap
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -139,7 +139,7 @@ class RankFaultKind(StrEnum):
     """It was not ready for the next call in time."""
 
 
-class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
     """Something went wrong on a rank."""
 
     initial_rank: int
@@ -157,7 +157,7 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaul
         return self.kind == RankFaultKind.SOFT_TIMEOUT and self.evidence.get(WAITS) == "yes"
 
 
-class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The rank is out of the function, its groups are gone, its checks passed: it can enter ``call``."""
 
     restart_count: int
@@ -165,13 +165,13 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``host port`` of the socket that it has bound and would host that call's store on."""
 
 
-class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The function returned."""
 
     restart_count: int
 
 
-class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The rank is permanently removed."""
 
     reason: str
@@ -179,7 +179,56 @@ class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All have to stop."""
 
 
-class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+RankRuns = tuple[tuple[int, int, int | None], ...]
+"""Who is which rank: runs of a first initial rank, how many, and the first active rank; ``None``: all are spares."""
+
+
+def rank_runs(ranks: Mapping[int, int | None]) -> RankRuns:
+    """Return active ranks by initial rank as runs: every member gets them, and most have the same distance."""
+    runs: list[tuple[int, int, int | None]] = []
+    for initial in sorted(ranks):
+        active = ranks[initial]
+        if runs:
+            first, num, at = runs[-1]
+            expected = None if at is None else at + num
+            if initial == first + num and active == expected:
+                runs[-1] = (first, num + 1, at)
+                continue
+        runs.append((initial, 1, active))
+    return tuple(runs)
+
+
+def _ranks_of(runs: RankRuns) -> dict[int, int | None]:
+    return {first + at: None if active is None else active + at for first, num, active in runs for at in range(num)}
+
+
+class MemberRun(msgspec.Struct, frozen=True, array_like=True):
+    """Members in a row that differ in nothing but their ranks, which follow one another."""
+
+    first: int
+    num: int
+    node: str
+    rank: int | None = None
+    alive: bool = True
+    labels: dict[str, str] = {}
+
+
+def member_runs(members: Iterable[Member]) -> tuple[MemberRun, ...]:
+    """Return members as runs, by initial rank."""
+    runs: list[MemberRun] = []
+    for one in sorted(members, key=lambda member: member.initial_rank):
+        if runs:
+            last = runs[-1]
+            rank = None if last.rank is None else last.rank + last.num
+            same = (last.first + last.num, last.node, rank, last.alive, last.labels)
+            if same == (one.initial_rank, one.node, one.rank, one.alive, one.labels):
+                runs[-1] = msgspec.structs.replace(last, num=last.num + 1)
+                continue
+        runs.append(MemberRun(one.initial_rank, 1, one.node, one.rank, one.alive, dict(one.labels)))
+    return tuple(runs)
+
+
+class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
     """The answer to :class:`Assign`."""
 
     ordinal: int
@@ -193,7 +242,7 @@ class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 Report = RankReady | RankFault | Completed | Left | Assigned
 
 
-class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Leave the function (a spare: stop waiting), and report :class:`RankReady` for the next call."""
 
     restart_count: int
@@ -201,22 +250,35 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     faults: tuple[RankFault, ...] = ()
 
 
-class Assign(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Assign(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Assign active ranks to these members and answer :class:`Assigned`."""
 
     ordinal: int
     """To be repeated in the answer."""
     restart_count: int
-    members: tuple[Member, ...]
-    """By initial rank; also those that had an active rank in the call before and are gone."""
+    runs: tuple[MemberRun, ...]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """By initial rank; also those that had an active rank in the call before and are gone."""
+        return tuple(
+            Member(
+                initial_rank=run.first + at,
+                node=run.node,
+                rank=None if run.rank is None else run.rank + at,
+                alive=run.alive,
+                labels=run.labels,
+            )
+            for run in self.runs
+            for at in range(run.num)
+        )
 
 
-class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Enter the function."""
 
     restart_count: int
-    ranks: dict[int, int | None]
-    """Active rank by initial rank of all members; ``None``: a spare; who is not in it is permanently removed."""
+    runs: RankRuns
     active_world_size: int
     store_address: str
     """``host port`` where the rank with active rank 0 listens."""
@@ -225,14 +287,19 @@ class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fault_counts: dict[int, int] = {}
     """Number of faults by initial rank, all calls together."""
 
+    @property
+    def ranks(self) -> dict[int, int | None]:
+        """Active rank by initial rank of all members; ``None``: a spare; who is not in it is permanently removed."""
+        return _ranks_of(self.runs)
 
-class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """All active ranks have completed; the wrapper returns."""
 
     restart_count: int
 
 
-class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
     """In-process restart cannot help any more; the wrapper raises."""
 
     reason: str
@@ -241,7 +308,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     """Number of faults by initial rank, all calls together."""
 
 
-class Expel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Expel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """This member counts as dead and is ended by its monitor process."""
 
     reason: str
@@ -252,7 +319,7 @@ class MemberStanding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     restart_count: int = -1
     """The last one that it was ordered to enter; -1: none yet."""
-    ranks: dict[int, int | None] = {}
+    runs: RankRuns = ()
     """Of that :class:`Go`."""
     fault_counts: dict[int, int] = {}
     """Of that :class:`Go`."""
@@ -264,6 +331,11 @@ class MemberStanding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The call that it completed last."""
     faults: tuple[RankFault, ...] = ()
     """Its own, since that :class:`Go`."""
+
+    @property
+    def ranks(self) -> dict[int, int | None]:
+        """Active rank by initial rank of that :class:`Go`."""
+        return _ranks_of(self.runs)
 
 
 class HubCandidate(msgspec.Struct, frozen=True, kw_only=True):

@@ -193,14 +193,15 @@ def take_over(
     each that did not.
     """
     newest = max(standings.values(), key=lambda standing: standing.restart_count)
+    ranks = newest.ranks
     restart = max(standing.restart for standing in standings.values())
     if newest.restart_count < 0 or not nodes:
         return msgspec.structs.replace(begin(world_size, at_s), num_questions=int(at_s * 1e6))
     members = {
-        rank: HubMember(node=node, active_rank=newest.ranks.get(rank))
+        rank: HubMember(node=node, active_rank=ranks.get(rank))
         for rank, node in nodes.items()
         # Who was left out of the last call leaves, whatever the old hub managed to order.
-        if rank in newest.ranks
+        if rank in ranks
     }
     all_went = all(standing.restart_count == newest.restart_count for standing in standings.values())
     forming = restart > newest.restart_count or not all_went
@@ -212,7 +213,7 @@ def take_over(
         num_questions=int(at_s * 1e6),
         gone=tuple(
             Member(initial_rank=rank, node="", rank=active, alive=False)
-            for rank, active in newest.ranks.items()
+            for rank, active in ranks.items()
             if active is not None and rank not in nodes
         ),
         fault_counts=newest.fault_counts,
@@ -409,8 +410,9 @@ class _RestartTransition:
         ):
             return False
         if standing.restart_count >= state.restart_count:
+            ranks = standing.ranks
             members = {
-                rank: msgspec.structs.replace(member, active_rank=standing.ranks.get(rank))
+                rank: msgspec.structs.replace(member, active_rank=ranks.get(rank))
                 for rank, member in state.members.items()
             }
             self.replace(members=members, fault_counts=standing.fault_counts)
@@ -472,7 +474,7 @@ class _RestartTransition:
             p.Assign(
                 ordinal=state.question.ordinal,
                 restart_count=state.restart_count,
-                members=tuple(sorted(members, key=lambda member: member.initial_rank)),
+                runs=p.member_runs(members),
             ),
         )
 
@@ -482,7 +484,7 @@ class _RestartTransition:
         counts = self.fault_counts
         go = p.Go(
             restart_count=state.restart_count,
-            ranks=dict(ranks),
+            runs=p.rank_runs(ranks),
             active_world_size=sum(active is not None for active in ranks.values()),
             store_address=state.members[host].store_address or "",
             faults=self.sent_faults,

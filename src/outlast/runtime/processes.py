@@ -364,7 +364,9 @@ class ChildProcess:
         if grace_s and self._process.returncode is None:
             ended = open_pidfd(self.pid)  # it is not reaped before its group is ended: its number stays its own
             try:
-                select.select([ended], [], [], grace_s)
+                poll = select.poll()  # not select(): an agent with a connection for each node has numbers above 1023
+                poll.register(ended, select.POLLIN)
+                poll.poll(grace_s * 1e3)
             finally:
                 os.close(ended)
         self.kill()
