@@ -145,7 +145,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         environment: What to read instead of the environment of this process.
 
     Raises:
-        ConfigError: A variable that must be a number is not one.
+        ConfigError: A variable that must be a number is not one, or Slurm's list of nodes is none.
     """
     env = os.environ if environment is None else environment
     number = partial(read_number, env)
@@ -188,7 +188,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         fault_tolerance=env.get(CONFIG) or None,
         config_file=env.get(CONFIG_FILE),
         writer=env.get(WRITER) or None,
-        master_addr=env.get("MASTER_ADDR") or None,
+        master_addr=srun_host(env) if launcher == "srun" else env.get("MASTER_ADDR") or None,
         untrusted=env.get(UNTRUSTED) or None,
         replay=env.get(REPLAY) or None,
         names=_names(env, launcher),
@@ -196,6 +196,16 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         allocation=env.get("SLURM_JOB_ID") or None,
         requeues=int(text) if (text := env.get("SLURM_RESTART_COUNT", "")).isdecimal() else 0,
     )
+
+
+def srun_host(values: Mapping[str, str]) -> str:
+    """Return the host at which the tasks of a step of ``srun`` meet: ``MASTER_ADDR``, else the step's first node.
+
+    Raises:
+        ConfigError: The step's list of nodes is not in Slurm's form.
+    """
+    nodes = values.get("SLURM_STEP_NODELIST") or values.get("SLURM_JOB_NODELIST") or "localhost"
+    return values.get("MASTER_ADDR") or expand_nodes(nodes)[0]
 
 
 def read_number(values: Mapping[str, str], *names: str, default: int) -> int:

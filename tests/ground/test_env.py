@@ -90,6 +90,14 @@ def test_srun_is_read() -> None:
     assert (worker.run_id, worker.job, worker.cycle) == ("991", "991", 1)
 
 
+def test_tasks_of_srun_know_towards_which_host_their_peers_are() -> None:
+    """Without MASTER_ADDR it is the step's first node: a loopback address would be no use on the others."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu[01-09]"}
+    assert read_worker(step).master_addr == "gpu01"
+    assert read_worker({**step, "SLURM_STEP_NODELIST": "gpu[07-08]"}).master_addr == "gpu07"
+    assert read_worker({**step, "MASTER_ADDR": "head"}).master_addr == "head"
+
+
 def test_slurm_batch_shell_is_plain_python() -> None:
     """One process in a Slurm job is not a distributed run; torchrun inside Slurm is torchrun."""
     assert read_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}).launcher == "python"

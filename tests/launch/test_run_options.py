@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import ConfigError
+from outlast.launch import run_parser
 from outlast.launch.options import parse_options
 from outlast.launch.run_parser import find_event_handlers, make_parser, make_torchrun_parser
 from outlast.runtime import device
@@ -31,6 +33,35 @@ def test_every_option_of_torchrun_is_there() -> None:
 
     assert spellings(make_torchrun_parser()) == spellings(get_args_parser())
     assert spellings(get_args_parser()) <= spellings(make_parser())
+
+
+def test_option_that_prints_completion_is_made_without_torch(
+    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser of torch 2.15, which prints torchrun's completion, is made from its text; that option is refused."""
+    (tmp_path / "distributed").mkdir()
+    torch = run_parser._torch()
+    shutil.copy(torch / "distributed" / "argparse_util.py", tmp_path / "distributed")
+    text = (torch / "distributed" / "run.py").read_text()
+    added = """
+    parser.add_argument(
+        "--print-completion",
+        "--print_completion",
+        action=_PrintCompletionAction,
+        choices=["bash", "zsh", "tcsh"],
+        help="Print a completion script.",
+    )
+    parser.add_argument(
+        "training_script","""
+    newer = text.replace('\n    parser.add_argument(\n        "training_script",', added)
+    (tmp_path / "distributed" / "run.py").write_text(newer)
+    monkeypatch.setattr(run_parser, "_torch", lambda: tmp_path)
+    monkeypatch.setitem(sys.modules, "torch.distributed.run", None)  # an import would fail
+    assert make_torchrun_parser()._option_string_actions["--print_completion"].dest == "print_completion"
+    assert parse_options([script])
+    for argv in (["--print-completion", "bash"], ["--print_completion=zsh", script]):
+        with pytest.raises(ConfigError, match=r"outlast completion bash$"):
+            parse_options(argv)
 
 
 @pytest.mark.cold

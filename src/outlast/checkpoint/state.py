@@ -72,12 +72,17 @@ def own_part(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape and the offset of this rank's part of a distributed tensor.
 
     Raises:
-        CheckpointError: The part is not one block of the whole.
+        CheckpointError: The part is not one block of the whole, or torch 2.8 does not say where it is.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh = value.device_mesh
     if any(type(placement).__name__ == "_StridedShard" for placement in value.placements):
+        if torch.__version__ < "2.9" and not _is_even(value.shape, value.placements, mesh.mesh.shape):
+            raise CheckpointError(
+                f"state {path!r}: torch {torch.__version__} loses rows of a DTensor of {tuple(value.shape)} placed as "
+                f"{tuple(value.placements)}, which the ranks do not divide evenly; use torch 2.9 or newer"
+            )
         coordinate = mesh.get_coordinate()
         rows = rows_of(value.shape, value.placements, mesh.mesh.shape, coordinate or [0] * mesh.mesh.dim())
         if any(len(found) and found[-1] - found[0] >= len(found) for found in rows.values()):
@@ -99,6 +104,16 @@ def rows_of(
             blocks = _chunks(rows.get(dim, np.arange(shape[dim])), getattr(placement, "split_factor", 1))
             rows[dim] = np.concatenate([_chunks(block, num_parts)[index] for block in blocks])
     return rows
+
+
+def _is_even(shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int]) -> bool:
+    """Return whether the dimensions that are cut in strides are cut into parts of one size."""
+    cuts: dict[int, int] = {}
+    for placement, num_parts in zip(placements, mesh_shape, strict=True):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            cuts[dim] = cuts.get(dim, 1) * num_parts
+    strided = {placement.dim for placement in placements if hasattr(placement, "split_factor")}
+    return all(shape[dim] % cuts[dim] == 0 for dim in strided)
 
 
 def _chunks(rows: Any, count: int) -> list[Any]:

@@ -176,15 +176,18 @@ def _say_what_the_launcher_allows(launcher: str) -> None:
         )
     elif launcher == "srun":
         log.warning(
-            "srun ends the step when a task is killed, unless it is started with --kill-on-bad-exit=0 and --no-kill: "
-            "only then are ranks that die replaced in process"
+            "srun may end the step when a task is killed, unless it is started with --kill-on-bad-exit=0 --wait=0 "
+            "--no-kill: only then are ranks that die replaced in process"
         )
 
 
 _STORE_TIMEOUT_S = 1800.0
 _ABORT_S = 5.0
 """Seconds that a rank waits for the order to abort, which has the counts of all ranks."""
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+)
 
 
 class RankLeft(SystemExit):
@@ -420,6 +423,14 @@ class WrappedRank:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
         )
+        if (place := self._place).launcher == "srun":  # with RANK set, Slurm's own variables are not looked at
+            env.update(
+                {
+                    "LOCAL_RANK": str(place.local_rank),
+                    "LOCAL_WORLD_SIZE": str(place.local_world_size),
+                    "GROUP_RANK": str(place.node_rank),
+                }
+            )
 
     def _settle(self, outcome: CallOutcome) -> None:
         """Report how the call ended, and leave it if it failed."""

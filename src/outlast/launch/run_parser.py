@@ -1,8 +1,9 @@
 """The command line of ``outlast run``: torchrun's options and ours, their help, and what exactly was typed.
 
-Every option of the installed torch's ``torchrun`` is accepted. Importing ``torch.distributed.run`` for its parser would
-cost a second before ``--help`` or a mistyped option could be answered, so the one function that makes the parser is
-compiled from torch's source; if that fails (torch moved it), torch is imported.
+Every option of the installed torch's ``torchrun`` is accepted, but the one that prints torchrun's completion. Importing
+``torch.distributed.run`` for its parser would cost a second before ``--help`` or a mistyped option could be answered,
+so the one function that makes the parser is compiled from torch's source; if that fails (torch moved it), torch is
+imported.
 
 torchrun's parser is argparse's, so ours is too. argparse's messages name attributes and all spellings at once; here
 each fault becomes one line in the words of whoever typed it.
@@ -76,6 +77,7 @@ def _make_from_source() -> argparse.ArgumentParser:
         "env": actions["env"],
         "check_env": _named_in_errors(actions["check_env"]),
         "_AffinityMode": _read_affinity_modes(root / "numa" / "binding.py"),
+        "_PrintCompletionAction": _RefuseCompletion,
     }
     exec(compile(ast.Module([function], []), str(path), "exec"), namespace)  # a function of the installed torch
     return cast(argparse.ArgumentParser, namespace["get_args_parser"]())
@@ -90,6 +92,15 @@ def _read_affinity_modes(path: Path) -> list[SimpleNamespace]:
         for statement in body
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
     ]
+
+
+class _RefuseCompletion(argparse.Action):
+    """Stands in for the action by which torch 2.15's parser prints torchrun's own completion."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        raise ConfigError(
+            f"{option_name(self)} prints what completes torchrun, not outlast; write: outlast completion bash"
+        )
 
 
 def _named_in_errors(action: type[argparse.Action]) -> type[argparse.Action]:
@@ -161,6 +172,7 @@ _REWORDED = {
     "master_addr": "Host at which agents meet where --rdzv-endpoint is not given; default 127.0.0.1.",
     "master_port": "Port at which agents meet where --rdzv-endpoint is not given; default 29500.",
     "local_addr": "Address under which the other nodes reach this one; default the one towards --rdzv-endpoint.",
+    "print_completion": "Refused: it completes torchrun alone; see outlast completion --help.",
     "shutdown_timeout": "The same as --workers-stop-timeout, and before it.",
 }
 """What torchrun's other options mean here, where torchrun's own help differs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import secrets
@@ -21,17 +22,25 @@ NOT_ALLOWED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 """What a system call answers that the kernel does not have, or that a container may not make."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 """Errors of a file system without hard links."""
+PRIVATE = 0o600
+"""Permissions of a file that only its owner can read."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Replace a file by ``data``: readers see the old one or the new one, also after a crash.
+
+    Args:
+        path: The file.
+        data: What it is to hold.
+        mode: Permissions, before the umask; ``PRIVATE`` for what holds command lines or output.
 
     Raises:
         OSError: The disk is full, or the folder is not writable; the old file stays.
     """
     temporary = _temporary(path)
     try:
-        write_durably(temporary, data)
+        write_durably(temporary, data, mode=mode)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -39,7 +48,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     fsync_folder(path.parent)
 
 
-def create_atomically(path: Path, data: bytes) -> bool:
+def create_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     """Make a new file of ``data``; of several processes that try at once, on any machines, one succeeds.
 
     The file gets its name by a hard link once it is whole and durable, so that nobody reads half of it. Where there are
@@ -53,7 +62,7 @@ def create_atomically(path: Path, data: bytes) -> bool:
     """
     temporary = _temporary(path)
     try:
-        write_durably(temporary, data)
+        write_durably(temporary, data, mode=mode)
         try:
             os.link(temporary, path)
             is_made = True
@@ -63,7 +72,7 @@ def create_atomically(path: Path, data: bytes) -> bool:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            is_made = _make_new(path, data)
+            is_made = _make_new(path, data, mode)
     finally:
         temporary.unlink(missing_ok=True)
     if is_made:
@@ -121,12 +130,42 @@ def memory_file(name: str, *, can_be_sealed: bool = False) -> int:
     return fd
 
 
-def write_durably(path: Path, data: bytes) -> None:
+def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Make a new file of ``data`` that outlasts a crash once its folder does. Raises: OSError."""
-    with open(path, "xb") as file:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap the names of two files or folders in one step.
+
+    Returns:
+        Whether it is done; ``False``: the file system cannot do it.
+
+    Raises:
+        FileNotFoundError: One of them does not exist; nothing is changed.
+        OSError: The folder is not writable.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(one), None, os.fspath(other))
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder that only its owner can look into, if it does not exist; those above it get the usual mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def open_private(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file; a new one can only be read by its owner, as command lines and output may lie in it."""
+    return os.open(path, flags | os.O_CLOEXEC, PRIVATE)
 
 
 def fsync_folder(path: Path) -> None:
@@ -140,12 +179,12 @@ def fsync_folder(path: Path) -> None:
 
 def _temporary(path: Path) -> Path:
     """Return a name beside a file that no process of any machine takes at the same time."""
-    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    return path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
 
 
-def _make_new(path: Path, data: bytes) -> bool:
+def _make_new(path: Path, data: bytes, mode: int) -> bool:
     try:
-        write_durably(path, data)
+        write_durably(path, data, mode=mode)
     except FileExistsError:
         return False
     except OSError:

@@ -19,7 +19,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from outlast import clock, env
-from outlast.env import expand_nodes
 from outlast.errors import ConfigError, OutlastError, PeerLost, RendezvousError
 from outlast.runtime import connections, device
 
@@ -212,12 +211,10 @@ def meeting_point(place: env.WorkerEnv) -> str:
     if place.launcher != "srun":
         return "env://"
     variables = env.environ()
-    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or "localhost"
-    address = variables.get("MASTER_ADDR") or expand_nodes(nodes)[0]
     # Jobs and steps that run side by side on a node must not meet each other.
     number = int(variables.get("SLURM_JOB_ID", "0")) * 7 + int(variables.get("SLURM_STEP_ID", "0"))
     port = variables.get("MASTER_PORT") or str(20000 + number % 12000)
-    return f"tcp://{address}:{port}"
+    return f"tcp://{env.srun_host(variables)}:{port}"
 
 
 class _Making:

@@ -1,0 +1,82 @@
+"""A function that is restarted in process, on a real Slurm of three nodes whose tasks ``srun`` itself starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import slurm_ranks
+import torch
+from slurm_cluster import NODES, SlurmCluster
+from slurm_train import make_optimizer
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+
+SCRIPT = """#!/usr/bin/env bash
+#SBATCH --nodes=3 --ntasks-per-node=1 --no-kill --output={folder}/output
+# The nodes of this cluster are names of Slurm's alone, which no resolver knows.
+export MASTER_ADDR=127.0.0.1
+# What a cluster may have as its defaults: KillOnBadExit=1 and WaitTime=1 in slurm.conf.
+export SLURM_KILL_BAD_EXIT=1 SLURM_WAIT=1
+srun --kill-on-bad-exit=0 --wait=0 --no-kill {python} {ranks} {folder} {then}; code=$?
+echo "$code" > {folder}/code
+if [ -e {folder}/finished ]; then code=0; fi
+exit "$code"
+"""
+
+
+def ran(folder: Path, task: int) -> list[list[str]]:
+    """Return what a task noted of each iteration: call, iteration, rank, world size, process, node, place on it."""
+    path = folder / f"task-{task}"
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def expected(world_sizes: list[int]) -> torch.Tensor:
+    """Return what is trained with so many ranks in each iteration."""
+    weight = torch.nn.Parameter(torch.zeros(16))
+    optimizer = make_optimizer(weight)
+    for iteration, world_size in enumerate(world_sizes):
+        weight.grad = slurm_ranks.mean_gradient(weight.detach(), iteration, world_size)
+        optimizer.step()
+    return weight.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["spare", "shrink"])
+def test_killed_rank_is_done_without(slurm: SlurmCluster, tmp_path: Path, then: str) -> None:
+    """When a rank is killed the others finish in the processes that they are; srun's exit code is the killed one's.
+
+    A spare takes its place, or the world shrinks; the only rank of its node is gone, so what was saved is loaded. The
+    job ends well because the completion plug-in has left word of the end.
+    """
+    script = SCRIPT.format(folder=tmp_path, python=sys.executable, ranks=slurm_ranks.__file__, then=then)
+    (tmp_path / "job.sbatch").write_text(script)
+    job = slurm.call("sbatch", "--parsable", str(tmp_path / "job.sbatch"), cwd=tmp_path).strip()
+
+    def output() -> str:
+        path = tmp_path / "output"
+        return path.read_text(errors="replace") if path.exists() else "no output"
+
+    facts = slurm.wait_for_end(job, told=output)
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), output()
+    assert (tmp_path / "code").read_text() == "137\n", output()
+    first, killed, last = (ran(tmp_path, task) for task in range(3))
+    assert [int(line[1]) for line in killed] == list(range(slurm_ranks.STRUCK)), output()
+    assert {tuple(line[5:]) for line in first + killed + last} == {(node, "0", "1") for node in NODES}
+    for survivor in (first, last):
+        assert len({line[4] for line in survivor}) == 1, "it was started again"
+    after = [line for line in first if line[0] == "1"]
+    resumed = int(after[0][1])
+    assert [int(line[1]) for line in after] == list(range(resumed, slurm_ranks.TOTAL))
+    assert [line[:2] for line in last if line[0] == "1"] == [line[:2] for line in after]
+    trained = torch.load(tmp_path / "trained", weights_only=True)
+    assert [int(line[1]) for line in first if line[0] == "0"] == list(range(slurm_ranks.STRUCK))
+    assert resumed == 10, "it did not resume from what was saved"
+    if then == "spare":
+        assert torch.equal(trained, expected([2] * slurm_ranks.TOTAL))
+    else:
+        sizes = [3] * resumed + [2] * (slurm_ranks.TOTAL - resumed)
+        assert torch.allclose(trained, expected(sizes), rtol=1e-4)
+    assert {line[2] for line in after} == {"0"}
+    assert {line[2] for line in last if line[0] == "1"} == {"1"}
