@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from torch.distributed import HashStore
 
 from outlast.checkpoint.arena import Arena, Stager
@@ -102,9 +103,14 @@ class _Unleased(Claim):
         """Nobody else is there."""
 
 
-def _unleased_claim(directory: GlobalDirectory, run: str) -> Claim:
-    own = LeaseOwner(token="", process=this_process(), run=run)
-    return _Unleased(directory, run, DirectoryContent(), own, may_resume_other=False, on_lost=lambda refused: None)
+def make_claim(directory: GlobalDirectory, run: str, token: str, machine: str | None) -> Claim:
+    """Make the claim of a run, with a lease if it is told on which machine it is."""
+    process = this_process() if machine is None else msgspec.structs.replace(this_process(), machine=machine)
+    own = LeaseOwner(token="", process=process, run=run)
+    kind = _Unleased if machine is None else Claim
+    return kind(
+        directory, run, DirectoryContent(), own, may_resume_other=False, on_lost=lambda refused: None, token=token
+    )
 
 
 def open_lane(
@@ -120,6 +126,7 @@ def open_lane(
     run: str = "r",
     timeout_s: float = LONG_S,
     file_bytes: int = 1 << 20,
+    claim: Claim | None = None,
 ) -> GlobalLane:
     """Open one rank's lane."""
     places = Places(
@@ -144,7 +151,7 @@ def open_lane(
         store=store,
         writer=InPlace(write),  # type: ignore[arg-type]
         timeout_s=timeout_s,
-        claim=_unleased_claim(directory, run) if rank == 0 else None,
+        claim=(claim or make_claim(directory, run, token, None)) if rank == 0 else None,
         retention=rules,
         outcomes=Noted(note),  # type: ignore[arg-type]
     )
@@ -189,11 +196,14 @@ class Lanes:
     """In place of ``assemble``: rank, request, image."""
     ordinal: int = 0
     run: str = "r"
+    leased: str | None = None
+    """A machine: rank 0 has a lease on the place, as a process of it."""
     lanes: list[GlobalLane] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         store = HashStore()
         self.directory = GlobalDirectory.open(self.url)
+        self.claim = make_claim(self.directory, self.run, self.token, self.leased)
         self._images: dict[int, Image] = {}
         self._outcomes: dict[int, CheckpointError | None] = {}
         self._told = threading.Semaphore(0)
@@ -210,6 +220,7 @@ class Lanes:
                 rules=RetentionRules(most_recent_k=self.most_recent_k, suspect_window=self.suspect_window),
                 timeout_s=self.timeout_s,
                 file_bytes=self.file_bytes,
+                claim=self.claim,
             )
             for rank in range(self.world)
         ]
@@ -234,6 +245,7 @@ class Lanes:
     def close(self) -> None:
         for lane in self.lanes:
             assert lane.stop(5.0)
+        self.claim.release(is_idle=True)
 
     def __enter__(self) -> Lanes:
         return self

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from lanes import Lanes, flat_state
 
+from outlast.checkpoint.dcp import global_lane
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.reader import VerifiedReader, read_rank
@@ -20,6 +23,7 @@ from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.state import decode
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Incomplete, Untrusted
+from outlast.policy.checkpoint_plan import KEEP_ALL
 
 
 def _flat(value: float = 1.0):
@@ -122,14 +126,24 @@ def test_old_generations_go_but_for_one_beyond_the_suspect_window(tmp_path: Path
     assert len(present) <= 4
 
 
-def test_what_earlier_cycles_left_is_removed_and_others_attempts_are_not(tmp_path: Path) -> None:
-    """Attempts of dead processes of this job go with the first commit; another job's may be in use."""
+def test_what_earlier_owners_left_is_removed(tmp_path: Path) -> None:
+    """Whoever owns the directory removes what earlier owners left under way, and puts back what a broken replacement
+    had set aside."""
     for name in ("step-5.tmp-job-0-ffff.0", "step-6.tmp-other-0-ffff.0", "step-4.doomed"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
-    with Lanes(str(tmp_path), 1, cycle=1) as lanes:
+    with Lanes(str(tmp_path), 1) as lanes:
+        assert lanes.save([_flat()], 8) == [None]
+        assert lanes.save([_flat()], 9) == [None]
+    (tmp_path / "step-8").rename(tmp_path / "step-8.aside-other-0-ffff.1")
+    shutil.copytree(tmp_path / "step-9", tmp_path / "step-9.aside-other-0-ffff.2")
+    with Lanes(str(tmp_path), 1, cycle=1, leased="here", most_recent_k=KEEP_ALL) as lanes:
         assert lanes.save([_flat()], 10) == [None]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "run.json", "step-10", "step-6.tmp-other-0-ffff.0"]
+        assert lanes.directory.manifest(8).iteration == 8
+    names = ["latest", "owner", "run.json", "step-10", "step-8", "step-9"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    assert sorted(p.name for p in (tmp_path / "owner").iterdir()) == ["1.json", "1.trash"]
+    assert not list((tmp_path / "owner" / "1.trash").iterdir())
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
@@ -218,3 +232,22 @@ def test_the_writer_and_the_command_line_need_no_torch() -> None:
     script = "import sys; from outlast.checkpoint import verification; "
     script += f"from outlast.checkpoint.dcp import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+
+
+def test_a_rank_that_cannot_tell_what_it_has_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected error of one rank is the save's error on all of them; the next save succeeds."""
+    items = global_lane.Items
+    is_broken = threading.Event()
+
+    def take(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name == "outlast-global" and not is_broken.is_set():
+            is_broken.set()
+            raise ValueError("nonsense")
+        return items(*args, **kwargs)
+
+    monkeypatch.setattr(global_lane, "Items", take)
+    with Lanes(str(tmp_path), 2) as lanes:
+        errors = lanes.save([_flat()] * 2, 10)
+        assert all("ValueError: nonsense" in str(error) for error in errors)
+        assert lanes.save([_flat(2.0)] * 2, 11) == [None, None]
+        assert _value_of(lanes.directory, 11) == 2.0

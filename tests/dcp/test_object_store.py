@@ -292,6 +292,61 @@ def test_a_second_attempt_takes_the_first_ones_place(server: S3Server, url: str)
         assert not old & set(second.directory.sizes("step-10"))
 
 
+def test_objects_are_deleted_many_at_a_time(server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five objects and one that is not there go with three requests, where one may name two."""
+    store = ObjectStore(f"{url}/many")
+    names = [f"a/{number}" for number in range(5)]
+    for name in names:
+        store.write(name, b"x")
+    calls = list[str]()
+    call = store._call
+    monkeypatch.setattr(
+        store, "_call", lambda method, *args, **kwargs: calls.append(method) or call(method, *args, **kwargs)
+    )
+    monkeypatch.setattr("outlast.checkpoint.dcp.store.BATCH", 2)
+    store.remove([*names, "a/none"])
+    assert calls == ["bulk_delete"] * 3
+    assert store.sizes() == {}
+
+
+def test_a_broken_connection_costs_one_operation(server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that its library has closed fails one call with that error; the next one makes a new session."""
+    store = ObjectStore(f"{url}/reset")
+    store.write("a", b"1")
+    assert store._opened is not None
+    broken = store._opened[0]
+
+    async def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("Session is closed")
+
+    monkeypatch.setattr(broken, "_pipe_file", fail)
+    with pytest.raises(CheckpointError, match="Session is closed"):
+        store.write("a", b"2")
+    store.write("a", b"3")
+    assert store.read("a") == b"3"
+
+
+def test_only_the_version_that_was_seen_is_replaced(server: S3Server, url: str) -> None:
+    """An object that another process has made or changed since is left as it is; one's own is there already."""
+    store = ObjectStore(f"{url}/versions")
+    assert store.version("m") is None
+    assert store.replace("m", b"1", None)
+    seen = store.version("m")
+    assert not store.replace("m", b"2", None)
+    assert store.replace("m", b"1", None)
+    assert store.replace("m", b"3", seen)
+    assert not store.replace("m", b"4", seen)
+    assert store.read("m") == b"3"
+
+
+def test_a_store_without_conditions_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning says that this store cannot keep two owners apart."""
+    store = ObjectStore(f"local://{tmp_path}")
+    assert [store.create(name, b"x") for name in ("a", "b", "a")] == [True, True, False]
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "cannot fence" in line
+
+
 def test_a_store_that_is_not_there_is_an_error(url: str) -> None:
     """A bucket that nobody made, or a protocol that nobody knows, is named in one line."""
     request = Assemble(url="s3://nobody-made-it/run", folder="step-1", name="f", pieces=(b"x",), timeout_s=100.0)

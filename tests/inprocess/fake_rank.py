@@ -18,6 +18,7 @@ from outlast.inprocess.monitor_client import MonitorLink
 from outlast.inprocess.progress import Page, RankPhase
 from outlast.inprocess.protocol import MonitorTask
 from outlast.policy import inprocess_protocol as p
+from outlast.policy.inprocess_restart import add_earlier_faults
 
 
 class FakeRank:
@@ -27,6 +28,7 @@ class FakeRank:
         self.link = MonitorLink(task, self.page)
         self.traits: set[str] = set()
         self.restart_count = -1
+        self.restart: p.Restart | None = None
         self.input = ""
 
     def say(self, what: str, **facts: object) -> None:
@@ -100,6 +102,10 @@ class FakeRank:
         )
 
     def obey(self, message: m.Listening | p.Order) -> bool:
+        if isinstance(message, p.Restart):
+            self.restart = message
+        if isinstance(message, p.Go):
+            message = add_earlier_faults(message, self.restart)
         facts = msgspec.structs.asdict(message)
         if isinstance(message, p.Go):
             facts["ranks"] = message.ranks

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outlast.policy import inprocess_protocol as o
 from outlast.policy.inprocess_protocol import RestartLimits
@@ -15,10 +17,12 @@ from outlast.policy.inprocess_restart import (
     MemberJoined,
     MemberLost,
     MemberReported,
+    NumberMap,
     RestartPhase,
     RestartState,
     Send,
     TimePassed,
+    add_earlier_faults,
     advance,
     begin,
     count_causes,
@@ -209,6 +213,9 @@ def test_soft_timeouts_around_a_stuck_rank_are_consequences() -> None:
     hub.on(MemberLost(initial_rank=1, kind=o.RankFaultKind.HARD_TIMEOUT, summary="stopped", at_s=0.0))
     _, order = only(hub.assign({0: 0, 2: 2, 3: 1}))
     assert isinstance(order, o.Go)
+    (restart,) = [sent.order for sent in hub.orders if isinstance(sent.order, o.Restart)]
+    assert (0, o.RankFaultKind.SOFT_TIMEOUT) not in {(one.initial_rank, one.kind) for one in order.faults}
+    order = add_earlier_faults(order, restart)
     assert order.fault_counts == {1: 1}
     assert [(f.initial_rank, f.is_consequence) for f in order.faults] == [(1, False), (0, True), (2, True)]
 
@@ -372,3 +379,101 @@ def test_a_rank_is_at_fault_once_in_an_iteration() -> None:
         o.RankFault(initial_rank=2, restart_count=4, kind=o.RankFaultKind.EXCEPTION, is_consequence=True),
     )
     assert count_causes({1: 2, 3: 1}, faults) == {1: 3, 3: 1}
+
+
+@given(st.lists(st.tuples(st.integers(0, 40_000), st.one_of(st.none(), st.integers()))), st.integers(0, 60))
+def test_a_number_map_is_a_dict_whose_changes_are_copies(changes: list[tuple[int, int | None]], first: int) -> None:
+    """It has what a dict has after the same changes, in the order of the numbers; the one before has what it had."""
+    before = {key: value for key, value in changes[:first] if value is not None}
+    known, expected = NumberMap(before.items()), dict(before)
+    unchanged = known
+    for key, value in changes[first:]:
+        known = known.put(key, value)
+        expected.pop(key, None)
+        if value is not None:
+            expected[key] = value
+        assert known.get(key) == value
+    assert list(known.items()) == sorted(expected.items())
+    assert len(known) == len(expected)
+    assert unchanged == before
+    assert 40_001 not in known
+    assert -1 not in known
+
+
+@pytest.mark.parametrize("num", [1_280, pytest.param(10_240, marks=pytest.mark.slow)])
+def test_an_event_visits_few_members(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many join, report, fail, come back and complete: each visits some entries, not all."""
+    visits = 0
+
+    class Counting(NumberMap[object]):
+        def __getitem__(self, key: int) -> object:
+            nonlocal visits
+            visits += 1
+            return get(self, key)
+
+        def __iter__(self) -> Iterator[int]:
+            nonlocal visits
+            for key in walk(self):
+                visits += 1
+                yield key
+
+    get, walk = NumberMap.__getitem__, NumberMap.__iter__
+    monkeypatch.setattr(NumberMap, "__getitem__", Counting.__getitem__)
+    monkeypatch.setattr(NumberMap, "__iter__", Counting.__iter__)
+
+    def spent(what: str, most: int) -> None:
+        nonlocal visits
+        print(f"{num} members, {what}: {visits / num:.1f} visits for each")
+        assert visits <= most * num, what
+        visits = 0
+
+    spent("nothing", 0)
+    hub, ranks = Hub(begin(num, 0.0)), range(num)
+    for rank in ranks:
+        hub.come(rank)
+    spent("join", 20)
+    hub.ready(0, ranks)
+    hub.assign({rank: rank for rank in ranks})
+    assert hub.state.phase == RestartPhase.RUNNING
+    spent("ready, and go", 40)
+    for rank in ranks:
+        hub.fault(rank, 0, is_consequence=rank > 0)
+    spent("fault", 40)
+    for rank in ranks:
+        hub.come(rank, o.MemberStanding(restart_count=0))
+    spent("come back", 20)
+    for rank in ranks[: num // 2]:
+        hub.die(rank)
+    spent("half of them die", 40)
+    rest = ranks[num // 2 :]
+    hub.ready(1, rest)
+    hub.assign({rank: rank - rest[0] for rank in rest})
+    assert hub.state.phase == RestartPhase.RUNNING
+    spent("ready, and go again", 40)
+    for rank in rest:
+        hub.hear(rank, o.Completed(restart_count=1))
+    assert hub.state.phase == RestartPhase.FINISHED
+    spent("complete", 20)
+    gone = o.rank_runs({rank: rank for rank in ranks})
+    standings = {rank: o.MemberStanding(restart_count=0, restart=1, runs=gone) for rank in ranks}
+    hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), num, 0.0))
+    for rank in reversed(ranks):
+        hub.come(rank, standings[rank])
+        hub.fault(rank, 0)
+    spent("join the next hub", 40)
+
+
+def test_a_fault_is_sent_once() -> None:
+    """The order to go has only those faults that the order to restart had not; who missed that gets all of them."""
+    hub = running(3, 4)
+    (restart,) = hub.fault(1, 0)
+    hub.fault(2, 0, is_consequence=True)
+    hub.ready(1, range(4))
+    assert isinstance(restart.order, o.Restart)
+    _, go = only(hub.assign({0: 0, 1: 1, 2: 2, 3: None}))
+    assert isinstance(go, o.Go)
+    assert [fault.initial_rank for fault in go.faults] == [2]
+    assert [fault.initial_rank for fault in add_earlier_faults(go, restart.order).faults] == [1, 2]
+    _, again = only(hub.come(3, o.MemberStanding(restart_count=0)))
+    assert isinstance(again, o.Go)
+    assert [fault.initial_rank for fault in again.faults] == [1, 2]

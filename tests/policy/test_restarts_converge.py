@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from outlast.policy.inprocess_restart import (
     RestartPhase,
     RestartState,
     TimePassed,
+    add_earlier_faults,
     advance,
     begin,
     next_deadline_s,
@@ -27,6 +29,10 @@ from outlast.policy.inprocess_restart import (
 )
 
 LIMITS = RestartLimits(barrier_timeout_s=120.0, completion_timeout_s=120.0, last_call_wait_s=1.0, max_iterations=6)
+
+
+def names(faults: Iterable[o.RankFault]) -> set[tuple[int, int, o.RankFaultKind]]:
+    return {(one.initial_rank, one.restart_count, one.kind) for one in faults}
 
 
 @dataclass
@@ -44,6 +50,7 @@ class WrappedRank:
     entered: set[int] = field(default_factory=set)
     leaves_before: int = 0
     ended: bool = False
+    restart: o.Restart | None = None
     stubborn: bool = False
 
 
@@ -54,12 +61,18 @@ class World:
         self.state: RestartState = begin(num, 0.0)
         self.told: set[int] = set()
         self.gone_to: dict[int, dict[int, int | None]] = {}
+        self.faults: dict[int, set[tuple[int, int, o.RankFaultKind]]] = {}
 
     # -- the hub -----------------------------------------------------------------------------------------------
 
     def advance(self, event: Event) -> None:
         before = self.state
         self.state, actions = advance(before, event, LIMITS)
+        members = list(self.state.members.values()) if len(self.ranks) < 8 else []
+        assert not members or self.state.num_unready == sum(member.store_address is None for member in members)
+        num_running = sum(one.active_rank is not None and not one.completed for one in members)
+        assert not members or self.state.num_running == num_running
+        assert self.state.num_causes == sum(not fault.is_consequence for fault in self.state.faults)
         if self.state.phase == RestartPhase.RUNNING and self.state.members.keys() != self.told:
             self.told = set(self.state.members)
             for rank in self.ranks.values():
@@ -68,6 +81,8 @@ class World:
         for action in actions:
             if isinstance(action.order, o.Go):
                 self.check_go(action.order)
+                if before.faults:
+                    self.faults[action.order.restart_count] = names(before.faults)
             for rank in action.to:
                 if self.ranks[rank].linked:
                     self.ranks[rank].orders.append(action.order)
@@ -152,9 +167,12 @@ class World:
         rank.record.note_order(order)
         match order:
             case o.Restart():
+                rank.restart = order
                 rank.leaves_before = order.restart_count
             case o.Go():
                 assert order.restart_count not in rank.entered, "told to enter a call twice"
+                known_faults = names(add_earlier_faults(order, rank.restart).faults)
+                assert len(known_faults) == 16 or known_faults >= self.faults.get(order.restart_count, set())
                 rank.entered.add(order.restart_count)
                 known = self.gone_to.setdefault(order.restart_count, order.ranks)
                 if known != order.ranks:

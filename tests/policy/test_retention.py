@@ -90,25 +90,47 @@ def test_senseless_numbers_are_refused(k: int, interval: int, window: int) -> No
 def test_what_is_removed_is_older_and_not_kept(
     present: set[int], valid: set[int], newest: int, k: int, window: int
 ) -> None:
-    """Nothing that is as new as the newest commit is removed, nor what the rules keep of the valid generations; what
-    is older and not valid goes, whole or not."""
+    """Nothing that is as new as the newest that counts is removed, nor what the rules keep of the valid generations;
+    what is older and not valid goes, whole or not."""
     rules = RetentionRules(most_recent_k=k, suspect_window=window)
-    removed = set(choose_removed(sorted(present), valid, newest=newest, rules=rules, not_finite=()))
-    assert all(generation < newest for generation in removed)
+    removed = set(choose_removed(sorted(present), valid, committed=newest, rules=rules, not_finite=()))
+    newest_counted = max((present & valid) | {newest})
+    assert all(generation < newest_counted for generation in removed)
     kept = choose_kept((present & valid) | {newest}, most_recent_k=k, suspect_window=window)
     if newest in valid:
         assert not removed & kept
-    assert {generation for generation in present - valid if generation < newest} <= removed
+    assert {generation for generation in present - valid if generation < newest_counted} - {newest} <= removed
 
 
 def test_a_newest_one_that_is_not_known_to_be_valid_displaces_no_finite_one() -> None:
     """A newer generation may be torn: the newest that is known to be finite stays beside it."""
     rules = RetentionRules(most_recent_k=1)
-    assert choose_removed([5, 4, 3], {4, 3}, newest=5, rules=rules, not_finite=()) == [3]
+    assert choose_removed([5, 4, 3], {4, 3}, committed=5, rules=rules, not_finite=()) == [3]
+
+
+@given(FEW, FEW, st.integers(0, 60), st.integers(1, 5), st.integers(0, 9))
+def test_what_is_distrusted_takes_no_place(
+    valid: set[int], distrusted: set[int], newest: int, k: int, window: int
+) -> None:
+    """What is removed of the valid generations is the same, whatever else lies there."""
+    rules = RetentionRules(most_recent_k=k, suspect_window=window)
+
+    def removed(present: set[int]) -> set[int]:
+        return set(choose_removed(present, valid | {newest}, committed=newest, rules=rules, not_finite=()))
+
+    assert removed(valid | distrusted | {newest}) & valid == removed(valid | {newest}) & valid
+
+
+def test_after_a_rollback_newer_generations_do_not_count() -> None:
+    """A rollback from 2000 to 1000 with two to keep: 1000 stays beside 1100, and 2000 stays for whoever looks."""
+    rules = RetentionRules(most_recent_k=2)
+    assert choose_removed([2000, 1100, 1000, 900], {900, 1000, 1100}, committed=1100, rules=rules, not_finite=()) == [
+        900
+    ]
 
 
 @given(FEW, FEW)
 def test_who_keeps_all_loses_nothing(present: set[int], valid: set[int]) -> None:
     """Not even what is not known to be valid."""
     rules = RetentionRules(most_recent_k=KEEP_ALL)
-    assert choose_removed(present, valid, newest=61, rules=rules, not_finite=()) == []
+    assert choose_removed(present, valid, committed=61, rules=rules, not_finite=()) == []

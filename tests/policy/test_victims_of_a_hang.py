@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from outlast.policy import inprocess_protocol as o
 from outlast.policy.inprocess_protocol import RestartLimits
-from outlast.policy.inprocess_restart import MemberJoined, MemberReported, advance, begin
+from outlast.policy.inprocess_restart import MemberJoined, MemberReported, add_earlier_faults, advance, begin
 
 LIMITS = RestartLimits(barrier_timeout_s=120.0, completion_timeout_s=120.0, last_call_wait_s=1.0, max_iterations=6)
 
 
 def test_who_waits_for_a_rank_that_hangs_is_not_charged() -> None:
     """All ranks exceed the timeout; the one that waits for nobody has the fault, and is named first."""
-    state, go = begin(3, 0.0), None
+    state, restart, go = begin(3, 0.0), None, None
 
     def say(rank: int, report: o.Report) -> None:
-        nonlocal state, go
+        nonlocal state, restart, go
         state, actions = advance(state, MemberReported(initial_rank=rank, report=report, at_s=1.0), LIMITS)
         for action in actions:
             if isinstance(action.order, o.Assign):
                 ordinal = action.order.ordinal
                 say(action.to[0], o.Assigned(ordinal=ordinal, ranks={0: 0, 1: 1, 2: 2}))
+            restart = action.order if isinstance(action.order, o.Restart) else restart
             go = action.order if isinstance(action.order, o.Go) else go
 
     for rank in range(3):
@@ -40,5 +41,5 @@ def test_who_waits_for_a_rank_that_hangs_is_not_charged() -> None:
         say(rank, o.RankReady(restart_count=1, store_address="127.0.0.1 1"))
     assert go is not None
     assert go.restart_count == 1
-    assert [fault.initial_rank for fault in go.faults] == [2, 0, 1]
+    assert [fault.initial_rank for fault in add_earlier_faults(go, restart).faults] == [2, 0, 1]
     assert go.fault_counts == {2: 1}

@@ -2,7 +2,12 @@
 
 ``step-<n>`` is a committed generation, ``step-<n>.tmp-...`` an attempt, ``step-<n>.aside-...`` what stood in the way
 of a newer lineage, ``latest`` a hint for people, ``run.json`` a run's claim, and in ``owner`` lie the records of who
-writes there.
+writes there. Each owner has a folder ``owner/<number>.trash``, through which it deletes.
+
+An owner that was stopped between its last look at the records and what it does next harms nothing when it continues:
+whoever takes the directory over moves all attempts and all trash folders of earlier owners into a trash folder of its
+own, before it reads anything. A rename of an attempt that is gone, or into a trash folder that is gone, fails. So what
+an earlier owner commits or deletes happens before the takeover, or not at all.
 
 The claim is made once, atomically, and compared at every save; ``policy.lease`` decides whose a directory is. The lease
 (:mod:`outlast.runtime.lease`) keeps other living writers away: it is taken before anything is loaded or saved and
@@ -13,13 +18,15 @@ node's folder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
+import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -33,8 +40,9 @@ from outlast.decoding import from_json
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete, OutlastError, Untrusted
 from outlast.policy.lease import ClaimStep, DirectoryRun, LeaseOwner, find_owner, is_same_training, judge_claim
-from outlast.runtime.files import create_atomically, fsync_folder, write_atomically
-from outlast.runtime.lease import FolderRecords, InUse, Lease, Records
+from outlast.runtime.files import create_atomically, exchange, fsync_folder, write_atomically
+from outlast.runtime.injection import reach
+from outlast.runtime.lease import FOLDER, FolderRecords, InUse, Lease, Records
 
 log = logging.getLogger(__name__)
 RUN = "run.json"
@@ -60,6 +68,8 @@ class ClaimedPlace(ABC):
 
     url: str
     """The place, as a path where it is one."""
+    is_remote = False
+    """Whether it is reached through fsspec."""
 
     @abstractmethod
     def __init__(self, url: str) -> None: ...
@@ -87,6 +97,25 @@ class ClaimedPlace(ABC):
 
         Raises:
             OSError: It cannot be written, or there is one that cannot be read: it may be another run's.
+        """
+
+    @abstractmethod
+    def fence(self, number: int, token: str) -> None:
+        """Take from earlier owners what they need to commit or delete anything, and finish what they have begun.
+
+        Args:
+            number: Of this owner's record, which is the highest.
+            token: Attempts that carry it are this owner's.
+        """
+
+    @abstractmethod
+    def retire(self, iterations: Sequence[int], number: int, confirm: Callable[[], None]) -> None:
+        """Delete generations, unless a later owner has fenced this one.
+
+        Args:
+            iterations: Which.
+            number: Of this owner's record.
+            confirm: Raises when a later owner has come.
         """
 
     @property
@@ -183,6 +212,7 @@ class Claim:
         own: How this run describes itself.
         may_resume_other: Generations that another run saved there may be loaded.
         on_lost: Called once, in a thread of the lease's, when the directory was taken over.
+        token: Names the attempts of these processes; see :class:`SaveAttempt`.
 
     Thread: one; :meth:`acquire` and :meth:`release` any.
     """
@@ -196,7 +226,9 @@ class Claim:
         *,
         may_resume_other: bool,
         on_lost: Callable[[DirectoryRefused], None],
+        token: str = "",
     ) -> None:
+        self._token, self._is_fenced = token, False
         self._place, self._run, self._seen = place, run, seen
         self._own, self._may_resume_other = own, may_resume_other
         self._lease = Lease(place.owners, own, follow=self._follow, on_lost=lambda lost: on_lost(self._refused(lost)))
@@ -214,6 +246,10 @@ class Claim:
         """
         try:
             self._lease.hold()
+            if not self._is_fenced:  # before anything is read there
+                self._place.fence(self._lease.number, self._token)
+                self._is_fenced = True
+                self._lease.check()  # what this process has just made must not outlast a takeover meanwhile
         except InUse as error:
             raise self._refused(error) from None
         except CheckpointError:
@@ -239,6 +275,24 @@ class Claim:
                 return
         self._place.write_hint(self._run)  # what is there is no claim: it cannot be read
         self.is_held = True
+
+    @contextlib.contextmanager
+    def committing(self) -> Iterator[None]:
+        """Commit something in the body. Raises: as :meth:`hold`, also when a later owner made the commit fail."""
+        self.hold()
+        try:
+            yield
+        except (CheckpointError, OSError):
+            self.acquire()  # whoever took the directory over has taken the attempt away
+            raise
+        if self._place.is_remote:
+            self.acquire()  # a commit that a later owner came upon counts only if that one saw it
+
+    def retire(self, iterations: Sequence[int]) -> None:
+        """Delete generations of the place. Raises: as :meth:`acquire`."""
+        if iterations:
+            self.acquire()
+            self._place.retire(iterations, self._lease.number, self.acquire)
 
     def _is_as_left(self) -> bool:
         """Return whether a run whose claim was taken over has committed nothing since; it may have been about to."""
@@ -319,7 +373,13 @@ def _name(owner: LeaseOwner, other: LeaseOwner) -> str:
 
 
 _DOOMED = re.compile(r"step-\d+\.doomed")
-_PASSED = re.compile(r"step-\d+\.(?:tmp|aside)-(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)")
+_UNDER_WAY = re.compile(r"step-(?P<iteration>\d+)\.(?P<kind>tmp|aside)-(?P<attempt>.+)")
+_TRASH = re.compile(r"(\d+)\.trash")
+_IN_THE_WAY = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
+"""Errors of a rename to a name that is taken."""
+_PASSED = re.compile(
+    r"step-(?P<iteration>\d+)\.(?P<kind>tmp|aside)-(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,16 +393,14 @@ class SaveAttempt:
     ordinal: int
 
     def makes_stale(self, match: re.Match[str] | None) -> bool:
-        """Return whether a name is of an attempt of this job that is decided, or whose processes are gone.
+        """Return whether a name is of an attempt of these processes that is decided.
+
+        Others' attempts are known to be over when the directory is taken over from them, and only then.
 
         Args:
-            match: The groups ``job``, ``cycle``, ``token`` and ``ordinal`` of the name; ``None`` = it names no attempt.
+            match: The groups ``token`` and ``ordinal`` of the name; ``None`` = it names no attempt.
         """
-        if match is None or match["job"] != clean_name(self.job):
-            return False
-        if match["token"] == self.token:
-            return int(match["ordinal"]) < self.ordinal
-        return int(match["cycle"]) <= self.cycle
+        return match is not None and match["token"] == self.token and int(match["ordinal"]) < self.ordinal
 
     def __str__(self) -> str:
         return f"{clean_name(self.job)}-{self.cycle}-{self.token}.{self.ordinal}"
@@ -394,24 +452,81 @@ class GenerationFolder(ClaimedPlace):
 
     def promote(self, iteration: int, attempt: SaveAttempt) -> None:
         """Give an attempt its final name; what has that name already is set aside, not written to."""
-        final = self.generation(iteration)
-        if final.exists():
-            os.rename(final, self.path / f"step-{iteration}.aside-{attempt}")
-        os.rename(self.temporary(iteration, attempt), final)
+        temporary, final = self.temporary(iteration, attempt), self.generation(iteration)
+        aside = self.path / f"step-{iteration}.aside-{attempt}"
+        try:
+            os.rename(temporary, final)  # in place of nothing
+        except OSError as error:
+            if error.errno not in _IN_THE_WAY:
+                raise
+            if exchange(temporary, final):
+                os.rename(temporary, aside)
+            else:
+                _replace(temporary, final, aside)
         fsync_folder(self.path)
 
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
-        """Remove what earlier attempts of this job, and interrupted deletions, left; return the names.
+        """Remove what earlier attempts of these processes and deletions left; return the names.
 
-        Only what is provably not in use: of these processes' earlier attempts, which are decided, and of earlier
-        cycles and processes of this job, which are gone. Another job's leftovers stay.
+        What earlier owners left lies in this one's trash since the directory was taken over.
         """
         removed = []
-        for name in os.listdir(self.path) if self.path.is_dir() else ():
-            if _DOOMED.fullmatch(name) or attempt.makes_stale(_PASSED.fullmatch(name)):
+        for name in self.names():
+            match = _PASSED.fullmatch(name)
+            is_replaced = (
+                match is not None
+                and (match["kind"], match["token"]) == ("aside", attempt.token)
+                and self.generation(int(match["iteration"])).exists()
+            )
+            if _DOOMED.fullmatch(name) or is_replaced or attempt.makes_stale(match):
                 shutil.rmtree(self.path / name, ignore_errors=True)
                 removed.append(name)
+        for trash in self._trashes():
+            for path in trash.iterdir():
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path.name)
         return removed
+
+    def fence(self, number: int, token: str) -> None:
+        trash = self._trash(number)
+        trash.parent.mkdir(exist_ok=True)
+        trash.mkdir(mode=0o700, exist_ok=True)
+        for earlier in self._trashes():
+            if int(earlier.stem) < number:
+                _move(earlier, trash / earlier.name)
+        for place in (self, self.suspects):
+            for name in sorted(place.names(), key=lambda name: _age_ns(place.path / name)):
+                match, path = _UNDER_WAY.fullmatch(name), place.path / name
+                if match is None or f"-{token}." in match["attempt"]:
+                    continue
+                # A generation whose replacement failed half-way, where a file system cannot swap names.
+                is_orphan = match["kind"] == "aside" and not place.generation(int(match["iteration"])).exists()
+                _move(
+                    path,
+                    place.generation(int(match["iteration"])) if is_orphan else trash / f"{place.path.name}-{name}",
+                )
+        fsync_folder(self.path)
+
+    def retire(self, iterations: Sequence[int], number: int, confirm: Callable[[], None]) -> None:
+        if number == 0:
+            for iteration in iterations:
+                self.remove(iteration)
+            return
+        for iteration in iterations:
+            confirm()
+            reach("checkpoint.retire")
+            gone = self._trash(number) / f"step-{iteration}-{secrets.token_hex(4)}"
+            os.rename(self.generation(iteration), gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _trash(self, number: int) -> Path:
+        """Return the folder through which an owner deletes; without it, it can delete nothing."""
+        return self.path / FOLDER / f"{number}.trash"
+
+    def _trashes(self) -> list[Path]:
+        folder = self.path / FOLDER
+        names = os.listdir(folder) if folder.is_dir() else []
+        return [folder / name for name in names if _TRASH.fullmatch(name)]
 
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         """Delete what a failed attempt wrote: its room may be what the next one lacks."""
@@ -424,6 +539,36 @@ class GenerationFolder(ClaimedPlace):
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _replace(temporary: Path, final: Path, aside: Path) -> None:
+    """Set what has a name aside, and give the name to another folder; if that one is gone, undo it."""
+    os.rename(final, aside)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        _move(aside, final)
+        raise
+
+
+def _move(source: Path, target: Path) -> None:
+    """Rename something, unless it is gone, or its new name is taken meanwhile."""
+    try:
+        os.rename(source, target)
+    except FileNotFoundError:
+        if source.exists():
+            raise
+    except OSError as error:
+        if error.errno not in _IN_THE_WAY:
+            raise
+
+
+def _age_ns(path: Path) -> int:
+    """Return how old a folder is, as a number to sort by, newest first."""
+    try:
+        return -path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 class Directory(GenerationFolder):

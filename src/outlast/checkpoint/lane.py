@@ -140,8 +140,6 @@ class Lane(ABC):
     _name: ClassVar[str]
     _tier: ClassVar[Tier]
     """Whose generations the retention counts."""
-    _sweeps_each_time = True
-    """Remove stale files after every commit, not only after a failed save."""
 
     def __init__(
         self,
@@ -167,7 +165,7 @@ class Lane(ABC):
         """Whether the outcome of the save under way is known, or other ranks cannot have committed it."""
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._store = store
+        self._store, self._is_store_lost = store, False
         self._posted: list[tuple[int, str]] = []
         """Keys of the store, by the ordinal of their save."""
         self._thread = threading.Thread(target=self._run, name=f"outlast-{self._name}", daemon=True)
@@ -205,6 +203,7 @@ class Lane(ABC):
 
     def _take(self, save: Save) -> None:
         """Commit a save, report what became of it, and hand it on."""
+        self._renew_store()
         try:
             reached = self._commit(save)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end saving without a report
@@ -240,7 +239,7 @@ class Lane(ABC):
     def _post(self, save: Save, name: str, value: msgspec.Struct) -> None:
         """Send all ranks something about a save. Raises: PeerSilent, when the ranks' store is gone."""
         key = self._store_key(save, name)
-        with _store_errors():
+        with self._store_errors():
             self._store.set(key, msgspec.json.encode(value).decode())
         self._posted.append((save.attempt.ordinal, key))
 
@@ -260,7 +259,7 @@ class Lane(ABC):
         """
         key = self._store_key(save, name)
         end_s, pause_s = clock.now_s() + self._left_s() + grace_s, 0.001
-        with _store_errors():
+        with self._store_errors():
             while not self._store.check([key]):
                 if self._stop.wait(pause_s):
                     raise CheckpointError(
@@ -363,6 +362,27 @@ class Lane(ABC):
             log.debug("the store is gone, with all that was posted there: %s", error)
         self._posted = [(ordinal, key) for ordinal, key in self._posted if ordinal >= before]
 
+    def _renew_store(self) -> None:
+        """Connect to the ranks' store again if the last save lost the connection."""
+        if not self._is_store_lost:
+            return
+        try:
+            self._store, self._is_store_lost = self._store.clone(), False
+        except (AttributeError, RuntimeError) as error:
+            log.warning("the ranks' store cannot be reached again (%s); saves fail until it can", error)
+
+    @contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        """Raise the errors of a store whose host is gone as PeerSilent."""
+        try:
+            yield
+        except RuntimeError as error:  # torch's DistNetworkError and others
+            self._is_store_lost = True
+            what = (str(error).splitlines() or [type(error).__name__])[0]
+            raise PeerSilent(
+                f"rank 0, which hosts the ranks' store, is gone ({what}); see the log of that rank"
+            ) from None
+
     def _store_key(self, save: Save, name: str) -> str:
         return f"outlast/checkpoint/{self._places.token}/{self._name}/{save.attempt.ordinal}/{name}"
 
@@ -379,29 +399,19 @@ class Lane(ABC):
             if self._must_sweep:
                 if removed := place.remove_stale(save.attempt):
                     log.debug("removed files of earlier attempts: %s", ", ".join(removed))
-                self._must_sweep = self._sweeps_each_time
+                self._must_sweep = not place.is_remote  # a store charges for listings
         except (CheckpointError, OSError) as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
 
     def _remove_old(self, save: Save, place: Directory | GlobalDirectory) -> None:
-        present = place.generations()
-        valid = self._committed.generations(self._tier)
-        newest = self._newest(save, present)
-        not_finite = self._committed.not_finite
-        for generation in choose_removed(present, valid, newest=newest, rules=self._retention, not_finite=not_finite):
-            place.remove(generation)
+        assert self._claim is not None  # whoever commits in a place has one
+        removed = choose_removed(
+            place.generations(),
+            self._committed.generations(self._tier),
+            committed=save.iteration,
+            rules=self._retention,
+            not_finite=self._committed.not_finite,
+        )
+        self._claim.retire(removed)
+        for generation in removed:
             log.debug("removed generation %d from %s", generation, place.url)
-
-    def _newest(self, save: Save, present: list[int]) -> int:
-        """Return the generation below which old ones may be removed."""
-        return save.iteration
-
-
-@contextmanager
-def _store_errors() -> Iterator[None]:
-    """Raise the errors of a store whose host is gone as PeerSilent."""
-    try:
-        yield
-    except RuntimeError as error:  # torch's DistNetworkError and others
-        what = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PeerSilent(f"rank 0, which hosts the ranks' store, is gone ({what}); see the log of that rank") from None

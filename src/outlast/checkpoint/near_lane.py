@@ -300,11 +300,12 @@ class NearLane(Lane):
             if not path.exists():
                 raise CheckpointError(f"rank {self._rank} does not see {path}; is it the same file system?")
         reach("checkpoint.manifest", attempt=str(save.attempt))
-        self._hold_claim(save)
-        write_durably(temporary / MANIFEST, manifest)
-        fsync_folder(temporary)
-        reach("checkpoint.rename", attempt=str(save.attempt))
-        folder.promote(save.iteration, save.attempt)
+        assert self._claim is not None  # this rank leads its node
+        with self._claim.committing():
+            write_durably(temporary / MANIFEST, manifest)
+            fsync_folder(temporary)
+            reach("checkpoint.rename", attempt=str(save.attempt))
+            folder.promote(save.iteration, save.attempt)
 
     def _replicates(self, save: Save) -> bool:
         return Tier.REPLICA in save.tiers and not save.suspect

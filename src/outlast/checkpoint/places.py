@@ -383,7 +383,15 @@ class Claims:
         ) -> Claim | None:
             if directory is None or not leads:
                 return None
-            return Claim(directory, places.run, seen, own, may_resume_other=may_resume_other, on_lost=on_lost)
+            return Claim(
+                directory,
+                places.run,
+                seen,
+                own,
+                may_resume_other=may_resume_other,
+                on_lost=on_lost,
+                token=places.token,
+            )
 
         self.near = claim(places.local, places.seen_local, leads=places.is_leader(place.global_rank))
         """To this node's folder."""

@@ -290,7 +290,7 @@ def _nearest(path: Path) -> Path:
 @contextmanager
 def _new_file(folder: Path) -> Iterator[int]:
     """Make a file that is removed again; give its descriptor."""
-    path = folder / f".outlast-probe-{os.getpid()}-{secrets.token_hex(4)}"
+    path = folder / f".outlast-probe-{secrets.token_hex(8)}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         yield fd

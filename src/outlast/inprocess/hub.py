@@ -6,8 +6,9 @@ a short reconnect grace, one whose process is seen to be gone is lost at once. A
 members that it had aborts, since they may resume elsewhere.
 
 Only the few candidates for its succession know who belongs to the group: they get all members once, and then what
-changes. The others get who the candidates are, and orders in which ranks are runs: a loss among ten thousand members
-costs each of them some hundred bytes.
+changes. The others get who the candidates are, and orders in which ranks are runs and no fault comes twice: a loss
+among ten thousand members costs each of them less than a hundred bytes. Who is a candidate stays one while it is
+linked, so that members that join do not make each other candidates in turn, each with a copy of all members.
 
 A hub that follows another one first waits for the members that lived; they report their standing.
 
@@ -21,7 +22,7 @@ import logging
 import math
 import os
 import selectors
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -47,9 +48,16 @@ RECONNECT_S = 5.0
 that is busy. One whose process is seen to be gone is not waited for."""
 
 
-def order_candidates(able: Iterable[p.HubCandidate], host: int) -> tuple[p.HubCandidate, ...]:
-    """Return who may host the hub: the one that does, then one of each other node, then others."""
-    by_rank = sorted(able, key=lambda candidate: (candidate.initial_rank != host, candidate.initial_rank))
+def order_candidates(
+    able: Iterable[p.HubCandidate], host: int, present: Container[int] = ()
+) -> tuple[p.HubCandidate, ...]:
+    """Return who may host the hub: the one that does, then one of each other node, then others; present ones first."""
+
+    def preference(candidate: p.HubCandidate) -> tuple[bool, bool, int]:
+        rank = candidate.initial_rank
+        return rank != host, rank not in present, rank
+
+    by_rank = sorted(able, key=preference)
     of_node: dict[str, p.HubCandidate] = {}
     for candidate in by_rank:
         of_node.setdefault(candidate.node, candidate)
@@ -175,9 +183,8 @@ class Hub:
         self._peers[rank] = _LinkedMember(link, join)
         before, self._candidates = self._candidates, self._add_candidate(rank)
         self._inform(rank)
-        if self._candidates != before and self._announce_s is None:
-            # While thousands join, the candidates may change as often: the more members, the less often all are told.
-            self._announce_s = max(clock.now_s(), self._announced_s + _ANNOUNCE_S * len(self._peers))
+        if self._candidates != before:
+            self._announce_soon()
         if self._state is not None:
             self._advance(self._came(rank, join))
         elif rank not in self._known:
@@ -339,10 +346,8 @@ class Hub:
             self._advance(restart.Isolated(reason=text, at_s=clock.now_s()))
             return
         for rank, is_dead in ended:
-            kind, summary = p.RankFaultKind.LINK_LOST, "its monitor process is out of reach"
-            if is_dead:
-                kind, summary = p.RankFaultKind.DIED, "its process and its monitor process are gone"
-            self._advance(restart.MemberLost(initial_rank=rank, kind=kind, summary=summary, at_s=clock.now_s()))
+            kind = p.RankFaultKind.DIED if is_dead else p.RankFaultKind.LINK_LOST
+            self._advance(restart.MemberLost(initial_rank=rank, kind=kind, at_s=clock.now_s()))
 
     def _is_isolated(self) -> bool:
         """Whether most members may live out of reach; of two halves the one with the lowest rank resumes."""
@@ -360,6 +365,7 @@ class Hub:
         for rank in standings:
             self._advance(self._came(rank, self._peers[rank].join))
         self._lose(self._lost_early)
+        self._announce_soon()
         for rank, peer in list(self._peers.items()):
             early, peer.early = peer.early, []
             for message in early:
@@ -376,8 +382,11 @@ class Hub:
         assert self._state is not None
         before = self._state
         self._state, actions = restart.advance(before, event, self._limits)
-        if self._state.phase == restart.RestartPhase.RUNNING and self._has_other_members(before, self._state):
-            self._publish_members()
+        if self._state.phase == restart.RestartPhase.RUNNING:
+            if before.phase != restart.RestartPhase.RUNNING:
+                self._announce()
+            elif len(self._state.members) != len(before.members):
+                self._announce_soon()  # within a call members only go
         if self._state.restart_count != before.restart_count or self._state.phase != before.phase:
             log.info("%s of call %d", self._state.phase, self._state.restart_count)
             if self._state.phase == restart.RestartPhase.RUNNING:
@@ -387,28 +396,28 @@ class Hub:
         if self._state.end is not None and self._end_s is None:
             self._end_s = clock.now_s() + _END_S
 
-    def _has_other_members(self, before: restart.RestartState, now: restart.RestartState) -> bool:
-        """Whether the members of the call that runs are not those that the candidates know."""
-        if now.members is before.members or (len(now.members) == len(self._known) and before.phase == now.phase):
-            return False  # within a call members only go
-        return now.members.keys() != self._known.keys()
-
-    def _publish_members(self) -> None:
-        """Tell the candidates who belongs to the group, for the time when this hub is gone."""
-        assert self._state is not None
-        known = {rank: self._places[rank] for rank in sorted(self._state.members)}
-        changed = {rank: place for rank, place in known.items() if self._known.get(rank) != place}
-        lost = tuple(rank for rank in self._known if rank not in known)
-        self._change = m.HubCandidates(
-            candidates=(), version=self._version + 1, base=self._version, members=changed, lost=lost
-        )
-        self._known, self._version = known, self._version + 1
-        self._candidates = self._order_candidates()
-        self._announce()
+    def _announce_soon(self) -> None:
+        """Tell all members what is new to them, less often the more they are: thousands may come or go at once."""
+        if self._announce_s is None:
+            self._announce_s = max(clock.now_s(), self._announced_s + _ANNOUNCE_S * len(self._peers))
 
     def _announce(self) -> None:
-        """Tell all members what is new to them."""
+        """Tell all members what is new to them, and the candidates who belongs to the group."""
         self._announce_s, self._announced_s = None, clock.now_s()
+        state = self._state
+        if (
+            state is not None
+            and state.phase == restart.RestartPhase.RUNNING
+            and state.members.keys() != self._known.keys()
+        ):
+            known = {rank: self._places[rank] for rank in state.members}
+            changed = {rank: place for rank, place in known.items() if self._known.get(rank) != place}
+            lost = tuple(rank for rank in self._known if rank not in known)
+            self._change = m.HubCandidates(
+                candidates=(), version=self._version + 1, base=self._version, members=changed, lost=lost
+            )
+            self._known, self._version = known, self._version + 1
+            self._candidates = self._order_candidates()
         for rank in list(self._peers):
             self._inform(rank)
 
@@ -432,23 +441,29 @@ class Hub:
 
     def _add_candidate(self, rank: int) -> tuple[p.HubCandidate, ...]:
         """Return the candidates with a member that came; without a look at all members, where those before are here."""
-        others = [one for one in self._candidates if one.initial_rank != self._host.initial_rank]
         if rank == self._host.initial_rank:
             return self._candidates
-        for one in others:
-            peer = self._peers.get(one.initial_rank)
-            if one.initial_rank == rank or peer is None or peer.is_leaving:
-                return self._order_candidates()
-        join = self._peers[rank].join
-        came = p.HubCandidate(initial_rank=rank, node=join.place.node, address=join.place.address, life=join.life)
-        return order_candidates([self._host, *others, came], self._host.initial_rank)
+        others = [
+            one.initial_rank for one in self._candidates if one.initial_rank not in (self._host.initial_rank, rank)
+        ]
+        if not all(self._is_able(other) for other in others):
+            return self._order_candidates()
+        return self._chosen_of([*others, rank])
 
     def _order_candidates(self) -> tuple[p.HubCandidate, ...]:
-        able = [
-            p.HubCandidate(
-                initial_rank=rank, node=peer.join.place.node, address=peer.join.place.address, life=peer.join.life
-            )
-            for rank, peer in self._peers.items()
-            if rank != self._host.initial_rank and not peer.is_leaving
-        ]
-        return order_candidates([self._host, *able], self._host.initial_rank)
+        return self._chosen_of(
+            [rank for rank in self._peers if rank != self._host.initial_rank and self._is_able(rank)]
+        )
+
+    def _is_able(self, rank: int) -> bool:
+        peer = self._peers.get(rank)
+        return peer is not None and not peer.is_leaving
+
+    def _chosen_of(self, ranks: list[int]) -> tuple[p.HubCandidate, ...]:
+        """Return the candidates of the host and these linked members."""
+        able = [self._host]
+        for rank in ranks:
+            place, life = self._peers[rank].join.place, self._peers[rank].join.life
+            able.append(p.HubCandidate(initial_rank=rank, node=place.node, address=place.address, life=life))
+        present = {one.initial_rank for one in self._candidates}
+        return order_candidates(able, self._host.initial_rank, present)

@@ -207,7 +207,6 @@ class _MonitorDuty:
             initial_rank=self._task.initial_rank,
             restart_count=self._hub.restart_count,
             kind=p.RankFaultKind.DIED,
-            summary="its process is gone",
         )
         self._lose_rank(m.Gone(fault=self._stuck or fault))
 

@@ -33,7 +33,7 @@ from outlast.inprocess.progress import Page, RankPhase
 from outlast.inprocess.protocol import MonitorTask
 from outlast.monitor import stacks
 from outlast.policy import inprocess_protocol as p
-from outlast.policy.inprocess_restart import add_fault, count_causes
+from outlast.policy.inprocess_restart import add_earlier_faults, add_fault, count_causes
 from outlast.policy.rank_assignment import assign
 from outlast.runtime import connections, device
 from outlast.runtime.addresses import own_address
@@ -147,7 +147,7 @@ class StatusReporter:
             cycle=place.cycle,
             rank=0,
             restart_iteration=go.restart_count,
-            faults=[{"rank": one.initial_rank, "kind": one.kind, "summary": one.summary} for one in go.faults],
+            faults=[{"rank": one.initial_rank, "kind": one.kind, "summary": one.text} for one in go.faults],
             active_world_size=go.active_world_size,
             replaced={rank: after[rank] for rank in sorted(before.keys() & after) if before[rank] != after[rank]},
             duration_s=None if self._left_s is None else round(clock.now_s() - self._left_s, 6),
@@ -161,7 +161,7 @@ def _for_agent(faults: Iterable[p.RankFault]) -> list[InProcessFault]:
         InProcessFault(
             rank=fault.initial_rank,
             kind=_INCIDENTS[fault.kind],
-            summary=fault.summary or str(fault.kind).replace("_", " "),
+            summary=fault.text,
             is_consequence=fault.is_consequence,
         )
         for fault in ranked
@@ -220,6 +220,7 @@ class WrappedRank:
         self._place = env.read_worker()
         self._go: p.Go | None = None
         self._faults: tuple[p.RankFault, ...] = ()
+        self._restart: p.Restart | None = None
         """Since that order to go."""
         self._ready_for = -1
         self._returned: CallOutcome | None = None
@@ -302,8 +303,9 @@ class WrappedRank:
             match order:
                 case p.Go():
                     self._bootstrap.close()
-                    self._go_into(order)
+                    self._go_into(add_earlier_faults(order, self._restart))
                 case p.Restart():
+                    self._restart = order
                     self._note_faults(order.faults)
                     self._reporter.restart(order.restart_count, order.faults)
                     if order.restart_count > self._ready_for:

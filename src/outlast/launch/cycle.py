@@ -46,7 +46,7 @@ from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Distrusted, Load, tier_of_load
 from outlast.policy.rerun import Diagnosis, Replay
 from outlast.runtime.board import Board
-from outlast.runtime.files import in_time
+from outlast.runtime.files import in_time, make_private_folder, open_private
 from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
 
@@ -546,8 +546,10 @@ class Cycle:
             parts = [head, remains.trace, remains.fault, "last output:", "\n".join(output)]
 
             def keep() -> None:
-                folder.mkdir(parents=True, exist_ok=True)
-                path.write_text("\n\n".join(filter(None, parts)) + "\n", errors="replace")
+                make_private_folder(folder.parent)
+                make_private_folder(folder)
+                with open(path, "w", errors="replace", opener=open_private) as file:
+                    file.write("\n\n".join(filter(None, parts)) + "\n")
 
             try:
                 in_time(keep)
@@ -681,6 +683,8 @@ def _as_text(value: Replay | tuple[Distrusted, ...] | None) -> str:
 def make_logs_specs(args: argparse.Namespace, run_dir: Path) -> LogsSpecs:
     """Return torch's log specs as torchrun's options ask for; the default folder is ``<run_dir>/logs``."""
     ranks = {int(rank) for rank in args.local_ranks_filter.split(",")} if args.local_ranks_filter else None
+    if not args.log_dir:
+        make_private_folder(run_dir / "logs")
     return _get_logs_specs_class(args.logs_specs)(
         log_dir=args.log_dir or str(run_dir / "logs"),
         redirects=Std.from_str(args.redirects),
@@ -724,7 +728,7 @@ class _CycleLogs:
         for needles, stream in ((args.duplicate_stdout_filters, "stdout"), (args.duplicate_stderr_filters, "stderr")):
             if needles:
                 target = getattr(dest, f"filtered_{stream}")
-                file = open(target, mode="w", errors="replace", buffering=1)  # noqa: SIM115  closed by stop()
+                file = open(target, mode="w", errors="replace", buffering=1, opener=open_private)  # noqa: SIM115  closed by stop()
                 self._filtered.append(file)
                 tail(getattr(dest, f"tee_{stream}s"), file, needles)
 

@@ -8,6 +8,7 @@ import datetime
 import math
 import os
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Sequence
@@ -450,7 +451,7 @@ def _make_folder(path: Path, source: str) -> tuple[Path, ...]:
         _remove_empty(new)
         raise ConfigError(f"{named} cannot be made ({error.strerror}); {remedy} that is writable") from None
     try:
-        probe = path / f".probe-{os.getpid()}"
+        probe = path / f".probe-{secrets.token_hex(8)}"
         probe.touch()
         probe.unlink()
     except OSError as error:

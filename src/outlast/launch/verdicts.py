@@ -25,7 +25,7 @@ from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, begin_run
 from outlast.policy.recovery_point import Distrusted
 from outlast.policy.rerun import Diagnosis
-from outlast.runtime.files import write_atomically
+from outlast.runtime.files import PRIVATE, write_atomically
 
 
 @dataclass(slots=True, kw_only=True)
@@ -398,4 +398,4 @@ def save_ladder(run_dir: Path, state: LadderState) -> None:
     Raises:
         OSError: The run directory cannot be written.
     """
-    write_atomically(_path(run_dir), msgspec.json.format(msgspec.json.encode(state), indent=1))
+    write_atomically(_path(run_dir), msgspec.json.format(msgspec.json.encode(state), indent=1), mode=PRIVATE)

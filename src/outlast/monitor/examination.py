@@ -37,7 +37,7 @@ from outlast.monitor.stacks import Stack
 from outlast.policy.causes import Collective, Position
 from outlast.policy.deadlines import Expired
 from outlast.runtime.board import Board, RankState
-from outlast.runtime.files import in_time
+from outlast.runtime.files import in_time, make_private_folder, open_private
 
 log = logging.getLogger(__name__)
 
@@ -446,8 +446,9 @@ def _write(path: Path, position: Position, text: str) -> None:
     )
 
     def keep() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(head + stacks.arrange(text))
+        make_private_folder(path.parent)
+        with open(path, "w", opener=open_private) as file:
+            file.write(head + stacks.arrange(text))
 
     try:
         in_time(keep)

@@ -197,32 +197,39 @@ def choose_kept(
 
 
 def choose_removed(
-    present: Iterable[int], valid: Collection[int], *, newest: int, rules: RetentionRules, not_finite: Collection[int]
+    present: Iterable[int],
+    valid: Collection[int],
+    *,
+    committed: int,
+    rules: RetentionRules,
+    not_finite: Collection[int],
 ) -> list[int]:
     """Choose the generations to remove from a place after a commit.
 
     Args:
         present: Iterations of all generations that are there, whole or not.
         valid: Those that are known to be committed; others may be torn or distrusted, and do not count.
-        newest: The generation that was committed last, or a newer one: what is not older than it stays for whoever
-            looks. It counts even if it is not known to be valid, but then not as one that is finite.
+        committed: The generation that was committed last. It counts even if it is not known to be valid, but then not
+            as one that is finite.
         rules: How many to keep; if all, nothing is removed.
         not_finite: Those that are known to hold numbers that are infinite or NaN.
 
     Returns:
-        Some of ``present``, in its order.
+        Some of ``present``, in its order. What is not older than the newest that counts is not among them: after a
+        rollback, newer generations that are distrusted stay for whoever looks, and take no other one's place.
 
     Raises:
         ValueError: The rules contradict themselves.
     """
     there = list(present)
+    counted = {*(generation for generation in there if generation in valid), committed}
     kept = choose_kept(
-        {*(generation for generation in there if generation in valid), newest},
+        counted,
         most_recent_k=rules.most_recent_k,
         retain_interval=rules.retain_interval,
         suspect_window=rules.suspect_window,
-        not_finite={*not_finite, *({newest} - set(valid))},
+        not_finite={*not_finite, *({committed} - set(valid))},
     )
     if rules.most_recent_k == KEEP_ALL:
         return []
-    return [generation for generation in there if generation not in kept and generation < newest]
+    return [generation for generation in there if generation not in kept and generation < max(counted)]

@@ -139,7 +139,13 @@ class RankFaultKind(StrEnum):
     """It was not ready for the next call in time."""
 
 
-class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
+_TEXTS = {
+    RankFaultKind.DIED: "its process is gone",
+    RankFaultKind.LINK_LOST: "its monitor process is out of reach",
+}
+
+
+class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag="f", array_like=True, omit_defaults=True):
     """Something went wrong on a rank."""
 
     initial_rank: int
@@ -147,9 +153,15 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=
     """The call in which it happened."""
     kind: RankFaultKind
     summary: str = ""
+    """More than the kind tells; it goes to every member."""
     is_consequence: bool = False
     """It only means that a connection to another rank broke: another rank's fault is the cause."""
     evidence: dict[str, str] = {}
+
+    @property
+    def text(self) -> str:
+        """The summary, or what the kind tells."""
+        return self.summary or _TEXTS.get(self.kind) or str(self.kind).replace("_", " ")
 
     @property
     def is_victims(self) -> bool:
@@ -242,7 +254,7 @@ class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=T
 Report = RankReady | RankFault | Completed | Left | Assigned
 
 
-class Restart(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+class Restart(msgspec.Struct, frozen=True, kw_only=True, tag="r", array_like=True):
     """Leave the function (a spare: stop waiting), and report :class:`RankReady` for the next call."""
 
     restart_count: int
@@ -274,7 +286,7 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
         )
 
 
-class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+class Go(msgspec.Struct, frozen=True, kw_only=True, tag="g", array_like=True):
     """Enter the function."""
 
     restart_count: int
@@ -283,7 +295,7 @@ class Go(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     store_address: str
     """``host port`` where the rank with active rank 0 listens."""
     faults: tuple[RankFault, ...] = ()
-    """Why the call before ended; causes first, no more than 16."""
+    """Why the call before ended; causes first, no more than 16; without those that the order to restart had."""
     fault_counts: dict[int, int] = {}
     """Number of faults by initial rank, all calls together."""
 

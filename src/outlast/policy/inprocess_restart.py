@@ -10,12 +10,17 @@ does not answer the question for the ranks too; one that runs is bounded by its 
 
 Reports on an older call are dropped. A spare may die at any time without a restart; so may a member that has
 completed, before all have.
+
+An event visits one member; only a change of phase visits all. Ten thousand members report within a second, and each
+report must not cost a look at all others: what is known is kept in maps that share with the map before all that did
+not change (:class:`NumberMap`), and how many are not ready, or still run, is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,12 +31,103 @@ _MAX_FAULTS = 16
 """Faults that are sent to every member; a thousand ranks may all report that they lost a connection."""
 
 
+V = TypeVar("V")
+
+_BITS = 5
+_WIDTH = 1 << _BITS
+
+
+class NumberMap(Mapping[int, V]):
+    """A map from numbers to anything but ``None``, in the order of the numbers; none of its methods changes it.
+
+    A tree with 32 branches at each node: one with a change shares all but the nodes on the way to it.
+
+    Args:
+        items: What is in it; numbers from 0.
+    """
+
+    __slots__ = ("_depth", "_len", "_root")
+
+    def __init__(self, items: Iterable[tuple[int, V]] = ()) -> None:
+        self._len = 0
+        level: dict[int, list[Any]] = {0: [None] * _WIDTH}
+        for key, value in items:
+            node = level.setdefault(key >> _BITS, [None] * _WIDTH)
+            self._len += node[key % _WIDTH] is None
+            node[key % _WIDTH] = value
+        self._depth = 1
+        while level.keys() != {0}:
+            above: dict[int, list[Any]] = {}
+            for at, node in level.items():
+                above.setdefault(at >> _BITS, [None] * _WIDTH)[at % _WIDTH] = tuple(node)
+            level, self._depth = above, self._depth + 1
+        self._root: tuple[Any, ...] = tuple(level[0])
+
+    def __getitem__(self, key: int) -> V:
+        if key < 0 or key >> self._depth * _BITS:
+            raise KeyError(key)
+        node: Any = self._root
+        for level in range(self._depth - 1, -1, -1):
+            node = node[(key >> level * _BITS) % _WIDTH]
+            if node is None:
+                raise KeyError(key)
+        found: V = node
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        level = [(0, self._root)]
+        for _ in range(self._depth - 1):
+            level = [
+                (at * _WIDTH + branch, child)
+                for at, node in level
+                for branch, child in enumerate(node)
+                if child is not None
+            ]
+        for at, node in level:
+            for branch, value in enumerate(node):
+                if value is not None:
+                    yield at * _WIDTH + branch
+
+    def __len__(self) -> int:
+        return self._len
+
+    def put(self, key: int, value: V | None) -> NumberMap[V]:
+        """Return it with a value changed, or with none where that is ``None``."""
+        other: NumberMap[V] = NumberMap.__new__(NumberMap)
+        other._root, other._depth = self._root, self._depth
+        while key >> other._depth * _BITS:
+            other._root, other._depth = (other._root, *[None] * (_WIDTH - 1)), other._depth + 1
+        other._len = self._len - (key in self) + (value is not None)
+        other._root = _put(other._root, (other._depth - 1) * _BITS, key, value)
+        return other
+
+
+def _put(node: tuple[Any, ...] | None, shift: int, key: int, value: object) -> tuple[Any, ...]:
+    children = [None] * _WIDTH if node is None else list(node)
+    at = (key >> shift) % _WIDTH
+    children[at] = value if shift == 0 else _put(children[at], shift - _BITS, key, value)
+    return tuple(children)
+
+
 def add_fault(known: tuple[p.RankFault, ...], fault: p.RankFault) -> tuple[p.RankFault, ...]:
     """Return the faults with one more, unless it is known: a rank may report the same to two hubs."""
-    name = (fault.initial_rank, fault.restart_count, fault.kind)
-    if any((other.initial_rank, other.restart_count, other.kind) == name for other in known):
+    if any(_name(other) == _name(fault) for other in known):
         return known
     return (*known, fault)
+
+
+def _name(fault: p.RankFault) -> tuple[int, int, p.RankFaultKind]:
+    return fault.initial_rank, fault.restart_count, fault.kind
+
+
+def add_earlier_faults(go: p.Go, restart: p.Restart | None) -> p.Go:
+    """Return the order to go with those faults, too, that the order to restart for it had; they are not sent twice."""
+    if restart is None or restart.restart_count != go.restart_count:
+        return go
+    faults = restart.faults
+    for fault in go.faults:
+        faults = add_fault(faults, fault)
+    return msgspec.structs.replace(go, faults=judge(faults)[:_MAX_FAULTS])
 
 
 def judge(faults: tuple[p.RankFault, ...]) -> tuple[p.RankFault, ...]:
@@ -79,6 +175,18 @@ class HubMember(msgspec.Struct, frozen=True, kw_only=True):
     completed: bool = False
     labels: Mapping[str, str] = {}
     """What it reports of its place beyond its node."""
+    faults: tuple[tuple[int, p.RankFaultKind], ...] = ()
+    """Which of its faults are noted, by call and kind."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is ready for the call that forms."""
+        return self.store_address is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is in the call that runs, and has not completed it."""
+        return self.active_rank is not None and not self.completed
 
     def as_member(self, rank: int, *, alive: bool = True) -> Member:
         """Return it as those who assign ranks see it."""
@@ -99,16 +207,26 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     phase: RestartPhase
     restart_count: int
     """The one that forms, runs, or ran last."""
-    members: Mapping[int, HubMember]
+    members: NumberMap[HubMember]
     """Living ones by initial rank."""
+    num_unready: int
+    """How many of them are not ready."""
+    num_running: int
+    """How many of them run."""
     began_s: float
     """When the phase began."""
-    gone: tuple[Member, ...] = ()
-    """Those that have gone since the last order to go and had an active rank; they leave gaps."""
+    gone: NumberMap[Member] = NumberMap()
+    """Those that have gone since the last order to go and had an active rank, by initial rank; they leave gaps."""
     go: p.Go | None = None
     """The order to enter the call that runs, where this hub gave it."""
-    faults: tuple[p.RankFault, ...] = ()
-    """Since the last order to go."""
+    restart: p.Restart | None = None
+    """The order to leave the call before the one that forms, where this hub gave it."""
+    all_know_faults: bool = False
+    """Every member that is here got ``restart`` from this hub: its faults need not be sent again."""
+    noted: NumberMap[p.RankFault] = NumberMap()
+    """Faults since the last order to go, in this order."""
+    num_causes: int = 0
+    """How many of them did not come as a consequence."""
     fault_counts: Mapping[int, int] = {}
     """Causes by initial rank, up to the last order to go."""
     question: Question | None = None
@@ -119,6 +237,11 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     first_completed_s: float | None = None
     end: p.Finish | p.Abort | None = None
     """The last order."""
+
+    @property
+    def faults(self) -> tuple[p.RankFault, ...]:
+        """Faults since the last order to go."""
+        return tuple(self.noted.values())
 
 
 class MemberJoined(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,8 +268,9 @@ class MemberLost(msgspec.Struct, frozen=True, kw_only=True):
 
     initial_rank: int
     kind: p.RankFaultKind
-    summary: str
     at_s: float
+    summary: str = ""
+    """More than the kind tells."""
 
 
 class TimePassed(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,8 +298,15 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 
 def begin(world_size: int, at_s: float) -> RestartState:
     """Return the state before anyone has come."""
-    members = {rank: HubMember(node="") for rank in range(world_size)}
-    return RestartState(phase=RestartPhase.FORMING, restart_count=0, members=members, began_s=at_s)
+    members = NumberMap((rank, HubMember(node="")) for rank in range(world_size))
+    return RestartState(phase=RestartPhase.FORMING, restart_count=0, began_s=at_s, **_counted(members))
+
+
+def _counted(members: NumberMap[HubMember]) -> dict[str, Any]:
+    """Return members as fields of the state, with the counts that go with them."""
+    num_unready = sum(not member.is_ready for member in members.values())
+    num_running = sum(member.is_running for member in members.values())
+    return {"members": members, "num_unready": num_unready, "num_running": num_running}
 
 
 def take_over(
@@ -197,22 +328,22 @@ def take_over(
     restart = max(standing.restart for standing in standings.values())
     if newest.restart_count < 0 or not nodes:
         return msgspec.structs.replace(begin(world_size, at_s), num_questions=int(at_s * 1e6))
-    members = {
-        rank: HubMember(node=node, active_rank=ranks.get(rank))
+    members = NumberMap(
+        (rank, HubMember(node=node, active_rank=ranks.get(rank)))
         for rank, node in nodes.items()
         # Who was left out of the last call leaves, whatever the old hub managed to order.
         if rank in ranks
-    }
+    )
     all_went = all(standing.restart_count == newest.restart_count for standing in standings.values())
     forming = restart > newest.restart_count or not all_went
     return RestartState(
         phase=RestartPhase.FORMING if forming else RestartPhase.RUNNING,
         restart_count=newest.restart_count + 1 if forming else newest.restart_count,
-        members=members,
+        **_counted(members),
         began_s=at_s,
         num_questions=int(at_s * 1e6),
-        gone=tuple(
-            Member(initial_rank=rank, node="", rank=active, alive=False)
+        gone=NumberMap(
+            (rank, Member(initial_rank=rank, node="", rank=active, alive=False))
             for rank, active in ranks.items()
             if active is not None and rank not in nodes
         ),
@@ -265,14 +396,21 @@ class _RestartTransition:
             return self.send(rank, state.end)
         if rank not in state.members:
             return self.send(rank, p.Expel(reason="the others resumed without this rank"))
+        is_new = not state.members[rank].is_here
         self.set_member(rank, node=event.node, labels=event.labels, is_here=True)
         if self._catch_up(standing):
             state = self.state  # the order to restart went to this member, too
         elif state.phase == RestartPhase.FORMING:
             if standing.restart < state.restart_count and state.restart_count > 0:
-                self.send(rank, p.Restart(restart_count=state.restart_count, faults=self.sent_faults))
-            elif state.question is not None and state.question.to == rank:
-                self._ask_again()
+                if state.restart is None:
+                    self._note_restart()
+                assert self.state.restart is not None
+                self.send(rank, self.state.restart)
+            else:
+                if is_new:
+                    self.replace(all_know_faults=False)  # it has the order from another hub
+                if state.question is not None and state.question.to == rank:
+                    self._ask_again()
         elif standing.restart_count < state.restart_count and state.go is not None:
             self.send(rank, state.go)
         for fault in standing.faults:
@@ -301,11 +439,12 @@ class _RestartTransition:
         state = self.state
         if state.end is not None or (member := state.members.get(rank)) is None:
             return
-        self.remove(rank)
-        if state.phase == RestartPhase.RUNNING and (member.active_rank is None or member.completed):
+        if state.phase == RestartPhase.RUNNING and not member.is_running:
+            self.remove(rank)
             return self._finish_if_complete()
         at = state.restart_count if state.phase == RestartPhase.RUNNING else max(0, state.restart_count - 1)
         self.note_new(rank, kind, summary, at)
+        self.remove(rank)
         if state.phase == RestartPhase.RUNNING:
             self._restart()
         else:
@@ -318,7 +457,7 @@ class _RestartTransition:
         state = self.state
         if state.phase == RestartPhase.RUNNING:
             for rank, member in state.members.items():
-                if member.active_rank is not None and not member.completed:
+                if member.is_running:
                     summary = f"not completed {self.limits.completion_timeout_s:g} s after the first"
                     self.note_new(rank, p.RankFaultKind.COMPLETION_TIMEOUT, summary, state.restart_count)
             self._restart()
@@ -329,7 +468,7 @@ class _RestartTransition:
             self._ask()
         else:
             for rank, member in state.members.items():
-                if member.store_address is None:
+                if not member.is_ready:
                     self._expel(rank, "it was not ready in time" if member.is_here else "it did not come in time")
             self._form()
 
@@ -393,7 +532,7 @@ class _RestartTransition:
             self.remove(rank)
             return self._abort(left.reason)
         member, state = self.state.members[rank], self.state
-        if state.phase == RestartPhase.RUNNING and member.active_rank is not None and not member.completed:
+        if state.phase == RestartPhase.RUNNING and member.is_running:
             return self.lose(rank, p.RankFaultKind.DIED, left.reason)
         self.remove(rank)
         if state.phase == RestartPhase.FORMING:
@@ -411,11 +550,11 @@ class _RestartTransition:
             return False
         if standing.restart_count >= state.restart_count:
             ranks = standing.ranks
-            members = {
-                rank: msgspec.structs.replace(member, active_rank=ranks.get(rank))
+            members = NumberMap(
+                (rank, msgspec.structs.replace(member, active_rank=ranks.get(rank)))
                 for rank, member in state.members.items()
-            }
-            self.replace(members=members, fault_counts=standing.fault_counts)
+            )
+            self.replace(**_counted(members), fault_counts=standing.fault_counts)
         self.replace(restart_count=wanted - 1, question=None, last_call_s=None)
         self._restart()
         return True
@@ -432,15 +571,24 @@ class _RestartTransition:
         self.replace(
             phase=RestartPhase.FORMING,
             restart_count=state.restart_count + 1,
-            members={
-                rank: msgspec.structs.replace(member, completed=False, store_address=None)
-                for rank, member in state.members.items()
-            },
+            **_counted(
+                NumberMap(
+                    (rank, msgspec.structs.replace(member, completed=False, store_address=None))
+                    for rank, member in state.members.items()
+                )
+            ),
             began_s=self.at_s,
             first_completed_s=None,
             go=None,
+            all_know_faults=True,
         )
-        self.send_all(p.Restart(restart_count=self.state.restart_count, faults=self.sent_faults))
+        self.send_all(self._note_restart())
+
+    def _note_restart(self) -> p.Restart:
+        """Return the order to restart, which who comes later gets, too."""
+        order = p.Restart(restart_count=self.state.restart_count, faults=self.sent_faults)
+        self.replace(restart=order)
+        return order
 
     def _form(self) -> None:
         """Ask for the ranks if everybody is ready."""
@@ -449,10 +597,11 @@ class _RestartTransition:
             return
         if not state.members:
             return self._abort("no rank is left")
-        if any(member.store_address is None for member in state.members.values()):
-            self.replace(last_call_s=None)
+        if state.num_unready:
+            if state.last_call_s is not None:
+                self.replace(last_call_s=None)
             return
-        if state.faults and all(fault.is_consequence for fault in state.faults) and self.limits.last_call_wait_s > 0:
+        if state.noted and state.num_causes == 0 and self.limits.last_call_wait_s > 0:
             if state.last_call_s is None:
                 self.replace(last_call_s=self.at_s + self.limits.last_call_wait_s)
             if self.at_s < (self.state.last_call_s or 0.0):
@@ -461,14 +610,14 @@ class _RestartTransition:
 
     def _ask(self) -> None:
         ordinal = self.state.num_questions + 1
-        question = Question(ordinal=ordinal, to=min(self.state.members), asked_s=self.at_s)
+        question = Question(ordinal=ordinal, to=next(iter(self.state.members)), asked_s=self.at_s)
         self.replace(question=question, num_questions=ordinal)
         self._ask_again()
 
     def _ask_again(self) -> None:
         state = self.state
         assert state.question is not None
-        members = [member.as_member(rank) for rank, member in state.members.items()] + list(state.gone)
+        members = [member.as_member(rank) for rank, member in state.members.items()] + list(state.gone.values())
         self.send(
             state.question.to,
             p.Assign(
@@ -481,27 +630,34 @@ class _RestartTransition:
     def _go(self, ranks: Mapping[int, int | None]) -> None:
         state = self.state
         host = next(rank for rank, active in ranks.items() if active == 0)
-        counts = self.fault_counts
+        counts, faults = self.fault_counts, self.sent_faults
         go = p.Go(
             restart_count=state.restart_count,
             runs=p.rank_runs(ranks),
             active_world_size=sum(active is not None for active in ranks.values()),
             store_address=state.members[host].store_address or "",
-            faults=self.sent_faults,
+            faults=faults,
             fault_counts=counts,
         )
-        self.send_all(go)
+        known: frozenset[tuple[int, int, p.RankFaultKind]] = frozenset()
+        if state.restart is not None and state.all_know_faults:
+            known = frozenset(_name(fault) for fault in state.restart.faults)
+        self.send_all(msgspec.structs.replace(go, faults=tuple(one for one in faults if _name(one) not in known)))
+        members = NumberMap(
+            (rank, HubMember(node=member.node, labels=member.labels, is_here=member.is_here, active_rank=ranks[rank]))
+            for rank, member in state.members.items()
+            if rank in ranks
+        )
         self.replace(
             phase=RestartPhase.RUNNING,
-            members={
-                rank: HubMember(node=member.node, labels=member.labels, is_here=member.is_here, active_rank=ranks[rank])
-                for rank, member in state.members.items()
-                if rank in ranks
-            },
+            **_counted(members),
             began_s=self.at_s,
             go=go,
-            gone=(),
-            faults=(),
+            restart=None,
+            all_know_faults=False,
+            gone=NumberMap(),
+            noted=NumberMap(),
+            num_causes=0,
             fault_counts=counts,
             question=None,
             last_call_s=None,
@@ -509,7 +665,7 @@ class _RestartTransition:
 
     def _finish_if_complete(self) -> None:
         state = self.state
-        if all(member.completed or member.active_rank is None for member in state.members.values()):
+        if state.num_running == 0:
             order = p.Finish(restart_count=state.restart_count)
             self.send_all(order)
             self.replace(phase=RestartPhase.FINISHED, end=order)
@@ -521,9 +677,9 @@ class _RestartTransition:
 
     def _expel(self, rank: int, reason: str) -> None:
         is_here = self.state.members[rank].is_here
-        self.remove(rank)
         at = max(0, self.state.restart_count - 1)
         self.note_new(rank, p.RankFaultKind.BARRIER_TIMEOUT, reason, at)
+        self.remove(rank)
         if is_here:
             self.send(rank, p.Expel(reason=reason))
 
@@ -543,18 +699,34 @@ class _RestartTransition:
         self.note(p.RankFault(initial_rank=rank, restart_count=restart_count, kind=kind, summary=summary))
 
     def note(self, fault: p.RankFault) -> None:
-        self.replace(faults=add_fault(self.state.faults, fault))
+        """Note a member's fault, unless it is known: it may report the same to two hubs."""
+        state, name = self.state, (fault.restart_count, fault.kind)
+        known = state.members[fault.initial_rank].faults
+        if name in known:
+            return
+        self.set_member(fault.initial_rank, faults=(*known, name))
+        self.replace(
+            noted=state.noted.put(len(state.noted), fault), num_causes=state.num_causes + (not fault.is_consequence)
+        )
 
     def remove(self, rank: int) -> None:
         """Take a member out; ranks that were being assigned are out of date then."""
-        members = {**self.state.members}
-        member = members.pop(rank)
-        gap = () if member.active_rank is None else (member.as_member(rank, alive=False),)
-        self.replace(members=members, gone=(*self.state.gone, *gap), question=None)
+        member = self.state.members[rank]
+        if member.active_rank is not None:
+            self.replace(gone=self.state.gone.put(rank, member.as_member(rank, alive=False)))
+        self._put(rank, None)
+        self.replace(question=None)
 
     def set_member(self, rank: int, **changes: object) -> None:
-        member = msgspec.structs.replace(self.state.members[rank], **changes)
-        self.replace(members={**self.state.members, rank: member})
+        self._put(rank, msgspec.structs.replace(self.state.members[rank], **changes))
+
+    def _put(self, rank: int, member: HubMember | None) -> None:
+        state, before = self.state, self.state.members[rank]
+        self.replace(
+            members=state.members.put(rank, member),
+            num_unready=state.num_unready + (member is not None and not member.is_ready) - (not before.is_ready),
+            num_running=state.num_running + (member is not None and member.is_running) - before.is_running,
+        )
 
     def replace(self, **changes: object) -> None:
         self.state = msgspec.structs.replace(self.state, **changes)
@@ -564,5 +736,5 @@ class _RestartTransition:
 
     def send_all(self, order: p.Order) -> None:
         """Give every member that is here an order."""
-        to = tuple(sorted(rank for rank, member in self.state.members.items() if member.is_here))
+        to = tuple(rank for rank, member in self.state.members.items() if member.is_here)
         self.actions.append(Send(to=to, order=order))

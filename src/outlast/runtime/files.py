@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import secrets
@@ -21,17 +22,25 @@ NOT_ALLOWED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 """What a system call answers that the kernel does not have, or that a container may not make."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 """Errors of a file system without hard links."""
+PRIVATE = 0o600
+"""Permissions of a file that only its owner can read."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Replace a file by ``data``: readers see the old one or the new one, also after a crash.
+
+    Args:
+        path: The file.
+        data: What it is to hold.
+        mode: Permissions, before the umask; ``PRIVATE`` for what holds command lines or output.
 
     Raises:
         OSError: The disk is full, or the folder is not writable; the old file stays.
     """
     temporary = _temporary(path)
     try:
-        write_durably(temporary, data)
+        write_durably(temporary, data, mode=mode)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -134,6 +143,36 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         os.fsync(file.fileno())
 
 
+def exchange(one: Path, other: Path) -> bool:
+    """Swap the names of two files or folders in one step.
+
+    Returns:
+        Whether it is done; ``False``: the file system cannot do it.
+
+    Raises:
+        FileNotFoundError: One of them does not exist; nothing is changed.
+        OSError: The folder is not writable.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(one), None, os.fspath(other))
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder that only its owner can look into, if it does not exist; those above it get the usual mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def open_private(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file; a new one can only be read by its owner, as command lines and output may lie in it."""
+    return os.open(path, flags | os.O_CLOEXEC, PRIVATE)
+
+
 def fsync_folder(path: Path) -> None:
     """Make a folder's entries durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -145,7 +184,7 @@ def fsync_folder(path: Path) -> None:
 
 def _temporary(path: Path) -> Path:
     """Return a name beside a file that no process of any machine takes at the same time."""
-    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    return path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
 
 
 def _make_new(path: Path, data: bytes, mode: int) -> bool:

@@ -27,6 +27,7 @@ import msgspec
 from outlast import clock
 from outlast.env import clean_name
 from outlast.incidents import Event, EventKind
+from outlast.runtime.files import make_private_folder, open_private
 
 log = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
@@ -237,8 +238,8 @@ class _JournalWriter:
         """Write one line, and then how many before it were lost. Blocks: as long as the disk does."""
         try:
             if self._fd < 0:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                make_private_folder(self._path.parent)
+                self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
                 self._is_torn = _ends_torn(self._fd)
         except OSError as error:
             if not line:

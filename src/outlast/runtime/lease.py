@@ -27,7 +27,7 @@ from outlast import clock
 from outlast.decoding import from_json
 from outlast.errors import OutlastError
 from outlast.policy.lease import LeaseOwner, LeaseStep, OwnerStanding, Process, Silence, find_life, judge_owner
-from outlast.runtime.files import create_atomically
+from outlast.runtime.files import PRIVATE, create_atomically, make_private_folder
 from outlast.runtime.processes import is_alive
 
 log = logging.getLogger(__name__)
@@ -119,8 +119,8 @@ class FolderRecords:
         return self._path(number).read_bytes()
 
     def create(self, number: int, data: bytes) -> bool:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        return create_atomically(self._path(number), data)
+        make_private_folder(self._folder)
+        return create_atomically(self._path(number), data, mode=PRIVATE)
 
     def renew(self, number: int, data: bytes) -> None:
         # In place, and as long as before: nothing is made that would have to be made durable, and what is not there
@@ -197,6 +197,11 @@ class Lease:
     def is_held(self) -> bool:
         """Whether the directory was this owner's when it was last looked at."""
         return self._thread is not None and self._lost is None
+
+    @property
+    def number(self) -> int:
+        """The number of this owner's record; 0 = it has none. A later owner's is higher."""
+        return self._number
 
     def acquire(self, *, leads: bool = False) -> None:
         """Take the directory, unless it is held already, or enter it beside the owner's other processes.

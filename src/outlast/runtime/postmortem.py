@@ -39,7 +39,7 @@ from outlast.env import WorkerEnv, clean_name
 from outlast.errors import OutlastError
 from outlast.incidents import Cause, EventKind, Incident, IncidentKind, Verdict
 from outlast.policy.rerun import Diagnosis
-from outlast.runtime.files import in_time, memory_file, write_atomically
+from outlast.runtime.files import PRIVATE, in_time, make_private_folder, memory_file, write_atomically
 from outlast.runtime.journal import Journal
 
 _HEAD = struct.Struct("<QQ")
@@ -366,8 +366,8 @@ def write_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank:
     path = _path(run_dir, job, cycle, rank)
 
     def write() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, msgspec.json.encode(diagnosis))
+        make_private_folder(path.parent)
+        write_atomically(path, msgspec.json.encode(diagnosis), mode=PRIVATE)
 
     in_time(write, _DIAGNOSIS_S)
     return path

@@ -25,6 +25,7 @@ import msgspec
 from outlast import clock
 from outlast.errors import OutlastError
 from outlast.runtime import processes
+from outlast.runtime.files import open_private
 from outlast.runtime.forked_worker import Preloaded, become_worker, preload
 from outlast.runtime.processes import ChildProcess, channel_to_parent
 from outlast.runtime.wire import MessageChannel, ProtocolError
@@ -367,6 +368,6 @@ def _start(request: Spawn, parent_pid: int) -> int:
 def _open_log(path: str, opened: ExitStack) -> int:
     if not path:
         return -1
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     opened.callback(os.close, fd)
     return fd

@@ -11,7 +11,10 @@ import contextlib
 import os
 import re
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import msgspec
 
 from outlast.checkpoint.dcp.manifest import (
     METADATA,
@@ -23,19 +26,21 @@ from outlast.checkpoint.dcp.manifest import (
 from outlast.checkpoint.dcp.store import is_remote, local_path, open_store, without_slash
 from outlast.checkpoint.directory import ClaimedPlace, GenerationFolder, SaveAttempt, owner_of
 from outlast.checkpoint.manifest import MANIFEST
+from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import fsync_folder, write_durably
+from outlast.runtime.injection import reach
 from outlast.runtime.lease import FOLDER, Records
 
+MAX_REMOVED = 20_000
+"""Objects of old generations that are deleted after one commit; more wait for the next one."""
+MAX_TRIES = 3
 _RECORD = re.compile(r"(\d+)\.json")
 _FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")
 
 
 class GlobalDirectory(ClaimedPlace):
     """A path, or any URL that fsspec knows, with generations in it. Thread: any."""
-
-    is_remote: bool
-    """Whether it is reached through fsspec."""
 
     @staticmethod
     def open(url: str | os.PathLike[str]) -> GlobalDirectory:
@@ -90,7 +95,15 @@ class GlobalDirectory(ClaimedPlace):
         """Return the name of a rank's file of an attempt."""
 
     @abstractmethod
-    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
+    def commit(
+        self,
+        iteration: int,
+        attempt: SaveAttempt,
+        manifest: GlobalManifest,
+        metadata: bytes,
+        *,
+        confirm: Callable[[], None],
+    ) -> None:
         """Make an attempt, all of whose files are there, the generation of its iteration.
 
         A generation that has its place already is replaced in one step; on a file system it is set aside.
@@ -100,6 +113,7 @@ class GlobalDirectory(ClaimedPlace):
             attempt: Whose files they are.
             manifest: What it consists of.
             metadata: What other readers of the format read.
+            confirm: Raises when a later owner has come; called immediately before the commit.
 
         Raises:
             Incomplete: A file is not there, or is torn.
@@ -123,8 +137,6 @@ class GlobalDirectory(ClaimedPlace):
 
 class FileDirectory(GenerationFolder, GlobalDirectory):
     """A folder of generations; an attempt is a folder beside them, and becomes one by its rename."""
-
-    is_remote = False
 
     def read_into(self, name: str, start: int, target: memoryview) -> int:
         with open(self.path / name, "rb", buffering=0) as file:
@@ -150,12 +162,22 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
     def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
         return f"__{rank}_{index}.distcp"
 
-    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
+    def commit(
+        self,
+        iteration: int,
+        attempt: SaveAttempt,
+        manifest: GlobalManifest,
+        metadata: bytes,
+        *,
+        confirm: Callable[[], None],
+    ) -> None:
         folder = self.temporary(iteration, attempt)
         _check_files(manifest, self.sizes(folder.name))
         for name, data in ((METADATA, metadata), (MANIFEST, encode_global_manifest(manifest))):
             write_durably(folder / name, data)
         fsync_folder(folder)
+        confirm()
+        reach("checkpoint.fenced", attempt=str(attempt))
         self.promote(iteration, attempt)
 
 
@@ -202,12 +224,28 @@ class ObjectDirectory(GlobalDirectory):
     def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
         return f"__{rank}_{index}.{attempt}.distcp"
 
-    def commit(self, iteration: int, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes) -> None:
+    def commit(
+        self,
+        iteration: int,
+        attempt: SaveAttempt,
+        manifest: GlobalManifest,
+        metadata: bytes,
+        *,
+        confirm: Callable[[], None],
+    ) -> None:
         folder = self.folder(iteration)
         _check_files(manifest, self._store.sizes(folder))
-        replaced = self._committed_files(folder)
-        self._store.write(f"{folder}/{METADATA}", metadata)
-        self._store.write(f"{folder}/{MANIFEST}", encode_global_manifest(manifest))
+        parts = {f"{folder}/{METADATA}": metadata, f"{folder}/{MANIFEST}": encode_global_manifest(manifest)}
+        for _ in range(MAX_TRIES):
+            # Only what was there before this owner was sure that no later one had come is replaced.
+            versions = {name: self._store.version(name) for name in parts}
+            replaced = self._committed_files(folder)
+            confirm()
+            reach("checkpoint.fenced", attempt=str(attempt))
+            if all(self._store.replace(name, data, versions[name]) for name, data in parts.items()):
+                break
+        else:
+            raise CheckpointError(f"{self.url}/{folder} is written by another process all the time")
         # What an earlier attempt at this iteration had committed belongs to nothing now; another's upload may continue.
         self._remove(folder, (replaced or set()) - {file.name for file in manifest.files})
 
@@ -220,6 +258,37 @@ class ObjectDirectory(GlobalDirectory):
         names = set(self._store.sizes(folder))
         self._store.remove([f"{folder}/{MANIFEST}"])  # first: what is left then is no generation
         self._remove(folder, names - {MANIFEST})
+
+    def fence(self, number: int, token: str) -> None:
+        """See :class:`ClaimedPlace`; a manifest whose files are gone is no generation."""
+        self._store.check_fencing(f"{FOLDER}/{number}.probe")
+        retiring = f"{FOLDER}/{number - 1}.retiring"
+        with contextlib.suppress(FileNotFoundError):  # what the last owner was deleting it may continue to delete
+            doomed = from_json(self._store.read(retiring), list[int])
+            self._store.remove([*(f"{self.folder(iteration)}/{MANIFEST}" for iteration in doomed), retiring])
+        found: dict[str, set[str]] = {}
+        for path in self._store.sizes():
+            folder, _, name = path.rpartition("/")
+            match = _FILE.fullmatch(name)
+            if match is not None and match["token"] != token:
+                found.setdefault(folder, set()).add(name)
+        for folder, names in found.items():
+            if (committed := self._committed_files(folder)) is not None:  # else nobody knows what belongs to it
+                self._remove(folder, names - committed)
+
+    def retire(self, iterations: Sequence[int], number: int, confirm: Callable[[], None]) -> None:
+        if number != 0:
+            self._store.write(f"{FOLDER}/{number}.retiring", msgspec.json.encode(list(iterations)))
+        confirm()
+        reach("checkpoint.retire")
+        self._store.remove(f"{self.folder(iteration)}/{MANIFEST}" for iteration in iterations)
+        num_removed = 0
+        for iteration in iterations:
+            if num_removed >= MAX_REMOVED:
+                return  # without a manifest it is no generation; the rest goes after the next commit
+            names = set(self._store.sizes(self.folder(iteration)))
+            self._remove(self.folder(iteration), names)
+            num_removed += len(names)
 
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
         removed = []

@@ -67,7 +67,6 @@ class GlobalLane(Lane):
 
     _name = "global"
     _tier = Tier.GLOBAL
-    _sweeps_each_time = False  # a store charges for listings
     file_bytes = FILE_BYTES
     """A file that has reached it is full."""
 
@@ -97,8 +96,10 @@ class GlobalLane(Lane):
         try:
             items = Items(save.arena.view(save.num_bytes), save.tensors, world_size=self._world_size)
             answer = GlobalMessage(iteration=save.iteration, inventory=items.inventory)
-        except CheckpointError as error:
-            answer = GlobalMessage(iteration=save.iteration, error=f"rank {self._rank}: {error}")
+        except Exception as error:  # whatever it is: the others wait for this rank's answer
+            if not isinstance(error, CheckpointError):
+                log.exception("what iteration %d consists of cannot be told", save.iteration)
+            answer = GlobalMessage(iteration=save.iteration, error=f"rank {self._rank}: {_text_of(error)}")
         self._post(save, f"has/{self._rank}", answer)
         return items
 
@@ -110,8 +111,10 @@ class GlobalLane(Lane):
                 raise CheckpointError(order.error or "there is nothing to write")
             report = self._write_files(save, directory, items, order.duty)
             return GlobalMessage(iteration=save.iteration, report=report)
-        except CheckpointError as error:
-            text = str(error) if str(error).startswith("rank ") else f"rank {self._rank}: {error}"
+        except Exception as error:  # rank 0 waits for this rank's answer
+            if not isinstance(error, CheckpointError):
+                log.exception("files of iteration %d cannot be written", save.iteration)
+            text = str(error) if str(error).startswith("rank ") else f"rank {self._rank}: {_text_of(error)}"
             return GlobalMessage(iteration=save.iteration, error=text)
 
     def _write_files(self, save: Save, directory: GlobalDirectory, items: Items, duty: Duty) -> WriteReport:
@@ -210,9 +213,10 @@ class GlobalLane(Lane):
         )
         metadata = dump_metadata(manifest)
         entry = FileEntry(name=METADATA, num_bytes=len(metadata), chunks=digests(metadata))
-        self._hold_claim()
         manifest = msgspec.structs.replace(manifest, metadata=entry)
-        directory.commit(save.iteration, save.attempt, manifest, metadata)
+        assert self._claim is not None  # this is rank 0
+        with self._claim.committing():
+            directory.commit(save.iteration, save.attempt, manifest, metadata, confirm=self._claim.acquire)
         if not save.suspect:
             self._committed.note_finite(save.iteration, finite=manifest.finite)
 
@@ -221,8 +225,9 @@ class GlobalLane(Lane):
         if self._claim is not None:
             self._claim.hold()
 
-    def _newest(self, save: Save, present: list[int]) -> int:
-        return max(present, default=0)
+
+def _text_of(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _failed_here(error: Exception) -> SaveOutcome:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -18,9 +20,17 @@ from typing import Any
 
 from outlast.errors import CheckpointError
 
+log = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
 """For one small operation, or one piece of a large one."""
 SLACK_S = 1.0
+MAX_TRIES = 3
+BATCH = 1000
+"""Objects that S3 deletes in one request."""
+_CONDITIONAL = ("s3", "s3a", "gs", "gcs", "memory")
+"""Protocols in which fsspec makes an object only if there is none, in one step."""
+_REFUSED = frozenset({errno.EINVAL, errno.EBUSY})
+"""What s3fs makes of the codes 412 and 409: a condition was not met, or another request was quicker."""
 
 _stores: dict[str, ObjectStore] = {}
 _lock = threading.Lock()
@@ -63,6 +73,12 @@ class ObjectStore:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._opened: tuple[Any, str] | None = None
+        self._is_unfenced = False
+        """Whether it was logged that this store cannot fence."""
+
+    @property
+    def _is_s3(self) -> bool:
+        return self.url.startswith(("s3://", "s3a://"))
 
     def describe(self, name: str) -> str:
         """Return the URL of an object."""
@@ -115,22 +131,97 @@ class ObjectStore:
     def create(self, name: str, data: bytes) -> bool:
         """Put a small object unless it exists; of several that try at once, one succeeds.
 
-        A store that knows no such condition is asked before, which two may be at the same time.
+        A store that knows no such condition is asked before, which two may be at the same time; a warning says so.
 
         Returns:
             Whether this call made it.
+
+        Raises:
+            CheckpointError: The store does not answer, or refuses.
         """
-        for _ in range(2):  # of two that try at the same moment, a store may ask both to try again
+        if self.url.partition("://")[0] not in _CONDITIONAL:
+            self.warn_unfenced()
+        for number in range(1, MAX_TRIES + 1):  # of two that try at the same moment, a store may ask both to try again
             try:
                 self._call("pipe_file", name, self._path(name), data, mode="create")
                 return True
             except FileExistsError:
                 return False
-            except CheckpointError:
-                continue
-        if self.sizes(name):
-            return False
+            except CheckpointError as error:
+                if self._exists(name):
+                    return False
+                if not _is_unknown(error):
+                    if number == MAX_TRIES:
+                        raise
+                    continue
+            break
+        self.warn_unfenced()
         self.write(name, data)
+        return True
+
+    def version(self, name: str) -> str | None:
+        """Return what identifies an object's present content.
+
+        Returns:
+            ``None``: there is no such object; empty: the store cannot replace one version only.
+        """
+        if not self._is_s3:
+            return "" if self._exists(name) else None
+        try:
+            return str(self._call("info", name, self._path(name)).get("ETag") or "")
+        except FileNotFoundError:
+            return None
+
+    def replace(self, name: str, data: bytes, version: str | None) -> bool:
+        """Put a small object in place of one version of it, as :meth:`version` returned it.
+
+        Returns:
+            Whether it is there now; ``False``: another version is.
+
+        Raises:
+            CheckpointError: The store does not answer, or refuses.
+        """
+        try:
+            if version is None:
+                if self.create(name, data):
+                    return True
+            elif version:
+                self._call("pipe_file", name, self._path(name), data, IfMatch=version)
+                return True
+            else:
+                self.write(name, data)
+                return True
+        except CheckpointError:
+            if self.version(name) == version:
+                raise
+        try:  # a store's library may have asked twice, and found what it had put itself
+            return self.read(name) == data
+        except FileNotFoundError:
+            return False
+
+    def check_fencing(self, name: str) -> None:
+        """Log once, as a warning, if two could make the same object; ``name`` is used to find out."""
+        with contextlib.suppress(CheckpointError):  # the first commit will fail, and say so
+            self.remove([name])
+            if self.create(name, b"{}") and self.create(name, b"{}"):
+                self.warn_unfenced()
+            self.remove([name])
+
+    def warn_unfenced(self) -> None:
+        """Log once that nothing keeps two owners of this store apart."""
+        if not self._is_unfenced:
+            self._is_unfenced = True
+            log.warning(
+                "%s cannot make an object only if there is none, so it cannot fence: never let two runs use this "
+                "directory at the same time",
+                self.url,
+            )
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self._call("info", name, self._path(name))
+        except FileNotFoundError:
+            return False
         return True
 
     def put(self, name: str, data: Any, *, part_bytes: int, concurrency: int, timeout_s: float) -> None:
@@ -143,7 +234,7 @@ class ObjectStore:
             concurrency: Parts under way at once.
             timeout_s: For the whole of it.
         """
-        if self.url.startswith(("s3://", "s3a://")):
+        if self._is_s3:
             # Less than two parts go up as one object, which has to be there as a whole.
             parts = data[:] if len(data) < 2 * part_bytes else data
             arguments = {"chunksize": part_bytes, "max_concurrency": concurrency}
@@ -168,8 +259,17 @@ class ObjectStore:
         self._guard(name, lambda: _in_thread(put, timeout_s), timeout_s, writes=True)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete objects; those that are not there are none of anyone's concern."""
-        for name in names:
+        """Delete objects, in S3 a thousand with each request; those that do not exist are no error."""
+        left = list(names)
+        while self._is_s3 and len(left) > 1:
+            try:
+                self._call("bulk_delete", left[0], [self._path(name) for name in left[:BATCH]])
+            except CheckpointError as error:
+                if _is_unknown(error):
+                    break
+                raise
+            del left[:BATCH]
+        for name in left:
             with contextlib.suppress(FileNotFoundError):
                 self._call("rm_file", name, self._path(name))
 
@@ -233,8 +333,15 @@ class ObjectStore:
         except Exception as error:  # each store's library has errors of its own
             if creates and isinstance(error, FileExistsError):
                 raise
+            if not (isinstance(error, OSError) and error.errno in _REFUSED):
+                self._opened = None  # its connections may be broken for good: the next call makes new ones
             text = str(error).strip().splitlines()
             raise CheckpointError(f"{where}: {type(error).__name__}: {text[0][:300] if text else ''}") from error
+
+
+def _is_unknown(error: CheckpointError) -> bool:
+    """Return whether a store, or its library, does not know an operation."""
+    return isinstance(error.__cause__, TypeError | NotImplementedError) or "NotImplemented" in str(error)
 
 
 def _in_thread(work: Callable[[], Any], timeout_s: float) -> Any:

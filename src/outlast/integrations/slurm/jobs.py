@@ -30,7 +30,7 @@ from outlast.integrations.slurm.batch_script import BatchScript
 from outlast.launch.verdicts import load_ladder
 from outlast.policy.recovery_point import Copy, Tier, is_distrusted
 from outlast.policy.requeue import JobEnd, RequeueState, Ruling, rule
-from outlast.runtime.files import write_atomically
+from outlast.runtime.files import PRIVATE, write_atomically
 
 if TYPE_CHECKING:
     from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration, ListedPlace
@@ -100,7 +100,7 @@ def submit(script: BatchScript) -> str:
     run_dir = Path(script.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(run_dir / _SCRIPT, rendered.encode())
+        write_atomically(run_dir / _SCRIPT, rendered.encode(), mode=PRIVATE)
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir} cannot be written ({error}); name one that is writable") from None
     return call_slurm(command).strip().partition(";")[0]

@@ -1,0 +1,102 @@
+"""One life of a run, as a process: takes a directory over, resumes, and saves until it is refused or told to end.
+
+Writes one JSON line for each thing that it does. A line on its standard input ends it after the save under way.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from contextlib import ExitStack
+
+import torch
+from lanes import Lanes, flat_state
+
+from outlast.checkpoint.dcp.directory import StoreRecords
+from outlast.checkpoint.dcp.reader import read_rank
+from outlast.checkpoint.directory import DirectoryRefused
+from outlast.checkpoint.state import decode
+from outlast.checkpoint.verification import VerifiedFiles
+from outlast.errors import CheckpointError
+from outlast.runtime.injection import armed
+from outlast.runtime.lease import FolderRecords
+
+REFUSED = 75
+
+
+def tell(**facts: object) -> None:
+    """Write a line."""
+    print(json.dumps(facts), flush=True)
+
+
+def value_of(lanes: Lanes, iteration: int) -> float:
+    """Return what a generation holds. Raises: CheckpointError, when it is not whole."""
+    found = read_rank(VerifiedFiles(lanes.directory, lanes.directory.manifest(iteration)), 0)
+    saved = decode(found.tree, found.tensors.__getitem__)["state"]
+    value = float(saved["w"][0])
+    assert torch.equal(saved["w"], torch.full((4096,), value))
+    assert torch.equal(saved["v"], torch.full((4096,), -value)), "a mix"
+    return value
+
+
+def main(url: str, name: str, token: str, keep: str, point: str, at: str) -> int:
+    """Live.
+
+    Args:
+        url: The directory.
+        name: A number, which is in all that it saves; its machine, too.
+        token: Of its attempts.
+        keep: Generations.
+        point: Where it stops itself by a signal; empty = nowhere.
+        at: How often it passes there before.
+    """
+    FolderRecords.renew_s, StoreRecords.renew_s = 0.1, 0.4
+    passes = int(at)
+
+    def stop(**facts: object) -> None:
+        nonlocal passes
+        passes -= 1
+        if passes == -1:
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread goes no further
+
+    is_told = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.readline(), is_told.set()), daemon=True).start()
+    with ExitStack() as stack:
+        if point:
+            stack.enter_context(armed(point, stop))
+        lanes = stack.enter_context(Lanes(url, 1, token=token, leased=f"machine-{name}", most_recent_k=int(keep)))
+        try:
+            lanes.claim.acquire()
+        except DirectoryRefused as error:
+            tell(refused=str(error))
+            return REFUSED
+        found = dict[int, float]()
+        for iteration in lanes.directory.generations():
+            try:
+                found[iteration] = value_of(lanes, iteration)
+            except CheckpointError as error:
+                tell(torn=iteration, why=str(error))
+        tell(found=sorted(found.items()))
+        for iteration in found:
+            lanes.lanes[0]._committed.add(iteration, frozenset({lanes.lanes[0]._tier}))
+        iteration = max(found, default=0)
+        while not is_told.is_set():
+            iteration += 1
+            value = float(int(name) * 1000 + iteration)
+            state = {"w": torch.full((4096,), value), "v": torch.full((4096,), -value)}
+            (error,) = lanes.save([flat_state(state)], iteration)
+            if error is None:
+                tell(committed=iteration, value=value)
+            elif isinstance(error, DirectoryRefused):
+                tell(refused=str(error))
+                return REFUSED
+            else:
+                tell(failed=iteration, why=str(error))
+    tell(ended=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

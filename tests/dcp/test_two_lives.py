@@ -1,0 +1,233 @@
+"""Two lives of one run on one directory, as processes: whatever moment one is stopped at, nothing committed is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from s3_server import S3Server
+
+HERE = Path(__file__).parent
+PATIENCE_S = 100
+KEEP_ALL = -1
+
+
+class Life:
+    """A process of ``owning_life``."""
+
+    def __init__(
+        self, url: str, number: int, environment: dict[str, str], *, keep: int = KEEP_ALL, point: str = "", at: int = 0
+    ) -> None:
+        arguments = [url, str(number), f"{number:08x}", str(keep), point, str(at)]
+        self.lines: list[dict[str, Any]] = []
+        self.process = subprocess.Popen(
+            [sys.executable, os.fspath(HERE / "owning_life.py"), *arguments],
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def next(self) -> dict[str, Any] | None:
+        """Return what it does next; ``None``: it has ended."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            return None
+        self.lines.append(json.loads(line))
+        return self.lines[-1]
+
+    def wait_for(self, kind: str, count: int = 1) -> dict[str, Any]:
+        """Return the line of a kind that comes as the ``count``-th from now."""
+        while (line := self.next()) is not None:
+            count -= kind in line
+            if count == 0:
+                return line
+        raise AssertionError(f"it ended with code {self.process.wait(PATIENCE_S)}: {self.lines[-3:]}")
+
+    def wait_until_stopped(self) -> None:
+        """Wait for its stop by a signal; it stays a child to be waited for."""
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        self.wait_until_stopped()
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def finish(self) -> int:
+        """Have it end; return its exit code."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        while self.next() is not None:
+            pass
+        return self.process.wait(PATIENCE_S)
+
+    def committed(self) -> dict[int, float]:
+        return {line["committed"]: line["value"] for line in self.lines if "committed" in line}
+
+    def close(self) -> None:
+        self.process.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    pass
+        self.process.wait(PATIENCE_S)
+
+
+class Place:
+    """A directory, and the lives on it."""
+
+    def __init__(self, url: str, environment: dict[str, str], stack: ExitStack) -> None:
+        self.url, self._environment, self._stack, self._count = url, environment, stack, 0
+
+    def live(self, **options: Any) -> Life:
+        self._count += 1
+        life = Life(self.url, self._count, self._environment, **options)
+        self._stack.callback(life.close)
+        return life
+
+    def contents(self) -> dict[int, float]:
+        """Return what a later life finds, verified."""
+        last = self.live()
+        found = last.wait_for("found")["found"]
+        last.finish()
+        return dict(found)
+
+
+@contextmanager
+def _place(kind: str, tmp_path: Path) -> Iterator[Place]:
+    with ExitStack() as stack:
+        if kind == "posix":
+            yield Place(os.fspath(tmp_path / "place"), {}, stack)
+            return
+        server = S3Server("bucket", tmp_path / "record")
+        stack.callback(server.kill)
+        yield Place("s3://bucket/run", server.environment, stack)
+
+
+def _check_kept(place: Place, first: Life, second: Life) -> None:
+    """Check that all that either life committed is there, and nothing else; the second one's wins."""
+    assert place.contents() == {**first.committed(), **second.committed(), **_found(second)}
+    assert set(first.committed().items()) <= set(_found(second).items())
+
+
+def _found(life: Life) -> dict[int, float]:
+    (line,) = [line for line in life.lines if "found" in line]
+    return dict(line["found"])
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["posix", "s3"])
+@pytest.mark.parametrize("displaces", [True, False])
+def test_a_life_stopped_between_its_check_and_its_commit_commits_nothing_later(
+    tmp_path: Path, kind: str, displaces: bool
+) -> None:
+    """It continues after another life took over and, in one case, has committed the very same iteration: it is
+    refused with a line that names its successor, ends, and all that the successor committed is there."""
+    with _place(kind, tmp_path) as place:
+        first = place.live(point="checkpoint.fenced", at=2)
+        first.wait_for("committed", 2)
+        first.wait_until_stopped()
+        second = place.live()
+        second.wait_for("found")
+        if displaces:
+            second.wait_for("committed", 3)
+            first.go_on()
+            assert "was taken over by" in first.wait_for("refused")["refused"]
+            second.wait_for("committed", 2)
+        else:
+            second.stop()
+            first.go_on()
+            assert "was taken over by" in first.wait_for("refused")["refused"]
+            second.go_on()
+            second.wait_for("committed", 3)
+        assert (first.finish(), second.finish()) == (75, 0)
+        assert list(first.committed()) == [1, 2]
+        _check_kept(place, first, second)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["posix", "s3"])
+def test_a_life_stopped_before_it_deletes_deletes_nothing_that_its_successor_has(tmp_path: Path, kind: str) -> None:
+    """It is about to delete its oldest generation; what its successor found and committed is there afterwards."""
+    with _place(kind, tmp_path) as place:
+        first = place.live(point="checkpoint.retire", at=0, keep=2)
+        first.wait_for("committed", 2)
+        first.wait_until_stopped()
+        second = place.live()
+        second.wait_for("committed", 2)
+        first.go_on()
+        assert "was taken over by" in first.wait_for("refused")["refused"]
+        assert (first.finish(), second.finish()) == (75, 0)
+        assert place.contents() == {**_found(second), **second.committed()}
+        assert set(_found(second)) >= {2, 3}
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["posix", "s3"])
+def test_a_life_beside_a_living_one_is_refused(tmp_path: Path, kind: str) -> None:
+    """The later one writes nothing, says who has the directory, and ends; the earlier one goes on."""
+    with _place(kind, tmp_path) as place:
+        first = place.live()
+        first.wait_for("committed")
+        second = place.live()
+        assert "is in use by" in second.wait_for("refused")["refused"]
+        assert second.finish() == 75
+        first.wait_for("committed", 2)
+        assert first.finish() == 0
+        assert place.contents() == first.committed()
+
+
+def _stop_at_random(kind: str, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    with _place(kind, tmp_path) as place:
+        first = place.live()
+        first.wait_for("committed", chance.randint(1, 4))
+        for _ in range(chance.randrange(20_000)):  # somewhere in a save
+            pass
+        first.stop()
+        second = place.live()
+        second.wait_for("found")
+        second.wait_for("committed", chance.randint(1, 3))
+        first.go_on()
+        first.wait_for("refused")
+        second.wait_for("committed")
+        assert (first.finish(), second.finish()) == (75, 0)
+        _check_kept(place, first, second)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "seed"), [("posix", 0), ("posix", 1), ("s3", 2)])
+def test_lives_stopped_at_random_moments_lose_nothing(tmp_path: Path, kind: str, seed: int) -> None:
+    """What the stopped one had committed is found by the other, whose commits stay; no generation is a mix."""
+    _stop_at_random(kind, tmp_path, seed)
+
+
+@pytest.mark.process
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["posix", "s3"])
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_many_lives_stopped_at_random_moments_lose_nothing(tmp_path: Path, kind: str, seed: int) -> None:
+    """As above, many times."""
+    _stop_at_random(kind, tmp_path, seed)
