@@ -203,13 +203,21 @@ class Network:
             case m.Wait(place=place) if place is not None:
                 if agent.place is None or place.order > agent.place.order:
                     agent.place = place
+                if place.order == agent.place.order:
+                    self._count(agent)
             case m.Ran():
                 if agent.place is not None and agent.place.cycle == message.cycle:
-                    agent.ran = agent.place
+                    agent.place = agent.ran = msgspec.structs.replace(agent.place, num_spares=message.num_spares)
+                    self._count(agent)
             case m.CycleOver() if agent.start is not None and agent.start.cycle == message.cycle:
                 self._end(agent)
             case _:
                 pass
+
+    def _count(self, agent: Agent) -> None:
+        place = agent.place
+        assert place is not None
+        self._tell(agent, m.Counted(cycle=place.cycle, term=place.term, num_spares=place.num_spares))
 
     def _end(self, agent: Agent) -> None:
         assert agent.start is not None

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -51,6 +52,21 @@ from outlast.policy.ladder import CycleEnd, LadderState
 from outlast.policy.leadership import Leadership
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Members:
+    """The members of the cycle that runs on all of its nodes, for the quorum of what follows it."""
+
+    places: dict[str, m.SlotPlace] = field(default_factory=dict)
+    coming: list[str] = field(default_factory=list)
+    """Spares that came later, and become members once all holders of slots know how many there are then."""
+    counted: set[str] = field(default_factory=set)
+    """Nodes that know it."""
+    num_spares: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_spares = next((place.num_spares for place in self.places.values()), 0)
 
 
 class Coordinator:
@@ -97,7 +113,12 @@ class Coordinator:
         self._term = settings.term
         self._places: dict[str, m.SlotPlace] = {}
         """Of the nodes that have not all started the cycle yet; empty: they have."""
+        self._master: m.Master | None = None
+        """Where the cycle's store is, while the quorum for it is counted."""
+        self._votes: set[str] = set()
+        """Nodes that know of the cycle that is prepared."""
         self._started: set[str] = set()
+        self._members = _Members()
         self._phase_since_s: float | None = None
         """Since when nodes are waited for in this phase."""
         self._excluded = ExcludedNodes(self.nodes, self._ladder, record)
@@ -257,6 +278,7 @@ class Coordinator:
             self.phase == m.JobPhase.RUNNING and not self.nodes.holds_slot(node)
         ):
             self.nodes.send(node, m.Wait(reason=why_it_waits(node, self.state)))
+            self._count_spares()
 
     def _add(self, message: m.JoinRequest | m.Register, now_s: float) -> Node:
         node = self.nodes.add(message, now_s)
@@ -277,8 +299,8 @@ class Coordinator:
                 if isinstance(last, m.Start):  # the node has been welcomed in the newest term, and obeys no other
                     last = msgspec.structs.replace(last, term=self._term)
                 self.nodes.send(node, last)
-                if self.phase == m.JobPhase.RUNNING and not self._places:
-                    self.nodes.out.append((node.name, node.epoch, m.Ran(cycle=self.cycle)))
+                if self.phase == m.JobPhase.RUNNING and self._members.places:
+                    self._tell_ran(node)
             return
         if self.stop is not None:
             self.nodes.out.append((message.node, message.epoch, self.stop))
@@ -327,9 +349,20 @@ class Coordinator:
     def _on_known(self, message: m.ToCoordinator, node: Node, now_s: float) -> None:
         match message:
             case m.Master() if self.phase == m.JobPhase.PREPARING and message.cycle == self.cycle:
-                self._enter(m.JobPhase.RUNNING, now_s)
-                self._last_restart, self._started = (0, 0), set()
-                self._places = self._forming.start(self.cycle, message.addr, message.port, self.state, term=self._term)
+                self._master = message
+                self._places = self._forming.place_nodes(self.cycle, self.state, term=self._term)
+                self._votes = set(self.nodes.holders)
+                if not self._quorum.is_held_by(self._votes):
+                    self._forming.tell_spares(self._places, self.state)  # they decide, and must know what upon
+                self._start_if_held(now_s)
+            case m.Counted() if self.phase == m.JobPhase.PREPARING and (message.term, message.cycle) == (
+                self._term,
+                self.cycle,
+            ):
+                self._votes.add(node.name)
+                self._start_if_held(now_s)
+            case m.Counted() if self.phase == m.JobPhase.RUNNING:
+                self._on_counted(message, node)
             case m.Running() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
                 self._on_running(node)
             case m.Restarted() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
@@ -353,15 +386,65 @@ class Coordinator:
             case m.Bye():
                 self._lose(node, "its agent left", now_s, is_known=True)
 
+    def _start_if_held(self, now_s: float) -> None:
+        """Start the cycle that is prepared, once those who know of it are the quorum."""
+        if self._master is None or not self._quorum.is_held_by(self._votes):
+            return
+        master, self._master = self._master, None
+        self._enter(m.JobPhase.RUNNING, now_s)
+        self._last_restart, self._started = (0, 0), set()
+        self._forming.start(self._places, master.addr, master.port, self.state)
+
     def _on_running(self, node: Node) -> None:
         """Note that a node has started its workers; once all have, the cycle's nodes are the job's members."""
         self._started.add(node.name)
         if self._places and self.nodes.holders <= self._started:
             self._quorum.note_ran(self._places)
+            self._members = _Members(self._places)
             for name in self._places:
                 if (member := self.nodes.by_name.get(name)) is not None:
-                    self.nodes.out.append((member.name, member.epoch, m.Ran(cycle=self.cycle)))
+                    self._tell_ran(member)
             self._places, self._phase_since_s = {}, None
+            self._count_spares()
+
+    def _tell_ran(self, node: Node) -> None:
+        """Send a node how many members the running cycle has; it is no order, so it replaces none."""
+        num_spares = self._members.num_spares + len(self._members.coming)
+        self.nodes.out.append((node.name, node.epoch, m.Ran(cycle=self.cycle, num_spares=num_spares)))
+
+    def _count_spares(self) -> None:
+        """Make spares members that came after the cycle began: first every holder must know how many there will be."""
+        members = self._members
+        if not self._quorum.is_asked or self.phase != m.JobPhase.RUNNING or self._places or members.coming:
+            return
+        spares = self.nodes.spares(self.state.quarantined)
+        if not members.places or not (coming := [node.name for node in spares if node.name not in members.places]):
+            return
+        members.coming, members.counted = coming, set()
+        for name in self.nodes.holders:
+            if (holder := self.nodes.by_name.get(name)) is not None:
+                self._tell_ran(holder)
+
+    def _on_counted(self, counted: m.Counted, node: Node) -> None:
+        members = self._members
+        num_spares = members.num_spares + len(members.coming)
+        if not members.coming or (counted.cycle, counted.num_spares) != (self.cycle, num_spares):
+            return
+        members.counted.add(node.name)
+        if not self.nodes.holders <= members.counted:
+            return
+        first = next(iter(members.places.values()))
+        for number, name in enumerate(members.coming, members.num_spares):
+            place = msgspec.structs.replace(first, slot=None, spare=number, num_spares=num_spares)
+            members.places[name] = place
+            if (spare := self.nodes.by_name.get(name)) is not None:
+                self.nodes.send(spare, m.Wait(reason=why_it_waits(spare, self.state), place=place))
+        self._quorum.admit({name: members.places[name] for name in members.coming})
+        coming, members.num_spares, members.coming = members.coming, num_spares, []
+        for name in coming:
+            if (spare := self.nodes.by_name.get(name)) is not None:
+                self._tell_ran(spare)
+        self._count_spares()
 
     def _enter(self, phase: m.JobPhase, now_s: float) -> None:
         """Begin with a phase in which nodes are waited for."""
@@ -374,6 +457,9 @@ class Coordinator:
         waited_s, settings = now_s - self._phase_since_s, self.settings
         late: list[str | None] = []
         if self.phase == m.JobPhase.PREPARING and waited_s > settings.prepare_timeout_s:
+            if self._master is not None:  # spares gave no answer: they are lost by now, or asked again
+                self.phase, self._phase_since_s = m.JobPhase.FORMING, None
+                return
             late, why = [self.nodes.slots[0].holder], "it did not open the cycle's store"
         elif self.phase == m.JobPhase.RUNNING and self._places and waited_s > settings.start_timeout_s:
             late, why = [*sorted(self.nodes.holders - self._started)], "it did not start its workers"
@@ -456,7 +542,7 @@ class Coordinator:
             self._ending.take(facts)
 
     def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_alike: bool = False) -> CycleEnding:
-        self.phase, self._phase_since_s = m.JobPhase.FORMING, None
+        self.phase, self._phase_since_s, self._members = m.JobPhase.FORMING, None, _Members()
         self._ending = CycleEnding(job=self.settings.job, cycle=self.cycle)
         over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine, awaits_alike=awaits_alike)
         for node in self.nodes:
@@ -538,6 +624,7 @@ class Coordinator:
             return
         self.nodes.slots, self._finished = slots, {}
         self._enter(m.JobPhase.PREPARING, now_s)
+        self._master, self._votes = None, set()
         first = self.nodes.holder(slots[0])
         assert first is not None
         self.nodes.send(first, m.Prepare(cycle=self.cycle))

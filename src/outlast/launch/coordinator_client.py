@@ -78,11 +78,19 @@ class CoordinatorClient:
         """Note the place of this node among the spares beside a cycle."""
         if self._place is None or place.order > self._place.order:
             self._place = place
+        if place.order == self._place.order:
+            self._count()
 
-    def note_ran(self, cycle: int) -> None:
-        """Note that all nodes of a cycle have started it."""
-        if self._place is not None and self._place.cycle == cycle:
-            self._ran = self._place
+    def note_ran(self, ran: m.Ran) -> None:
+        """Note that all nodes of a cycle have started it, and how many spares wait beside it."""
+        if self._place is not None and self._place.cycle == ran.cycle:
+            self._place = self._ran = msgspec.structs.replace(self._place, num_spares=ran.num_spares)
+            self._count()
+
+    def _count(self) -> None:
+        assert self._place is not None
+        place = self._place
+        self.send(m.Counted(cycle=place.cycle, term=place.term, num_spares=place.num_spares))
 
     def note_term(self, term: int) -> None:
         """Note the term of the coordinator that is obeyed now."""

@@ -347,7 +347,16 @@ class Quorum:
             self._judged = state, self._judge()
         return self._judged[1]
 
-    def _judge(self) -> bool:
+    def is_held_by(self, names: Collection[str]) -> bool:
+        """Return whether some of the nodes that are here may form a cycle without the others.
+
+        Only nodes that have taken a place in a cycle, or beside it, speak for it: others may speak for another one.
+        """
+        if not self.is_asked or self._is_new:
+            return self.is_here
+        return self._judge(names)
+
+    def _judge(self, names: Collection[str] | None = None) -> bool:
         settings, nodes = self._settings, self._nodes
         if self._is_new:
             return may_begin(
@@ -356,7 +365,11 @@ class Quorum:
                 max_nodes=settings.max_nodes,
                 num_endpoints=settings.num_endpoints,
             )
-        here = [claim for (name, epoch), claim in self._claims.items() if nodes.is_here(name, epoch)]
+        here = [
+            claim
+            for (name, epoch), claim in self._claims.items()
+            if nodes.is_here(name, epoch) and (names is None or name in names)
+        ]
         dead_slots: set[int | None] = set()
         dead_spares: set[int | None] = set()
         for who in self._dead:
@@ -406,6 +419,17 @@ class Quorum:
         }
         # What the former host's place was counted in the cycle before.
         self._settings = dataclasses.replace(self._settings, host_is_dead=False)
+
+    def admit(self, places: Mapping[str, m.SlotPlace]) -> None:
+        """Count spares that came after the last cycle began among its members, now that all holders know of them."""
+        self._num_changes += 1
+        num_spares = next(iter(places.values())).num_spares
+        for who, (ran, taken) in self._claims.items():
+            if ran is not None:
+                self._claims[who] = msgspec.structs.replace(ran, num_spares=num_spares), taken
+        for name, place in places.items():
+            if (node := self._nodes.by_name.get(name)) is not None:
+                self._claims[name, node.epoch] = place, None
 
     def count_holders(self, names: Collection[str]) -> int:
         """Return how many of these nodes held a slot in the last cycle that ran."""
@@ -584,18 +608,15 @@ class Forming:
             if node.ready:
                 self.nodes.out.append((node.name, node.epoch, m.NodesMissing(reason=reason)))
 
-    def start(self, cycle: int, addr: str, port: int, state: LadderState, *, term: int) -> dict[str, m.SlotPlace]:
-        """Send every slot's node its place, and the others that they wait; return the places.
+    def place_nodes(self, cycle: int, state: LadderState, *, term: int) -> dict[str, m.SlotPlace]:
+        """Return the place of each slot's node and of each spare.
 
         Args:
             cycle: The cycle that starts.
-            term: The coordinator's.
-            addr: Where its first node hosts its store.
-            port: The store's port.
             state: What the ladder remembers.
+            term: The coordinator's.
         """
-        slots, base_rank = self.nodes.slots, 0
-        spares = self.nodes.spares(state.quarantined)
+        slots, spares = self.nodes.slots, self.nodes.spares(state.quarantined)
         numbers = {spare.name: number for number, spare in enumerate(spares)}
         indices = {slot.holder: index for index, slot in enumerate(slots) if slot.holder is not None}
         host = self.settings.host
@@ -609,6 +630,18 @@ class Forming:
             host_spare=numbers.get(host),
         )
         places = {name: msgspec.structs.replace(common, slot=index) for name, index in indices.items()}
+        return places | {name: msgspec.structs.replace(common, spare=number) for name, number in numbers.items()}
+
+    def start(self, places: Mapping[str, m.SlotPlace], addr: str, port: int, state: LadderState) -> None:
+        """Send every slot's node its place, and the others that they wait.
+
+        Args:
+            places: Of all nodes.
+            addr: Where the first node hosts the cycle's store.
+            port: The store's port.
+            state: What the ladder remembers.
+        """
+        slots, base_rank = self.nodes.slots, 0
         world_size = sum(slot.nproc or 0 for slot in slots)
         for index, slot in enumerate(slots):
             node = self.nodes.holder(slot)
@@ -617,8 +650,8 @@ class Forming:
             self.nodes.send(
                 node,
                 m.Start(
-                    cycle=cycle,
-                    term=term,
+                    cycle=places[node.name].cycle,
+                    term=places[node.name].term,
                     node_rank=index,
                     num_nodes=len(slots),
                     base_rank=base_rank,
@@ -631,10 +664,13 @@ class Forming:
                 ),
             )
             base_rank += slot.nproc or 0
-        for node in spares:
-            places[node.name] = place = msgspec.structs.replace(common, spare=numbers[node.name])
-            self.nodes.send(node, m.Wait(reason=why_it_waits(node, state), place=place))
-        return places
+        self.tell_spares(places, state)
+
+    def tell_spares(self, places: Mapping[str, m.SlotPlace], state: LadderState) -> None:
+        """Send the spares their places beside a cycle."""
+        for name, place in places.items():
+            if place.slot is None and (node := self.nodes.by_name.get(name)) is not None:
+                self.nodes.send(node, m.Wait(reason=why_it_waits(node, state), place=place))
 
     def lacks_heir(self, state: LadderState) -> bool:
         """Return whether a node that is held back is needed after all: the spare that was to have its slot is gone."""

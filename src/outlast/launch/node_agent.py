@@ -242,7 +242,7 @@ class NodeAgent(SimpleElasticAgent):
             case m.Stop():
                 self._on_stop(event)
             case m.Ran():
-                self._client.note_ran(event.cycle)
+                self._client.note_ran(event)
             case m.Wait():
                 self._timers.cancel("answer")
                 if event.place is not None:

@@ -169,6 +169,15 @@ class Running(FromNode, frozen=True, kw_only=True, tag=True):
     cycle: int
 
 
+class Counted(FromNode, frozen=True, kw_only=True, tag=True):
+    """This node knows its place beside a cycle, or that it ran, and how many spares wait beside it."""
+
+    cycle: int
+    term: int
+    """In which it was formed."""
+    num_spares: int
+
+
 class Hung(FromNode, frozen=True, kw_only=True, tag=True):
     """A rank of this node exceeded a timeout: all nodes shall look at their ranks and end the cycle."""
 
@@ -285,9 +294,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
 
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All nodes of a cycle have started it."""
+    """All nodes of a cycle have started it, and so many spares wait beside it."""
 
     cycle: int
+    num_spares: int
 
 
 class CycleOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -321,7 +331,18 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 FromAgent = (
-    JoinRequest | Register | Running | Hung | Master | Restarted | Finished | ScriptSettings | Leave | Unhealthy | Bye
+    JoinRequest
+    | Register
+    | Running
+    | Counted
+    | Hung
+    | Master
+    | Restarted
+    | Finished
+    | ScriptSettings
+    | Leave
+    | Unhealthy
+    | Bye
 )
 """What an agent reports."""
 ToCoordinator = FromAgent | Dead | CoordinatorTick

@@ -225,6 +225,11 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
     remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is refused before all else
     identity = _identify(options)
     _check_endpoints(parse_endpoints(options.endpoints), identity)
+    if identity.key.source is KeySource.RUN_ID:
+        log.warning(
+            "the run key is derived from the run's id: that keeps other runs out, not attackers; give all agents the "
+            "same --run-key-file or OUTLAST_RUN_KEY"
+        )
     log.info("run %s on node %s: starting; run directory %s", options.run_id, options.node_name, options.run_dir)
     for note in options.notes:
         log.info("%s", note)
@@ -337,11 +342,6 @@ def _identify(options: RunOptions) -> JobIdentity:
         key_file=options.torchrun.run_key_file,
         is_one_machine=is_one_machine,
     )
-    if key.source is KeySource.RUN_ID:
-        log.warning(
-            "the run key is derived from the run's id: that keeps other runs out, not attackers; give all agents the "
-            "same --run-key-file or OUTLAST_RUN_KEY"
-        )
     kind, argv = _command(options)
     if options.any_command:
         return JobIdentity(run_id=options.run_id, key=key, run_dir=options.run_dir)

@@ -174,7 +174,7 @@ class OutlastRendezvous(RendezvousHandler):
                 case LinkUp():
                     self._on_link_up(news, is_running=False)
                 case m.Ran():
-                    self._client.note_ran(news.cycle)
+                    self._client.note_ran(news)
                 case m.CycleOver() | m.NodesMissing() | m.Remark():
                     pass
 
@@ -217,7 +217,7 @@ class OutlastRendezvous(RendezvousHandler):
             elif isinstance(news, m.Stop):
                 self._closed = True
             elif isinstance(news, m.Ran):
-                self._client.note_ran(news.cycle)
+                self._client.note_ran(news)
             elif isinstance(news, LinkUp):
                 self._on_link_up(news, is_running=True)
             elif isinstance(news, LinkDown):

@@ -126,8 +126,8 @@ def has_quorum_of(
 
 
 def _electorate(seats: Collection[Seat]) -> Electorate:
-    first = next(iter(seats))
-    return Electorate(first.num_slots, first.num_spares)
+    # Spares that came later were counted once all holders of slots knew of them, other spares perhaps not yet.
+    return Electorate(next(iter(seats)).num_slots, max(seat.num_spares for seat in seats))
 
 
 def may_begin(order: int, *, num_slots: int, max_nodes: int, num_endpoints: int) -> bool:

@@ -1,0 +1,227 @@
+"""Real agents on machines whose network breaks apart: namespaces on bridges that swallow packets. Needs root.
+
+Each machine hosts an endpoint. Rank 0 of whatever world trains appends a line to one file after each all-reduce, so a
+second world that trains would show between the lines of the first.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from outlast.journal import read
+
+pytestmark = pytest.mark.slow
+MAIN = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())")
+LIMIT_S = 150.0
+SILENCE_S = 2
+TRAIN = """
+import os, time, torch, torch.distributed as dist
+from datetime import timedelta
+os.environ["GLOO_SOCKET_IFNAME"] = "lan"
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+one, cycle = torch.ones(1), os.environ["OUTLAST_CYCLE"]
+log = os.open("trained", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+while not os.path.exists("enough"):
+    dist.all_reduce(one.fill_(1.0))
+    if dist.get_rank() == 0:
+        os.write(log, f"{cycle} {int(one.item())} {os.environ['OUTLAST_NODE']}\\n".encode())
+    time.sleep(0.02)
+    dist.barrier()
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
+
+
+class Machines:
+    """Namespaces, each on one of some bridges; machines on different bridges do not reach each other."""
+
+    def __init__(self, folder: Path, num: int) -> None:
+        self.folder, self.num = folder, num
+        tag = f"{os.getpid() % 10000}{random.randrange(100)}"
+        self.switch = f"ols{tag}"
+        self.names = [f"oln{tag}x{number}" for number in range(num)]
+        self.agents: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Machines:
+        try:
+            ip("netns", "add", self.switch)
+            for bridge in range(self.num):
+                ip("-n", self.switch, "link", "add", f"br{bridge}", "type", "bridge")
+                ip("-n", self.switch, "link", "set", f"br{bridge}", "up")
+            for number, name in enumerate(self.names):
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+                ip(
+                    "link",
+                    "add",
+                    "lan",
+                    "netns",
+                    name,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    f"p{number}",
+                    "netns",
+                    self.switch,
+                )
+                ip("-n", name, "addr", "add", f"10.9.0.{number + 1}/24", "dev", "lan")
+                ip("-n", name, "link", "set", "lan", "up")
+                ip("-n", self.switch, "link", "set", f"p{number}", "master", "br0", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+        for name in (*self.names, self.switch):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=60)
+
+    def divide(self, parts: Sequence[int]) -> None:
+        """Put each machine into a part of the network; what is on its way to another is swallowed."""
+        for number, part in enumerate(parts):
+            ip("-n", self.switch, "link", "set", f"p{number}", "master", f"br{part}")
+
+    def heal(self) -> None:
+        self.divide([0] * self.num)
+
+    def start(self, nnodes: str, *options: str) -> None:
+        """Start an agent on each machine."""
+        (self.folder / "train.py").write_text(TRAIN)
+        endpoints = ",".join(f"10.9.0.{number + 1}:29400" for number in range(self.num))
+        for number, name in enumerate(self.names):
+            with open(self.folder / f"n{number}.log", "wb") as log:
+                command = [
+                    *("ip", "netns", "exec", name, *MAIN, "run", f"--nnodes={nnodes}", "--nproc-per-node=1"),
+                    *("--rdzv-id=divided", f"--rdzv-endpoint={endpoints}", f"--node-name=n{number}"),
+                    *(
+                        f"--run-dir={self.folder / 'run'}",
+                        f"--ft-node-heartbeat-timeout={SILENCE_S}",
+                        "--no-health-check",
+                    ),
+                    *("--max-restarts=1000", "--ft-max-no-progress-cycles=1000", *options, "train.py"),
+                ]
+                self.agents.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=self.folder,
+                        env={**os.environ, "OUTLAST_RUN_KEY": "the secret of this run"},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    def lines(self) -> list[tuple[int, int, str]]:
+        """Return cycle, world size and node of each step that was trained."""
+        try:
+            text = (self.folder / "trained").read_text()
+        except FileNotFoundError:
+            return []
+        return [(int(cycle), int(size), node) for cycle, size, node in (line.split() for line in text.splitlines())]
+
+    def wait_for_steps(self, *, after: int = 0, nodes: set[str] | None = None, size: int | None = None) -> int:
+        """Return the number of steps once some more were trained, as asked for."""
+        end_s = time.monotonic() + LIMIT_S
+        while True:
+            lines = self.lines()
+            fits = [line for line in lines[after:] if (nodes is None or line[2] in nodes) and size in (None, line[1])]
+            if len(fits) >= 5:
+                return len(lines)
+            assert time.monotonic() < end_s, f"nothing was trained\n{self.logs()}"
+            time.sleep(0.1)
+
+    def end(self) -> list[int]:
+        """Let training end; return the agents' exit codes."""
+        (self.folder / "enough").touch()
+        try:
+            return [agent.wait(LIMIT_S) for agent in self.agents]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"an agent did not end\n{self.logs()}") from None
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("n*.log")))
+
+    def check_one_world(self) -> None:
+        """Whatever trained, trained one after another: no earlier cycle's step comes after a later one's."""
+        cycles = [cycle for cycle, _, _ in self.lines()]
+        assert cycles == sorted(cycles), f"two worlds trained at once: {cycles}\n{self.logs()}"
+        worlds = {(cycle, size) for cycle, size, _ in self.lines()}
+        assert len(worlds) == len({cycle for cycle, _ in worlds}), self.logs()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    if os.geteuid() != 0 or subprocess.run(["ip", "netns"], check=False, capture_output=True).returncode:
+        pytest.skip("no network namespace can be made here")
+    with Machines(tmp_path, 3) as three:
+        yield three
+
+
+def test_majority_goes_on_without_the_coordinators_machine(machines: Machines) -> None:
+    """The first machine, which hosts the coordinator, is cut off: the two others go on under another coordinator with
+    one slot fewer; once the network is whole, the first one joins them, and all end with 0."""
+    machines.start("3", "--ft-min-nodes=2", "--rdzv-conf=join_timeout=600")
+    done = machines.wait_for_steps(size=3)
+    machines.divide([1, 0, 0])
+    done = machines.wait_for_steps(after=done, size=2)
+    machines.heal()
+    machines.wait_for_steps(after=done)
+    end_s = time.monotonic() + LIMIT_S
+    while "reached again" not in (machines.folder / "n0.log").read_text():
+        assert time.monotonic() < end_s, machines.logs()
+        time.sleep(0.1)
+    assert machines.end() == [0, 0, 0], machines.logs()
+    machines.check_one_world()
+
+
+def test_silent_coordinator_is_replaced(machines: Machines) -> None:
+    """The agent that hosts the coordinator is stopped, and so its workers wait: the two other machines go on; the exit
+    code is the one of an undisturbed run."""
+    machines.start("2:3", "--rdzv-conf=join_timeout=600")
+    done = machines.wait_for_steps(size=2)
+    machines.agents[0].send_signal(signal.SIGSTOP)
+    try:
+        machines.wait_for_steps(after=done, nodes={"n1", "n2"}, size=2)
+        (machines.folder / "enough").touch()
+        assert [agent.wait(LIMIT_S) for agent in machines.agents[1:]] == [0, 0], machines.logs()
+    finally:
+        machines.agents[0].send_signal(signal.SIGCONT)
+    machines.check_one_world()
+    kinds = [event.data["incident"]["kind"] for event in read(machines.folder / "run") if event.kind == "incident"]
+    assert "node_lost" in kinds
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 20))])
+def test_network_breaks_at_random_moments(machines: Machines, seed: int) -> None:
+    """Divided into two or three at random, healed or not in between: never do two worlds train, and in the end one
+    finishes."""
+    rng = random.Random(seed)
+    machines.start(rng.choice(["2:3", "3"]), "--ft-min-nodes=2", "--rdzv-conf=join_timeout=600")
+    machines.wait_for_steps()
+    for _ in range(rng.randint(1, 3)):
+        machines.divide([rng.randrange(rng.choice([2, 3])) for _ in range(3)])
+        time.sleep(rng.uniform(0.2, 3 * SILENCE_S))
+        if rng.random() < 0.5:
+            machines.heal()
+            time.sleep(rng.uniform(0.0, 2 * SILENCE_S))
+    machines.heal()
+    done = len(machines.lines())
+    machines.wait_for_steps(after=done)
+    codes = machines.end()
+    assert set(codes) == {0}, f"{codes}\n{machines.logs()}"
+    machines.check_one_world()
