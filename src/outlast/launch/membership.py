@@ -324,6 +324,8 @@ class Quorum:
         """No cycle has run under any coordinator that is known of."""
         self._adopts = not self._is_new
         """What ran last ran under another coordinator, and is known from those who register."""
+        self._formed: set[tuple[int, int]] = set()
+        """Cycles that this coordinator has formed, whether they ran or not."""
         self._num_changes = 0
         self._judged: tuple[tuple[int, int], bool] | None = None
 
@@ -403,10 +405,16 @@ class Quorum:
         newest = max((ran.order for ran, _ in self._claims.values() if ran is not None), default=(-1, -1))
         if message.ran is not None and message.ran.order > newest:
             self._adopts = True  # another one has led since
-        if message.place is not None and self._adopts:
+        place = message.place
+        is_foreign = place is not None and place.order > newest and place.order not in self._formed
+        if place is not None and (self._adopts or is_foreign):
             self._is_new = False
             self._num_changes += 1
             self._claims[message.node, message.epoch] = message.ran, message.place
+
+    def note_formed(self, place: m.SlotPlace) -> None:
+        """Note that this coordinator gives out places of a cycle."""
+        self._formed.add(place.order)
 
     def note_ran(self, places: Mapping[str, m.SlotPlace]) -> None:
         """Note that a cycle has been started on all of its nodes, which are the members now."""
@@ -629,6 +637,7 @@ class Forming:
             host_slot=indices.get(host),
             host_spare=numbers.get(host),
         )
+        self.quorum.note_formed(common)
         places = {name: msgspec.structs.replace(common, slot=index) for name, index in indices.items()}
         return places | {name: msgspec.structs.replace(common, spare=number) for name, number in numbers.items()}
 
