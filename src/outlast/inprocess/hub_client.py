@@ -199,8 +199,9 @@ class HubClient:
             due.append(self._end_s)  # later, the hub in this process may still be needed
         if self._link is not None:
             due.append(self._look_at_link(now_s, self._link.channel))
-        for link in [link for link, until_s in (self._newcomers | self._probes).items() if now_s >= until_s]:
-            self._end_link(link)
+        for links in (self._newcomers, self._probes):  # all of one kind have the same time: the oldest end first
+            while links and now_s >= next(iter(links.values())):
+                self._end_link(next(iter(links)))
         if self._search is not None and now_s >= self._search.deadline_s:
             if self._search.link is None:
                 self._ask_next(self._search)
@@ -217,7 +218,8 @@ class HubClient:
             due.append(self._hub.deadline_s)
         if self._search is not None:
             due.append(self._search.deadline_s)
-        return min([*due, *self._newcomers.values(), *self._probes.values()])
+        due += [next(iter(links.values())) for links in (self._newcomers, self._probes) if links]
+        return min(due)
 
     def discount_pause(self) -> None:
         """This process did not run for a while: what others sent meanwhile is still to be read."""
