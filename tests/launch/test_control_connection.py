@@ -163,7 +163,7 @@ def test_stuck_main_loop_is_a_lost_node(make: Callable[..., SomeAgent]) -> None:
         def beat() -> None:
             while not stop.wait(0.02):
                 try:
-                    channel.send(m.Beat(count=7))
+                    channel.send(m.AgentBeat(count=7))
                 except OSError:
                     return
 

@@ -218,7 +218,7 @@ class HostSettings:
         )
 
 
-class _Left(OutlastError):
+class _LinkOver(OutlastError):
     """The connection to the coordinator is over."""
 
 
@@ -323,7 +323,7 @@ class ControlLink:
                         self._deliver(up)
                         is_first = False
                         self._pump(selector, channel)
-                    except _Left as left:
+                    except _LinkOver as left:
                         if self._closing.is_set():
                             return
                         self._deliver(LinkDown(str(left)))
@@ -343,7 +343,7 @@ class ControlLink:
         """Carry messages and beats.
 
         Raises:
-            _Left: The coordinator is lost, or the link is closed.
+            _LinkOver: The coordinator is lost, or the link is closed.
         """
         selector.register(self._outgoing, selectors.EVENT_READ, partial(self._send_all, channel))
         self._errors.clear()
@@ -357,23 +357,23 @@ class ControlLink:
             if now_s >= next_beat_s:
                 next_beat_s = now_s + self.beat_interval_s
                 self.count += not self._has_loop
-                channel.send(m.Beat(count=self.count))
+                channel.send(m.AgentBeat(count=self.count))
             self._deliver_news()
             for key, events in selector.select(max(0.0, next_beat_s - clock.now_s())):
                 key.data(events)
             self._deliver_news()
             silent_s = clock.now_s() - channel.channel.received_ns / 1e9
             if self._errors:
-                raise _Left("the connection to the coordinator ended")
+                raise _LinkOver("the connection to the coordinator ended")
             if self._closing.is_set():
                 channel.channel.drain(1.0)
-                raise _Left("the link is closed")
+                raise _LinkOver("the link is closed")
             if self._yields.is_set():
-                raise _Left("another coordinator of this job leads")
+                raise _LinkOver("another coordinator of this job leads")
             if silent_s > self._silence_s and clock.now_s() - now_s < self._silence_s / 2:
                 channel.send(m.Moving())
                 self._skips = self.endpoint
-                raise _Left(f"the coordinator at {self.endpoint} gave no answer for {silent_s:.1f} s")
+                raise _LinkOver(f"the coordinator at {self.endpoint} gave no answer for {silent_s:.1f} s")
 
     def _on_messages(self, _: SelectedChannel[m.OnAgent], came: list[m.OnAgent]) -> None:
         self._news += came
@@ -384,7 +384,7 @@ class ControlLink:
     def _deliver_news(self) -> None:
         news, self._news = self._news, []
         for message in news:
-            if not isinstance(message, m.Welcome | m.Refused | m.Beat):
+            if not isinstance(message, m.Welcome | m.Refused | m.AgentBeat):
                 self._deliver(message)
 
     def _send_all(self, channel: SelectedChannel[m.OnAgent], _: int) -> None:

@@ -310,7 +310,7 @@ class CoordinatorServer:
         agent = self._agents[who]
         for message in came:
             match message:
-                case m.Beat():
+                case m.AgentBeat():
                     agent.count = message.count
                     link.send(message)
                 case m.Moving():

@@ -608,10 +608,15 @@ class Forming:
         names = ", ".join(have[:8]) + (f" and {len(have) - 8} more" if len(have) > 8 else "")
         left_s = max(0.0, self._since_s + self.settings.join_timeout_s - now_s)
         num_slots = len(self.nodes.slots)
-        what = f"{self._missing} of {num_slots} node{'' if num_slots == 1 else 's'}"
+        reason = (
+            f"waiting for {self._missing} of {num_slots} node{'' if num_slots == 1 else 's'} (have: {names or 'none'})"
+            f"; gives up in {left_s:.0f} s"
+        )
         if self._lacks_quorum:
-            what = "most nodes of the last cycle, which may go on elsewhere"
-        reason = f"waiting for {what} (have: {names or 'none'}); gives up in {left_s:.0f} s"
+            reason = (
+                f"waiting for most nodes of the last cycle, which may go on elsewhere (have: {names or 'none'}); gives up "
+                f"in {left_s:.0f} s"
+            )
         for node in self.nodes:
             if node.ready:
                 self.nodes.out.append((node.name, node.epoch, m.NodesMissing(reason=reason)))

@@ -50,7 +50,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AgentBeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An agent's sign of life, and the coordinator's answer with the same count."""
 
     count: int
@@ -350,7 +350,7 @@ ToCoordinator = FromAgent | Dead | CoordinatorTick
 ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | Remark | Stop
 """What the coordinator sends."""
 Question = AskStatus | AskLeadership
-OnControl = FromAgent | Hello | Beat | Moving | Question
+OnControl = FromAgent | Hello | AgentBeat | Moving | Question
 """What comes in at the coordinator's listener."""
 
 
@@ -442,5 +442,5 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 Answer = LiveStatus | Leads
 """To a :data:`Question`."""
-OnAgent = ToNode | Welcome | Refused | Beat
+OnAgent = ToNode | Welcome | Refused | AgentBeat
 """What comes in at an agent."""
