@@ -614,8 +614,8 @@ class Forming:
         )
         if self._lacks_quorum:
             reason = (
-                f"waiting for most nodes of the last cycle, which may go on elsewhere (have: {names or 'none'}); gives up "
-                f"in {left_s:.0f} s"
+                f"waiting for most nodes of the last cycle, which may go on elsewhere (have: {names or 'none'}); gives "
+                f"up in {left_s:.0f} s"
             )
         for node in self.nodes:
             if node.ready:
