@@ -93,6 +93,17 @@ def test_a_loopback_endpoint_is_this_machine_and_a_foreign_one_is_not() -> None:
     assert not Endpoint("192.0.2.77", 1).is_local
 
 
+def test_a_name_of_this_machine_that_leads_to_a_gateway_listens_where_the_gateway_leads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The machine's own name may stand for the address of a gateway; another name with that address is not its own."""
+    gateway = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("203.0.113.7", 9))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: gateway)
+    monkeypatch.setattr(addresses, "_source_address", lambda *_: "10.1.2.3")
+    assert (socket.AF_INET, "10.1.2.3") in listening_addresses(socket.gethostname())
+    assert listening_addresses("elsewhere") == []
+
+
 def test_an_interface_that_is_not_here_is_refused_with_those_that_are() -> None:
     """The first interface that is here counts; where there is none of them, the error names what there is."""
     assert (socket.AF_INET, "127.0.0.1") in interface_addresses("nosuch0,lo")

@@ -523,15 +523,19 @@ class ControlLink:
 
     def _watch_rivals(self, server: CoordinatorServer, order: int) -> None:
         """Look for other coordinators of the job, and yield where one of them has more right to lead."""
-        while not self._closing.wait(_RIVALS_S) and server is self._server:
-            for number, endpoint in enumerate(self._endpoints):
-                own = server.leadership()
-                if number == order or (other := self._ask_rival(endpoint, own)) is None:
-                    continue
-                if should_yield(own, Leadership(term=other.term, leads=other.leads, order=other.order)):
-                    self._yields.set()
-                    self._outgoing.put(None)  # wakes the link
-                    return
+        try:
+            while not self._closing.wait(_RIVALS_S) and server is self._server:
+                for number, endpoint in enumerate(self._endpoints):
+                    own = server.leadership()
+                    if number == order or (other := self._ask_rival(endpoint, own)) is None:
+                        continue
+                    if should_yield(own, Leadership(term=other.term, leads=other.leads, order=other.order)):
+                        self._yields.set()
+                        self._outgoing.put(None)  # wakes the link
+                        return
+        except BaseException as error:
+            log.exception("the search for other coordinators ended on an error")
+            self._deliver(LinkFailed(f"{type(error).__name__}: {error}"))
 
     def _ask_rival(self, endpoint: Endpoint, own: Leadership) -> m.Leads | None:
         question = m.AskLeadership(term=own.term, leads=own.leads, order=own.order)

@@ -57,6 +57,8 @@ _MAX_HELLO_BYTES = 1 << 16
 _MAX_MESSAGE_BYTES = 1 << 24
 _ACCEPTS = 256
 """Connections taken at once, before others are served again."""
+_WARN_S = 10.0
+"""Between two lines on strangers; they may be many."""
 _FULL_S = 0.1
 """How long nobody is accepted once there are no descriptors left."""
 AgentChannel = SelectedChannel[m.OnControl]
@@ -126,6 +128,7 @@ class CoordinatorServer:
         self._suspects: dict[tuple[str, str], tuple[float, bool]] = {}
         """Whose connection ended: when they are taken for dead, and whether that is certain."""
         self._accepts_again_s: float | None = None
+        self._warns_again_s = 0.0
         self._judged_at_s = self._next_tick_s = clock.now_s()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="outlast-coordinator", daemon=True)
@@ -249,7 +252,9 @@ class CoordinatorServer:
         link.close()
 
     def _on_lost_newcomer(self, link: AgentChannel, error: OSError) -> None:
-        if isinstance(error, AuthenticationFailed):
+        now_s = clock.now_s()
+        if isinstance(error, AuthenticationFailed) and now_s >= self._warns_again_s:
+            self._warns_again_s = now_s + _WARN_S
             log.warning("refused a connection: %s", error)
         self._drop_newcomer(link, str(error))
 

@@ -183,7 +183,8 @@ def listening_addresses(host: str, *, interface: str | None = None) -> list[tupl
             continue
         if is_own:
             own[family, text] = None
-    if any(is_loopback(text) for _, text in own):
+    is_named_so = not own and host in (socket.gethostname(), env.hostname())  # its name leads to a gateway's address
+    if is_named_so or any(is_loopback(text) for _, text in own):
         own.update(dict.fromkeys(_outward_addresses(interface)))
     return list(own)
 
