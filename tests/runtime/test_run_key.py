@@ -1,0 +1,107 @@
+"""The run key: where it comes from, and that it stays where it belongs."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outlast import env
+from outlast.errors import ConfigError
+from outlast.runtime import run_key
+from outlast.runtime.run_key import KeySource, RunKey, find_known_key, find_run_key, key_of_directory
+
+SECRET = b"sixteen bytes or more"
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(env.RUN_KEY, raising=False)
+
+
+def test_the_first_source_that_is_there_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file comes before the variable, that before the directory's key, that before the run's id."""
+    file = tmp_path / "key"
+    file.write_bytes(SECRET + b"\n")
+    found = [find_run_key("run", tmp_path, key_file=None, is_one_machine=False)]
+    found.append(find_run_key("run", tmp_path, key_file=None, is_one_machine=True))
+    monkeypatch.setenv(env.RUN_KEY, "another secret of some length")
+    found.append(find_run_key("run", tmp_path, key_file=None, is_one_machine=True))
+    found.append(find_run_key("run", tmp_path, key_file=str(file), is_one_machine=True))
+    assert [key.source for key in found] == [
+        KeySource.RUN_ID,
+        KeySource.RUN_DIRECTORY,
+        KeySource.VARIABLE,
+        KeySource.FILE,
+    ]
+    assert len({key.secret for key in found}) == 4
+
+
+def test_a_directorys_key_is_made_once_and_its_owners_alone(tmp_path: Path) -> None:
+    """Processes that come at the same time find one key, which nobody else can read."""
+    code = (
+        "import sys; from pathlib import Path; from outlast.runtime.run_key import key_of_directory\n"
+        "print(key_of_directory(Path(sys.argv[1])).secret.hex())"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    several = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    assert len({one.communicate(timeout=120)[0] for one in several}) == 1
+    assert stat.S_IMODE(os.stat(tmp_path / run_key.FILE_NAME).st_mode) == 0o600
+    assert os.listdir(tmp_path) == [run_key.FILE_NAME]
+
+
+def test_workers_have_the_same_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an agent gives its workers in the environment stands for its own key."""
+    key = RunKey.of_run_id("run")
+    monkeypatch.setenv(env.RUN_KEY, key.as_variable())
+    found = find_known_key(None)
+    assert found is not None
+    assert found.secret == key.secret
+    assert found.derive("replica") == key.derive("replica") != key.derive("hub")
+
+
+def test_a_key_is_not_shown() -> None:
+    """Neither its text nor a line of the log that has it shows the secret."""
+    key = RunKey.of_run_id("run")
+    assert key.secret.hex() not in repr(key)
+    assert repr(key.secret) not in repr(key)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda folder: str(folder / "missing"), "cannot be read"),
+        (lambda folder: _write(folder / "short", b"abc"), "holds 3 bytes"),
+    ],
+)
+def test_a_key_that_cannot_be_used_is_named(tmp_path: Path, make: object, named: str) -> None:
+    """A file that is not there or too short is refused in one line."""
+    assert callable(make)
+    with pytest.raises(ConfigError, match=named) as caught:
+        find_run_key("run", tmp_path, key_file=make(tmp_path), is_one_machine=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_short_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is a variable that is too short; its value is not shown."""
+    monkeypatch.setenv(env.RUN_KEY, "hunter2")
+    with pytest.raises(ConfigError, match=env.RUN_KEY) as caught:
+        find_run_key("run", None, key_file=None, is_one_machine=False)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_asking_makes_no_key(tmp_path: Path) -> None:
+    """Looking for the key of a run that has none leaves nothing."""
+    assert find_known_key(tmp_path) is None
+    with pytest.raises(ConfigError):
+        key_of_directory(tmp_path, make=False)
+    assert os.listdir(tmp_path) == []
+
+
+def _write(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    return str(path)
