@@ -153,6 +153,8 @@ def open_folder() -> Iterator[Path]:
 def test_reader_without_rights_reads_what_is_open(open_folder: Path) -> None:
     """Another user who may only read is told the same, and what is closed to it."""
     write_job(open_folder)
+    for path in open_folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)  # its owner opens it to all: a run's files are its own
     closed = open_folder / "journal" / "job-1-a-rank-0.jsonl"
     closed.chmod(0o600)
     os.seteuid(NOBODY)

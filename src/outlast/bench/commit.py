@@ -22,7 +22,7 @@ from outlast import clock
 from outlast.bench.measuring import Bar, BenchResult, Progress, median, run_rounds
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.directory import Directory, SaveAttempt
+from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, SaveAttempt
 from outlast.checkpoint.lane import FAN_OUT, SaveOutcome, Subtree
 from outlast.checkpoint.manifest import MANIFEST, ShardEntry, topology_digest
 from outlast.checkpoint.near_lane import NearLane, ShardReady
@@ -32,8 +32,10 @@ from outlast.checkpoint.shard import DIGEST_BYTES, Identity, ShardLayout, num_ch
 from outlast.checkpoint.vault import Vault
 from outlast.errors import CheckpointError, OutlastError
 from outlast.policy.checkpoint_plan import RetentionRules
+from outlast.policy.lease import LeaseOwner
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import Endpoint
+from outlast.runtime.processes import this_process
 from outlast.runtime.store import connect, host
 
 NUM_RANKS = 16384
@@ -141,13 +143,24 @@ def _commit(place: Path, num_ranks: int, sizes: list[int]) -> float:
     head, size = _head(num_ranks, ordinal, str(attempt))
     arena = _arena(head, size)
     outcomes = _CommitEnds()
+    own = LeaseOwner(token="", process=this_process(), run="bench")
+    claim = Claim(
+        Directory(place),
+        "bench",
+        DirectoryContent(),
+        own,
+        may_resume_other=False,
+        on_lost=lambda refused: None,
+        token=_TOKEN,
+    )
+    claim.hold()
     lane = NearLane(
         places,
         rank=0,
         store=client,
         writer=cast(Any, _SimulatedWriter(answers[0])),
         timeout_s=_TIMEOUT_S,
-        claim=None,
+        claim=claim,
         retention=RetentionRules(most_recent_k=1),
         outcomes=cast(Any, outcomes),
     )
@@ -174,6 +187,7 @@ def _commit(place: Path, num_ranks: int, sizes: list[int]) -> float:
         spent_s = (clock.now_ns() - begun_ns) / 1e9
     finally:
         lane.stop(_TIMEOUT_S)
+        claim.release(is_idle=True)
         arena.close()
     sizes.append((Directory(place).generation(ordinal) / MANIFEST).stat().st_size)
     return spent_s
