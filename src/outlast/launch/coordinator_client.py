@@ -527,7 +527,7 @@ class ControlLink:
             while not self._closing.wait(_RIVALS_S) and server is self._server:
                 for number, endpoint in enumerate(self._endpoints):
                     own = server.leadership()
-                    if number == order or (other := self._ask_rival(endpoint, own)) is None:
+                    if number == order or (other := self._ask_rival(endpoint)) is None:
                         continue
                     if should_yield(own, Leadership(term=other.term, leads=other.leads, order=other.order)):
                         self._yields.set()
@@ -537,8 +537,8 @@ class ControlLink:
             log.exception("the search for other coordinators ended on an error")
             self._deliver(LinkFailed(f"{type(error).__name__}: {error}"))
 
-    def _ask_rival(self, endpoint: Endpoint, own: Leadership) -> m.Leads | None:
-        question = m.AskLeadership(term=own.term, leads=own.leads, order=own.order)
+    def _ask_rival(self, endpoint: Endpoint) -> m.Leads | None:
+        question = m.AskLeadership()
         try:
             answer = ask(endpoint, question, run_id=self._identity.run_id, key=self._identity.key, timeout_s=_CONNECT_S)
         except RendezvousError as error:

@@ -65,12 +65,8 @@ class AskStatus(msgspec.Struct, frozen=True, tag=True):
     """How is the job? Answered with a :class:`LiveStatus`."""
 
 
-class AskLeadership(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How does this coordinator stand? Asked by another one, which says how it stands itself."""
-
-    term: int
-    leads: bool
-    order: int
+class AskLeadership(msgspec.Struct, frozen=True, tag=True):
+    """How does this coordinator stand? Asked by another one; answered with :class:`Leads`."""
 
 
 class Leads(msgspec.Struct, frozen=True, kw_only=True, tag=True):
