@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -48,9 +49,8 @@ def _met(inventories: list[Inventory]) -> list[Inventory]:
     """Return inventories as rank 0 has them after all ranks sent theirs: equal ones are one object."""
     tables = {repr(one.table): one.table for one in inventories}
     digests = {one.digests.hex(): PartDigests(one.digests) for one in inventories}
-    return join(
-        [InventoryRoot(repr(one.table), one.digests.hex(), one.offsets) for one in inventories], tables, digests
-    )
+    roots = [InventoryRoot(repr(one.table), one.digests.hex(), one.offsets, one.private) for one in inventories]
+    return join(roots, tables, digests)
 
 
 @st.composite
@@ -68,6 +68,10 @@ def _inventories(draw: st.DrawFn) -> list[Inventory]:
         for rank in range(world):
             at = sum(rows[:rank])
             parts[rank].append(_part(f"sharded{index}", "", shape=(rows[rank], 3), whole=(sum(rows), 3), at=at))
+    for rank in range(world):
+        if draw(st.booleans()):
+            random = _part("random", draw(st.sampled_from(["a" * 16, "b" * 16])))
+            parts[rank].insert(draw(st.integers(0, len(parts[rank]))), msgspec.structs.replace(random, path=()))
     values = [
         tuple(PlainValue(f"value{index}", (f"value{index}",)) for index in range(draw(st.integers(0, 3))))
         for _ in parts
@@ -163,7 +167,11 @@ def test_what_contradicts_its_table_is_refused() -> None:
     """Digests or offsets that are too few are an error that names the rank."""
     one = Inventory.of([_part("w")], [])
     digests = {"d": PartDigests(one.digests), "none": PartDigests(b"")}
-    for root in (InventoryRoot("t", "none", one.offsets), InventoryRoot("t", "d", ())):
+    for root in (
+        InventoryRoot("t", "none", one.offsets),
+        InventoryRoot("t", "d", ()),
+        InventoryRoot("t", "d", one.offsets, b"x"),
+    ):
         with pytest.raises(CheckpointError, match="rank 1: what it has contradicts its table"):
             join([InventoryRoot("t", "d", one.offsets), root], {"t": one.table}, digests)
 

@@ -115,9 +115,8 @@ class GlobalLane(Lane):
         try:
             items = Items(save.arena.view(save.num_bytes), save.tensors, world_size=self._world_size)
             mine = items.inventory
-            root = InventoryRoot(
-                self._share(save, mine.table), self._share(save, PartDigests(mine.digests)), mine.offsets
-            )
+            table, digests = self._share(save, mine.table), self._share(save, PartDigests(mine.digests))
+            root = InventoryRoot(table, digests, mine.offsets, mine.private)
             return items, Inventoried(iteration=save.iteration, inventory=root)
         except Exception as error:  # whatever it is: the others wait for this rank's answer
             if not isinstance(error, CheckpointError):

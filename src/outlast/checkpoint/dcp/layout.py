@@ -85,27 +85,28 @@ class Inventory(msgspec.Struct, frozen=True):
     offsets: tuple[tuple[int, ...], ...]
     """For each of the table's boxes."""
     digests: bytes
-    """Of the rows that have one, one after the other."""
+    """Of the digested rows of training's state, one after the other."""
+    private: bytes
+    """Of the digested rows that are no part of it, such as the state of random numbers: ranks differ in these."""
 
     @classmethod
     def of(cls, parts: Iterable[TensorPart], values: Iterable[PlainValue]) -> Inventory:
         """Return the inventory of these parts and values."""
         boxes: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], int] = {}
-        rows, digests = list[TableRow](), list[str]()
+        rows, digests = list[TableRow](), {True: "", False: ""}
         for part in parts:
             box = boxes.setdefault((part.shape, part.global_shape, part.offset), len(boxes))
-            digests.append(part.digest)
-            rows.append(
-                TableRow(
-                    part.name, part.item, part.path, part.dtype, part.num_bytes, box, is_digested=part.digest != ""
-                )
-            )
+            digests[bool(part.path)] += part.digest
+            is_digested = part.digest != ""
+            rows.append(TableRow(part.name, part.item, part.path, part.dtype, part.num_bytes, box, is_digested))
         table = InventoryTable(tuple(box[:2] for box in boxes), tuple(rows), tuple(values))
-        return cls(table, tuple(box[2] for box in boxes), bytes.fromhex("".join(digests)))
+        offsets = tuple(box[2] for box in boxes)
+        return cls(table, offsets, bytes.fromhex(digests[True]), bytes.fromhex(digests[False]))
 
     @property
     def parts(self) -> tuple[TensorPart, ...]:
         """The parts, one by one."""
+        digests = {index: digest for private in (False, True) for index, _, digest in self.rows(private=private)}
         return tuple(
             TensorPart(
                 row.name,
@@ -115,9 +116,9 @@ class Inventory(msgspec.Struct, frozen=True):
                 *self.table.boxes[row.box],
                 self.offsets[row.box],
                 row.num_bytes,
-                digest.hex(),
+                digests[index].hex(),
             )
-            for row, digest in zip(self.table.rows, self.each_digest(), strict=True)
+            for index, row in enumerate(self.table.rows)
         )
 
     @property
@@ -125,13 +126,14 @@ class Inventory(msgspec.Struct, frozen=True):
         """The plain values."""
         return self.table.values
 
-    def each_digest(self) -> Iterator[bytes]:
-        """Yield the digest of each row, empty where it has none."""
-        at = 0
-        for row in self.table.rows:
-            end = at + DIGEST_BYTES if row.is_digested else at
-            yield self.digests[at:end]
-            at = end
+    def rows(self, *, private: bool) -> Iterator[tuple[int, TableRow, bytes]]:
+        """Yield the rows of training's state, or those that are no part of it: index, row, digest or nothing."""
+        digests, at = self.private if private else self.digests, 0
+        for index, row in enumerate(self.table.rows):
+            if bool(row.path) != private:
+                end = at + DIGEST_BYTES if row.is_digested else at
+                yield index, row, digests[at:end]
+                at = end
 
 
 class InventoryRoot(msgspec.Struct, frozen=True, array_like=True):
@@ -142,10 +144,11 @@ class InventoryRoot(msgspec.Struct, frozen=True, array_like=True):
     digests: str
     """Digest of the :class:`PartDigests`."""
     offsets: tuple[tuple[int, ...], ...]
+    private: bytes = b""
 
 
 class PartDigests(msgspec.Struct, frozen=True, array_like=True):
-    """An inventory's digests."""
+    """An inventory's digests of training's state."""
 
     packed: bytes
 
@@ -153,7 +156,7 @@ class PartDigests(msgspec.Struct, frozen=True, array_like=True):
 def join(
     roots: Sequence[InventoryRoot], tables: Mapping[str, InventoryTable], digests: Mapping[str, PartDigests]
 ) -> list[Inventory]:
-    """Return the ranks' inventories; those that are equal are one object.
+    """Return the ranks' inventories; what is equal is one object.
 
     Args:
         roots: What each rank sent.
@@ -163,16 +166,19 @@ def join(
     Raises:
         CheckpointError: What a rank sent contradicts itself.
     """
-    found: dict[InventoryRoot, Inventory] = {}
-    sizes = {name: DIGEST_BYTES * sum(row.is_digested for row in table.rows) for name, table in tables.items()}
-    dimensions = {name: [len(shape) for shape, _ in table.boxes] for name, table in tables.items()}
+    forms = {}
+    for name, table in tables.items():
+        num_digests = Counter(bool(row.path) for row in table.rows if row.is_digested)
+        dimensions = [len(shape) for shape, _ in table.boxes]
+        forms[name] = dimensions, DIGEST_BYTES * num_digests[True], DIGEST_BYTES * num_digests[False]
+    found, offsets = list[Inventory](), dict[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]()
     for rank, root in enumerate(roots):
-        if root in found:
-            continue
-        inventory = found[root] = Inventory(tables[root.table], root.offsets, digests[root.digests].packed)
-        if len(inventory.digests) != sizes[root.table] or dimensions[root.table] != list(map(len, root.offsets)):
+        packed = digests[root.digests].packed
+        if (list(map(len, root.offsets)), len(packed), len(root.private)) != forms[root.table]:
             raise CheckpointError(f"rank {rank}: what it has contradicts its table; do all ranks run one version?")
-    return [found[root] for root in roots]
+        same = offsets.setdefault(root.offsets, root.offsets)
+        found.append(Inventory(tables[root.table], same, packed, root.private))
+    return found
 
 
 class Duty(msgspec.Struct, frozen=True):
@@ -246,10 +252,13 @@ class Packed:
 
 
 def kinds_of(inventories: Sequence[Inventory]) -> list[tuple[Inventory, list[int]]]:
-    """Return the distinct inventories, each with its ranks, by their lowest rank; equal ones are the same object."""
-    found: dict[int, tuple[Inventory, list[int]]] = {}
-    for rank, inventory in enumerate(inventories):
-        found.setdefault(id(inventory), (inventory, []))[1].append(rank)
+    """Return what is distinct of training's state, each with its ranks, by their lowest rank.
+
+    Equal is what is the same object. The rows that are no part of training's state count as each rank's.
+    """
+    found: dict[tuple[int, int, int], tuple[Inventory, list[int]]] = {}
+    for rank, one in enumerate(inventories):
+        found.setdefault((id(one.table), id(one.offsets), id(one.digests)), (one, []))[1].append(rank)
     return list(found.values())
 
 
@@ -262,7 +271,12 @@ class _PartGroup:
     whole: tuple[int, ...]
     digest: bytes
     holders: list[tuple[int, int]] = field(default_factory=list)
-    """Kinds of inventory, and the index that the part has in each."""
+    """Who has it, and the index that the part has there."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it is written: a part without elements is only listed, a tensor without elements is not."""
+        return self.first.num_bytes > 0 or not math.prod(self.whole)
 
 
 def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
@@ -280,56 +294,65 @@ def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
             have holes.
     """
     kinds = kinds_of(inventories)
-    groups, own = _group([inventory for inventory, _ in kinds])
-    _check_whole(groups)
+    groups, own_of_kind = _group([(one, one.rows(private=False)) for one, _ in kinds])
+    private, own = _group([(one, one.rows(private=True)) for one in inventories])
+    _check_whole([*groups, *private])
+    load = [0] * len(inventories)
+    for (inventory, ranks), mine in zip(kinds, own_of_kind, strict=True):
+        num_bytes = sum(inventory.table.rows[index].num_bytes for index in mine)
+        for rank in ranks:
+            load[rank] = num_bytes + sum(inventory.table.rows[index].num_bytes for index in own[rank])
+            own[rank] = sorted(own[rank] + mine)
     parts: list[list[int]] = [[] for _ in inventories]
-    # Each rank's bytes, with the least first; a rank is of one kind.
-    loads = [
-        [(sum(inventory.table.rows[index].num_bytes for index in mine), rank) for rank in ranks]
-        for (inventory, ranks), mine in zip(kinds, own, strict=True)
-    ]
-    # A part without elements is only listed; a tensor without elements is written.
-    written = [group for group in groups if group.first.num_bytes or not math.prod(group.whole)]
+    for group in private:
+        if group.is_written:
+            rank, index = min(group.holders, key=lambda holder: (load[holder[0]], holder[0]))
+            parts[rank].append(index)
+            load[rank] += group.first.num_bytes
+    # Who of a kind has the least to write comes first; a rank is of one kind.
+    least = [sorted((load[rank], rank) for rank in ranks) for _, ranks in kinds]
 
     def has_choice(group: _PartGroup) -> bool:
-        return len(group.holders) > 1 or len(loads[group.holders[0][0]]) > 1
+        return len(group.holders) > 1 or len(least[group.holders[0][0]]) > 1
 
     # Who has no choice first, then the largest: what is left evens out.
-    for group in sorted(written, key=lambda group: (has_choice(group), -group.first.num_bytes)):
-        kind, index = min(group.holders, key=lambda holder: loads[holder[0]][0])
-        load, rank = loads[kind][0]
-        parts[rank].append(index)
-        heapq.heapreplace(loads[kind], (load + group.first.num_bytes, rank))
+    for group in sorted(groups, key=lambda group: (has_choice(group), -group.first.num_bytes)):
+        if group.is_written:
+            kind, index = min(group.holders, key=lambda holder: least[holder[0]][0])
+            num_bytes, rank = least[kind][0]
+            parts[rank].append(index)
+            heapq.heapreplace(least[kind], (num_bytes + group.first.num_bytes, rank))
     values = _first_holders(kinds)
-    own_of = {rank: tuple(mine) for (_, ranks), mine in zip(kinds, own, strict=True) for rank in ranks}
     same: dict[tuple[int, ...], tuple[int, ...]] = {}  # of sharded tensors all ranks write the same rows
     return tuple(
-        Duty(same.setdefault(mine := tuple(sorted(found)), mine), own_of[rank], tuple(values.get(rank, ())))
+        Duty(same.setdefault(rows := tuple(sorted(found)), rows), tuple(own[rank]), tuple(values.get(rank, ())))
         for rank, found in enumerate(parts)
     )
 
 
-def _group(inventories: Sequence[Inventory]) -> tuple[list[_PartGroup], list[list[int]]]:
-    """Return the parts that count for all, and for each inventory the indices of those that count for it alone."""
+def _group(
+    holders: Sequence[tuple[Inventory, Iterable[tuple[int, TableRow, bytes]]]],
+) -> tuple[list[_PartGroup], list[list[int]]]:
+    """Return the parts that count for all, and for each holder the indices of those that count for it alone."""
     firsts: dict[str, tuple[TableRow, tuple[int, ...]]] = {}
     groups: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _PartGroup] = {}
-    own: list[list[int]] = [[] for _ in inventories]
-    for kind, inventory in enumerate(inventories):
+    own: list[list[int]] = [[] for _ in holders]
+    for holder, (inventory, rows) in enumerate(holders):
         boxes, offsets = inventory.table.boxes, inventory.offsets
-        for index, (row, digest) in enumerate(zip(inventory.table.rows, inventory.each_digest(), strict=True)):
+        for index, row, digest in rows:
             shape, whole = boxes[row.box]
             first, first_whole = firsts.setdefault(row.item, (row, whole))
             if first is not row and (first.dtype, first_whole, first.path) != (row.dtype, whole, row.path):
-                own[kind].append(index)
+                own[holder].append(index)
                 continue
             key = row.item, offsets[row.box], shape
             group = groups.get(key)
             if group is None:
                 group = groups[key] = _PartGroup(row, shape, whole, digest)
             if group.digest == digest:
-                group.holders.append((kind, index))
+                group.holders.append((holder, index))
             else:
-                own[kind].append(index)
+                own[holder].append(index)
     return list(groups.values()), own
 
 
@@ -526,11 +549,13 @@ def _shared_items(
 ) -> Iterator[Item]:
     """Yield the tensors under the names that all ranks share, with what lies where and whose it was."""
     shared: dict[str, tuple[TableRow, tuple[int, ...], dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]]] = {}
-    for inventory, ranks in kinds_of(inventories):
-        table, own = inventory.table, set(duties[ranks[0]].own)  # the same for all ranks of a kind
-        for index, row in enumerate(table.rows):
+    of_all = [(one, one.rows(private=False), ranks) for one, ranks in kinds_of(inventories)]
+    of_each = [(one, one.rows(private=True), [rank]) for rank, one in enumerate(inventories)]
+    for inventory, rows, ranks in (*of_all, *of_each):
+        own = set(duties[ranks[0]].own)  # of training's state it is the same for all ranks of a kind
+        for index, row, _ in rows:
             if index not in own:
-                shape, whole = table.boxes[row.box]
+                shape, whole = inventory.table.boxes[row.box]
                 _, _, holders = shared.setdefault(row.item, (row, whole, {}))
                 holders.setdefault((inventory.offsets[row.box], shape), []).extend(ranks)
     for name, (row, whole, holders) in shared.items():
