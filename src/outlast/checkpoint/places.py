@@ -210,11 +210,10 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
             "replication=true, but nothing outlives a worker here: set local_directory, or start with outlast run"
         )
     drawn = [data.decode().split(" ") for data in peers.gather(f"{secrets.token_hex(4)} {make_offer()}".encode())]
-    token, offers = drawn[0][0], [offer for _, offer in drawn]
+    token, secret = drawn[0][0], _replication_key(config, [offer for _, offer in drawn])
     probe = local.path / f".probe-{token}-{peers.rank}" if local is not None else None
     replicates = config.replication is not False and can_hold and peers.world_size > 1
     problem = ""
-    key = _replication_key(config, offers) if replicates else None
     try:
         try:
             if local is not None and probe is not None:
@@ -223,6 +222,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         except OSError as error:
             problem = f"local_directory={config.local_directory}: {error.strerror or error}"
         _raise_first([data.decode() for data in peers.gather(problem.encode())])
+        key = secret if replicates else None
         seen, seen_local, seen_global = _look(directory, local, token, place, peers, writer, key)
         everyone = [from_json(data, _RankView) for data in peers.gather(msgspec.json.encode(seen))]
     finally:
