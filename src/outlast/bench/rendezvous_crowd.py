@@ -228,8 +228,8 @@ class _Crowd(_Party):
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._agents: dict[int, _Member] = {}
-        self._beats: deque[tuple[float, _Member]] = deque()
+        self._agents: dict[int, _CrowdAgent] = {}
+        self._beats: deque[tuple[float, _CrowdAgent]] = deque()
         """Whose turn is when."""
         self._input = b""
         self._is_over = False
@@ -258,7 +258,7 @@ class _Crowd(_Party):
         """Connect agents, all at once."""
         self.job, self.handshake_key = job, RunKey.of_run_id(job["run_id"])
         for number in range(start, stop, step):
-            agent = self._agents[number] = _Member(self, number, self._selector)
+            agent = self._agents[number] = _CrowdAgent(self, number, self._selector)
             agent.connect()
         self._run_until(lambda: self.num_welcomed == len(self._agents))
         now_s = clock.now_s()
@@ -301,7 +301,7 @@ class _Crowd(_Party):
         """Let the order that is carried out fail."""
         self._error = error
 
-    def _await_ranks(self, agents: Sequence[_Member], cycle: int) -> tuple[list[int], int]:
+    def _await_ranks(self, agents: Sequence[_CrowdAgent], cycle: int) -> tuple[list[int], int]:
         self._run_until(lambda: self.num_ranked >= len(agents) and self.cycle == cycle)
         return [agent.rank for agent in agents if agent.rank is not None], self.ranked_ns
 
@@ -336,7 +336,7 @@ class _Crowd(_Party):
             self._selector.unregister(sys.stdin.fileno())
 
 
-class _Member:
+class _CrowdAgent:
     """One agent of a crowd."""
 
     def __init__(self, crowd: _Crowd, number: int, selector: selectors.BaseSelector) -> None:
