@@ -24,9 +24,10 @@ pytestmark = pytest.mark.slow
 MAIN = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())")
 LIMIT_S = 150.0
 SILENCE_S = 2
-HAS_PLACE = ("runs here", "is a spare", "is reached again")
-PLACES = re.compile("|".join(("starting;", "hosts the coordinator", "waiting for", "out of reach", *HAS_PLACE)))
+HAS_PLACE = {"runs here", "is a spare", "is reached again"}
+PLACES = re.compile("|".join(("^", "starting;", "hosts the coordinator", "waiting for", "out of reach", *HAS_PLACE)))
 """What an agent logs of its place; the last one tells whether it has one."""
+COORDINATORS = re.compile(r"(?:hosts the coordinator|the coordinator is reached again) at (\S+)")
 TRAIN = """
 import os, time, torch, torch.distributed as dist
 from datetime import timedelta
@@ -154,8 +155,10 @@ class Machines:
         ended waits for others as long as it is told to."""
         end_s = time.monotonic() + LIMIT_S
         while True:
-            lines = [PLACES.findall(path.read_text()) for path in sorted(self.folder.glob("n*.log"))]
-            if all(found and found[-1] in HAS_PLACE for found in lines):
+            logs = [path.read_text() for path in self.folder.glob("n*.log")]
+            places = [PLACES.findall(log)[-1] for log in logs]
+            coordinators = {found[-1] for log in logs if (found := COORDINATORS.findall(log))}
+            if HAS_PLACE.issuperset(places) and len(coordinators) == 1:
                 return
             assert time.monotonic() < end_s, f"the machines did not come together\n{self.logs()}"
             time.sleep(0.1)

@@ -5,7 +5,7 @@
   :class:`Connect` once, then what it reports (:data:`~outlast.policy.inprocess_protocol.Report`); it receives
   :class:`Listening` first, then orders, and in between who could host the hub (:class:`HubCandidates`), so that it
   can start another monitor process where its first one is gone (:class:`Reconnect`).
-* Between monitor processes and the hub: a :data:`HubChannel`, after the proof of the job's secret; a :class:`HubLink`
+* Between monitor processes and the hub: a :data:`HubChannel`, after the proof of the group's key; a :class:`HubLink`
   is its place in an event loop.
 
 A :class:`MemberRecord` remembers what a member was ordered and reported, so that a new hub or monitor process can
@@ -40,6 +40,10 @@ from outlast.runtime.wire import BufferedChannel, SelectedChannel
 if TYPE_CHECKING:
     from outlast.config.training import InProcessRestartConfig
     from outlast.env import WorkerEnv
+
+
+HUB = "inprocess hub"
+"""Names the connections to the hub in their proofs, and what their key is derived for."""
 
 
 class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -174,14 +178,14 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tr
 
     hub: str
     """``host port``."""
-    token: str
-    """The secret of this group of monitor processes; hexadecimal digits."""
+    offer: str
+    """From which this group of monitor processes derives its key; see :func:`outlast.runtime.run_key.make_offer`."""
 
 
 class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """JoinHub the hub in place of a monitor process that is gone."""
 
-    token: str
+    offer: str
     known: HubCandidates
     standing: MemberStanding
     final_report: Left | None = None
