@@ -273,7 +273,7 @@ def _spend(
 
 
 @dataclass(frozen=True, slots=True)
-class _Image:
+class _ShardOfRank0:
     """Rank 0's shard."""
 
     arena: Arena
@@ -285,7 +285,7 @@ class _Image:
         self.arena.close()
 
 
-def _fsdp_image(num_ranks: int, iteration: int, attempt: str) -> _Image:
+def _fsdp_image(num_ranks: int, iteration: int, attempt: str) -> _ShardOfRank0:
     """Return rank 0's shard of a model each of whose tensors is sharded over all ranks."""
     tensors = tensors_of_rank(num_ranks)
     entries, nodes = {}, []
@@ -322,7 +322,7 @@ def _fsdp_image(num_ranks: int, iteration: int, attempt: str) -> _Image:
     )
     arena = _arena(head, size)
     os.pwrite(arena.fd, tree, span.offset)
-    return _Image(arena, size, tuple(placed))
+    return _ShardOfRank0(arena, size, tuple(placed))
 
 
 def _global_answers(save: Save, directory: FileDirectory, num_ranks: int) -> list[tuple[str, Subtree]]:
