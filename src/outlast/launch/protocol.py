@@ -239,7 +239,11 @@ class RankStandings(FromNode, frozen=True, kw_only=True, tag=True):
     """The last order of the call, which they have."""
 
 
-class RankReports(FromNode, frozen=True, kw_only=True, tag=True):
+_SHORT = {"term": "t", "cycle": "c", "call": "k", "reports": "r", "runs": "n", "order": "o"}
+"""Names on the wire of what each rank, or each node, causes in each restart."""
+
+
+class RankReports(FromNode, frozen=True, kw_only=True, tag="rr", rename=_SHORT):
     """What ranks of this node report from a wrapped function, in this order."""
 
     cycle: int
@@ -349,7 +353,7 @@ class NodesMissing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-class RankOrder(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RankOrder(msgspec.Struct, frozen=True, kw_only=True, tag="ro", rename=_SHORT):
     """An order to ranks of this node that are in a wrapped function."""
 
     term: int
