@@ -41,7 +41,7 @@ def value_of(lanes: Lanes, iteration: int) -> float:
     return value
 
 
-def main(url: str, name: str, token: str, keep: str, point: str, at: str) -> int:
+def main(url: str, name: str, token: str, keep: str, point: str, at: str, times: str = "1") -> int:
     """Live.
 
     Args:
@@ -51,6 +51,7 @@ def main(url: str, name: str, token: str, keep: str, point: str, at: str) -> int
         keep: Generations.
         point: Where it stops itself by a signal; empty = nowhere.
         at: How often it passes there before.
+        times: How often it saves each iteration; each time it replaces what it had committed.
     """
     FolderRecords.renew_s, StoreRecords.renew_s = 0.1, 0.4
     passes = int(at)
@@ -81,10 +82,11 @@ def main(url: str, name: str, token: str, keep: str, point: str, at: str) -> int
         tell(found=sorted(found.items()))
         for iteration in found:
             lanes.lanes[0]._committed.add(iteration, frozenset({lanes.lanes[0]._tier}))
-        iteration = max(found, default=0)
+        iteration, num_saves = max(found, default=0), 0
         while not is_told.is_set():
-            iteration += 1
-            value = float(int(name) * 1000 + iteration)
+            num_replaced = num_saves % int(times)
+            num_saves, iteration = num_saves + 1, iteration + (num_replaced == 0)
+            value = int(name) * 1000 + iteration + num_replaced / 8
             state = {"w": torch.full((4096,), value), "v": torch.full((4096,), -value)}
             (error,) = lanes.save([flat_state(state)], iteration)
             if error is None:

@@ -6,13 +6,15 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from lanes import Lanes, flat_state
+from lanes import LONG_S, Lanes, flat_state
 
 from outlast.checkpoint.dcp import global_lane
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range, assemble
@@ -24,6 +26,7 @@ from outlast.checkpoint.state import decode
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Incomplete, Untrusted
 from outlast.policy.checkpoint_plan import KEEP_ALL
+from outlast.runtime.injection import armed
 
 
 def _flat(value: float = 1.0):
@@ -144,6 +147,65 @@ def test_what_earlier_owners_left_is_removed(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     assert sorted(p.name for p in (tmp_path / "owner").iterdir()) == ["1.json", "1.trash"]
     assert not list((tmp_path / "owner" / "1.trash").iterdir())
+
+
+def test_a_generation_that_has_no_name_while_it_is_replaced_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that cannot swap names, whoever lists or reads generations between the two renames gets what is
+    there after them, not an older generation."""
+    monkeypatch.setattr("outlast.checkpoint.directory.exchange", lambda one, other: False)
+    monkeypatch.setattr("outlast.checkpoint.directory.NAMELESS_S", LONG_S)
+    is_nameless, may_go_on = threading.Event(), threading.Event()
+    readers_wait = threading.Semaphore(0)
+
+    def look_again(_: float) -> None:
+        readers_wait.release()
+        assert may_go_on.wait(LONG_S)
+
+    def stop(final: Path) -> None:
+        assert not final.exists()
+        is_nameless.set()
+        assert may_go_on.wait(LONG_S)
+
+    with Lanes(str(tmp_path), 1) as lanes, ThreadPoolExecutor(3) as pool:
+        assert lanes.save([_flat(1.0)], 8) == [None]
+        assert lanes.save([_flat(2.0)], 9) == [None]
+        with armed("checkpoint.nameless", stop):
+            saved = pool.submit(lanes.save, [_flat(3.0)], 9)
+            assert is_nameless.wait(LONG_S)
+            monkeypatch.setattr("outlast.checkpoint.directory.time", SimpleNamespace(sleep=look_again))
+            listed = pool.submit(GlobalDirectory.open(tmp_path).generations)
+            opened = pool.submit(VerifiedReader, tmp_path / "step-9")
+            assert [readers_wait.acquire(timeout=LONG_S) for _ in range(2)] == [True] * 2
+            may_go_on.set()
+            assert saved.result(LONG_S) == [None]
+        assert listed.result(LONG_S) == [9, 8]
+        assert opened.result(LONG_S).read_metadata().state_dict_metadata
+        assert _value_of(lanes.directory, 9) == 3.0
+
+
+def test_a_generation_that_lost_its_name_is_named_until_it_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replacement that ended between its two renames: readers take the older generation and log why; asked for
+    that very one, they name where it lies; the next run that saves there has it again."""
+    monkeypatch.setattr("outlast.checkpoint.directory.NAMELESS_S", 0.0)
+    with Lanes(str(tmp_path), 1) as lanes:
+        assert lanes.save([_flat(1.0)], 8) == [None]
+        assert lanes.save([_flat(2.0)], 9) == [None]
+    (tmp_path / "step-9").rename(tmp_path / "step-9.aside-job-0-ab12cd34.2")
+    directory = GlobalDirectory.open(tmp_path)
+    assert directory.generations() == [8]
+    assert "step-9 has no name, as its replacement was cut short" in caplog.text
+    with pytest.raises(Incomplete, match=r"lies in step-9\.aside-job-0-ab12cd34\.2 until"):
+        VerifiedReader(tmp_path / "step-9")
+    with pytest.raises(Incomplete, match="there is no manifest"):
+        VerifiedReader(tmp_path / "step-7")
+    with Lanes(str(tmp_path), 1, token="ffff", leased="here") as later:
+        later.claim.acquire()
+        assert later.directory.generations() == [9, 8]
+        assert _value_of(later.directory, 9) == 2.0
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

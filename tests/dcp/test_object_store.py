@@ -347,6 +347,39 @@ def test_a_store_without_conditions_is_named_once(tmp_path: Path, caplog: pytest
     assert "cannot fence" in line
 
 
+def test_a_store_that_replaces_without_a_condition_is_named_once_claimed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One that makes objects on a condition but cannot replace one version only, as GCS through fsspec, is named."""
+    ObjectStore("memory://half").check_fencing("owner/1.probe")
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "cannot replace an object only if it is the one that was read, so it cannot fence" in line
+
+
+def test_a_bucket_of_s3_can_fence(server: S3Server, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is said of a store that knows both conditions."""
+    ObjectStore(f"{url}/whole").check_fencing("owner/1.probe")
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_commit_whose_answer_was_lost_keeps_its_files(
+    server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is there but the save fails, as the store gave no answer: what it names is not cleared away."""
+    with Lanes(url, 2) as lanes:
+        store = lanes.directory._store  # type: ignore[attr-defined]
+        replace = store.replace
+
+        def lose_answer(name: str, *arguments: object) -> bool:
+            assert replace(name, *arguments)
+            raise CheckpointError(f"{name}: the store did not answer")
+
+        monkeypatch.setattr(store, "replace", lose_answer)
+        errors = lanes.save([flat_state(_state(2.0))] * 2, 7)
+        assert all("did not answer" in str(error) for error in errors)
+        assert _value_of(lanes, 7) == 2.0
+
+
 def test_a_store_that_is_not_there_is_an_error(url: str) -> None:
     """A bucket that nobody made, or a protocol that nobody knows, is named in one line."""
     request = Assemble(url="s3://nobody-made-it/run", folder="step-1", name="f", pieces=(b"x",), timeout_s=100.0)

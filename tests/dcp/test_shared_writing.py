@@ -4,22 +4,53 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.dcp.layout import Inventory, PlainValue, TensorPart, WriteReport, assign, compose
-from outlast.checkpoint.dcp.manifest import FileEntry, Where
+from outlast.checkpoint.dcp.assemble import Range
+from outlast.checkpoint.dcp.layout import (
+    Inventory,
+    InventoryRoot,
+    Order,
+    Packed,
+    Packing,
+    PartDigests,
+    PlainValue,
+    TensorPart,
+    WriteReport,
+    WrittenFile,
+    assign,
+    compose,
+    join,
+    pack,
+)
 from outlast.errors import CheckpointError
+
+FILE_BYTES = 4096
 
 
 def _part(
-    name: str, digest: str = "d", *, shape: tuple[int, ...] = (8,), whole: tuple[int, ...] | None = None, at: int = 0
+    name: str,
+    digest: str = "d" * 16,
+    *,
+    shape: tuple[int, ...] = (8,),
+    whole: tuple[int, ...] | None = None,
+    at: int = 0,
 ) -> TensorPart:
     offset = (at, *(0 for _ in shape[1:]))
     return TensorPart(
         f"state.{name}", name, (name,), "F32", shape, whole or shape, offset, 4 * math.prod(shape), digest
     )
+
+
+def _met(inventories: list[Inventory]) -> list[Inventory]:
+    """Return inventories as rank 0 has them after all ranks sent theirs: equal ones are one object."""
+    tables = {repr(one.table): one.table for one in inventories}
+    digests = {one.digests.hex(): PartDigests(one.digests) for one in inventories}
+    roots = [InventoryRoot(repr(one.table), one.digests.hex(), one.offsets, one.private) for one in inventories]
+    return join(roots, tables, digests)
 
 
 @st.composite
@@ -31,17 +62,21 @@ def _inventories(draw: st.DrawFn) -> list[Inventory]:
         shape = (draw(st.integers(0, 50)),)
         for rank in range(world):
             if rank == 0 or draw(st.booleans()):
-                parts[rank].append(_part(f"shared{index}", draw(st.sampled_from("xy")), shape=shape))
+                parts[rank].append(_part(f"shared{index}", draw(st.sampled_from(["a" * 16, "b" * 16])), shape=shape))
     for index in range(draw(st.integers(0, 3))):
         rows = [draw(st.integers(0, 4)) for _ in range(world)]
         for rank in range(world):
             at = sum(rows[:rank])
             parts[rank].append(_part(f"sharded{index}", "", shape=(rows[rank], 3), whole=(sum(rows), 3), at=at))
+    for rank in range(world):
+        if draw(st.booleans()):
+            random = _part("random", draw(st.sampled_from(["a" * 16, "b" * 16])))
+            parts[rank].insert(draw(st.integers(0, len(parts[rank]))), msgspec.structs.replace(random, path=()))
     values = [
         tuple(PlainValue(f"value{index}", (f"value{index}",)) for index in range(draw(st.integers(0, 3))))
         for _ in parts
     ]
-    return [Inventory(tuple(mine), mine_values) for mine, mine_values in zip(parts, values, strict=True)]
+    return _met([Inventory.of(*one) for one in zip(parts, values, strict=True)])
 
 
 @given(_inventories())
@@ -70,41 +105,34 @@ def test_everything_is_written_once_and_every_rank_finds_its_own(inventories: li
 @given(_inventories())
 @example(
     [
-        Inventory((_part("lopsided", "", shape=(3, 3)),), ()),
-        Inventory((_part("lopsided", "", shape=(0, 3), whole=(3, 3), at=3),), ()),
+        Inventory.of([_part("lopsided", "", shape=(3, 3))], []),
+        Inventory.of([_part("lopsided", "", shape=(0, 3), whole=(3, 3), at=3)], []),
     ]
 )
 @settings(max_examples=300)
 def test_the_manifest_leads_every_rank_to_its_parts(inventories: list[Inventory]) -> None:
     """What is composed of all ranks' reports names for each part of each rank the one place where it was written."""
     duties = assign(inventories)
-    reports, spot = [], {}
+    reports, packs, spot = list[WriteReport](), list[Packed](), {}
     for rank, (inventory, duty) in enumerate(zip(inventories, duties, strict=True)):
-        places = iter(range(10_000))
-
-        def place(rank: int = rank, places: object = places) -> Where:
-            start = next(places)  # type: ignore[call-overload]
-            return Where(0, start, 1, start, 1)
-
-        tree = place()
-        report = WriteReport(
-            (FileEntry(name=f"f{rank}", num_bytes=1, chunks=("x",)),),
-            True,
-            tree,
-            tuple(place() for _ in duty.parts),
-            tuple(place() for _ in duty.own),
-            tuple(place() for _ in duty.values),
-        )
-        reports.append(report)
-        for index, where in zip(duty.parts, report.parts, strict=True):
+        packing = Packing(FILE_BYTES)
+        values = [bytes(10 + rank) for _ in duty.values]
+        offsets = {part.name: 64 * number for number, part in enumerate(inventory.parts)}
+        packed = pack(packing, inventory, duty, Range(0, 7 + rank % 2), values, offsets)
+        packs.append(packed)
+        files = tuple(WrittenFile(size, bytes(8)) for size in packed.sizes)
+        reports.append(WriteReport(files, True, 7 + rank % 2, tuple(map(len, values))))
+        for index, where in zip(duty.parts, packed.parts, strict=True):
             part = inventory.parts[index]
-            spot[part.item, part.offset, part.shape] = (rank, where.start)
+            spot[part.item, part.offset, part.shape] = (f"f{rank}.{where.file}", where.start)
 
-    composed = compose(inventories, duties, reports)
+    composed = compose(inventories, duties, reports, file_bytes=FILE_BYTES, name_of=lambda rank, n: f"f{rank}.{n}")
 
+    names = [file.name for file in composed.files]
     items = {item.name: item for item in composed.items}
     for rank, (inventory, duty) in enumerate(zip(inventories, duties, strict=True)):
-        assert composed.ranks[rank].tree == Where(rank, 0, 1, 0, 1)
+        tree = composed.ranks[rank].tree
+        assert (names[tree.file], tree.start) == (f"f{rank}.{packs[rank].tree.file}", packs[rank].tree.start)
         own = {tensor.name for tensor in composed.ranks[rank].tensors}
         assert own == {inventory.parts[index].name for index in duty.own}
         for index, part in enumerate(inventory.parts):
@@ -115,14 +143,44 @@ def test_the_manifest_leads_every_rank_to_its_parts(inventories: list[Inventory]
             where = pieces[0].where
             if part.num_bytes:
                 assert where is not None
-                assert (where.file, where.start) == spot[part.item, part.offset, part.shape]
+                assert (names[where.file], where.start) == spot[part.item, part.offset, part.shape]
+
+
+def test_files_of_another_length_are_refused() -> None:
+    """What a rank wrote is believed only where its files are as long as its parts make them."""
+    inventory = Inventory.of([_part("w")], [])
+    (duty,) = assign([inventory])
+    report = WriteReport((WrittenFile(9, bytes(8)),), True, 7, ())
+    with pytest.raises(CheckpointError, match="not as long as they should be"):
+        compose([inventory], [duty], [report], file_bytes=FILE_BYTES, name_of=lambda rank, n: "f")
+
+
+@given(_inventories())
+def test_nothing_is_lost_on_the_way(inventories: list[Inventory]) -> None:
+    """An inventory has the parts that it was made of, and an order the duty."""
+    for inventory, duty in zip(inventories, assign(inventories), strict=True):
+        assert Inventory.of(inventory.parts, inventory.values) == inventory
+        assert Order.of(duty).duty == duty
+
+
+def test_what_contradicts_its_table_is_refused() -> None:
+    """Digests or offsets that are too few are an error that names the rank."""
+    one = Inventory.of([_part("w")], [])
+    digests = {"d": PartDigests(one.digests), "none": PartDigests(b"")}
+    for root in (
+        InventoryRoot("t", "none", one.offsets),
+        InventoryRoot("t", "d", ()),
+        InventoryRoot("t", "d", one.offsets, b"x"),
+    ):
+        with pytest.raises(CheckpointError, match="rank 1: what it has contradicts its table"):
+            join([InventoryRoot("t", "d", one.offsets), root], {"t": one.table}, digests)
 
 
 @given(st.integers(1, 16), st.lists(st.integers(1, 1000), min_size=1, max_size=60))
 def test_shared_work_is_shared_evenly(world: int, sizes: list[int]) -> None:
     """No rank writes more of what all have than an equal share and the largest tensor."""
     parts = tuple(_part(f"t{index}", shape=(size,)) for index, size in enumerate(sizes))
-    duties = assign([Inventory(parts, ())] * world)
+    duties = assign([Inventory.of(parts, [])] * world)
     loads = [sum(parts[index].num_bytes for index in duty.parts) for duty in duties]
     assert sum(loads) == 4 * sum(sizes)
     assert max(loads) <= 4 * sum(sizes) / world + 4 * max(sizes)
@@ -133,11 +191,11 @@ def test_a_tensor_with_a_hole_is_refused() -> None:
     first = _part("w", "", shape=(2, 3), whole=(5, 3))
     second = _part("w", "", shape=(2, 3), whole=(5, 3), at=2)
     with pytest.raises(CheckpointError, match=r"tensor 'w': the ranks' parts have 12 elements of 15"):
-        assign([Inventory((first,), ()), Inventory((second,), ())])
+        assign([Inventory.of([first], []), Inventory.of([second], [])])
 
 
 def test_ranks_with_different_tensors_of_one_name_keep_their_own() -> None:
     """The lowest rank's counts for all; the other, of another shape, is that rank's own."""
-    duties = assign([Inventory((_part("w", shape=(2,)),), ()), Inventory((_part("w", shape=(3,)),), ())])
+    duties = assign([Inventory.of([_part("w", shape=(2,))], []), Inventory.of([_part("w", shape=(3,))], [])])
     assert (duties[0].parts, duties[0].own) == ((0,), ())
     assert (duties[1].parts, duties[1].own) == ((), (0,))

@@ -8,13 +8,17 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from s3_server import S3Server
+
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.shard import digests
 
 HERE = Path(__file__).parent
 PATIENCE_S = 100
@@ -25,9 +29,17 @@ class Life:
     """A process of ``owning_life``."""
 
     def __init__(
-        self, url: str, number: int, environment: dict[str, str], *, keep: int = KEEP_ALL, point: str = "", at: int = 0
+        self,
+        url: str,
+        number: int,
+        environment: dict[str, str],
+        *,
+        keep: int = KEEP_ALL,
+        point: str = "",
+        at: int = 0,
+        times: int = 1,
     ) -> None:
-        arguments = [url, str(number), f"{number:08x}", str(keep), point, str(at)]
+        arguments = [url, str(number), f"{number:08x}", str(keep), point, str(at), str(times)]
         self.lines: list[dict[str, Any]] = []
         self.process = subprocess.Popen(
             [sys.executable, os.fspath(HERE / "owning_life.py"), *arguments],
@@ -119,13 +131,20 @@ def _place(kind: str, tmp_path: Path) -> Iterator[Place]:
             return
         server = S3Server("bucket", tmp_path / "record")
         stack.callback(server.kill)
-        yield Place("s3://bucket/run", server.environment, stack)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        # In this process fsspec was imported before: it has read its variables already.
+        patch.setitem(fsspec.config.conf, "s3", {"endpoint_url": server.endpoint})
+        yield Place(f"s3://bucket/run-{server.port}", server.environment, stack)  # a store is opened once a process
 
 
 def _check_kept(place: Place, first: Life, second: Life) -> None:
     """Check that all that either life committed is there, and nothing else; the second one's wins."""
     assert place.contents() == {**first.committed(), **second.committed(), **_found(second)}
-    assert set(first.committed().items()) <= set(_found(second).items())
+    found = _found(second)
+    for iteration, value in first.committed().items():  # or what replaced it, committed and then stopped
+        assert value <= found[iteration] <= 1000 + iteration + 1 / 8
 
 
 def _found(life: Life) -> dict[int, float]:
@@ -198,10 +217,70 @@ def test_a_life_beside_a_living_one_is_refused(tmp_path: Path, kind: str) -> Non
         assert place.contents() == first.committed()
 
 
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["posix", "s3"])
+def test_a_life_stopped_before_it_replaces_a_generation_replaces_nothing_later(tmp_path: Path, kind: str) -> None:
+    """It is about to replace what it committed last when another life takes over, which finds that generation: it is
+    still there afterwards, as found, and the format's own index still names its files."""
+    with _place(kind, tmp_path) as place:
+        first = place.live(point="checkpoint.fenced", at=3, times=2)
+        first.wait_for("committed", 3)
+        first.wait_until_stopped()
+        second = place.live()
+        second.wait_for("found")
+        second.stop()
+        first.go_on()
+        assert "was taken over by" in first.wait_for("refused")["refused"]
+        second.go_on()
+        second.wait_for("committed", 2)
+        assert (first.finish(), second.finish()) == (75, 0)
+        assert first.committed() == {1: 1001.125, 2: 1002.0}
+        _check_kept(place, first, second)
+        _check_indexes(place)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("ends", ["killed", "stopped"])
+def test_a_save_cut_short_before_the_formats_own_index_is_whole(tmp_path: Path, replaces: bool, ends: str) -> None:
+    """A life on S3 ends between the manifest, which commits a generation, and the format's own index: the next life
+    finds the new generation, and puts the index right; the ended one, should it continue, does not undo that."""
+    with _place("s3", tmp_path) as place:
+        first = place.live(point="checkpoint.indexed", at=3 if replaces else 2, times=2)
+        first.wait_for("committed", 3 if replaces else 2)
+        first.wait_until_stopped()
+        if ends == "killed":
+            first.close()
+        second = place.live()
+        assert dict(second.wait_for("found")["found"])[2] == (1002.125 if replaces else 1002.0)
+        _check_indexes(place, [1, 2])
+        second.wait_for("committed")
+        if ends == "stopped":
+            first.go_on()
+            first.wait_for("refused")
+            assert first.finish() == 75
+        second.wait_for("committed")
+        assert second.finish() == 0
+        _check_kept(place, first, second)
+        _check_indexes(place)
+
+
+def _check_indexes(place: Place, iterations: Sequence[int] = ()) -> None:
+    """Check that the format's own index of each generation is the one that was saved with its manifest."""
+    directory = GlobalDirectory.open(place.url)
+    for iteration in iterations or directory.generations():
+        entry = directory.manifest(iteration).metadata
+        assert entry is not None
+        data = directory.read(f"{directory.folder(iteration)}/{entry.name}")
+        assert (len(data), digests(data)) == (entry.num_bytes, entry.chunks), f"generation {iteration}"
+
+
 def _stop_at_random(kind: str, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     with _place(kind, tmp_path) as place:
-        first = place.live()
+        first = place.live(times=chance.randint(1, 2))
         first.wait_for("committed", chance.randint(1, 4))
         for _ in range(chance.randrange(20_000)):  # somewhere in a save
             pass

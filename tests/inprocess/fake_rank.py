@@ -63,7 +63,7 @@ class FakeRank:
     def command(self, word: str, *rest: str) -> None:
         match word:
             case "connect":
-                self.link.send(m.Connect(hub=f"{rest[0]} {rest[1]}", token=rest[2]))
+                self.link.send(m.Connect(hub=f"{rest[0]} {rest[1]}", offer=rest[2]))
                 self.get_ready(0)
                 self.say("connected")
             case "fault":

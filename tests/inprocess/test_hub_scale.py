@@ -280,7 +280,7 @@ def test_a_hub_that_outlives_its_rank_does_not_spin() -> None:
     selector = selectors.DefaultSelector()
     client = HubClient(selector, TASK, on_order=lambda _: None, on_candidates=lambda _: None)
     try:
-        client.connect(m.Connect(hub=client.address, token="a" * 32))
+        client.connect(m.Connect(hub=client.address, offer="a" * 32))
         client.end(m.Gone(fault=p.RankFault(initial_rank=0, restart_count=0, kind=p.RankFaultKind.DIED)))
         later_s = clock.now_s() + 5.0
         assert not client.is_done

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,10 @@ pytestmark = pytest.mark.slow
 MAIN = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())")
 LIMIT_S = 150.0
 SILENCE_S = 2
+HAS_PLACE = {"runs here", "is a spare", "is reached again"}
+PLACES = re.compile("|".join(("^", "starting;", "hosts the coordinator", "waiting for", "out of reach", *HAS_PLACE)))
+"""What an agent logs of its place; the last one tells whether it has one."""
+COORDINATORS = re.compile(r"(?:hosts the coordinator|the coordinator is reached again) at (\S+)")
 TRAIN = """
 import os, time, torch, torch.distributed as dist
 from datetime import timedelta
@@ -145,6 +150,19 @@ class Machines:
             assert time.monotonic() < end_s, f"nothing was trained\n{self.logs()}"
             time.sleep(0.1)
 
+    def wait_until_together(self) -> None:
+        """Return once each agent has its place with the coordinator that leads: one that finds nobody when the run has
+        ended waits for others as long as it is told to."""
+        end_s = time.monotonic() + LIMIT_S
+        while True:
+            logs = [path.read_text() for path in self.folder.glob("n*.log")]
+            places = [PLACES.findall(log)[-1] for log in logs]
+            coordinators = {found[-1] for log in logs if (found := COORDINATORS.findall(log))}
+            if HAS_PLACE.issuperset(places) and len(coordinators) == 1:
+                return
+            assert time.monotonic() < end_s, f"the machines did not come together\n{self.logs()}"
+            time.sleep(0.1)
+
     def end(self) -> list[int]:
         """Let training end; return the agents' exit codes."""
         (self.folder / "enough").touch()
@@ -222,6 +240,7 @@ def test_network_breaks_at_random_moments(machines: Machines, seed: int) -> None
     machines.heal()
     done = len(machines.lines())
     machines.wait_for_steps(after=done)
+    machines.wait_until_together()
     codes = machines.end()
     assert set(codes) == {0}, f"{codes}\n{machines.logs()}"
     machines.check_one_world()

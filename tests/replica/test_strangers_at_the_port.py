@@ -12,12 +12,14 @@ from collections.abc import Callable
 
 import pytest
 
+from outlast import env
 from outlast.checkpoint.manifest import CopyKey, HoldingsError
 from outlast.checkpoint.replica import protocol as f
 from outlast.checkpoint.replica import server as server_module
 from outlast.checkpoint.replica.client import ReplicaError, Replicator, Target, fetch, ping, push
 from outlast.checkpoint.replica.protocol import ReplicaChannel
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
+from outlast.runtime.run_key import RunKey, accept_offer, make_offer
 from outlast.runtime.wire import encode_frame
 
 KEY = b"k" * 32
@@ -361,3 +363,49 @@ def test_corruption_of_what_is_said_stores_nothing_wrong(
     if outcome.chunks == (digest(data),):
         assert node.memory.parts == {COPY: data}
     assert_unharmed(node, hold)
+
+
+def test_a_recorded_session_is_worth_nothing(
+    make_node, hold: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a writer of one cycle sent is refused by that cycle's writers, and by those of the next, whose key comes
+    from the same run key."""
+    monkeypatch.setenv(env.RUN_KEY, RunKey.of_run_id("run").as_variable())
+    keys = [accept_offer(make_offer(), "replica port") for _ in range(2)]
+    assert keys[0] != keys[1]
+    nodes = [make_node(key=key) for key in keys]
+    recorded: list[bytes] = []
+
+    def relay(source: socket.socket, target: socket.socket, note: list[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                note.append(data)
+                target.sendall(data)
+        end_sending(target)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def record() -> None:
+            connection, _ = listening.accept()
+            with connection, connect(nodes[0]) as onward:
+                back = threading.Thread(target=relay, args=(onward, connection, []))
+                back.start()
+                relay(connection, onward, recorded)
+                back.join(10)
+
+        recorder = threading.Thread(target=record)
+        recorder.start()
+        target = Target("other", "127.0.0.1", listening.getsockname()[1])
+        assert push(target, keys[0], COPY, hold(b"shard"), range(1), 5, timeout_s=10) == (digest(b"shard"),)
+        recorder.join(10)
+    assert len(b"".join(recorded)) > len(HELLO)
+    for number, node in enumerate(nodes):
+        node.memory.parts.clear()
+        with connect(node) as again:
+            with contextlib.suppress(OSError):  # it may be refused before all is sent
+                again.sendall(b"".join(recorded))
+            end_sending(again)
+            read_to_end(again)
+        assert node.await_refusal()[1] == "the other side does not know this run's key", number
+        assert not node.memory.parts
+        assert push(node.target, keys[number], COPY, hold(b"shard"), range(1), 5, timeout_s=10) == (digest(b"shard"),)

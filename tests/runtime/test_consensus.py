@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
+from outlast import env
 from outlast.runtime.consensus import Consensus
+from outlast.runtime.run_key import RunKey
 from outlast.testing import RankProcesses
 
 PATIENCE_S = 60.0
@@ -65,6 +68,21 @@ consensus.close()
         expected[2 + rank_number]["stop"] = 10 + rank_number
     expected[9]["save"] = 3
     assert answers == [expected] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_rank_without_the_run_key_is_named() -> None:
+    """One rank says why it does not connect; the others end as well, long before the timeout of the rounds."""
+    key = RunKey.of_run_id("run").as_variable()
+    environments = [{env.RUN_KEY: None if rank == 2 else key} for rank in range(4)]
+    with RankProcesses(_SCRIPT, world_size=4, code=True, environments=environments) as ranks:
+        assert ranks.wait(PATIENCE_S) == [1] * 4, ranks.tails()
+        for other in (0, 1, 3):
+            why = r"RendezvousError: the ranks could not connect \((rank 2: only|.*refused|.*reset)"
+            assert re.search(why, ranks.output(other))
+        assert "ConfigError: only another process of this run has OUTLAST_RUN_KEY" in ranks.output(2)
+        assert key not in ranks.tails()
 
 
 @pytest.mark.process

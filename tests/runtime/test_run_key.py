@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import subprocess
@@ -13,7 +14,15 @@ import pytest
 from outlast import env
 from outlast.errors import ConfigError
 from outlast.runtime import run_key
-from outlast.runtime.run_key import KeySource, RunKey, find_known_key, find_run_key, key_of_directory
+from outlast.runtime.run_key import (
+    KeySource,
+    RunKey,
+    accept_offer,
+    find_known_key,
+    find_run_key,
+    key_of_directory,
+    make_offer,
+)
 
 SECRET = b"sixteen bytes or more"
 
@@ -62,6 +71,54 @@ def test_workers_have_the_same_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
     assert found.secret == key.secret
     assert found.derive("replica") == key.derive("replica") != key.derive("hub")
+
+
+def test_an_offer_gives_all_processes_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a run key or without; another purpose, another offer and another run key give another one."""
+    keys = set()
+    for variable in (None, RunKey.of_run_id("a").as_variable(), RunKey.of_run_id("b").as_variable()):
+        if variable is not None:
+            monkeypatch.setenv(env.RUN_KEY, variable)
+        offers = [make_offer(), make_offer()]
+        for offer, purpose in itertools.product(offers, ("replica", "hub")):
+            keys.add(accept_offer(offer, purpose))
+            assert accept_offer(offer, purpose) in keys
+    assert len(keys) == 12
+
+
+def test_an_offer_does_not_give_the_key_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who knows the offer and not the run key derives something else."""
+    monkeypatch.setenv(env.RUN_KEY, RunKey.of_run_id("run").as_variable())
+    offer = make_offer()
+    key = accept_offer(offer, "hub")
+    assert RunKey.of_run_id("run").secret.hex() not in offer
+    monkeypatch.delenv(env.RUN_KEY)
+    assert accept_offer(offer.partition(".")[0] + ".", "hub") != key
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own", "named"),
+    [
+        ("a", None, "only another process of this run has OUTLAST_RUN_KEY"),
+        (None, "a", "only this process of this run has OUTLAST_RUN_KEY"),
+        ("a", "b", "the processes of this run have different OUTLAST_RUN_KEY"),
+    ],
+)
+def test_processes_with_other_run_keys_are_named(
+    theirs: str | None, own: str | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says that the environment is to blame, and no key."""
+
+    def use(run_id: str | None) -> None:
+        monkeypatch.setenv(env.RUN_KEY, "" if run_id is None else RunKey.of_run_id(run_id).as_variable())
+
+    use(theirs)
+    offer = make_offer()
+    use(own)
+    with pytest.raises(ConfigError, match=named) as caught:
+        accept_offer(offer, "hub")
+    assert "\n" not in str(caught.value)
+    assert offer not in str(caught.value)
 
 
 def test_a_key_is_not_shown() -> None:

@@ -24,6 +24,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from typing import Self
 import msgspec
 from msgspec import structs
 
+from outlast import clock
 from outlast.checkpoint.manifest import MANIFEST, SHARD_PART, CopyKey, Manifest, decode_manifest, run_of
 from outlast.checkpoint.shard import shard_name
 from outlast.decoding import from_json
@@ -53,6 +55,9 @@ TRACKER = "latest"
 _GENERATION = re.compile(r"step-(\d+)")
 MAX_TRIES = 3
 """To be the first in a directory where others try, too."""
+NAMELESS_S = 1.0
+"""A generation that is replaced has no name for the time between two renames."""
+_LOOK_S = 0.01
 _REMEDY = "give it a directory of its own"
 
 
@@ -450,6 +455,37 @@ class GenerationFolder(ClaimedPlace):
             self.read(name)
         return False
 
+    def generations(self) -> list[int]:
+        for iteration, name in self.wait_for_names().items():
+            log.warning(
+                "%s/step-%d has no name, as its replacement was cut short: it is left out until a run that saves there "
+                "resumes; it lies in %s",
+                self.url,
+                iteration,
+                name,
+            )
+        return super().generations()
+
+    def wait_for_names(self) -> dict[int, str]:
+        """Wait for generations that have no name at the moment, as another process replaces them.
+
+        On a file system that cannot swap names the old one is set aside before the new one gets the name.
+
+        Returns:
+            Those that have none for longer, and the names of what was set aside.
+
+        Blocks: up to ``NAMELESS_S`` where there are some.
+        """
+        end_s = clock.now_s() + NAMELESS_S
+        while True:
+            names = self.names()
+            matches = filter(None, map(_UNDER_WAY.fullmatch, names))
+            aside = {int(match["iteration"]): match[0] for match in matches if match["kind"] == "aside"}
+            nameless = {one: name for one, name in aside.items() if self.generation(one).name not in names}
+            if not nameless or clock.now_s() > end_s:
+                return nameless
+            time.sleep(_LOOK_S)  # a file system of other machines tells nothing
+
     def promote(self, iteration: int, attempt: SaveAttempt) -> None:
         """Give an attempt its final name; what has that name already is set aside, not written to."""
         temporary, final = self.temporary(iteration, attempt), self.generation(iteration)
@@ -544,6 +580,7 @@ class GenerationFolder(ClaimedPlace):
 def _replace(temporary: Path, final: Path, aside: Path) -> None:
     """Set what has a name aside, and give the name to another folder; if that one is gone, undo it."""
     os.rename(final, aside)
+    reach("checkpoint.nameless", final=final)
     try:
         os.rename(temporary, final)
     except OSError:

@@ -11,12 +11,13 @@ waits longer than its deadline.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -42,6 +43,8 @@ MAX_POLLING_RANKS = 1024
 """More ranks that wait for the same message look less often, so that the store has no more to answer."""
 FAN_OUT = 16
 """Of the tree that answers are gathered by: 16,384 ranks are four levels, up to 17 ranks one."""
+LEVEL_S = 1.0
+"""Waits end this much later for each further level of the tree below: so the rank that is silent is named."""
 T = TypeVar("T", bound=msgspec.Struct)
 A = TypeVar("A", bound="RankAnswer")
 G = TypeVar("G", bound="_Failable")
@@ -96,10 +99,6 @@ class SaveOutcome(msgspec.Struct, frozen=True):
         return kind(f"{what}: {self.error}", rank=rank, iteration=iteration)
 
 
-class _Acknowledged(msgspec.Struct, frozen=True):
-    """An outcome was received; there is nothing to add."""
-
-
 class Subtree(msgspec.Struct, frozen=True, array_like=True):
     """What a rank, and those below it in the tree, have of a save."""
 
@@ -107,6 +106,26 @@ class Subtree(msgspec.Struct, frozen=True, array_like=True):
     """Each with its rank; some are missing where one of them ends the save, or a rank is silent."""
     silence: str | None = None
     """Which rank below gave no answer in time."""
+
+
+def children(place: int, num_places: int) -> range:
+    """Return the places directly below a place of the tree."""
+    return range(min(num_places, FAN_OUT * place + 1), min(num_places, FAN_OUT * (place + 1) + 1))
+
+
+def child_above(place: int, top: int) -> int:
+    """Return which of the places directly below ``top`` a place lies below, or is."""
+    while (parent := (place - 1) // FAN_OUT) != top:
+        place = parent
+    return place
+
+
+def num_levels(place: int, num_places: int) -> int:
+    """Return how many levels of the tree are below a place."""
+    levels = 0
+    while (place := FAN_OUT * place + 1) < num_places:
+        levels += 1
+    return levels
 
 
 class Reached(NamedTuple):
@@ -243,6 +262,20 @@ class Lane(ABC):
             self._store.set(key, msgspec.json.encode(value).decode())
         self._posted.append((save.attempt.ordinal, key))
 
+    def _share(self, save: Save, value: msgspec.Struct) -> str:
+        """Post what many ranks have alike, unless one of them has; return its digest, by which it can be received.
+
+        Raises: PeerSilent, when the ranks' store is gone.
+        """
+        data = msgspec.json.encode(value)
+        name = hashlib.blake2b(data, digest_size=16).hexdigest()
+        claims, key = self._store_key(save, f"claims/{name}"), self._store_key(save, f"shared/{name}")
+        with self._store_errors():
+            if self._store.add(claims, 1) == 1:  # before its own answer: whoever has all answers finds it
+                self._store.set(key, data.decode())
+                self._posted += [(save.attempt.ordinal, claims), (save.attempt.ordinal, key)]
+        return name
+
     def _receive(self, save: Save, name: str, kind: type[T], *, grace_s: float = 0.0, poll_s: float = POLL_S) -> T:
         """Return what a rank posted.
 
@@ -257,38 +290,43 @@ class Lane(ABC):
             PeerSilent: Nothing was posted in time, or the ranks' store is gone.
             CheckpointError: This rank leaves.
         """
-        key = self._store_key(save, name)
-        end_s, pause_s = clock.now_s() + self._left_s() + grace_s, 0.001
+        self._wait_for(save, name, grace_s=grace_s, poll_s=poll_s)
         with self._store_errors():
-            while not self._store.check([key]):
-                if self._stop.wait(pause_s):
-                    raise CheckpointError(
-                        f"the save of iteration {save.iteration} is abandoned: this rank is closing",
-                        rank=self._rank,
-                        iteration=save.iteration,
-                    )
-                if clock.now_s() >= end_s:
-                    raise PeerSilent(
-                        f"iteration {save.iteration}: no answer ({name}) after {self._timeout_s:g} s (save_timeout); "
-                        "see the log of that rank",
-                        rank=self._rank,
-                        iteration=save.iteration,
-                    )
-                pause_s = min(poll_s, 2 * pause_s)
-            word = bytes(self._store.get(key))
+            word = bytes(self._store.get(self._store_key(save, name)))
         return from_json(word, kind)
+
+    def _wait_for(self, save: Save, *names: str, grace_s: float = 0.0, poll_s: float = POLL_S) -> str:
+        """Return the first of these names under which something was posted; see :meth:`_receive`."""
+        end_s, pause_s = clock.now_s() + self._left_s() + grace_s, 0.001
+        while True:
+            is_late = clock.now_s() >= end_s
+            for name in names:
+                with self._store_errors():
+                    if self._store.check([self._store_key(save, name)]):
+                        return name
+            if is_late:
+                raise PeerSilent(
+                    f"iteration {save.iteration}: no answer ({names[0]}) after {self._timeout_s:g} s (save_timeout); "
+                    "see the log of that rank",
+                    rank=self._rank,
+                    iteration=save.iteration,
+                )
+            if self._stop.wait(pause_s):
+                raise CheckpointError(
+                    f"the save of iteration {save.iteration} is abandoned: this rank is closing",
+                    rank=self._rank,
+                    iteration=save.iteration,
+                )
+            pause_s = min(poll_s, 2 * pause_s)
 
     @staticmethod
     def _poll_s(num_ranks: int) -> float:
         """Return the longest pause between two looks of ranks that all wait for one message."""
         return POLL_S * max(1.0, num_ranks / MAX_POLLING_RANKS)
 
-    def _gather(self, save: Save, name: str, kind: type[A]) -> Iterator[A]:
-        """Yield what each rank has, by rank. Raises: CheckpointError, when one has nothing, or another iteration."""
-        for rank in range(self._world_size):
-            yield check_answer(self._receive(save, f"{name}/{rank}", kind), rank, save.iteration)
-
-    def _gather_up(self, save: Save, name: str, mine: G, members: Sequence[int]) -> list[tuple[int, G]]:
+    def _gather_up(
+        self, save: Save, name: str, mine: G, members: Sequence[int], *, waits_for_all: bool = False
+    ) -> list[tuple[int, G]]:
         """Gather answers by a tree: each rank passes on what it has from those below it, in one message.
 
         An answer with an error is passed on at once, without those that are still missing: it ends the save.
@@ -298,9 +336,10 @@ class Lane(ABC):
             name: Of the gather.
             mine: This rank's answer.
             members: Who takes part, this rank too; the first is the root.
+            waits_for_all: Wait for all answers, also after an error or a silence.
 
         Returns:
-            On the root, the members' answers by rank, all or up to an error; nothing elsewhere.
+            On the root, the members' answers by rank, all or some with an error among them; nothing elsewhere.
 
         Raises:
             PeerSilent: On the root: a rank did not answer in time, or the ranks' store is gone.
@@ -310,20 +349,21 @@ class Lane(ABC):
         """
         place = members.index(self._rank)
         known: list[tuple[int, G]] = [(self._rank, mine)]
-        silence, below = None, members[FAN_OUT * place + 1 : FAN_OUT * (place + 1) + 1]
-        try:
-            for child in below:
-                if any(answer.error is not None for _, answer in known):
-                    break
-                subtree = self._receive(save, f"{name}/{child}", Subtree)
-                known += [(rank, from_json(data, type(mine))) for rank, data in subtree.answers]
-                if subtree.silence is not None:
-                    raise PeerSilent(subtree.silence, rank=self._rank, iteration=save.iteration)
-        except PeerSilent as error:
-            if place == 0 and all(answer.error is None for _, answer in known):
-                raise
-            silence = str(error)
+        silence, grace_s = None, LEVEL_S * (num_levels(place, len(members)) - 1)
+        for child in children(place, len(members)):
+            has_failed = silence is not None or any(answer.error is not None for _, answer in known)
+            if has_failed and not waits_for_all:
+                break
+            try:
+                subtree = self._receive(save, f"{name}/{members[child]}", Subtree, grace_s=grace_s)
+            except PeerSilent as error:
+                silence = silence or str(error)
+                continue
+            known += [(rank, from_json(data, type(mine))) for rank, data in subtree.answers]
+            silence = silence or subtree.silence
         if place == 0:
+            if silence is not None and all(answer.error is None for _, answer in known):
+                raise PeerSilent(silence, rank=self._rank, iteration=save.iteration)
             return sorted(known, key=lambda one: one[0])
         packed = [(rank, msgspec.Raw(msgspec.json.encode(answer))) for rank, answer in known]
         self._post(save, f"{name}/{self._rank}", Subtree(packed, silence))
@@ -345,12 +385,8 @@ class Lane(ABC):
         Rank 0, which may host the store, waits up to ``GRACE_S`` for all others, so that none of them finds it gone.
         """
         self._end_ns = clock.now_ns() + int(GRACE_S * 1e9)
-        try:
-            self._post(save, f"acknowledged/{self._rank}", _Acknowledged())
-            for rank in range(self._world_size) if self._rank == 0 else ():
-                self._receive(save, f"acknowledged/{rank}", _Acknowledged)
-        except CheckpointError:
-            return  # the outcome is what counts
+        with contextlib.suppress(CheckpointError):  # the outcome is what counts
+            self._gather_up(save, "acknowledged", SaveOutcome(), range(self._world_size), waits_for_all=True)
 
     def _forget(self, before: int) -> None:
         """Delete what this rank posted about earlier saves: all ranks have taken part in a later one since."""
@@ -371,7 +407,7 @@ class Lane(ABC):
         except (AttributeError, RuntimeError) as error:
             log.warning("the ranks' store cannot be reached again (%s); saves fail until it can", error)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
         """Raise the errors of a store whose host is gone as PeerSilent."""
         try:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from outlast.checkpoint.shard import DIGEST_BYTES, digest, head_of, num_chunks, shard_name
+from outlast.checkpoint.shard import DIGEST_BYTES, digest, head_of, num_chunks, pack_digests, shard_name, unpack_digests
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Corrupt, Untrusted
 
@@ -141,8 +141,7 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """
         with head_of(image) as head:
             table = digest(head)
-        packed = bytes.fromhex("".join(chunks))
-        return cls(rank=rank, num_bytes=len(image), digests=packed, table=table, finite=finite)
+        return cls(rank=rank, num_bytes=len(image), digests=pack_digests(chunks), table=table, finite=finite)
 
     @property
     def file(self) -> str:
@@ -152,8 +151,7 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     @property
     def chunks(self) -> tuple[str, ...]:
         """xxh3_64 of every 8 MiB, hexadecimal."""
-        text, width = self.digests.hex(), 2 * DIGEST_BYTES
-        return tuple(text[at : at + width] for at in range(0, len(text), width))
+        return unpack_digests(self.digests)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

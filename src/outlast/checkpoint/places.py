@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +35,9 @@ from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import own_address
 from outlast.runtime.process_groups import Group, gather_bytes
 from outlast.runtime.processes import this_process, this_program
+from outlast.runtime.run_key import accept_offer, make_offer
 
 log = logging.getLogger(__name__)
-SECRET_BYTES = 32
 SERVE_TIMEOUT_S = 30.0
 _PROBE_BYTES = 64 * 1024
 
@@ -208,10 +209,8 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         raise ConfigError(
             "replication=true, but nothing outlives a worker here: set local_directory, or start with outlast run"
         )
-    drawn = peers.gather(os.urandom(4 + SECRET_BYTES))[0]
-    token, secret = drawn[:4].hex(), drawn[4:]
-    if config.replication_key_file is not None:
-        secret = _read_key(config.replication_key_file)
+    drawn = [data.decode().split(" ") for data in peers.gather(f"{secrets.token_hex(4)} {make_offer()}".encode())]
+    token, secret = drawn[0][0], _replication_key(config, [offer for _, offer in drawn])
     probe = local.path / f".probe-{token}-{peers.rank}" if local is not None else None
     replicates = config.replication is not False and can_hold and peers.world_size > 1
     problem = ""
@@ -327,6 +326,18 @@ def _name_nodes(everyone: list[_RankView], *, by_folder: bool) -> tuple[str, ...
         same = firsts.setdefault(one.node, first) == first
         names.append(one.node if same else f"{one.node}.{first}")
     return tuple(names)
+
+
+def _replication_key(config: CheckpointConfig, offers: Sequence[str]) -> bytes:
+    """Return the key of the port at which copies are taken, from what all ranks offer.
+
+    Raises:
+        ConfigError: The file that is to hold it cannot be used, or the ranks have different run keys.
+    """
+    if config.replication_key_file is not None:
+        return _read_key(config.replication_key_file)
+    keys = [accept_offer(offer, "replica port") for offer in offers]  # of all ranks: where one differs, all refuse
+    return keys[0]
 
 
 def _read_key(path: str) -> bytes:

@@ -109,6 +109,17 @@ def digests(data: bytes) -> tuple[str, ...]:
     return tuple(digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))
 
 
+def pack_digests(chunks: Iterable[str]) -> bytes:
+    """Return digests, one after the other."""
+    return bytes.fromhex("".join(chunks))
+
+
+def unpack_digests(packed: bytes) -> tuple[str, ...]:
+    """Return digests, hexadecimal."""
+    text, width = packed.hex(), 2 * DIGEST_BYTES
+    return tuple(text[at : at + width] for at in range(0, len(text), width))
+
+
 class _HeaderEntry(msgspec.Struct, frozen=True, gc=False):
     """A tensor in the header."""
 

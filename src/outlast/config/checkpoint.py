@@ -72,7 +72,8 @@ class CheckpointConfig:
     """Seconds without progress after which a partner is given up; the save then counts without its copy."""
 
     replication_key_file: str | None = None
-    """File with the secret that nodes prove to each other; ``None`` = rank 0 draws one and hands it out."""
+    """File with the secret that nodes prove to each other; ``None`` = derived from the run key, or drawn
+    where there is none."""
 
     most_recent_k: int = 3
     """Newest committed generations to keep in the global tier, at least 2 (the newest may prove bad); -1 = all."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import logging
-import secrets
 import sys
 import threading
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from outlast.errors import ConfigError, OutlastError, RendezvousError
 from outlast.inprocess import protocol as m
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.processes import ChildProcess, channel_to_parent
+from outlast.runtime.run_key import accept_offer, make_offer
 
 log = logging.getLogger("outlast.inprocess.bootstrap")
 
@@ -57,12 +57,12 @@ class Bootstrap:
             known: What was sent already, for the others.
 
         Raises:
-            ConfigError: Nothing says where the launcher's store is.
+            ConfigError: Nothing says where the launcher's store is, or initial rank 0 has another run key.
             RendezvousError: Initial rank 0 did not come in time.
 
         Blocks: until initial rank 0 has come; up to the timeout.
         """
-        ours = known or m.Connect(hub=own, token=secrets.token_hex(16))
+        ours = known or m.Connect(hub=own, offer=make_offer())
         if self._place.world_size == 1:
             return send(ours)
         if self._place.global_rank == 0:
@@ -70,13 +70,14 @@ class Bootstrap:
         self._store = self._open()
         try:
             if self._place.global_rank == 0:
-                self._store.set(self.key, f"{ours.hub} {ours.token}")
+                self._store.set(self.key, f"{ours.hub} {ours.offer}")
                 return None
             self._store.wait([self.key], datetime.timedelta(seconds=self._timeout_s))
-            host, port, token = self._store.get(self.key).decode().split(" ")
+            host, port, offer = self._store.get(self.key).decode().split(" ")
         except (RuntimeError, ValueError) as error:
             raise RendezvousError(f"initial rank 0 did not come in {self._timeout_s:g} s: {error}") from error
-        return send(m.Connect(hub=f"{host} {port}", token=token))
+        accept_offer(offer, m.HUB)  # what is wrong with it, the rank reports
+        return send(m.Connect(hub=f"{host} {port}", offer=offer))
 
     def close(self) -> None:
         """Stop hosting: every rank knows it. Idempotent."""

@@ -11,7 +11,7 @@ nothing.
 A new host probes the other members. Where a node is lost, nobody closes its connections: a member that has nothing to
 report would notice the hub's silence only after the heartbeats' timeout. One that is probed looks for itself.
 
-Each process listens. A connection has a few seconds for the proof of the job's secret and a
+Each process listens. A connection has a few seconds for the proof of the group's key and a
 :class:`~outlast.inprocess.protocol.JoinHub`; any other is closed without an answer.
 
 Nothing here imports torch.
@@ -37,6 +37,7 @@ from outlast.inprocess.hub import RECONNECT_S, Hub
 from outlast.policy import inprocess_protocol as p
 from outlast.runtime.addresses import listen_at
 from outlast.runtime.processes import machine_id
+from outlast.runtime.run_key import accept_offer
 from outlast.runtime.wire import MAX_MESSAGE_BYTES, AuthenticationFailed, Handshake
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,6 @@ _ANSWER_S = 5.0
 """Seconds in which the hub has to show a sign of life when it is needed."""
 _FINAL_REPORT_S = 1.0
 """Seconds that a process whose rank is gone has to reach the hub."""
-_PROTOCOL = "inprocess hub"
 _MAX_JOIN_BYTES = 1 << 16
 _JOIN_S = 5.0
 """Seconds that a new connection has to prove the secret and to join."""
@@ -148,7 +148,7 @@ class HubClient:
 
     def connect(self, order: m.Connect) -> None:
         """Join the hub for the first time, or host it."""
-        self._key = order.token.encode()
+        self._key = accept_offer(order.offer, m.HUB)
         if order.hub == self.address:
             return self._host_hub()
         first = p.HubCandidate(initial_rank=0, node="", address=order.hub, life="")
@@ -159,7 +159,7 @@ class HubClient:
         """Join the hub in place of a process that is gone."""
         self._final_report = known.final_report
         self._record = m.MemberRecord(known.standing)
-        self._key = known.token.encode()
+        self._key = accept_offer(known.offer, m.HUB)
         # This process knows nothing of what a candidate must know, so it is the last one.
         others = [c for c in known.known.candidates if c.initial_rank != self._task.initial_rank]
         # Without the members it must not begin anew: it hosts only where it knows them, or no call was formed yet.
@@ -470,7 +470,7 @@ class HubClient:
         except BaseException:
             connection.close()
             raise
-        proof = Handshake(self._key, _PROTOCOL, is_server=False, client_id=self._task.initial_rank)
+        proof = Handshake(self._key, m.HUB, is_server=False, client_id=self._task.initial_rank)
         channel: m.HubChannel = m.HubChannel(connection, m.OnLink, handshake=proof)
         channel.send(self._make_join(wants))  # it waits for the proof
         return channel
@@ -499,7 +499,7 @@ class HubClient:
             return
         if len(self._newcomers) >= _MAX_NEWCOMERS:
             self._end_link(next(iter(self._newcomers)))  # the oldest: who holds on to places must not keep members out
-        proof = Handshake(self._key, _PROTOCOL, is_server=True)
+        proof = Handshake(self._key, m.HUB, is_server=True)
         channel: m.HubChannel = m.HubChannel(connection, m.OnLink, handshake=proof, max_bytes=_MAX_JOIN_BYTES)
         link = m.HubLink(self._selector, channel, self._on_newcomer, self._on_lost_newcomer)
         self._newcomers[link] = clock.now_s() + _JOIN_S

@@ -186,7 +186,7 @@ class MonitorLink:
         self._lock = threading.Lock()
         self._record = MemberRecord()
         self._known = m.HubCandidates(candidates=())
-        self._token = ""
+        self._offer = ""
         self._final_report: p.Left | None = None
         self._is_over = False
         self._num_starts = 1
@@ -210,7 +210,7 @@ class MonitorLink:
         """
         with self._lock:
             if isinstance(message, m.Connect):
-                self._token = message.token
+                self._offer = message.offer
             else:
                 self._record.note_report(message)
             if isinstance(message, p.Left):
@@ -269,7 +269,7 @@ class MonitorLink:
                 raise OutlastError(f"the monitor process is gone, and no other one can be started: {error}") from error
             self._send(
                 m.Reconnect(
-                    token=self._token,
+                    offer=self._offer,
                     known=self._known,
                     standing=self._record.standing,
                     final_report=self._final_report,

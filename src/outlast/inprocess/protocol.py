@@ -8,7 +8,7 @@
 * Under ``outlast run`` the coordinator is the hub: between a monitor process and its agent's relay
   (:mod:`outlast.launch.rank_relay`) a Unix socket, on which a :class:`JoinRelay` comes first, then reports (and
   :class:`Gone`) one way and orders the other.
-* Elsewhere between monitor processes and the hub: a :data:`HubChannel`, after the proof of the job's secret; a
+* Elsewhere between monitor processes and the hub: a :data:`HubChannel`, after the proof of the group's key; a
   :class:`HubLink` is its place in an event loop.
 
 A :class:`MemberRecord` remembers what a member was ordered and reported, so that a new hub or monitor process can
@@ -43,6 +43,10 @@ from outlast.runtime.wire import BufferedChannel, SelectedChannel
 if TYPE_CHECKING:
     from outlast.config.training import InProcessRestartConfig
     from outlast.env import WorkerEnv
+
+
+HUB = "inprocess hub"
+"""Names the connections to the hub in their proofs, and what their key is derived for."""
 
 
 class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -188,14 +192,14 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tr
 
     hub: str
     """``host port``."""
-    token: str
-    """The secret of this group of monitor processes; hexadecimal digits."""
+    offer: str
+    """From which this group of monitor processes derives its key; see :func:`outlast.runtime.run_key.make_offer`."""
 
 
 class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """JoinHub the hub in place of a monitor process that is gone."""
 
-    token: str
+    offer: str
     known: HubCandidates
     standing: MemberStanding
     final_report: Left | None = None

@@ -300,7 +300,7 @@ class WrappedRank:
 
     def _join(self) -> None:
         if self._bootstrap is None:
-            self._link.send(m.Connect(hub=self._place.relay or "", token=""))
+            self._link.send(m.Connect(hub=self._place.relay or "", offer=""))
         else:
             listening = self._next(self._config.barrier_timeout)
             if not isinstance(listening, m.Listening):

@@ -22,25 +22,26 @@ two), a tree (twice the rounds).
 from __future__ import annotations
 
 import math
-import secrets
 import selectors
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
 import msgspec
 
 from outlast import clock, env
-from outlast.errors import OutlastError, PeerLost, RendezvousError
+from outlast.errors import ConfigError, OutlastError, PeerLost, RendezvousError
 from outlast.runtime import connections
 from outlast.runtime.addresses import Endpoint, listen_at, own_address, parse_endpoint
+from outlast.runtime.run_key import accept_offer, make_offer
 from outlast.runtime.wire import BufferedChannel, Handshake, MessageChannel
 
 _PROTOCOL = "consensus"
-_KEY_BYTES = 32
 _MAX_BYTES = 1 << 16
+_FIRST_LOOK_S, _LAST_LOOK_S = 1.0, 30.0
+"""Seconds until a rank that waits for others looks whether one has failed; each wait is twice as long as the last."""
 
 
 class _RoundNumbers(msgspec.Struct, frozen=True, array_like=True):
@@ -151,9 +152,11 @@ class Dissemination:
 def connect_peers(timeout_s: float) -> tuple[list[socket.socket], list[socket.socket]]:
     """Connect all ranks of the default group; return what :class:`Dissemination` takes.
 
-    The ranks find each other through the group's store, and prove to each other that they know a key from there.
+    The ranks find each other through the group's store, and prove to each other that they know a key: one derived from
+    the run key, or without one a key from there.
 
     Raises:
+        ConfigError: This rank has another run key than rank 0.
         RendezvousError: The ranks did not find each other.
 
     Collective: all ranks of the default group, in the same order.
@@ -168,30 +171,49 @@ def connect_peers(timeout_s: float) -> tuple[list[socket.socket], list[socket.so
     after = [(rank + distance) % world_size for distance in rounds]
     before = [(rank - distance) % world_size for distance in rounds]
     store: Any = _get_default_store()
+    # Counted in the store: a process that joins a restart has made fewer than its peers.
     try:
-        # Counted in the store: a process that joins a restart has made fewer than its peers.
         name = f"outlast/dissemination/{store.add(f'outlast/dissemination/made-by/{rank}', 1)}"
+    except (RuntimeError, OSError) as error:
+        raise RendezvousError(f"the ranks' store does not answer ({error}); see the log of rank 0") from error
+
+    def look() -> None:
+        if store.check([f"{name}/failed"]):
+            raise ConnectionError(store.get(f"{name}/failed").decode())
+
+    try:
         if rank == 0:
-            store.set(f"{name}/key", secrets.token_hex(_KEY_BYTES))
+            store.set(f"{name}/key", make_offer())
         host = own_address(env.read_worker().master_addr)
         with ExitStack() as opened, listen_at(host, backlog=128) as listener:
             store.set(f"{name}/{rank}", str(Endpoint(host, listener.getsockname()[1])))
             store.wait([f"{name}/key", *(f"{name}/{peer}" for peer in after)], timedelta(seconds=timeout_s))
-            key = bytes.fromhex(store.get(f"{name}/key").decode())
+            key = accept_offer(store.get(f"{name}/key").decode(), "step rounds")
             to = []
             for peer in after:
                 endpoint = parse_endpoint(store.get(f"{name}/{peer}").decode())
                 connection = socket.create_connection((endpoint.host, endpoint.port), timeout=_left_s(end_s))
                 to.append(opened.enter_context(connection))
-            came = authenticate_peers(listener, to, set(before), rank=rank, key=key, end_s=end_s)
+            came = authenticate_peers(listener, to, set(before), rank=rank, key=key, end_s=end_s, look=look)
             opened.pop_all()
         return to, [came[peer] for peer in before]
     except (RuntimeError, OSError, ValueError) as error:
+        with suppress(RuntimeError, OSError):  # for those that wait for this rank
+            store.compare_set(f"{name}/failed", "", f"rank {rank}: {error}")
+        if isinstance(error, ConfigError):
+            raise
         raise RendezvousError(f"the ranks could not connect ({error}); see the log of the rank that left") from error
 
 
 def authenticate_peers(
-    listener: socket.socket, to: Sequence[socket.socket], expected: set[int], *, rank: int, key: bytes, end_s: float
+    listener: socket.socket,
+    to: Sequence[socket.socket],
+    expected: set[int],
+    *,
+    rank: int,
+    key: bytes,
+    end_s: float,
+    look: Callable[[], None] = lambda: None,
 ) -> dict[int, socket.socket]:
     """Prove the key on connections that this rank opened, and accept those of expected ranks that prove it.
 
@@ -204,6 +226,7 @@ def authenticate_peers(
         rank: This rank.
         key: What all ranks know.
         end_s: When to give up.
+        look: Called now and then while others are waited for; raises ``OSError`` where it is in vain.
 
     Returns:
         The connection of each expected rank.
@@ -218,8 +241,13 @@ def authenticate_peers(
         selector.register(listener, selectors.EVENT_READ)
         for channel in opened:
             selector.register(channel, selectors.EVENT_READ)
+        pause_s, look_s = _FIRST_LOOK_S, clock.now_s() + _FIRST_LOOK_S
         while expected - came.keys() or not all(channel.is_authenticated for channel in opened):
-            for selected, _ in selector.select(_left_s(end_s)):
+            if clock.now_s() >= look_s:
+                look()
+                pause_s = min(2 * pause_s, _LAST_LOOK_S)
+                look_s = clock.now_s() + pause_s
+            for selected, _ in selector.select(min(_left_s(end_s), max(0.0, look_s - clock.now_s()))):
                 channel = selected.fileobj  # type: ignore[assignment]
                 if selected.fileobj is listener:
                     channel = BufferedChannel(listener.accept()[0], _RoundNumbers, handshake=_handshake(key, None))

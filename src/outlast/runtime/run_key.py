@@ -8,8 +8,16 @@ Whether the run directory is shared is decided alike on every node, before anybo
 on one machine, or where the directory lies on a network file system. The key is never on a command line, in a log, in
 the journal, or in a child's arguments; workers find it in their environment.
 
+Workers that connect to each other derive the key of these connections from the run key and an *offer*, which one of
+them draws and passes on through the ranks' store or a collective (:func:`make_offer`, :func:`accept_offer`). With a run
+key the offer may be known: it only makes the keys of two groups, and so of two cycles, differ. Where no worker has a
+run key (``torchrun``, ``srun``) the offer itself is the secret.
+
 Rejected: asking the first agent for it (whoever answers at the endpoint would give it); accepting the run's id beside a
 secret (a stranger knows the id).
+Rejected for the offers: the number of the cycle in their place (agents of ``torchrun`` count restarts each by
+themselves); a key from the run key alone where there is one (the id of a run without a secret would be all there is to
+know).
 """
 
 from __future__ import annotations
@@ -30,6 +38,7 @@ from outlast.runtime.files import create_atomically
 
 FILE_NAME = "run.key"
 _MIN_BYTES = 16
+_OFFER_BYTES = 32
 _NETWORK_FILE_SYSTEMS = frozenset(
     {
         0x6969,  # NFS
@@ -165,6 +174,45 @@ def find_known_key(run_dir: Path | None, *, key_file: str | None = None) -> RunK
         return key_of_directory(run_dir, make=False)
     except ConfigError:
         return None
+
+
+def make_offer() -> str:
+    """Return a new offer for a group, which one process gives to all others: something random, its key's fingerprint.
+
+    Raises:
+        ConfigError: ``OUTLAST_RUN_KEY`` is too short.
+    """
+    return f"{secrets.token_hex(_OFFER_BYTES)}.{_own_fingerprint()}"
+
+
+def accept_offer(offer: str, purpose: str) -> bytes:
+    """Return the key that all processes derive that take the same offer for the same purpose.
+
+    Args:
+        offer: What :func:`make_offer` returned, in one of them.
+        purpose: What the key is for.
+
+    Raises:
+        ConfigError: This process and the one that made the offer have different run keys, or only one of them has any.
+    """
+    drawn, _, theirs = offer.partition(".")
+    if (own := _own_fingerprint()) != theirs:
+        if own and theirs:
+            what = f"the processes of this run have different {env.RUN_KEY}"
+        else:
+            what = f"only {'this process' if own else 'another process'} of this run has {env.RUN_KEY}"
+        raise ConfigError(
+            f"{what}, from which they derive the key of their connections ({purpose}); keep what outlast run sets in "
+            "the environment of each rank, or set the same one on all nodes"
+        )
+    key = key_of_environment()
+    secret = key.derive("offers") if key is not None else b""
+    return hmac.digest(secret, f"outlast {purpose} {drawn}".encode(), "sha256")
+
+
+def _own_fingerprint() -> str:
+    key = key_of_environment()
+    return key.fingerprint.hex() if key is not None else ""
 
 
 def is_network_file_system(path: Path) -> bool:

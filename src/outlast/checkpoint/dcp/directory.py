@@ -2,12 +2,17 @@
 
 On a file system an attempt is a folder of its own, and its rename the commit, as in the local tier. An object store
 has no rename: an attempt's files, whose names carry the attempt so that no late upload changes what is committed, lie
-in the generation's folder, and the manifest, put last, is the commit. Nothing here imports torch.
+in the generation's folder, and the manifest, put after them, is the commit. ``.metadata``, the index that only other
+readers of the format read, follows it; whoever takes the place over puts it right where a save ended between the two.
+That one also changes the version of each manifest that an earlier owner could be about to replace.
+
+Nothing here imports torch but what puts an index right.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from abc import abstractmethod
@@ -26,12 +31,14 @@ from outlast.checkpoint.dcp.manifest import (
 from outlast.checkpoint.dcp.store import is_remote, local_path, open_store, without_slash
 from outlast.checkpoint.directory import ClaimedPlace, GenerationFolder, SaveAttempt, owner_of
 from outlast.checkpoint.manifest import MANIFEST
+from outlast.checkpoint.shard import digests
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import fsync_folder, write_durably
 from outlast.runtime.injection import reach
 from outlast.runtime.lease import FOLDER, Records
 
+log = logging.getLogger(__name__)
 MAX_REMOVED = 20_000
 """Objects of old generations that are deleted after one commit; more wait for the next one."""
 MAX_TRIES = 3
@@ -138,6 +145,19 @@ class GlobalDirectory(ClaimedPlace):
 class FileDirectory(GenerationFolder, GlobalDirectory):
     """A folder of generations; an attempt is a folder beside them, and becomes one by its rename."""
 
+    def manifest(self, iteration: int) -> GlobalManifest:
+        try:
+            return super().manifest(iteration)
+        except Incomplete:
+            if (aside := self.wait_for_names().get(iteration)) is not None:
+                raise Incomplete(
+                    f"it has no name, as its replacement was cut short; it lies in {aside} until a run that saves "
+                    "there resumes"
+                ) from None
+            if not self.generation(iteration).exists():
+                raise
+        return super().manifest(iteration)
+
     def read_into(self, name: str, start: int, target: memoryview) -> int:
         with open(self.path / name, "rb", buffering=0) as file:
             file.seek(start)
@@ -235,23 +255,31 @@ class ObjectDirectory(GlobalDirectory):
     ) -> None:
         folder = self.folder(iteration)
         _check_files(manifest, self._store.sizes(folder))
-        parts = {f"{folder}/{METADATA}": metadata, f"{folder}/{MANIFEST}": encode_global_manifest(manifest)}
+        name, data = f"{folder}/{MANIFEST}", encode_global_manifest(manifest)
+        index = f"{folder}/{METADATA}"
         for _ in range(MAX_TRIES):
             # Only what was there before this owner was sure that no later one had come is replaced.
-            versions = {name: self._store.version(name) for name in parts}
+            version, index_version = self._store.version(name), self._store.version(index)
             replaced = self._committed_files(folder)
             confirm()
             reach("checkpoint.fenced", attempt=str(attempt))
-            if all(self._store.replace(name, data, versions[name]) for name, data in parts.items()):
+            if self._store.replace(name, data, version):
                 break
         else:
             raise CheckpointError(f"{self.url}/{folder} is written by another process all the time")
+        reach("checkpoint.indexed", attempt=str(attempt))
+        try:  # after the commit, so that an owner that is none any more changes nothing of what is committed
+            self._store.replace(index, metadata, index_version)
+        except CheckpointError as error:
+            log.warning("generation %d is committed, but without what other readers read: %s", iteration, error)
         # What an earlier attempt at this iteration had committed belongs to nothing now; another's upload may continue.
         self._remove(folder, (replaced or set()) - {file.name for file in manifest.files})
 
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         folder = self.folder(iteration)
-        self._remove(folder, {name for name in self._store.sizes(folder) if name.endswith(f".{attempt}.distcp")})
+        names = {name for name in self._store.sizes(folder) if name.endswith(f".{attempt}.distcp")}
+        if (committed := self._committed_files(folder)) is not None:  # a commit whose answer was lost is one
+            self._remove(folder, names - committed)
 
     def remove(self, iteration: int) -> None:
         folder = self.folder(iteration)
@@ -266,15 +294,59 @@ class ObjectDirectory(GlobalDirectory):
         with contextlib.suppress(FileNotFoundError):  # what the last owner was deleting it may continue to delete
             doomed = from_json(self._store.read(retiring), list[int])
             self._store.remove([*(f"{self.folder(iteration)}/{MANIFEST}" for iteration in doomed), retiring])
-        found: dict[str, set[str]] = {}
-        for path in self._store.sizes():
+        sizes, found = self._store.sizes(), dict[str, set[str]]()
+        for path in sizes:
             folder, _, name = path.rpartition("/")
             match = _FILE.fullmatch(name)
             if match is not None and match["token"] != token:
                 found.setdefault(folder, set()).add(name)
         for folder, names in found.items():
-            if (committed := self._committed_files(folder)) is not None:  # else nobody knows what belongs to it
+            if (committed := self._committed_files(folder)) is None:
+                continue  # nobody knows what belongs to it
+            if not names <= committed:
+                committed = self._keep_from_replacing(folder)
                 self._remove(folder, names - committed)
+            elif f"{folder}/{METADATA}" in sizes:
+                continue
+            self._mend_index(folder)
+
+    def _keep_from_replacing(self, folder: str) -> set[str]:
+        """Make a generation one that no earlier owner replaces: each of them knows another version of its manifest.
+
+        Returns:
+            The files that the manifest names.
+
+        Raises:
+            CheckpointError: It cannot be trusted any more, or the store does not answer.
+        """
+        name = f"{folder}/{MANIFEST}"
+        for _ in range(MAX_TRIES):
+            if (version := self._store.version(name)) is None:
+                return set()
+            try:
+                data = self._store.read(name)
+            except FileNotFoundError:
+                continue
+            committed = {file.name for file in decode_global_manifest(data).files}
+            # To a reader it is the same manifest with a line end more. A store that knows no versions gains nothing.
+            if not version or self._store.replace(name, data + b"\n", version):
+                return committed
+        raise CheckpointError(f"{self.url}/{folder} is written by another process all the time")
+
+    def _mend_index(self, folder: str) -> None:
+        """Write what other readers read of a generation, if the owner that committed it did not get that far."""
+        from outlast.checkpoint.dcp.items import dump_metadata  # imports torch, and is seldom needed
+
+        try:
+            manifest, name = decode_global_manifest(self._store.read(f"{folder}/{MANIFEST}")), f"{folder}/{METADATA}"
+            version, metadata = self._store.version(name), dump_metadata(manifest)
+            entry = manifest.metadata
+            if entry is None or (len(metadata), digests(metadata)) != (entry.num_bytes, entry.chunks):
+                return  # another version of torch saved it
+            if version is None or self._store.read(name) != metadata:
+                self._store.replace(name, metadata, version)
+        except (CheckpointError, FileNotFoundError):
+            return  # whoever loads the generation names what is wrong with it
 
     def retire(self, iterations: Sequence[int], number: int, confirm: Callable[[], None]) -> None:
         if number != 0:

@@ -7,21 +7,46 @@ together, several at once, and rank 0 commits: data, ``.metadata``, manifest, tr
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from outlast import clock
-from outlast.checkpoint.dcp.assemble import Assemble, Assembled
+from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import Items, dump_metadata
-from outlast.checkpoint.dcp.layout import FILE_BYTES, Duty, Inventory, Packing, WriteReport, assign, compose
+from outlast.checkpoint.dcp.layout import (
+    FILE_BYTES,
+    Duty,
+    Inventory,
+    InventoryRoot,
+    InventoryTable,
+    Order,
+    Packing,
+    PartDigests,
+    WriteReport,
+    WrittenFile,
+    assign,
+    compose,
+    join,
+    pack,
+)
 from outlast.checkpoint.dcp.manifest import METADATA, SCHEMA, FileEntry, GlobalManifest
 from outlast.checkpoint.directory import DirectoryRefused
-from outlast.checkpoint.lane import GRACE_S, Lane, RankAnswer, Reached, SaveOutcome
-from outlast.checkpoint.save import PeerSilent, Save
-from outlast.checkpoint.shard import digests
+from outlast.checkpoint.lane import (
+    GRACE_S,
+    Lane,
+    RankAnswer,
+    Reached,
+    SaveOutcome,
+    check_answer,
+    child_above,
+    children,
+)
+from outlast.checkpoint.save import Save
+from outlast.checkpoint.shard import digests, pack_digests
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
 
@@ -31,35 +56,30 @@ ANSWER_S = 5.0
 """The writer has this much longer to answer than it has to write: it is not to be taken for dead."""
 
 
-class GlobalMessage(RankAnswer, frozen=True, kw_only=True):
-    """What a rank has to save, is to write, or wrote; or why not."""
+class Inventoried(RankAnswer, frozen=True, kw_only=True):
+    """What a rank has to save, or why it cannot tell."""
 
-    inventory: Inventory | None = None
-    """``has``, from each rank."""
-    duty: Duty | None = None
-    """``order``, from rank 0 to each."""
+    inventory: InventoryRoot | None = None
+
+
+class Wrote(RankAnswer, frozen=True, kw_only=True):
+    """What a rank wrote, or why it did not."""
+
     report: WriteReport | None = None
-    """``wrote``, from each rank."""
 
 
-@dataclass(slots=True)
+class Orders(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank, and those below it in the tree, are to write."""
+
+    orders: list[tuple[int, Order]]
+
+
+@dataclass(frozen=True, slots=True)
 class _SharedWriting:
     """What rank 0 knows of a save under way."""
 
-    inventories: list[Inventory] = field(default_factory=list)
-    duties: tuple[Duty, ...] = ()
-    reports: list[WriteReport] = field(default_factory=list)
-    refusal: SaveOutcome | None = None
-    """Why nothing may be written; ``None``: the directory is this run's."""
-    error: str | None = None
-    """The first failure of any rank."""
-    is_silent: bool = False
-    """A rank did not answer in time."""
-
-    def fail(self, error: CheckpointError) -> None:
-        """Note a failure; the first counts."""
-        self.is_silent |= isinstance(error, PeerSilent)
-        self.error = self.error or str(error)
+    inventories: list[Inventory]
+    duties: tuple[Duty, ...]
 
 
 class GlobalLane(Lane):
@@ -74,11 +94,11 @@ class GlobalLane(Lane):
         self._end_ns = clock.now_ns() + int(self._timeout_s * 1e9)
         assert self._places.directory is not None
         directory = self._places.directory.suspects if save.suspect else self._places.directory
-        items = self._post_inventory(save)
-        plan = self._order(save) if self._rank == 0 else None
-        self._post(save, f"wrote/{self._rank}", self._write(save, directory, items))
-        if plan is not None:
-            self._decide(save, directory, plan)
+        items, answer = self._look(save)
+        plan = self._plan(save, answer)
+        duty = self._take_order(save, plan)
+        if duty is not None:
+            self._report(save, directory, plan, self._write(save, directory, items, duty))
         self._conclude(save, f"iteration {save.iteration} is not saved to {directory.url}")
         if self._rank == 0:
             self._follow_up(save, directory)
@@ -89,40 +109,55 @@ class GlobalLane(Lane):
 
     # -- every rank --------------------------------------------------------------------------------------------
 
-    def _post_inventory(self, save: Save) -> Items | None:
-        """Post what this rank has; return it, ``None`` when its image cannot be read."""
+    def _look(self, save: Save) -> tuple[Items | None, Inventoried]:
+        """Return what this rank has, ``None`` when its image cannot be read, and what it sends of it."""
         assert save.arena is not None
-        items: Items | None = None
         try:
             items = Items(save.arena.view(save.num_bytes), save.tensors, world_size=self._world_size)
-            answer = GlobalMessage(iteration=save.iteration, inventory=items.inventory)
+            mine = items.inventory
+            table, digests = self._share(save, mine.table), self._share(save, PartDigests(mine.digests))
+            root = InventoryRoot(table, digests, mine.offsets, mine.private)
+            return items, Inventoried(iteration=save.iteration, inventory=root)
         except Exception as error:  # whatever it is: the others wait for this rank's answer
             if not isinstance(error, CheckpointError):
                 log.exception("what iteration %d consists of cannot be told", save.iteration)
-            answer = GlobalMessage(iteration=save.iteration, error=f"rank {self._rank}: {_text_of(error)}")
-        self._post(save, f"has/{self._rank}", answer)
-        return items
+            return None, Inventoried(iteration=save.iteration, error=f"rank {self._rank}: {_text_of(error)}")
 
-    def _write(self, save: Save, directory: GlobalDirectory, items: Items | None) -> GlobalMessage:
+    def _take_order(self, save: Save, plan: _SharedWriting | None) -> Duty | None:
+        """Return what this rank is to write, after passing on the orders of those below it in the tree.
+
+        Returns:
+            The duty; ``None``: there is nothing to write, since the outcome is known.
+        """
+        if plan is not None:
+            orders = {rank: Order.of(duty) for rank, duty in enumerate(plan.duties)}
+        else:
+            key, poll_s = f"order/{self._rank}", self._poll_s(self._world_size)
+            if self._wait_for(save, "outcome", key, grace_s=GRACE_S, poll_s=poll_s) == "outcome":
+                return None
+            orders = dict(self._receive(save, key, Orders).orders)
+        mine = orders.pop(self._rank)
+        below: dict[int, list[tuple[int, Order]]] = {rank: [] for rank in children(self._rank, self._world_size)}
+        for rank, order in orders.items():
+            below[child_above(rank, self._rank)].append((rank, order))
+        for child, some in below.items():
+            self._post(save, f"order/{child}", Orders(some))
+        return mine.duty
+
+    def _write(self, save: Save, directory: GlobalDirectory, items: Items | None, duty: Duty) -> Wrote:
         """Write what rank 0 orders; return what came of it."""
         try:
-            order = self._receive(save, f"order/{self._rank}", GlobalMessage, grace_s=GRACE_S)
-            if order.duty is None or items is None:
-                raise CheckpointError(order.error or "there is nothing to write")
-            report = self._write_files(save, directory, items, order.duty)
-            return GlobalMessage(iteration=save.iteration, report=report)
+            assert items is not None  # else there is no order
+            return Wrote(iteration=save.iteration, report=self._write_files(save, directory, items, duty))
         except Exception as error:  # rank 0 waits for this rank's answer
             if not isinstance(error, CheckpointError):
                 log.exception("files of iteration %d cannot be written", save.iteration)
-            text = str(error) if str(error).startswith("rank ") else f"rank {self._rank}: {_text_of(error)}"
-            return GlobalMessage(iteration=save.iteration, error=text)
+            return Wrote(iteration=save.iteration, error=f"rank {self._rank}: {_text_of(error)}")
 
     def _write_files(self, save: Save, directory: GlobalDirectory, items: Items, duty: Duty) -> WriteReport:
-        inventory, packing = items.inventory, Packing(self.file_bytes)
-        tree = packing.add_range(items.tree.offset, items.tree.num_bytes)
-        values = tuple(packing.add_bytes(items.value(inventory.values[index].item)) for index in duty.values)
-        own = tuple(packing.add_tensor(items.entry(inventory.parts[index].name)) for index in duty.own)
-        parts = tuple(packing.add_tensor(items.entry(inventory.parts[index].name)) for index in duty.parts)
+        values = [items.value(items.inventory.values[index].item) for index in duty.values]
+        packing, tree = Packing(self.file_bytes), Range(items.tree.offset, items.tree.num_bytes)
+        pack(packing, items.inventory, duty, tree, values, items.offsets)
         limit_s = max(0.1, self._left_s())
         requests = [
             Assemble(
@@ -135,59 +170,70 @@ class GlobalLane(Lane):
             for index, contents in enumerate(packing.files)
         ]
 
-        def ask(request: Assemble) -> FileEntry:
+        def ask(request: Assemble) -> WrittenFile:
             assert save.arena is not None
             done, _ = self._writer.ask(request, Assembled, timeout_s=limit_s + ANSWER_S, fd=save.arena.fd)
             if done.error is not None:
                 raise CheckpointError(done.error)
             are_finite.append(done.finite)
-            return FileEntry(name=request.name, num_bytes=done.num_bytes, chunks=done.chunks)
+            return WrittenFile(done.num_bytes, pack_digests(done.chunks))
 
         are_finite: list[bool] = []
         with ThreadPoolExecutor(NUM_FILES_AT_ONCE, thread_name_prefix="outlast-global") as pool:
             running = [pool.submit(ask, request) for request in requests]  # all end, also when one fails
         files = tuple(one.result() for one in running)
-        return WriteReport(files, all(are_finite), tree, parts, own, values)
+        return WriteReport(files, all(are_finite), tree.num_bytes, tuple(map(len, values)))
 
     # -- rank 0 ------------------------------------------------------------------------------------------------
 
-    def _order(self, save: Save) -> _SharedWriting:
-        """Gather what all ranks have, and post what each is to write. Errors are posted, not raised."""
-        plan = _SharedWriting()
+    def _plan(self, save: Save, answer: Inventoried) -> _SharedWriting | None:
+        """Gather what all ranks have; on rank 0 share the writing out, or post why that cannot be done."""
+        everyone = range(self._world_size)
+        if self._rank != 0:
+            self._gather_up(save, "has", answer, everyone)
+            return None
         try:
             self._hold_claim()
         except (CheckpointError, OSError) as error:
-            plan.refusal = _failed_here(error)
+            self._post(save, "outcome", _failed_here(error))
+            return None
         try:
-            for answer in self._gather(save, "has", GlobalMessage):
-                assert answer.inventory is not None  # there is one, or an error
-                plan.inventories.append(answer.inventory)
-            plan.duties = assign(plan.inventories)
-        except CheckpointError as failure:
-            plan.fail(failure)
-        error_text = plan.refusal.error if plan.refusal is not None else plan.error
-        for rank in range(self._world_size):
-            duty = plan.duties[rank] if error_text is None else None
-            self._post(save, f"order/{rank}", GlobalMessage(iteration=save.iteration, duty=duty, error=error_text))
-        plan.error = None  # every rank posts it, the first one's counts
-        return plan
+            roots = []
+            for rank, gathered in self._gather_up(save, "has", answer, everyone):
+                root = check_answer(gathered, rank, save.iteration).inventory
+                assert root is not None  # there is one, or an error
+                roots.append(root)
+            tables = {one.table: InventoryTable for one in roots}
+            digests = {one.digests: PartDigests for one in roots}
+            inventories = join(
+                roots,
+                {name: self._receive(save, f"shared/{name}", kind) for name, kind in tables.items()},
+                {name: self._receive(save, f"shared/{name}", kind) for name, kind in digests.items()},
+            )
+            return _SharedWriting(inventories, assign(inventories))
+        except CheckpointError as error:
+            self._post(save, "outcome", SaveOutcome.of(error))
+            return None
 
-    def _decide(self, save: Save, directory: GlobalDirectory, plan: _SharedWriting) -> None:
-        """Commit what all ranks wrote, or clear it away; post which."""
-        for rank in range(self._world_size):  # even after a failure: nothing may be cleared away while somebody writes
-            try:
-                wrote = self._receive(save, f"wrote/{rank}", GlobalMessage)
-            except CheckpointError as error:
-                plan.fail(error)
-                continue
-            if wrote.report is not None:
-                plan.reports.append(wrote.report)
-            else:
-                plan.error = plan.error or wrote.error
-        outcome = plan.refusal or SaveOutcome(plan.error, plan.is_silent)
+    def _report(self, save: Save, directory: GlobalDirectory, plan: _SharedWriting | None, wrote: Wrote) -> None:
+        """Gather what all ranks wrote; on rank 0 commit it, or clear it away, and post which."""
+        reports: list[WriteReport] = []
+        try:
+            # Even after a failure of all: nothing may be cleared away while somebody writes.
+            for rank, answer in self._gather_up(save, "wrote", wrote, range(self._world_size), waits_for_all=True):
+                report = check_answer(answer, rank, save.iteration).report
+                assert report is not None  # there is one, or an error
+                reports.append(report)
+            outcome = SaveOutcome()
+        except CheckpointError as failure:
+            if self._rank != 0:
+                raise
+            outcome = SaveOutcome.of(failure)
+        if plan is None:
+            return
         if outcome.error is None:
             try:
-                self._place(save, directory, plan)
+                self._place(save, directory, plan, reports)
             except (CheckpointError, OSError) as failure:
                 outcome = _failed_here(failure)
         if outcome.error is not None:
@@ -198,8 +244,16 @@ class GlobalLane(Lane):
                 log.warning("files of a failed save cannot be removed: %s", failure)
         self._post(save, "outcome", outcome)
 
-    def _place(self, save: Save, directory: GlobalDirectory, plan: _SharedWriting) -> None:
-        composed = compose(plan.inventories, plan.duties, plan.reports)
+    def _place(
+        self, save: Save, directory: GlobalDirectory, plan: _SharedWriting, reports: Sequence[WriteReport]
+    ) -> None:
+        composed = compose(
+            plan.inventories,
+            plan.duties,
+            reports,
+            file_bytes=self.file_bytes,
+            name_of=lambda rank, number: directory.file_name(rank, number, save.attempt),
+        )
         manifest = GlobalManifest(
             schema=SCHEMA,
             run=self._places.run,

@@ -81,7 +81,7 @@ class Items:
                     digest = xxhash.xxh3_64_hexdigest(data)
             whole, offset = entry.global_shape, entry.global_offset
             parts.append(TensorPart(entry.name, item, path, entry.dtype, entry.shape, whole, offset, size, digest))
-        self.inventory = Inventory(tuple(parts), tuple(values))
+        self.inventory = Inventory.of(parts, values)
 
     def value(self, item: str) -> bytes:
         """Return a plain value as ``torch.save`` writes it."""
@@ -93,9 +93,10 @@ class Items:
         torch.save(decode(msgspec.msgpack.encode(node), self._tensor), buffer)
         return buffer.getvalue()
 
-    def entry(self, name: str) -> TensorEntry:
-        """Return what is known of a tensor of the shard."""
-        return self._entries[name]
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where each tensor lies in the image, by its name in the shard."""
+        return {entry.name: entry.offset for entry in self._entries.values()}
 
     def _tensor(self, name: str) -> torch.Tensor:
         entry = self._entries[name]

@@ -1,7 +1,8 @@
 """Who writes what of a generation, and where in which file it lies. Pure; nothing here imports torch.
 
 Each rank has an *inventory*; :func:`assign` gives each rank a *duty*, so that each part is written once and the work is
-even; :class:`Packing` fills a rank's files; :func:`compose` makes the manifest's entries of what all ranks wrote.
+even; :func:`pack` fills a rank's files; :func:`compose` makes the manifest's entries of what all ranks wrote. What many
+ranks have alike, such as the table of an inventory, is one object; the work grows with the distinct objects.
 
 A tensor lies in a file as ``torch.save`` writes it, made by hand around bytes that lie elsewhere: a stored zip archive
 of four records, the pickled description, the byte order, the format's version and, last, the raw bytes, which begin at
@@ -12,19 +13,21 @@ of has digests of its own.
 
 from __future__ import annotations
 
+import functools
+import heapq
+import itertools
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from outlast.checkpoint.dcp.assemble import Content, Range
 from outlast.checkpoint.dcp.manifest import FileEntry, Item, OwnTensor, RankEntry, TensorPiece, Where
-from outlast.checkpoint.manifest import TensorEntry
-from outlast.checkpoint.shard import DTYPE_NAMES, ELEMENT_BYTES
+from outlast.checkpoint.shard import DIGEST_BYTES, DTYPE_NAMES, ELEMENT_BYTES, unpack_digests
 from outlast.errors import CheckpointError
 
 
@@ -53,11 +56,129 @@ class PlainValue(msgspec.Struct, frozen=True, array_like=True):
     path: tuple[str | int, ...]
 
 
+class TableRow(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks know alike of their parts of a tensor."""
+
+    name: str
+    item: str
+    path: tuple[str | int, ...]
+    dtype: str
+    num_bytes: int
+    box: int
+    """Index into the table's boxes and, for each rank, into its offsets."""
+    is_digested: bool
+
+
+class InventoryTable(msgspec.Struct, frozen=True, array_like=True):
+    """What many ranks have alike: names, types and shapes, but not where in the whole their parts lie."""
+
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    """Distinct shapes of parts, with the shape of the whole; parts of one box also have one offset."""
+    rows: tuple[TableRow, ...]
+    values: tuple[PlainValue, ...]
+
+
 class Inventory(msgspec.Struct, frozen=True):
     """All that a rank has."""
 
-    parts: tuple[TensorPart, ...]
-    values: tuple[PlainValue, ...]
+    table: InventoryTable
+    offsets: tuple[tuple[int, ...], ...]
+    """For each of the table's boxes."""
+    digests: bytes
+    """Of the digested rows of training's state, one after the other."""
+    private: bytes
+    """Of the digested rows that are no part of it, such as the state of random numbers: ranks differ in these."""
+
+    @classmethod
+    def of(cls, parts: Iterable[TensorPart], values: Iterable[PlainValue]) -> Inventory:
+        """Return the inventory of these parts and values."""
+        boxes: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], int] = {}
+        rows, digests = list[TableRow](), {True: "", False: ""}
+        for part in parts:
+            box = boxes.setdefault((part.shape, part.global_shape, part.offset), len(boxes))
+            digests[bool(part.path)] += part.digest
+            is_digested = part.digest != ""
+            rows.append(TableRow(part.name, part.item, part.path, part.dtype, part.num_bytes, box, is_digested))
+        table = InventoryTable(tuple(box[:2] for box in boxes), tuple(rows), tuple(values))
+        offsets = tuple(box[2] for box in boxes)
+        return cls(table, offsets, bytes.fromhex(digests[True]), bytes.fromhex(digests[False]))
+
+    @property
+    def parts(self) -> tuple[TensorPart, ...]:
+        """The parts, one by one."""
+        digests = {index: digest for private in (False, True) for index, _, digest in self.rows(private=private)}
+        return tuple(
+            TensorPart(
+                row.name,
+                row.item,
+                row.path,
+                row.dtype,
+                *self.table.boxes[row.box],
+                self.offsets[row.box],
+                row.num_bytes,
+                digests[index].hex(),
+            )
+            for index, row in enumerate(self.table.rows)
+        )
+
+    @property
+    def values(self) -> tuple[PlainValue, ...]:
+        """The plain values."""
+        return self.table.values
+
+    def rows(self, *, private: bool) -> Iterator[tuple[int, TableRow, bytes]]:
+        """Yield the rows of training's state, or those that are no part of it: index, row, digest or nothing."""
+        digests, at = self.private if private else self.digests, 0
+        for index, row in enumerate(self.table.rows):
+            if bool(row.path) != private:
+                end = at + DIGEST_BYTES if row.is_digested else at
+                yield index, row, digests[at:end]
+                at = end
+
+
+class InventoryRoot(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank sends of its inventory; what other ranks may have alike is sent once, and named by its digest."""
+
+    table: str
+    """Digest of the :class:`InventoryTable`."""
+    digests: str
+    """Digest of the :class:`PartDigests`."""
+    offsets: tuple[tuple[int, ...], ...]
+    private: bytes = b""
+
+
+class PartDigests(msgspec.Struct, frozen=True, array_like=True):
+    """An inventory's digests of training's state."""
+
+    packed: bytes
+
+
+def join(
+    roots: Sequence[InventoryRoot], tables: Mapping[str, InventoryTable], digests: Mapping[str, PartDigests]
+) -> list[Inventory]:
+    """Return the ranks' inventories; what is equal is one object.
+
+    Args:
+        roots: What each rank sent.
+        tables: What they name, by digest.
+        digests: What they name, by digest.
+
+    Raises:
+        CheckpointError: What a rank sent contradicts itself.
+    """
+    forms = {}
+    for name, table in tables.items():
+        num_digests = Counter(bool(row.path) for row in table.rows if row.is_digested)
+        dimensions = [len(shape) for shape, _ in table.boxes]
+        forms[name] = dimensions, DIGEST_BYTES * num_digests[True], DIGEST_BYTES * num_digests[False]
+    found, offsets = list[Inventory](), dict[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]()
+    for rank, root in enumerate(roots):
+        packed = digests[root.digests].packed
+        if (list(map(len, root.offsets)), len(packed), len(root.private)) != forms[root.table]:
+            raise CheckpointError(f"rank {rank}: what it has contradicts its table; do all ranks run one version?")
+        same = offsets.setdefault(root.offsets, root.offsets)
+        found.append(Inventory(tables[root.table], same, packed, root.private))
+    return found
 
 
 class Duty(msgspec.Struct, frozen=True):
@@ -70,24 +191,92 @@ class Duty(msgspec.Struct, frozen=True):
     values: tuple[int, ...]
 
 
-class WriteReport(msgspec.Struct, frozen=True):
-    """What a rank wrote; places are in the order of its duty, files counted from its own first."""
+Spans: TypeAlias = tuple[tuple[int, int], ...]
 
-    files: tuple[FileEntry, ...]
+
+class Order(msgspec.Struct, frozen=True, array_like=True):
+    """A duty on its way: runs of indices, each as its first and the one behind its last."""
+
+    parts: Spans
+    own: Spans
+    values: Spans
+
+    @classmethod
+    def of(cls, duty: Duty) -> Order:
+        """Return the order of a duty."""
+        return cls(_spans(duty.parts), _spans(duty.own), _spans(duty.values))
+
+    @property
+    def duty(self) -> Duty:
+        """The duty."""
+        return Duty(
+            *(tuple(i for span in spans for i in range(*span)) for spans in (self.parts, self.own, self.values))
+        )
+
+
+def _spans(indices: Sequence[int]) -> Spans:
+    """Return the runs of ascending indices."""
+    ends = [at for at in range(1, len(indices)) if indices[at] != indices[at - 1] + 1]
+    edges = [0, *ends, len(indices)] if indices else []
+    return tuple((indices[begin], indices[end - 1] + 1) for begin, end in itertools.pairwise(edges))
+
+
+class WrittenFile(msgspec.Struct, frozen=True, array_like=True):
+    """One file that a rank wrote."""
+
+    num_bytes: int
+    digests: bytes
+    """xxh3_64 of every 8 MiB, one after the other."""
+
+
+class WriteReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank wrote. What lies where follows from its inventory and its duty, see :func:`pack`."""
+
+    files: tuple[WrittenFile, ...]
     finite: bool
-    tree: Where
+    tree_bytes: int
+    value_bytes: tuple[int, ...]
+    """In the order of its duty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Where the parts of a rank lie, in the order of its duty, files counted from its own first."""
+
     parts: tuple[Where, ...]
     own: tuple[Where, ...]
+    tree: Where
     values: tuple[Where, ...]
+    sizes: tuple[int, ...]
+    """Bytes of each file."""
+
+
+def kinds_of(inventories: Sequence[Inventory]) -> list[tuple[Inventory, list[int]]]:
+    """Return what is distinct of training's state, each with its ranks, by their lowest rank.
+
+    Equal is what is the same object. The rows that are no part of training's state count as each rank's.
+    """
+    found: dict[tuple[int, int, int], tuple[Inventory, list[int]]] = {}
+    for rank, one in enumerate(inventories):
+        found.setdefault((id(one.table), id(one.offsets), id(one.digests)), (one, []))[1].append(rank)
+    return list(found.values())
 
 
 @dataclass(slots=True)
 class _PartGroup:
     """Equal parts of several ranks, the first's first."""
 
-    first: TensorPart
+    first: TableRow
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    digest: bytes
     holders: list[tuple[int, int]] = field(default_factory=list)
-    """Ranks, and the index that the part has for each."""
+    """Who has it, and the index that the part has there."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it is written: a part without elements is only listed, a tensor without elements is not."""
+        return self.first.num_bytes > 0 or not math.prod(self.whole)
 
 
 def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
@@ -98,65 +287,92 @@ def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
     value is written by the lowest rank that has it.
 
     Args:
-        inventories: What each rank has; equal arguments give equal results.
+        inventories: What each rank has; equal arguments give equal results. The work grows with the distinct objects.
 
     Raises:
         CheckpointError: The parts of a tensor do not make up the whole; loaded by another number of ranks it would
             have holes.
     """
-    groups, own = _group(inventories)
-    _check_whole(groups)
+    kinds = kinds_of(inventories)
+    groups, own_of_kind = _group([(one, one.rows(private=False)) for one, _ in kinds])
+    private, own = _group([(one, one.rows(private=True)) for one in inventories])
+    _check_whole([*groups, *private])
+    load = [0] * len(inventories)
+    for (inventory, ranks), mine in zip(kinds, own_of_kind, strict=True):
+        num_bytes = sum(inventory.table.rows[index].num_bytes for index in mine)
+        for rank in ranks:
+            load[rank] = num_bytes + sum(inventory.table.rows[index].num_bytes for index in own[rank])
+            own[rank] = sorted(own[rank] + mine)
     parts: list[list[int]] = [[] for _ in inventories]
-    load = [sum(inventory.parts[index].num_bytes for index in own[rank]) for rank, inventory in enumerate(inventories)]
-    # A part without elements is only listed; a tensor without elements is written.
-    written = [group for group in groups if group.first.num_bytes or not math.prod(group.first.global_shape)]
+    for group in private:
+        if group.is_written:
+            rank, index = min(group.holders, key=lambda holder: (load[holder[0]], holder[0]))
+            parts[rank].append(index)
+            load[rank] += group.first.num_bytes
+    # Who of a kind has the least to write comes first; a rank is of one kind.
+    least = [sorted((load[rank], rank) for rank in ranks) for _, ranks in kinds]
+
+    def has_choice(group: _PartGroup) -> bool:
+        return len(group.holders) > 1 or len(least[group.holders[0][0]]) > 1
+
     # Who has no choice first, then the largest: what is left evens out.
-    for group in sorted(written, key=lambda group: (len(group.holders) > 1, -group.first.num_bytes)):
-        rank, index = min(group.holders, key=lambda holder: (load[holder[0]], holder[0]))
-        parts[rank].append(index)
-        load[rank] += group.first.num_bytes
-    values = _first_holders(inventories)
+    for group in sorted(groups, key=lambda group: (has_choice(group), -group.first.num_bytes)):
+        if group.is_written:
+            kind, index = min(group.holders, key=lambda holder: least[holder[0]][0])
+            num_bytes, rank = least[kind][0]
+            parts[rank].append(index)
+            heapq.heapreplace(least[kind], (num_bytes + group.first.num_bytes, rank))
+    values = _first_holders(kinds)
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}  # of sharded tensors all ranks write the same rows
     return tuple(
-        Duty(tuple(sorted(parts[rank])), tuple(own[rank]), tuple(values[rank])) for rank in range(len(inventories))
+        Duty(same.setdefault(rows := tuple(sorted(found)), rows), tuple(own[rank]), tuple(values.get(rank, ())))
+        for rank, found in enumerate(parts)
     )
 
 
-def _group(inventories: Sequence[Inventory]) -> tuple[list[_PartGroup], list[list[int]]]:
-    """Return the parts that count for all, and for each rank the indices of those that count for it alone."""
-    firsts: dict[str, TensorPart] = {}
+def _group(
+    holders: Sequence[tuple[Inventory, Iterable[tuple[int, TableRow, bytes]]]],
+) -> tuple[list[_PartGroup], list[list[int]]]:
+    """Return the parts that count for all, and for each holder the indices of those that count for it alone."""
+    firsts: dict[str, tuple[TableRow, tuple[int, ...]]] = {}
     groups: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _PartGroup] = {}
-    own: list[list[int]] = [[] for _ in inventories]
-    for rank, inventory in enumerate(inventories):
-        for index, part in enumerate(inventory.parts):
-            first = firsts.setdefault(part.item, part)
-            if (first.dtype, first.global_shape, first.path) != (part.dtype, part.global_shape, part.path):
-                own[rank].append(index)
+    own: list[list[int]] = [[] for _ in holders]
+    for holder, (inventory, rows) in enumerate(holders):
+        boxes, offsets = inventory.table.boxes, inventory.offsets
+        for index, row, digest in rows:
+            shape, whole = boxes[row.box]
+            first, first_whole = firsts.setdefault(row.item, (row, whole))
+            if first is not row and (first.dtype, first_whole, first.path) != (row.dtype, whole, row.path):
+                own[holder].append(index)
                 continue
-            group = groups.setdefault((part.item, part.offset, part.shape), _PartGroup(part))
-            if group.first.digest == part.digest:
-                group.holders.append((rank, index))
+            key = row.item, offsets[row.box], shape
+            group = groups.get(key)
+            if group is None:
+                group = groups[key] = _PartGroup(row, shape, whole, digest)
+            if group.digest == digest:
+                group.holders.append((holder, index))
             else:
-                own[rank].append(index)
+                own[holder].append(index)
     return list(groups.values()), own
 
 
 def _check_whole(groups: Sequence[_PartGroup]) -> None:
     have = Counter[str]()
     for group in groups:
-        have[group.first.item] += math.prod(group.first.shape)
-    for name, shape in {group.first.item: group.first.global_shape for group in groups}.items():
+        have[group.first.item] += math.prod(group.shape)
+    for name, shape in {group.first.item: group.whole for group in groups}.items():
         if have[name] != (whole := math.prod(shape)):
             raise CheckpointError(f"tensor {name!r}: the ranks' parts have {have[name]} elements of {whole}")
 
 
-def _first_holders(inventories: Sequence[Inventory]) -> list[list[int]]:
+def _first_holders(kinds: Sequence[tuple[Inventory, Sequence[int]]]) -> dict[int, list[int]]:
     taken: set[str] = set()
-    values: list[list[int]] = [[] for _ in inventories]
-    for rank, inventory in enumerate(inventories):
+    values: dict[int, list[int]] = {}
+    for inventory, ranks in kinds:
         for index, value in enumerate(inventory.values):
             if value.item not in taken:
                 taken.add(value.item)
-                values[rank].append(index)
+                values.setdefault(ranks[0], []).append(index)
     return values
 
 
@@ -175,13 +391,13 @@ class Packing:
     file_bytes: int = FILE_BYTES
     files: list[list[Content]] = field(default_factory=list)
     """What each file consists of."""
-    _used: int = 0
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each file."""
 
-    def add_tensor(self, entry: TensorEntry) -> Where:
+    def add_tensor(self, dtype: str, shape: tuple[int, ...], raw: Range) -> Where:
         """Add a tensor of the image, as ``torch.load`` reads it; return where it lies."""
-        prefix, suffix = tensor_blob(entry.dtype, entry.shape, entry.num_bytes)
-        raw = Range(entry.offset, entry.num_bytes, entry.dtype)
-        return self._add((prefix, raw, suffix), len(prefix), entry.num_bytes)
+        prefix, suffix = tensor_blob(dtype, shape, raw.num_bytes)
+        return self._add((prefix, raw, suffix), len(prefix), raw.num_bytes)
 
     def add_range(self, offset: int, num_bytes: int) -> Where:
         """Add bytes of the image; return where they lie."""
@@ -192,16 +408,77 @@ class Packing:
         return self._add((data,), 0, len(data))
 
     def _add(self, contents: Iterable[Content], lead: int, data_bytes: int) -> Where:
-        if not self.files or self._used >= self.file_bytes:
+        if not self.files or self.sizes[-1] >= self.file_bytes:
             self.files.append([])
-            self._used = 0
-        if padding := -self._used % ALIGNMENT:
+            self.sizes.append(0)
+        if padding := -self.sizes[-1] % ALIGNMENT:
             self.files[-1].append(bytes(padding))
-        start = self._used = self._used + padding
+        start = used = self.sizes[-1] + padding
         for content in contents:
             self.files[-1].append(content)
-            self._used += len(content) if isinstance(content, bytes) else content.num_bytes
-        return Where(len(self.files) - 1, start, self._used - start, start + lead, data_bytes)
+            used += len(content) if isinstance(content, bytes) else content.num_bytes
+        self.sizes[-1] = used
+        return Where(len(self.files) - 1, start, used - start, start + lead, data_bytes)
+
+
+def pack(
+    packing: Packing, inventory: Inventory, duty: Duty, tree: Range, values: Iterable[bytes], offsets: Mapping[str, int]
+) -> Packed:
+    """Fill a rank's files, always in the same order: so rank 0 knows what lies where from a few sizes.
+
+    Args:
+        packing: The files.
+        inventory: What the rank has.
+        duty: What it writes of that.
+        tree: Where its tree lies in the image.
+        values: What it writes of its plain values, as bytes.
+        offsets: Where its tensors lie in the image, by their name in the shard.
+    """
+    rows, boxes = inventory.table.rows, inventory.table.boxes
+
+    def add(index: int) -> Where:
+        row = rows[index]
+        return packing.add_tensor(row.dtype, boxes[row.box][0], Range(offsets[row.name], row.num_bytes, row.dtype))
+
+    return Packed(
+        parts=tuple(add(index) for index in duty.parts),
+        own=tuple(add(index) for index in duty.own),
+        tree=packing.add_range(tree.offset, tree.num_bytes),
+        values=tuple(packing.add_bytes(value) for value in values),
+        sizes=tuple(packing.sizes),
+    )
+
+
+class Repacking:
+    """Find out where ranks put what they wrote, once for all that wrote alike.
+
+    Args:
+        file_bytes: As the ranks' own :class:`Packing` has it.
+    """
+
+    def __init__(self, file_bytes: int = FILE_BYTES) -> None:
+        self._file_bytes = file_bytes
+        self._known: dict[tuple[int, Duty, int, tuple[int, ...]], Packed] = {}
+
+    def find(self, inventory: Inventory, duty: Duty, report: WriteReport) -> Packed:
+        """Return where a rank's parts lie.
+
+        Raises:
+            CheckpointError: Its files are not as long as they are with these parts.
+        """
+        key = id(inventory.table), duty, report.tree_bytes, report.value_bytes
+        found = self._known.get(key)
+        if found is None:
+            nowhere = dict.fromkeys((row.name for row in inventory.table.rows), 0)
+            values = (bytes(size) for size in report.value_bytes)
+            packing = Packing(self._file_bytes)
+            found = pack(packing, inventory, duty, Range(0, report.tree_bytes), values, nowhere)
+            self._known[key] = found
+        if found.sizes != tuple(file.num_bytes for file in report.files):
+            raise CheckpointError(
+                "the files of a rank are not as long as they should be; do all ranks run one version?"
+            )
+        return found
 
 
 class Composed(NamedTuple):
@@ -213,48 +490,80 @@ class Composed(NamedTuple):
     finite: bool
 
 
-def compose(inventories: Sequence[Inventory], duties: Sequence[Duty], reports: Sequence[WriteReport]) -> Composed:
+def compose(
+    inventories: Sequence[Inventory],
+    duties: Sequence[Duty],
+    reports: Sequence[WriteReport],
+    *,
+    file_bytes: int,
+    name_of: Callable[[int, int], str],
+) -> Composed:
     """Put together what lies where.
 
     Args:
         inventories: What each rank had.
         duties: What each had to write.
         reports: What each wrote.
+        file_bytes: A file that has reached it is full.
+        name_of: Returns the name of a file, from the rank and the file's number there.
+
+    Raises:
+        CheckpointError: A rank wrote something else than its duty.
     """
+    repacking = Repacking(file_bytes)
     items: dict[str, Item] = {}
     written: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Where] = {}
-    shared: dict[str, tuple[TensorPart, dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]]] = {}
     files, entries = list[FileEntry](), list[RankEntry]()
     for rank, (inventory, duty, report) in enumerate(zip(inventories, duties, reports, strict=True)):
+        packed, first, table = repacking.find(inventory, duty, report), len(files), inventory.table
 
-        def find(wheres: Iterable[Where], first: int = len(files)) -> list[Where]:
-            return [msgspec.structs.replace(where, file=first + where.file) for where in wheres]
+        def move(where: Where, first: int = first) -> Where:
+            return Where(first + where.file, where.start, where.num_bytes, where.data_start, where.data_bytes)
 
-        files += report.files
-        for index, where in zip(duty.parts, find(report.parts), strict=True):
-            part = inventory.parts[index]
-            written[part.item, part.offset, part.shape] = where
-        for index, where in zip(duty.values, find(report.values), strict=True):
-            value = inventory.values[index]
-            piece = TensorPiece((), (), where)
+        files += [
+            FileEntry(name=name_of(rank, number), num_bytes=file.num_bytes, chunks=unpack_digests(file.digests))
+            for number, file in enumerate(report.files)
+        ]
+        for index, where in zip(duty.parts, packed.parts, strict=True):
+            row = table.rows[index]
+            written[row.item, inventory.offsets[row.box], table.boxes[row.box][0]] = move(where)
+        for index, where in zip(duty.values, packed.values, strict=True):
+            value = table.values[index]
+            piece = TensorPiece((), (), move(where))
             items[value.item] = Item(name=value.item, path=value.path, dtype=None, shape=(), pieces=(piece,))
-        own = dict(zip(duty.own, find(report.own), strict=True))
         tensors = []
-        for index, part in enumerate(inventory.parts):
-            if index in own:
-                place = own[index] if math.prod(part.shape) else None
-                tensors.append(OwnTensor(name=part.name, dtype=part.dtype, shape=part.shape, where=place))
-            else:
-                _, holders = shared.setdefault(part.item, (part, {}))
-                holders.setdefault((part.offset, part.shape), []).append(rank)
-        entries.append(RankEntry(tree=find([report.tree])[0], tensors=tuple(tensors)))
-    for name, (part, holders) in shared.items():
-        pieces = []
-        for (offset, shape), ranks in holders.items():
-            listed = tuple(ranks) if len(holders) > 1 else ()
-            pieces.append(TensorPiece(offset, shape, written.get((name, offset, shape)), listed))
-        items[name] = Item(name=name, path=part.path, dtype=part.dtype, shape=part.global_shape, pieces=tuple(pieces))
+        for index, where in zip(duty.own, packed.own, strict=True):
+            row, shape = table.rows[index], table.boxes[table.rows[index].box][0]
+            place = move(where) if math.prod(shape) else None
+            tensors.append(OwnTensor(name=row.name, dtype=row.dtype, shape=shape, where=place))
+        entries.append(RankEntry(tree=move(packed.tree), tensors=tuple(tensors)))
+    for item in _shared_items(inventories, duties, written):
+        items[item.name] = item
     return Composed(tuple(files), tuple(items.values()), tuple(entries), all(report.finite for report in reports))
+
+
+def _shared_items(
+    inventories: Sequence[Inventory],
+    duties: Sequence[Duty],
+    written: Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], Where],
+) -> Iterator[Item]:
+    """Yield the tensors under the names that all ranks share, with what lies where and whose it was."""
+    shared: dict[str, tuple[TableRow, tuple[int, ...], dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]]] = {}
+    of_all = [(one, one.rows(private=False), ranks) for one, ranks in kinds_of(inventories)]
+    of_each = [(one, one.rows(private=True), [rank]) for rank, one in enumerate(inventories)]
+    for inventory, rows, ranks in (*of_all, *of_each):
+        own = set(duties[ranks[0]].own)  # of training's state it is the same for all ranks of a kind
+        for index, row, _ in rows:
+            if index not in own:
+                shape, whole = inventory.table.boxes[row.box]
+                _, _, holders = shared.setdefault(row.item, (row, whole, {}))
+                holders.setdefault((inventory.offsets[row.box], shape), []).extend(ranks)
+    for name, (row, whole, holders) in shared.items():
+        pieces = []
+        for (offset, shape), some in holders.items():
+            listed = tuple(sorted(some)) if len(holders) > 1 else ()
+            pieces.append(TensorPiece(offset, shape, written.get((name, offset, shape)), listed))
+        yield Item(name=name, path=row.path, dtype=row.dtype, shape=whole, pieces=tuple(pieces))
 
 
 ALIGNMENT = 64
@@ -280,6 +589,7 @@ _DATE = 33
 """1 January 1980, the earliest that the format knows."""
 
 
+@functools.lru_cache(4096)
 def tensor_blob(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[bytes, bytes]:
     """Return what precedes, up to a multiple of 64, and what follows the raw bytes of a contiguous tensor.
 

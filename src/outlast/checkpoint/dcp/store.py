@@ -200,21 +200,23 @@ class ObjectStore:
             return False
 
     def check_fencing(self, name: str) -> None:
-        """Log once, as a warning, if two could make the same object; ``name`` is used to find out."""
+        """Log once, as a warning, what two owners could do to each other here; ``name`` is used to find out."""
         with contextlib.suppress(CheckpointError):  # the first commit will fail, and say so
             self.remove([name])
             if self.create(name, b"{}") and self.create(name, b"{}"):
                 self.warn_unfenced()
+            elif not self.version(name):
+                self.warn_unfenced("replace an object only if it is the one that was read")
             self.remove([name])
 
-    def warn_unfenced(self) -> None:
+    def warn_unfenced(self, lacks: str = "make an object only if there is none") -> None:
         """Log once that nothing keeps two owners of this store apart."""
         if not self._is_unfenced:
             self._is_unfenced = True
             log.warning(
-                "%s cannot make an object only if there is none, so it cannot fence: never let two runs use this "
-                "directory at the same time",
+                "%s cannot %s, so it cannot fence: never let two runs use this directory at the same time",
                 self.url,
+                lacks,
             )
 
     def _exists(self, name: str) -> bool:

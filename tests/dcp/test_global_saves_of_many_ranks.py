@@ -1,0 +1,180 @@
+"""Saves of many ranks to the global tier: by a tree, what is alike only once, the same outcome on all ranks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from lanes import Lanes, flat_state
+from torch.distributed import HashStore
+
+from outlast.checkpoint import lane as lane_module
+from outlast.checkpoint.dcp import global_lane
+from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
+from outlast.checkpoint.dcp.reader import read_rank
+from outlast.checkpoint.lane import FAN_OUT, child_above, children, num_levels
+from outlast.checkpoint.save import PeerSilent
+from outlast.checkpoint.state import FlatState, decode
+from outlast.checkpoint.verification import VerifiedFiles
+
+WORLD = 70
+NUM_TENSORS = 200
+
+
+class _CountedStore(HashStore):
+    """Counts what each thread reads and what is posted, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[str, list[int]] = {}
+        self.posted: dict[str, int] = {}
+
+    def get(self, key: str) -> bytes:
+        data = bytes(super().get(key))
+        self.read.setdefault(threading.current_thread().name, []).append(len(data))
+        return data
+
+    def set(self, key: str, value: str) -> None:
+        self.posted[key] = len(value)
+        super().set(key, value)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> _CountedStore:
+    """The ranks' store, which counts."""
+    counted = _CountedStore()
+    monkeypatch.setattr("lanes.HashStore", lambda: counted)
+    return counted
+
+
+def _flats(seed: float = 0.0) -> list[FlatState]:
+    """What the ranks have: many tensors alike, the state of random numbers that each has differently, a plain value."""
+    alike = {f"layer.{number}.weight": torch.full((16,), seed + number) for number in range(NUM_TENSORS)}
+    return [flat_state({**alike, "step": 7}, {"cpu": torch.full((4,), seed + rank)}) for rank in range(WORLD)]
+
+
+def test_every_rank_loads_what_it_saved(tmp_path: Path, store: _CountedStore) -> None:
+    """Bit for bit, from 70 ranks; each tensor that all have lies there once."""
+    flats = _flats()
+    with Lanes(str(tmp_path), WORLD) as lanes:
+        assert lanes.save(flats, 10) == [None] * WORLD
+        manifest = lanes.directory.manifest(10)
+        files = VerifiedFiles(lanes.directory, manifest)
+        for rank in (0, 1, 16, 17, 33, WORLD - 1):
+            found = read_rank(files, rank)
+            loaded = decode(found.tree, found.tensors.__getitem__)
+            state = loaded["state"]
+            assert torch.equal(loaded["random"]["cpu"], torch.full((4,), float(rank)))
+            assert all(
+                torch.equal(state[f"layer.{number}.weight"], torch.full((16,), float(number)))
+                for number in range(NUM_TENSORS)
+            )
+            assert state["step"] == 7
+    weights = [item for item in manifest.items if item.name.startswith("layer.")]
+    assert [len(item.pieces) for item in weights] == [1] * NUM_TENSORS
+
+
+def test_what_is_alike_is_sent_once(tmp_path: Path, store: _CountedStore) -> None:
+    """One table of 200 tensors for 70 ranks; what a rank adds is small; nobody reads a message of every rank."""
+    with Lanes(str(tmp_path), WORLD) as lanes:
+        for rank, lane in enumerate(lanes.lanes):
+            lane._thread.name = f"rank {rank}"
+        assert lanes.save(_flats(), 10) == [None] * WORLD
+    shared = sorted(size for key, size in store.posted.items() if "/shared/" in key)
+    assert len(shared) == 2  # names and shapes; digests
+    assert shared[0] > 8 * NUM_TENSORS
+    answers = [size for key, size in store.posted.items() if key.rpartition("/")[0].endswith("/has")]
+    assert len(answers) == WORLD - 1
+    assert sum(answers) < 2 * 300 * WORLD
+    orders = [size for key, size in store.posted.items() if "/order/" in key]
+    assert len(orders) == WORLD - 1
+    assert sum(orders) < 2 * 150 * WORLD
+    for rank in range(1, WORLD):
+        reads = store.read[f"rank {rank}"]
+        assert len(reads) <= 2 * FAN_OUT + 2
+        if not children(rank, WORLD):
+            assert sum(reads) < 1000
+
+
+@pytest.mark.parametrize("rank", [0, 1, 16, 17, WORLD - 1])
+def test_one_rank_that_cannot_write_fails_all(tmp_path: Path, rank: int) -> None:
+    """Wherever in the tree it is, all ranks get its error, nothing of it stays, and the next save succeeds."""
+    full = threading.Event()
+
+    def writer(one: int, request: Assemble, image: memoryview) -> Assembled:
+        if one == rank and full.is_set():
+            return Assembled(error=f"{request.name}: No space left on device")
+        return assemble(request, image)
+
+    with Lanes(str(tmp_path), WORLD, writer=writer) as lanes:
+        full.set()
+        errors = lanes.save(_flats(1.0), 10)
+        assert len({str(error) for error in errors}) == 1
+        assert f"rank {rank}: __{rank}_0.distcp: No space left on device" in str(errors[0])
+        assert lanes.directory.generations() == []
+        full.clear()
+        assert lanes.save(_flats(2.0), 20) == [None] * WORLD
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run.json", "step-20"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("silent", [1, 17, WORLD - 1])
+def test_a_rank_that_does_not_take_part_is_named(tmp_path: Path, silent: int) -> None:
+    """A leaf or an inner node of the tree: all others get the same error, those below it too; the older one stays."""
+    with Lanes(str(tmp_path), WORLD) as lanes:
+        assert lanes.save(_flats(), 10) == [None] * WORLD
+        for lane in lanes.lanes:
+            lane._timeout_s = 4.0
+        errors = lanes.save(_flats(1.0), 20, leave_out=[silent])
+        assert {type(error) for error in errors} == {PeerSilent}
+        assert {f"no answer (has/{silent})" in str(error) for error in errors} == {True}
+        assert lanes.directory.generations() == [10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, WORLD - 1])
+def test_a_rank_that_writes_too_long_is_named(tmp_path: Path, rank: int) -> None:
+    """A leaf or an inner node whose writer does not end: all ranks get the same error, and nothing is committed."""
+    is_over = threading.Event()
+
+    def writer(one: int, request: Assemble, image: memoryview) -> Assembled:
+        if one == rank:
+            is_over.wait(60.0)
+        return assemble(request, image)
+
+    with Lanes(str(tmp_path), WORLD, writer=writer, timeout_s=4.0) as lanes:
+        note = lanes._note
+
+        def noted(one: int, error: object) -> None:
+            note(one, error)  # type: ignore[arg-type]
+            if one == 0:
+                is_over.set()
+
+        lanes._note = noted  # type: ignore[method-assign]
+        errors = lanes.save(_flats(), 10)
+        assert {f"no answer (wrote/{rank})" in str(error) for error in errors} == {True}
+        assert lanes.directory.generations() == []
+
+
+def test_without_rank_0_all_others_give_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait no longer than the save may take and the grace, and nothing is written."""
+    monkeypatch.setattr(lane_module, "GRACE_S", 1.0)
+    monkeypatch.setattr(global_lane, "GRACE_S", 1.0)
+    with Lanes(str(tmp_path), WORLD, timeout_s=2.0) as lanes:
+        errors = lanes.save(_flats(), 10, leave_out=[0])
+        assert {type(error) for error in errors} == {PeerSilent}
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("num_places", [1, 2, 17, 18, WORLD, 1025, 16384])
+def test_the_tree_has_everybody_once(num_places: int) -> None:
+    """Each place but the root is below one other; the way down leads to it; the levels are few."""
+    found = [child for place in range(num_places) for child in children(place, num_places)]
+    assert found == list(range(1, num_places))
+    assert num_levels(0, num_places) <= 4
+    assert all(child_above(place, 0) in children(0, num_places) for place in range(1, num_places))
+    for top in children(0, num_places):
+        assert all(child_above(place, top) == place for place in children(top, num_places))
+        assert num_levels(top, num_places) < num_levels(0, num_places)

@@ -1,0 +1,77 @@
+"""A training script for tests that has all connections at once: a session that replicates, in a wrapped function.
+
+Arguments: a folder, and how many cycles end with a failure. In each cycle, once a generation is committed, each rank
+creates ``ready-<cycle>-<rank>`` there, with the port of the launcher's store, and goes on when there is ``go-<cycle>``;
+rank 0 first writes ``store-<cycle>``, what the stores of the ranks hold.
+"""
+
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed import TCPStore
+
+import outlast
+from outlast import inprocess
+
+folder, num_failing = Path(sys.argv[1]), int(sys.argv[2])
+cycle, node = int(os.environ["OUTLAST_CYCLE"]), os.environ["GROUP_RANK"]
+PATIENCE_S = 200
+
+
+def where_store_is():
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+launchers_store = where_store_is()
+
+
+def write_stores():
+    """Write all keys and values of the launcher's store and of the one of this call."""
+    held = {}
+    for host, port in {launchers_store, where_store_is()}:
+        store = TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=60))
+        held.update({f"{port} {key}": store.get(key).decode("latin-1") for key in store.list_keys()})
+    path = folder / f"store-{cycle}"
+    path.with_suffix(".new").write_text(json.dumps(held))
+    path.with_suffix(".new").rename(path)
+
+
+config = outlast.InProcessRestartConfig(granularity="rank", soft_timeout=200, hard_timeout=220, barrier_timeout=240)
+
+
+@inprocess.Wrapper(config)
+def train(call: inprocess.Handle):
+    checkpoint = outlast.CheckpointConfig(
+        directory=str(folder / "global"),
+        local_directory=str(folder / f"local-{node}"),
+        save_interval=1,
+        replication=True,
+    )
+    with outlast.init(outlast.Config(checkpoint=checkpoint, in_process=True)) as run:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        state = {"model": model, "optimizer": optimizer}
+        for iteration in run.steps(state, total=3 * (cycle + 1)):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if iteration == 3 * cycle + 1:
+                if run.global_rank == 0:
+                    write_stores()
+                ready = folder / f"ready-{cycle}-{run.global_rank}"
+                ready.with_suffix(".new").write_text(f"{launchers_store[1]}")
+                ready.with_suffix(".new").rename(ready)
+                deadline = time.monotonic() + PATIENCE_S
+                while not (folder / f"go-{cycle}").exists():
+                    assert time.monotonic() < deadline, "nobody said go"
+                    time.sleep(0.05)
+
+
+train()
+if cycle < num_failing:
+    sys.exit(3)

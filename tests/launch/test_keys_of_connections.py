@@ -1,0 +1,43 @@
+"""Workers of a run derive the keys of their connections from the run key; who reads their store learns none."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from outlast import env
+from outlast.runtime.run_key import accept_offer, key_of_directory
+from outlast.testing import Cluster
+
+SCRIPT = Path(__file__).parent / "job_that_uses_all.py"
+PATIENCE_S = 250
+PURPOSES = ("step rounds", "replica port", "inprocess hub")
+OFFER = re.compile(r"[0-9a-f]{64}\.(?:[0-9a-f]{16})?")
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(PATIENCE_S + 50)
+def test_the_ranks_store_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two nodes and in two cycles: neither the run key nor a key derived from it; each cycle has keys of its own."""
+    for cycle in range(2):
+        (tmp_path / f"go-{cycle}").touch()
+    with Cluster(SCRIPT, str(tmp_path), "1", run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1) as cluster:
+        assert cluster.wait(timeout_s=PATIENCE_S) == [0, 0], cluster.tails()
+    key = key_of_directory(tmp_path / "run", make=False)
+    monkeypatch.setenv(env.RUN_KEY, key.as_variable())
+    offers: list[set[str]] = []
+    for cycle in range(2):
+        held = json.loads((tmp_path / f"store-{cycle}").read_text())
+        offers.append({offer for value in held.values() for offer in OFFER.findall(value)})
+        assert len(offers[-1]) >= 2, sorted(held)  # of the step rounds, and of what watches the wrapped function
+        assert all(offer.endswith(f".{key.fingerprint.hex()}") for offer in offers[-1])
+        secrets = [key.secret, *(accept_offer(offer, purpose) for offer in offers[-1] for purpose in PURPOSES)]
+        for name, value in held.items():
+            for secret in secrets:
+                assert secret.hex() not in name + value, name
+                assert secret.decode("latin-1") not in name + value, name
+    assert offers[0].isdisjoint(offers[1])
