@@ -59,7 +59,7 @@ class Peers:
 
     def __init__(self, rank: int, world_size: int, *, timeout_s: float) -> None:
         self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
-        self._group = Group.open(timeout_s=timeout_s) if world_size > 1 else None
+        self._group = Group.share(timeout_s=timeout_s) if world_size > 1 else None
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave, by rank.

@@ -17,6 +17,7 @@ import time
 from collections.abc import Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -53,6 +54,7 @@ class Group:
         self.process_group = process_group
         self._opened, self._threads = opened, threads
         self._is_cut = False
+        self._num_users = 1
         self._lock = threading.Lock()
 
     @property
@@ -92,6 +94,36 @@ class Group:
             ) from error
         return making.end(group, timeout_s)
 
+    @classmethod
+    def share(cls, *, timeout_s: float) -> Group:
+        """Return the group of all ranks that this world's training threads have in common; the first call makes it.
+
+        For users whose collectives come in the same order on all ranks because the training thread makes them all. Who
+        asks from another thread, or cuts the group while the others go on, opens one of its own: the check of all ranks
+        (:mod:`outlast.health.process_group`) must leave everybody else's connections alone, and what a restart in
+        process exchanges is over before these users begin.
+
+        Args:
+            timeout_s: Of its collectives; users with another one share another group.
+
+        Raises:
+            RendezvousError: The ranks did not find each other.
+
+        Collective: all ranks of the default group, in the same order of calls and of :meth:`close`.
+        Thread: that of the training loop.
+        Blocks: up to ``timeout_s`` where it is made.
+        """
+        import torch.distributed as dist
+
+        group = _shared.get(timeout_s)
+        # A world that was destroyed takes its groups along; the next world's ranks all make another.
+        known = dist.distributed_c10d._world.pg_map
+        if group is None or group.is_cut or group.process_group not in known:
+            group = _shared[timeout_s] = cls.open(timeout_s=timeout_s)
+        else:
+            group._num_users += 1
+        return group
+
     def cut(self) -> None:
         """End whatever waits on the group's connections, here or at a peer.
 
@@ -106,16 +138,24 @@ class Group:
         connections.cut_group(opened, self._threads)
 
     def close(self) -> None:
-        """Cut the group and destroy it.
+        """Cut the group and destroy it; one that is shared, when its last user closes it.
 
         Blocks: as :meth:`cut` does; peers that still wait in the group fail.
         """
         import torch.distributed as dist
 
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users > 0:
+                return
         self.cut()
         group, self.process_group = self.process_group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+_shared: WeakValueDictionary[float, Group] = WeakValueDictionary()
+"""Of this world, or one that was destroyed, by the timeout of their collectives; their users hold them."""
 
 
 def settle(timeout_s: float = 0.5) -> bool:
