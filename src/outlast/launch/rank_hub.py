@@ -51,7 +51,9 @@ class RankHub:
 
     def __init__(self) -> None:
         self.out: list[tuple[str, str, m.RankOrder]] = []
-        self._term = self._cycle = -1
+        self.term = 0
+        """Of the coordinator; orders carry it."""
+        self._cycle = -1
         self._calls: dict[int, _RankCall] = {}
         self._dead: dict[int, p.RankFault] = {}
         """Ranks that ended in this cycle before a guard spoke for them."""
@@ -60,7 +62,7 @@ class RankHub:
     def begin(self, cycle: int, term: int) -> None:
         """Begin with a cycle that this coordinator has formed, or goes on with."""
         self.close()
-        self._cycle, self._term = cycle, term
+        self._cycle, self.term = cycle, term
 
     def close(self) -> None:
         """The cycle is over: nothing that its ranks report counts any more."""
@@ -210,7 +212,7 @@ class RankHub:
                 known.append((rank, 1))
         for (node, epoch), some in runs.items():
             order = m.RankOrder(
-                term=self._term, cycle=self._cycle, call=call.number, runs=tuple(some), order=action.order
+                term=self.term, cycle=self._cycle, call=call.number, runs=tuple(some), order=action.order
             )
             self.out.append((node, epoch, order))
 
