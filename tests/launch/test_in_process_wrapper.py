@@ -88,7 +88,8 @@ def train(handle: Handle):
 hangs = any(name in fault for name in ("sleeps", "stopped") for fault in sys.argv[3:])
 limits = {"soft_timeout": 2.0, "hard_timeout": 4.0} if hangs else {}
 config = InProcessRestartConfig(active_world_size=active, granularity="rank", **limits)
-Wrapper(config, health_check=lambda _: wait_while("check"))(train)()
+for _ in range(int(os.environ.get("calls", "1"))):
+    Wrapper(config, health_check=lambda _: wait_while("check"))(train)()
 """
 
 
@@ -247,6 +248,22 @@ def test_a_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
         assert set(codes.values()) == {0}
         assert Rung.REPLACE_NODE in rungs(job)
         assert {end["digest"] for end in ends(tmp_path, 1).values()} == {digest_of(3)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["killed:1:0", "raises:1:0"])
+def test_calls_follow_one_another(fault: str, tmp_path: Path) -> None:
+    """A second wrapped call begins in the same processes, with restarts of its own; nobody waits in it for a rank that
+    died in the first one."""
+    with cluster(tmp_path, 3, fault, nproc_per_node=4, environment={"calls": "2"}) as job:
+        assert job.wait(timeout_s=90) == [0]
+        num = 1 if "killed" in fault else 2
+        assert rungs(job) == [Rung.RESTART_IN_PROCESS] * num + [Rung.STOP]
+        ended = ends(tmp_path, 0)
+        assert {end["iteration"] for end in ended.values()} == {num - 1}
+        assert {end["digest"] for end in ended.values()} == {digest_of(3)}
+        assert sorted(end["rank"] for end in ended.values() if end["iteration"] == num - 1) == [0, 1, 2]
+        assert all(end["pid"] == started(tmp_path, 0, initial) for initial, end in ended.items())
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ class RankHub:
         self._cycle = -1
         self._calls: dict[int, _RankCall] = {}
         self._dead: dict[int, p.RankFault] = {}
-        """Ranks that ended in this cycle before a guard spoke for them."""
+        """Ranks that ended in this cycle: no later call waits for them."""
         self._kept: list[m.RankStandings | m.RankReports] = []
 
     def begin(self, cycle: int, term: int) -> None:
@@ -150,7 +150,7 @@ class RankHub:
             # Whoever is not in the call before the newest has been left behind by it.
             self._calls = {number: one for number, one in self._calls.items() if number >= message.call - 1}
             self._calls[message.call] = call
-            for rank, fault in self._dead.items():
+            for rank, fault in list(self._dead.items()):
                 self._report(call, rank, Gone(fault=fault), now_s)
         return call
 
@@ -180,12 +180,14 @@ class RankHub:
             if isinstance(report, Gone):
                 self._dead[rank] = report.fault
                 for call in self._calls.values():
-                    if rank not in call.homes:
+                    if rank not in call.homes:  # else it was a member, and is lost to the call already
                         self._report(call, rank, report, now_s)
 
     def _report(self, call: _RankCall, rank: int, report: Gone | p.Report, now_s: float) -> None:
         if isinstance(report, Gone):
             fault = report.fault
+            if fault.kind != p.RankFaultKind.LINK_LOST:
+                self._dead[rank] = fault
             lost = restart.MemberLost(initial_rank=rank, kind=fault.kind, summary=fault.summary, at_s=now_s)
             self._advance(call, lost)
         else:
