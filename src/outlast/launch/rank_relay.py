@@ -251,8 +251,8 @@ class RankRelay:
             if isinstance(message, JoinRelay):
                 self._on_broken(rank, link, ConnectionAbortedError("it joined twice"))
                 return
-            if isinstance(message, Gone | p.Left):
-                rank.last_words = message
+            if isinstance(message, Gone | p.Left) and rank.last_words is None:
+                rank.last_words = message  # why it left counts, not that it ended afterwards
             if not isinstance(message, Gone):
                 rank.record.note_report(message)
             if not rank.is_over:
