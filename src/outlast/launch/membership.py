@@ -490,6 +490,10 @@ class Adoption:
     """Nodes whose workers run or have finished, and their places."""
     ended: dict[str, m.CycleFacts] = field(default_factory=dict)
     """What nodes reported of the cycle that had ended for them."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Nodes that registered and were lost before all had, and why."""
+    _slot_of: dict[str, int] = field(default_factory=dict)
+    """The slot that each node claimed."""
 
     def register(self, message: m.Register, now_s: float) -> None:
         """Take one node's place; an older cycle's counts for nothing."""
@@ -501,10 +505,20 @@ class Adoption:
         if place is None or (self.newest is not None and place.order < self.newest.order):
             return
         if self.newest is None or place.order > self.newest.order:
-            self.newest, self.num_slots, self.claims = place, place.num_slots, {}
-        if place.slot is None:
+            self.newest, self.num_slots, self.claims, self._slot_of = place, place.num_slots, {}, {}
+        self.lost.pop(message.node, None)
+        if place.slot is None or place.slot >= self.num_slots:
             return
+        former = self._slot_of.pop(message.node, place.slot)
+        if former != place.slot and (held := self.claims.get(former)) is not None and held.holder == message.node:
+            del self.claims[former]
         self.claims[place.slot] = Slot(holder=message.node, nproc=message.nproc)
+        self._slot_of[message.node] = place.slot
+
+    def lose(self, node: str, why: str) -> None:
+        """Note that a node was lost; the slot that it claimed stays its until the cycle's end is judged."""
+        self.running.pop(node, None)
+        self.lost[node] = why
 
     @property
     def slots(self) -> tuple[Slot, ...]:
