@@ -1,8 +1,8 @@
 """A training script for tests that has all connections at once: a session that replicates, in a wrapped function.
 
 Arguments: a folder, and how many cycles end with a failure. In each cycle, once a generation is committed, each rank
-creates ``ready-<cycle>-<rank>`` there and goes on when there is ``go-<cycle>``; rank 0 first writes ``store-<cycle>``,
-what the stores of the ranks hold.
+creates ``ready-<cycle>-<rank>`` there, with the port of the launcher's store, and goes on when there is ``go-<cycle>``;
+rank 0 first writes ``store-<cycle>``, what the stores of the ranks hold.
 """
 
 import datetime
@@ -63,7 +63,9 @@ def train(call: inprocess.Handle):
             if iteration == 3 * cycle + 1:
                 if run.global_rank == 0:
                     write_stores()
-                (folder / f"ready-{cycle}-{run.global_rank}").touch()
+                ready = folder / f"ready-{cycle}-{run.global_rank}"
+                ready.with_suffix(".new").write_text(f"{launchers_store[1]}")
+                ready.with_suffix(".new").rename(ready)
                 deadline = time.monotonic() + PATIENCE_S
                 while not (folder / f"go-{cycle}").exists():
                     assert time.monotonic() < deadline, "nobody said go"

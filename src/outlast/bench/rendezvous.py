@@ -2,7 +2,7 @@
 
 Hundreds of simulated agents are in a few processes of this machine. Each does what an agent of its launcher does to
 learn its rank, and nothing of its workers: ours drive the same link as ``outlast run``, the peer's the same handler as
-``torchrun``.
+``torchrun``. Thousands are :mod:`outlast.bench.rendezvous_crowd`'s.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from outlast import clock, env
+from outlast.bench import rendezvous_crowd as crowd
 from outlast.bench.measuring import Bar, BenchResult, Progress, median, run_rounds, worker_ranks
 from outlast.config.sources import LayeredSettings
 from outlast.errors import DeadlineExceeded, OutlastError
@@ -41,6 +42,7 @@ _TIMEOUT_S = 240.0
 _NPROC = 8
 _NUM_PROCESSES = 4
 """Besides the one of the first agent, which hosts the store."""
+_MOST_CROWD_ROUNDS = 3
 _ANSWER = "simulated agents: "
 _VARIABLES = {
     "TORCH_CPP_LOG_LEVEL": "FATAL",
@@ -49,13 +51,19 @@ _VARIABLES = {
 
 
 def measure(*, repeats: int, progress: Progress) -> BenchResult:
-    """Let 64, 256 and 512 agents of this machine meet.
+    """Let 64 to 4,096 agents of this machine meet.
 
     Raises:
         OutlastError: Agents did not come to a rank each.
 
     Blocks: about 15 s a round.
     """
+    hundreds = _measure_hundreds(repeats, progress)
+    thousands = _measure_thousands(min(repeats, _MOST_CROWD_ROUNDS), progress)
+    return BenchResult("rendezvous", (*hundreds.bars, *thousands.bars), (*hundreds.notes, *thousands.notes))
+
+
+def _measure_hundreds(repeats: int, progress: Progress) -> BenchResult:
     with worker_ranks(run_agents, num_ranks=1 + _NUM_PROCESSES, variables=_VARIABLES, stdin=True) as processes:
         found = run_rounds(
             {
@@ -78,6 +86,26 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
         (
             f"from the order to join to the last rank: outlast {few_s:.3f} s with 64, {many_s:.3f} s with 256, "
             f"{most_s:.3f} s with 512 agents; c10d {peer_s:.3f} s with 64",
+        ),
+    )
+
+
+def _measure_thousands(repeats: int, progress: Progress) -> BenchResult:
+    meetings = {f"outlast, {num:,} agents": partial(crowd.meet, num) for num in (2048, 4096)}
+    few, many = run_rounds(meetings, repeats=repeats, progress=progress).values()
+    few_s, many_s = (median([one.formed_s for one in some]) for some in (few, many))
+    connected_s, node_kib = (median([getattr(one, name) for one in many]) for name in ("connected_s", "node_kib"))
+    return BenchResult(
+        "rendezvous",
+        (
+            Bar("rendezvous_4096_s", many_s, "s", 60.0),
+            Bar("rendezvous_growth_2048_to_4096", many_s / few_s, "x", 3.0),
+            Bar("lose_64_of_4096_s", median([one.lost_s for one in many]), "s", 30.0),
+            Bar("coordinator_rss_4096_mib", median([one.rss_mib for one in many]), "MiB", 128.0),
+        ),
+        (
+            f"4,096 agents and {crowd.NUM_LOST} spares connect at once: all are welcomed after {connected_s:.3f} s; "
+            f"the coordinator's memory grows by {node_kib:.1f} KiB for each",
         ),
     )
 

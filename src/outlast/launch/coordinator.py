@@ -270,6 +270,11 @@ class Coordinator:
             self._over_at_s = self._over_at_s or now_s
             self.nodes.send(node, self.stop)
             return
+        if self._holds_running(node) and (join.ended is None or join.ended.cycle != self.cycle):
+            # It was sent before the node got its Start, perhaps again over a new connection: the cycle goes on.
+            if self._send_start_again(node):
+                return
+            self._end_cycle(f"node {node.name} left the cycle", examine=False, but=node)
         self.nodes.mark(node, ready=True)
         self._finished.pop(node.name, None)
         if join.ended is not None:
@@ -288,6 +293,12 @@ class Coordinator:
         return node
 
     def _on_register(self, message: m.Register, now_s: float) -> None:
+        if any(
+            place is not None and place.num_slots > self.settings.num_slots for place in (message.place, message.ran)
+        ):
+            # A world may shrink and never grows: two agents of one command cannot differ in it.
+            log.warning("node %s reports a place in a larger world than this job's: it begins anew", message.node)
+            message = msgspec.structs.replace(message, place=None, ran=None)
         node = self.nodes.by_name.get(message.node)
         if node is not None and self.phase != m.JobPhase.ADOPTING:
             # The same coordinator: its last message may have been lost with the connection.
@@ -296,9 +307,8 @@ class Coordinator:
                 reason = f"cycle {self.cycle} began without this node"
                 self.nodes.send(node, m.CycleOver(cycle=message.place.cycle, reason=reason))
             elif node.epoch == message.epoch and (last := node.last) is not None:
-                if isinstance(last, m.Start):  # the node has been welcomed in the newest term, and obeys no other
-                    last = msgspec.structs.replace(last, term=self._term)
-                self.nodes.send(node, last)
+                if not self._send_start_again(node):
+                    self.nodes.send(node, last)
                 if self.phase == m.JobPhase.RUNNING and self._members.places:
                     self._tell_ran(node)
             return
@@ -321,6 +331,18 @@ class Coordinator:
                 m.CycleOver(cycle=message.place.cycle if message.place else -1, reason="it came back too late"),
             )
 
+    def _holds_running(self, node: Node) -> bool:
+        """Return whether a node takes part in the cycle that runs."""
+        return self.phase == m.JobPhase.RUNNING and self.nodes.holds_slot(node) and not node.ready
+
+    def _send_start_again(self, node: Node) -> bool:
+        """Send a node its Start again, if that was the last that it was sent; return whether."""
+        if not isinstance(last := node.last, m.Start):
+            return False
+        # The node has been welcomed in the newest term, and obeys no other.
+        self.nodes.send(node, msgspec.structs.replace(last, term=self._term))
+        return True
+
     def _adopt(self, now_s: float) -> None:
         """Take over the job from what the agents registered."""
         adoption, self.phase = self._adoption, m.JobPhase.FORMING
@@ -338,6 +360,10 @@ class Coordinator:
             return
         reason = "the coordinator's node is gone" if adoption.missing else "the cycle was ending"
         self._ending = self._end_cycle(reason, examine=False, but=None)
+        for name, why in adoption.lost.items():
+            if name in self.nodes.holders:
+                incident = self._ending.lose(name, why)
+                self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
         for slot in adoption.missing:
             why = f"it held slot {slot} and was lost together with the coordinator"
             incident = self._ending.lose(self.settings.former_host or "", why)
@@ -348,7 +374,12 @@ class Coordinator:
 
     def _on_known(self, message: m.ToCoordinator, node: Node, now_s: float) -> None:
         match message:
-            case m.Master() if self.phase == m.JobPhase.PREPARING and message.cycle == self.cycle:
+            case m.Master() if (
+                self.phase == m.JobPhase.PREPARING
+                and message.cycle == self.cycle
+                and node.name == self.nodes.slots[0].holder
+                and self._master is None
+            ):
                 self._master = message
                 self._places = self._forming.place_nodes(self.cycle, self.state, term=self._term)
                 self._votes = set(self.nodes.holders)
@@ -380,7 +411,11 @@ class Coordinator:
                 self._on_leave(message, node, now_s)
             case m.Dead():
                 self._lose(node, message.reason, now_s, is_known=message.is_known)
-            case m.Bye() if self.phase == m.JobPhase.OVER or node.name in self._finished or node.ready:
+            case m.Bye() if (
+                self.phase == m.JobPhase.OVER
+                or node.name in self._finished
+                or (node.ready and not (self.phase == m.JobPhase.PREPARING and self.nodes.holds_slot(node)))
+            ):
                 self._quorum.note_dead(node)
                 self.nodes.remove(node.name)
             case m.Bye():
@@ -521,6 +556,8 @@ class Coordinator:
         self.nodes.send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was declared lost: {why}"))
         if self.nodes.holds_slot(node) and self.phase in (m.JobPhase.RUNNING, m.JobPhase.PREPARING):
             self._end_cycle(f"node {node.name} is lost: {why}", examine=False, but=None)
+        if self.phase == m.JobPhase.ADOPTING:
+            self._adoption.lose(node.name, why)
         if self.nodes.holds_slot(node) and self._ending is not None:
             incident = self._ending.lose(node.name, why, detected_after_s=round(now_s - node.beat_at_s, 3))
             self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
@@ -539,7 +576,7 @@ class Coordinator:
             reason = facts.incident.describe() if facts.incident else f"node {node.name} left the cycle"
             self._end_cycle(reason, examine=False, but=node, awaits_alike=facts.permanent is not None)
         if self._ending is not None:
-            self._ending.take(facts)
+            self._ending.take(node.name, facts)
 
     def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_alike: bool = False) -> CycleEnding:
         self.phase, self._phase_since_s, self._members = m.JobPhase.FORMING, None, _Members()

@@ -52,7 +52,7 @@ PATIENCE_S = 0.3
 _JOIN_S = 10.0
 """How long a connection may take until its agent is known."""
 _MAX_NEWCOMERS = 1024
-"""Connections whose agents are not known yet; more than that, and the oldest is closed."""
+"""Connections whose agents are not known yet, beside one for each node; more than that, and the oldest is closed."""
 _MAX_HELLO_BYTES = 1 << 16
 _MAX_MESSAGE_BYTES = 1 << 24
 _ACCEPTS = 256
@@ -121,12 +121,13 @@ class CoordinatorServer:
         """Names this life of the coordinator."""
         self._selector = selectors.DefaultSelector()
         self._requests: Mailbox[str] = Mailbox()
+        self._max_newcomers = _MAX_NEWCOMERS + max(settings.num_slots, settings.max_nodes)  # nodes may come all at once
         self._newcomers: dict[AgentChannel, float] = {}
         """Connections whose agents are not known yet, oldest first, and until when they may be."""
         self._agents: dict[tuple[str, str], _AgentLink] = {}
         """By node and epoch."""
         self._suspects: dict[tuple[str, str], tuple[float, bool]] = {}
-        """Whose connection ended: when they are taken for dead, and whether that is certain."""
+        """Whose connection ended, in that order: when they are taken for dead, and whether that is certain."""
         self._accepts_again_s: float | None = None
         self._warns_again_s = 0.0
         self._judged_at_s = self._next_tick_s = clock.now_s()
@@ -175,7 +176,9 @@ class CoordinatorServer:
             self.closed.set()
 
     def _serve_once(self) -> None:
-        due = [self._next_tick_s, *(at_s for at_s, _ in self._suspects.values())]
+        due = [self._next_tick_s]
+        if self._suspects:  # as newcomers, they are due in the order in which they came
+            due.append(next(iter(self._suspects.values()))[0])
         if self._newcomers:
             due.append(next(iter(self._newcomers.values())))
         if self._accepts_again_s is not None:
@@ -187,7 +190,8 @@ class CoordinatorServer:
             self._accept_again()
         while self._newcomers and now_s >= next(iter(self._newcomers.values())):
             self._drop_newcomer(next(iter(self._newcomers)), "it said nothing that an agent says")
-        for who in [who for who, (at_s, _) in self._suspects.items() if now_s >= at_s]:
+        while self._suspects and now_s >= next(iter(self._suspects.values()))[0]:
+            who = next(iter(self._suspects))
             _, is_known = self._suspects.pop(who)
             reason = "its agent's connection ended and did not come back"
             self._handle(m.Dead(node=who[0], epoch=who[1], reason=reason, is_known=is_known))
@@ -231,7 +235,7 @@ class CoordinatorServer:
             )
             link = AgentChannel(self._selector, channel, self._on_newcomer, self._on_lost_newcomer)
             self._newcomers[link] = clock.now_s() + _JOIN_S
-            if len(self._newcomers) > _MAX_NEWCOMERS:
+            if len(self._newcomers) > self._max_newcomers:
                 self._drop_newcomer(next(iter(self._newcomers)), "too many connections at once")
 
     def _pause_accepting(self, error: OSError) -> None:

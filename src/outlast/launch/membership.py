@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -57,19 +58,31 @@ def fill_slots(
     """
     kept = [slot if slot.holder in ready and slot.holder not in barred else Slot(nproc=slot.nproc) for slot in slots]
     taken = {slot.holder for slot in kept if slot.holder}
-    free = {name: node for name, node in ready.items() if name not in taken and name not in barred}
-    for respect_wish in (True, False):
-        for index, slot in enumerate(kept):
-            if slot.holder is not None:
-                continue
-            fits = [
-                (node.order, name)
-                for name, node in free.items()
-                if slot.nproc in (None, node.nproc) and (node.wish == index or not respect_wish)
-            ]
-            if fits:
-                _, name = min(fits)
-                kept[index] = Slot(holder=name, nproc=free.pop(name).nproc)
+    free = sorted((node.order, name) for name, node in ready.items() if name not in taken and name not in barred)
+    empty = [index for index, slot in enumerate(kept) if slot.holder is None]
+    wishes: dict[int | None, list[str]] = {}
+    for _, name in free:
+        wishes.setdefault(ready[name].wish, []).append(name)
+    given: set[str] = set()
+    for index in empty:  # every node is looked at once: the slots may be thousands
+        nproc = kept[index].nproc
+        fits = (name for name in wishes.get(index, ()) if nproc in (None, ready[name].nproc))
+        if (wished := next(fits, None)) is not None:
+            kept[index] = Slot(holder=wished, nproc=ready[wished].nproc)
+            given.add(wished)
+    queues: dict[int, deque[tuple[int, str]]] = {}
+    for order, name in free:
+        if name not in given:
+            queues.setdefault(ready[name].nproc, deque()).append((order, name))
+    for index in empty:
+        if kept[index].holder is not None:
+            continue
+        nproc = kept[index].nproc
+        alike = [queue for size, queue in queues.items() if queue and nproc in (None, size)]
+        if alike:
+            queue = min(alike, key=lambda queue: queue[0])
+            _, name = queue.popleft()
+            kept[index] = Slot(holder=name, nproc=ready[name].nproc)
     return tuple(kept)
 
 
@@ -319,6 +332,8 @@ class Quorum:
         self._settings, self._nodes = settings, nodes
         self._claims: dict[tuple[str, str], tuple[m.SlotPlace | None, m.SlotPlace | None]] = {}
         """Of each life of a node: its place in the last cycle that it knows to have run, and in the last it took."""
+        self._newest = (-1, -1)
+        """The order of the newest cycle that any of them knows to have run."""
         self._dead: set[tuple[str, str]] = set()
         self._is_new = settings.former_host is None
         """No cycle has run under any coordinator that is known of."""
@@ -402,7 +417,7 @@ class Quorum:
 
     def register(self, message: m.Register) -> None:
         """Note the places of a node that comes from another coordinator."""
-        newest = max((ran.order for ran, _ in self._claims.values() if ran is not None), default=(-1, -1))
+        newest = self._newest
         if message.ran is not None and message.ran.order > newest:
             self._adopts = True  # another one has led since
         place = message.place
@@ -411,6 +426,8 @@ class Quorum:
             self._is_new = False
             self._num_changes += 1
             self._claims[message.node, message.epoch] = message.ran, message.place
+            if message.ran is not None:
+                self._newest = max(newest, message.ran.order)
 
     def note_formed(self, place: m.SlotPlace) -> None:
         """Note that this coordinator gives out places of a cycle."""
@@ -425,6 +442,7 @@ class Quorum:
             for name, place in places.items()
             if name in self._nodes.by_name
         }
+        self._newest = max((place.order for place in places.values()), default=(-1, -1))
         # What the former host's place was counted in the cycle before.
         self._settings = dataclasses.replace(self._settings, host_is_dead=False)
 
@@ -472,6 +490,10 @@ class Adoption:
     """Nodes whose workers run or have finished, and their places."""
     ended: dict[str, m.CycleFacts] = field(default_factory=dict)
     """What nodes reported of the cycle that had ended for them."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Nodes that registered and were lost before all had, and why."""
+    _slot_of: dict[str, int] = field(default_factory=dict)
+    """The slot that each node claimed."""
 
     def register(self, message: m.Register, now_s: float) -> None:
         """Take one node's place; an older cycle's counts for nothing."""
@@ -483,15 +505,30 @@ class Adoption:
         if place is None or (self.newest is not None and place.order < self.newest.order):
             return
         if self.newest is None or place.order > self.newest.order:
-            self.newest, self.num_slots, self.claims = place, place.num_slots, {}
-        if place.slot is None:
+            self.newest, self.num_slots, self.claims, self._slot_of = place, place.num_slots, {}, {}
+        self.lost.pop(message.node, None)
+        if place.slot is None or place.slot >= self.num_slots:
             return
+        former = self._slot_of.pop(message.node, place.slot)
+        if former != place.slot and (held := self.claims.get(former)) is not None and held.holder == message.node:
+            del self.claims[former]
         self.claims[place.slot] = Slot(holder=message.node, nproc=message.nproc)
+        self._slot_of[message.node] = place.slot
+
+    def lose(self, node: str, why: str) -> None:
+        """Note that a node was lost; the slot that it claimed stays its until the cycle's end is judged."""
+        self.running.pop(node, None)
+        self.lost[node] = why
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         """The slots as claimed; nobody's are empty."""
         return tuple(self.claims.get(index, Slot()) for index in range(self.num_slots))
+
+    @property
+    def num_missing(self) -> int:
+        """Number of slots that nobody claimed; asked for at every message, so it costs the same for any number."""
+        return self.num_slots - len(self.claims)
 
     @property
     def missing(self) -> list[int]:
@@ -512,9 +549,9 @@ class Adoption:
         """Return whether all have registered, or had ``wait_s`` seconds to."""
         if self.since_s is None:
             return False
-        if self.newest is not None and not self.missing:
+        if self.newest is not None and not self.num_missing:
             return True
-        if self.newest is not None and len(self.missing) == 1:
+        if self.newest is not None and self.num_missing == 1:
             wait_s = min(wait_s, _ONE_MISSING_S)  # most likely the very node that hosted the store
         return now_s - self.since_s > wait_s
 
@@ -571,12 +608,12 @@ class Forming:
         """
         num_slots, num_ready = len(self.nodes.slots), self.nodes.num_ready
         self._lacks_quorum = False
-        if num_ready < (self.settings.min_nodes or num_slots):  # the usual case, at O(1) a message
+        may_shrink = bool(cycle) and self.settings.min_nodes is not None and self.quorum.may_shrink
+        if num_ready < ((self.settings.min_nodes or num_slots) if may_shrink else num_slots):  # usual, O(1) a message
             self._miss(num_slots - num_ready, cycle, now_s)
             return None
         slots = fill_slots(self.nodes.slots, self.nodes.ready(), barred=barred)
         if any(slot.holder is None for slot in slots):
-            may_shrink = cycle and self.quorum.may_shrink
             smaller = shrink(slots, min_nodes=self.settings.min_nodes) if may_shrink else None
             if smaller is None or any(slot.holder is None for slot in smaller):
                 self._miss(sum(slot.holder is None for slot in slots), cycle, now_s)

@@ -1,8 +1,13 @@
-"""What agents and the coordinator send each other; how it travels is :mod:`outlast.launch.control`'s."""
+"""What agents and the coordinator send each other; how it travels is :mod:`outlast.launch.control`'s.
+
+Numbers and names have limits, which hold where a message is decoded: whoever sends one beyond them is disconnected. So
+no agent, however broken, can have the coordinator count to a trillion.
+"""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -13,23 +18,31 @@ from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.recovery_point import Distrusted, Load
 from outlast.policy.rerun import Replay
 
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+"""Of a node, a life of one, a host."""
+Text = Annotated[str, msgspec.Meta(max_length=8192)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""Of a cycle, a term, a beat."""
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+"""Of a world or a part of one, or a place in it: there is a loop over so many somewhere."""
+
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An agent's first message: who it is."""
 
-    run_id: str
-    node: str
-    epoch: str
+    run_id: Text
+    node: Name
+    epoch: Name
     """Names this life of the agent."""
-    command: str
+    command: Name
     """Digest of what its workers run."""
-    command_text: str
+    command_text: Text
     """The same for people, shortened."""
-    job: str | None = None
+    job: Name | None = None
     """The job that it takes part in; ``None``: it has just begun."""
-    leader: str = ""
+    leader: Name = ""
     """The coordinator that it has obeyed last."""
-    term: int = 0
+    term: Number = 0
     """The highest that it has obeyed."""
 
 
@@ -53,7 +66,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class AgentBeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An agent's sign of life, and the coordinator's answer with the same count."""
 
-    count: int
+    count: Number
     """How often the agent's main loop has run its timer: a stuck one shows."""
 
 
@@ -81,7 +94,7 @@ class Leads(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one node knows of a cycle that ended for it."""
 
-    cycle: int
+    cycle: Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
     incident: Incident | None = None
     """What went wrong here; ``None`` when the node only followed the others."""
     durable_iteration: int | None = None
@@ -101,18 +114,18 @@ class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class FromNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whose message it is; the link fills this in."""
 
-    node: str = ""
-    epoch: str = ""
+    node: Name = ""
+    epoch: Name = ""
     """Names one life of the node's agent."""
 
 
 class JoinRequest(FromNode, frozen=True, kw_only=True, tag=True):
     """A node wants to take part in the next cycle."""
 
-    addr: str
-    nproc: int
+    addr: Name
+    nproc: Size
     """Workers per node; 0 = not known (an agent that is not ours)."""
-    wish: int | None = None
+    wish: Size | None = None
     ended: CycleFacts | None = None
     """The cycle that ended for this node, if it took part in one."""
 
@@ -120,21 +133,21 @@ class JoinRequest(FromNode, frozen=True, kw_only=True, tag=True):
 class SlotPlace(msgspec.Struct, frozen=True, kw_only=True):
     """A node's place in a cycle."""
 
-    term: int = 0
+    term: Number = 0
     """Of the coordinator when it formed the cycle; two coordinators can give the same number to a cycle."""
-    cycle: int
-    num_slots: int
-    slot: int | None = None
+    cycle: Number
+    num_slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    slot: Size | None = None
     """``None``: a spare."""
-    num_spares: int = 0
+    num_spares: Size = 0
     """Spares that waited when it began."""
-    spare: int | None = None
+    spare: Size | None = None
     """Its number among them."""
-    num_kept: int = 0
+    num_kept: Size = 0
     """Holders of slots that held one in the last cycle before it that ran, too."""
-    host_slot: int | None = None
+    host_slot: Size | None = None
     """Slot of the coordinator's node, if it holds one."""
-    host_spare: int | None = None
+    host_spare: Size | None = None
     """Its number among the spares, if it is one."""
 
     @property
@@ -146,9 +159,9 @@ class SlotPlace(msgspec.Struct, frozen=True, kw_only=True):
 class Register(FromNode, frozen=True, kw_only=True, tag=True):
     """A node of a job in progress reached the coordinator again, perhaps another one than before."""
 
-    addr: str
-    nproc: int
-    wish: int | None = None
+    addr: Name
+    nproc: Size
+    wish: Size | None = None
     place: SlotPlace | None = None
     """Its place in the last cycle that it started, or began to wait beside; ``None``: in none."""
     ran: SlotPlace | None = None
@@ -162,22 +175,22 @@ class Register(FromNode, frozen=True, kw_only=True, tag=True):
 class Running(FromNode, frozen=True, kw_only=True, tag=True):
     """This node's workers of a cycle have been started."""
 
-    cycle: int
+    cycle: Number
 
 
 class Counted(FromNode, frozen=True, kw_only=True, tag=True):
     """This node knows its place beside a cycle, or that it ran, and how many spares wait beside it."""
 
-    cycle: int
-    term: int
+    cycle: Number
+    term: Number
     """In which it was formed."""
-    num_spares: int
+    num_spares: Size
 
 
 class Hung(FromNode, frozen=True, kw_only=True, tag=True):
     """A rank of this node exceeded a timeout: all nodes shall look at their ranks and end the cycle."""
 
-    cycle: int
+    cycle: Number
     incident: Incident
     expired: tuple[Expired, ...] = ()
 
@@ -185,9 +198,9 @@ class Hung(FromNode, frozen=True, kw_only=True, tag=True):
 class Master(FromNode, frozen=True, kw_only=True, tag=True):
     """The first node opened the cycle's store."""
 
-    cycle: int
-    addr: str
-    port: int
+    cycle: Number
+    addr: Name
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class Finished(FromNode, frozen=True, kw_only=True, tag=True):
@@ -202,10 +215,10 @@ class Finished(FromNode, frozen=True, kw_only=True, tag=True):
 class Restarted(FromNode, frozen=True, kw_only=True, tag=True):
     """This node's workers restarted inside their processes, and the cycle continues."""
 
-    cycle: int
-    call: int
+    cycle: Number
+    call: Number
     """Which of the workers' calls of a wrapped function it was, from 0."""
-    restart_count: int
+    restart_count: Number
     """Which restart of that call began."""
     incident: Incident
     """What the workers restarted after."""
@@ -224,7 +237,7 @@ class Leave(FromNode, frozen=True, kw_only=True, tag=True):
     """This node's agent was requested to shut down, and its workers are gone."""
 
     saved: bool = False
-    signal: int = 0
+    signal: Annotated[int, msgspec.Meta(ge=0, le=127)] = 0
     facts: CycleFacts | None = None
     whole_job: bool = True
     """The notice is for the job; otherwise only this node goes."""

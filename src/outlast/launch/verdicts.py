@@ -37,9 +37,14 @@ class CycleEnding:
     incidents: list[Incident] = field(default_factory=list)
     expired: list[Expired] = field(default_factory=list)
     facts: list[m.CycleFacts] = field(default_factory=list)
+    reported: set[str] = field(default_factory=set)
+    """Nodes that did."""
 
-    def take(self, facts: m.CycleFacts) -> None:
-        """Add what one node knows."""
+    def take(self, node: str, facts: m.CycleFacts) -> None:
+        """Add what one node knows; what it sends again counts once."""
+        if node in self.reported:
+            return
+        self.reported.add(node)
         self.facts.append(facts)
         if facts.incident is not None:
             self.incidents.append(facts.incident)
@@ -352,7 +357,9 @@ class ExcludedNodes:
 
     def _tell(self, report: m.Unhealthy, cycle: int, what_follows: str) -> None:
         """Send a report to all other nodes, and record it; once for the same failures."""
-        checks = frozenset(f"{one['name']} {one['target']}" for one in report.incident.evidence.get("checks", ()))
+        told = report.incident.evidence.get("checks", ())
+        told = [one for one in told if isinstance(one, dict)] if isinstance(told, list | tuple) else []
+        checks = frozenset(f"{one.get('name')} {one.get('target')}" for one in told)
         if checks <= self._told.get(report.node, frozenset()):
             return
         self._told[report.node] = checks

@@ -1,0 +1,262 @@
+"""Every phase of the coordinator has an end, and what is sent twice, or lost on the way, leaves no job waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from test_control_connection import SomeAgent, free_port, make  # noqa: F401  the fixture
+from test_coordinator import Job, ranks
+
+from outlast.errors import ExitReason
+from outlast.incidents import Incident, IncidentKind
+from outlast.launch import protocol as m
+from outlast.launch.protocol import JobPhase
+
+
+class SlowJob(Job):
+    """A job in which nodes beat and do not answer some orders."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.ignores: dict[str, type[m.ToNode]] = {}
+
+    def _deliver(self, outbox: list[tuple[str, str, m.ToNode]]) -> None:
+        kept = []
+        for name, epoch, message in outbox:
+            if name in self.ignores and isinstance(message, self.ignores[name]):
+                self.said.setdefault(name, []).append(message)
+            else:
+                kept.append((name, epoch, message))
+        super()._deliver(kept)
+
+    def ranks_in(self, cycle: int) -> dict[str, int]:
+        return {name: start.node_rank for name, start in self.running.items() if start.cycle == cycle}
+
+    def run(self, *names: str) -> None:
+        """Let nodes report that their workers have started."""
+        for name in names:
+            self.say(m.Running(node=name, epoch=f"{name}-1", cycle=self.running[name].cycle))
+
+    def loss_of(self, name: str) -> str:
+        (incident,) = [one for one in self.incidents if one.node == name]
+        assert incident.kind == IncidentKind.NODE_LOST
+        return str(incident.evidence["summary"])
+
+
+def job_of(*names: str, ignores: dict[str, type[m.ToNode]] | None = None) -> SlowJob:
+    job = SlowJob()
+    job.ignores = ignores or {}
+    for name in names:
+        job.join(name)
+    return job
+
+
+def test_node_that_opens_no_store_is_replaced() -> None:
+    """A node that beats and does not open the cycle's store in 30 s loses its slot to the spare; its peer does not."""
+    job = job_of("a", "b", "s", ignores={"a": m.Prepare})
+    job.pass_time(30)
+    assert job.coordinator.phase == JobPhase.PREPARING
+    job.pass_time(1)
+    assert ranks(job) == {"s": 0, "b": 1}
+    assert "did not open the cycle's store within 31 s" in job.loss_of("a")
+
+
+def test_node_that_starts_no_workers_is_replaced() -> None:
+    """A node that does not report its workers 180 s after its Start is lost; those that did keep their slots."""
+    job = job_of("a", "b", "s", ignores={"b": m.CycleOver})
+    job.run("a")
+    job.pass_time(180)
+    assert job.ranks_in(0) == {"a": 0, "b": 1}
+    job.pass_time(1)
+    assert job.ranks_in(1) == {"a": 0, "s": 1}
+    assert "did not start its workers within 181 s" in job.loss_of("b")
+    job.run("a", "s")
+    job.pass_time(600)
+    assert job.coordinator.cycle == 1, "a cycle that has started has no deadline"
+
+
+def test_node_that_does_not_report_the_end_is_replaced() -> None:
+    """A node that does not say within 60 s how a cycle ended for it is lost; the others wait no longer for it."""
+    job = job_of("a", "b", "s")
+    job.run("a", "b")
+    job.ignores = {"b": m.CycleOver}
+    job.fail("a")
+    job.pass_time(60)
+    assert job.coordinator.phase == JobPhase.FORMING
+    job.pass_time(1)
+    assert job.ranks_in(1) == {"a": 0, "s": 1}
+    assert "did not report the cycle's end within" in job.loss_of("b")
+
+
+def test_every_deadline_without_a_spare_ends_the_job() -> None:
+    """Where no node is left to take the slot, the job stops with a reason once join_timeout has passed."""
+    for ignored in (m.Prepare, m.CycleOver):
+        job = SlowJob(join_timeout_s=20.0)
+        job.ignores = {"a": ignored}
+        job.join("a")
+        job.join("b")
+        if ignored is m.CycleOver:
+            job.fail("b")
+        job.pass_time(90)
+        assert job.coordinator.stop is not None
+        assert job.coordinator.stop.exit_code == ExitReason.FAILED
+        assert "no spare is left" in job.coordinator.stop.reason
+
+
+def test_repeated_join_of_a_running_node_changes_nothing() -> None:
+    """A Join that a node sent before it got its Start, and again over a new connection, gets that Start once more."""
+    job = job_of("a", "b")
+    start = job.running["b"]
+    job.run("a", "b")
+    for ended in (None, m.CycleFacts(cycle=-1)):
+        job.say(m.JoinRequest(node="b", epoch="b-1", addr="b", nproc=2, ended=ended))
+        assert job.said["b"][-1] == start
+        assert job.coordinator.phase == JobPhase.RUNNING
+    job.fail("a")
+    assert {start.cycle for start in job.running.values()} == {1}, "b was asked for its end of the cycle, as before"
+    assert isinstance(job.said["b"][-2], m.CycleOver)
+
+
+def test_repeated_report_of_a_cycles_end_counts_once() -> None:
+    """What a node reports of a cycle's end, sent twice, is no second node's report."""
+    job = job_of("a", "b")
+    job.ignores = {"b": m.CycleOver}
+    incident = Incident(kind=IncidentKind.WORKER_FAILED, node="a", cycle=0, exit_code=1)
+    for _ in range(5):
+        job.join("a", ended=m.CycleFacts(cycle=0, incident=incident))
+    ending = job.coordinator._ending
+    assert ending is not None
+    assert (len(ending.facts), len(ending.incidents)) == (1, 1)
+    job.join("b", ended=m.CycleFacts(cycle=0))
+    assert set(ranks(job)) == {"a", "b"}
+
+
+def test_node_that_says_goodbye_before_its_start_is_replaced() -> None:
+    """A node that leaves while the cycle's store is opened holds nobody up, and the coordinator goes on."""
+    job = job_of("a", "b", "s", ignores={"a": m.Prepare})
+    job.say(m.Bye(node="b", epoch="b-1"))
+    job.ignores = {}
+    assert job.coordinator.phase == JobPhase.PREPARING
+    job.say(m.Master(node="a", epoch="a-1", cycle=job.coordinator.cycle, addr="a", port=1))
+    assert ranks(job) == {"a": 0, "s": 1}
+
+
+def test_only_the_first_slots_node_names_the_store() -> None:
+    """A Master of another node, or a second one, does not lead the ranks elsewhere."""
+    job = job_of("a", "b", ignores={"a": m.Prepare})
+    job.say(m.Master(node="b", epoch="b-1", cycle=0, addr="elsewhere", port=1))
+    assert not job.running
+    job.say(m.Master(node="a", epoch="a-1", cycle=0, addr="a", port=7))
+    assert {(start.master_addr, start.master_port) for start in job.running.values()} == {("a", 7)}
+
+
+# -- taking over -----------------------------------------------------------------------------------------------
+
+PLACE = m.SlotPlace(term=1, cycle=4, num_slots=3, slot=0)
+
+
+def place(slot: int | None, **fields: Any) -> m.SlotPlace:
+    return msgspec.structs.replace(PLACE, slot=slot, **fields)
+
+
+def register(job: Job, name: str, slot: int | None, *, running: bool = True, ran: bool = True) -> None:
+    job.beats.setdefault(name, 0)
+    where = None if slot is None else place(slot)
+    if running and where is not None:
+        job.running[name] = m.Start(
+            cycle=4, term=1, node_rank=where.slot or 0, num_nodes=3, base_rank=0, world_size=6, master_addr="x",
+            master_port=1, place=where,
+        )  # fmt: skip
+    job.say(
+        m.Register(
+            node=name, epoch=f"{name}-1", addr=name, nproc=2, place=where, ran=where if ran else None, running=running
+        )
+    )
+
+
+def test_register_sent_twice_is_one_node() -> None:
+    """A node that registers again, while others are waited for and after that, keeps its slot; the cycle runs on."""
+    job = Job(num_slots=3, former_host="a")
+    for name, slot in (("a", 0), ("b", 1), ("a", 0), ("b", 1)):
+        register(job, name, slot)
+    assert job.coordinator.phase == JobPhase.ADOPTING
+    register(job, "c", 2)
+    assert job.coordinator.phase == JobPhase.RUNNING
+    register(job, "a", 0)
+    assert [slot.holder for slot in job.coordinator.nodes.slots] == ["a", "b", "c"]
+    assert (job.coordinator.phase, job.coordinator.cycle) == (JobPhase.RUNNING, 4)
+    assert not any(isinstance(message, m.CycleOver) for some in job.said.values() for message in some)
+
+
+def test_registered_node_that_dies_before_the_others_came_is_lost() -> None:
+    """A node that claimed its slot and died while the others were waited for is charged, and its slot is given away."""
+    job = Job(num_slots=3, former_host="a")
+    register(job, "a", 0)
+    register(job, "b", 1)
+    job.mute.add("b")
+    job.running.pop("b")
+    job.say(m.Dead(node="b", epoch="b-1", reason="its agent's connection ended"))
+    register(job, "c", 2)
+    assert job.coordinator.phase == JobPhase.FORMING
+    job.join("s")
+    assert ranks(job) == {"a": 0, "s": 1, "c": 2}
+    assert [one.node for one in job.incidents] == ["b"]
+
+
+def test_place_in_a_larger_world_is_none() -> None:
+    """A node that reports a place in a world that this job cannot have had takes part as a new one."""
+    job = Job(num_slots=3, former_host="a")
+    where = place(700_000, num_slots=1 << 20)
+    job.say(m.Register(node="x", epoch="x-1", addr="x", nproc=2, place=where, ran=where))
+    for name, slot in (("a", 0), ("b", 1), ("c", 2)):
+        register(job, name, slot)
+    assert job.coordinator.phase == JobPhase.RUNNING
+    assert len(job.coordinator.nodes.slots) == 3
+
+
+@pytest.mark.parametrize("durable", [None, 10])
+def test_first_cycle_that_some_took_and_never_all_ends_the_job(durable: int | None) -> None:
+    """The coordinator's machine is lost while it starts the first cycle: one of three nodes got its Start. The two that
+    are left may be the fewer; they wait join_timeout and end, with 75 where there is something to go on from."""
+    job = Job(num_slots=3, former_host="h", num_endpoints=2, order=1, host="a", join_timeout_s=60.0)
+    job.beats["a"] = 0
+    took = m.SlotPlace(term=1, cycle=0, num_slots=3, slot=0)
+    job.say(m.Register(node="a", epoch="a-1", addr="a", nproc=2, place=took, running=False))
+    job.join("a", ended=m.CycleFacts(cycle=0, durable_iteration=durable))
+    job.say(m.Register(node="c", epoch="c-1", addr="c", nproc=2))
+    job.join("c")
+    job.pass_time(60)
+    assert job.coordinator.stop is None
+    assert not job.running, "the third may go on elsewhere: no second world begins"
+    job.pass_time(10)
+    stop = job.coordinator.stop
+    assert stop is not None
+    assert stop.exit_code == (ExitReason.FAILED if durable is None else ExitReason.PREEMPTED)
+    assert stop.reason.startswith("most nodes of the last cycle stayed away for 60 s (--rdzv-conf join_timeout=...)")
+    assert {type(job.said[name][-1]) for name in ("a", "c")} == {m.Stop}
+
+
+# -- over real connections -------------------------------------------------------------------------------------
+
+
+def test_agent_that_answers_no_prepare_is_replaced_by_the_spare(make: Callable[..., SomeAgent]) -> None:  # noqa: F811
+    """An agent that beats and never opens the store loses its slot; the spare gets it and opens the store."""
+    port = free_port()
+    settings = {"num_slots": 2, "prepare_timeout_s": 0.5, "join_timeout_s": 600.0}
+    stuck = make("a", port, **settings).start()
+    stuck.join(wish=0)
+    other = make("b", port, **settings).start()
+    spare = make("s", port, **settings).start()
+    other.join(wish=1)
+    assert stuck.wait_for(m.Prepare).cycle == 0
+    spare.join(wish=0)
+    prepare = spare.wait_for(m.Prepare)
+    assert prepare.cycle == 1
+    assert "did not open the cycle's store" in stuck.wait_for(m.CycleOver).reason
+    spare.link.send(m.Master(cycle=prepare.cycle, addr="127.0.0.1", port=1))
+    starts = [spare.wait_for(m.Start), other.wait_for(m.Start)]
+    assert [start.node_rank for start in starts] == [0, 1]
+    assert {start.num_nodes for start in starts} == {2}
