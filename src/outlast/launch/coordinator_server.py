@@ -183,6 +183,8 @@ class CoordinatorServer:
             due.append(next(iter(self._newcomers.values())))
         if self._accepts_again_s is not None:
             due.append(self._accepts_again_s)
+        if self._coordinator.ranks_deadline_s is not None:
+            due.append(self._coordinator.ranks_deadline_s)
         for key, events in self._selector.select(max(0.0, min(due) - clock.now_s())):
             key.data(events)
         now_s = clock.now_s()
@@ -195,6 +197,9 @@ class CoordinatorServer:
             _, is_known = self._suspects.pop(who)
             reason = "its agent's connection ended and did not come back"
             self._handle(m.Dead(node=who[0], epoch=who[1], reason=reason, is_known=is_known))
+        ranks_due_s = self._coordinator.ranks_deadline_s
+        if ranks_due_s is not None and now_s >= ranks_due_s:
+            self._send_all(self._coordinator.look_at_ranks(now_s))
         if now_s >= self._next_tick_s:
             self._tick(now_s)
 

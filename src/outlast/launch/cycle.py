@@ -178,7 +178,7 @@ class Cycle:
     # -- laying it out -----------------------------------------------------------------------------------------
 
     @classmethod
-    def prepare(cls, launch: WorkerLaunch, start: m.Start, *, job: str, node: str, writer: str) -> Cycle:
+    def prepare(cls, launch: WorkerLaunch, start: m.Start, *, job: str, node: str, writer: str, relay: str) -> Cycle:
         """Lay out a cycle's environments, board and logs; nothing runs yet.
 
         Args:
@@ -187,6 +187,7 @@ class Cycle:
             job: Name of the job.
             node: Name of this node.
             writer: Address of the node's checkpoint writer; empty = there is none.
+            relay: Address of the node's relay for restarts inside the processes; empty = there is none.
 
         Raises:
             OSError: A file of it cannot be made.
@@ -221,6 +222,7 @@ class Cycle:
                 env.CONFIG: options.layers.launcher.to_json(),
                 env.CONFIG_FILE: options.layers.file_name,
                 env.WRITER: writer,
+                env.RELAY: relay,
                 env.UNTRUSTED: _as_text(start.distrusted),
                 env.REPLAY: _as_text(start.replay),
             }

@@ -32,6 +32,7 @@ from outlast.launch.membership import JobSettings, name_job
 from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.protocol import Stop
+from outlast.launch.rank_relay import RankRelay
 from outlast.launch.verdicts import load_ladder
 from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
@@ -535,6 +536,7 @@ def _make_client(
         beat_interval_s=beat_interval_s,
         silence_s=ft.node_heartbeat_timeout,
         connect_timeout_s=options.join_timeout_s,
+        relay=RankRelay(),
     )
     addr = args.local_addr or own_address(endpoints[0].host)
     if options.max_nodes > 1 and is_loopback(addr) and not any(is_loopback(one.host) for one in endpoints):

@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -189,6 +190,13 @@ def kill_group(pgid: int, sig: int) -> bool:
         # Some member changed its user; the ones that we may signal got it.
         return True
     return True
+
+
+def peer_user(connection: socket.socket) -> int:
+    """Return the user whose process opened a connection to a Unix socket, as the kernel knows it."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(user)
 
 
 def open_pidfd(pid: int) -> int:
