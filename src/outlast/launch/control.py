@@ -14,8 +14,8 @@ import contextlib
 import errno
 import os
 import socket
-import threading
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
