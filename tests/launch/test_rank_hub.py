@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import select
+import socket
+from contextlib import closing
 from typing import Any
 
 import msgspec
 import pytest
 
-from outlast.inprocess.protocol import Gone, MemberRecord
+from outlast.inprocess.protocol import Gone, JoinRelay, MemberRecord
 from outlast.launch import protocol as m
 from outlast.launch.rank_hub import ANY_CALL, RankHub
+from outlast.launch.rank_relay import RankRelay
 from outlast.policy import inprocess_protocol as p
 from outlast.runtime.wire import encode_frame
 
@@ -273,3 +278,43 @@ def test_another_coordinator_goes_on_from_the_standings(dies: tuple[int, ...]) -
             assert not order.ranks.keys() & set(dies)
         else:
             assert len(nodes.orders[rank]) == before[rank]
+
+
+def test_a_coordinator_whose_term_rose_is_obeyed() -> None:
+    """An agent that was welcomed in the risen term takes its orders; it takes none of an earlier coordinator's."""
+    relay, hub = RankRelay(), RankHub()
+    with closing(relay), socket.socket(socket.AF_UNIX) as guard:
+        hub.begin(0, 1)
+        relay.begin_cycle(0)
+        guard.connect(f"\0{relay.address}")
+        join = JoinRelay(
+            cycle=0,
+            call=0,
+            initial_rank=0,
+            initial_world_size=1,
+            pid=os.getpid(),
+            labels={},
+            limits=LIMITS,
+            standing=p.MemberStanding(),
+        )
+        guard.sendall(encode_frame(join))
+        came: list[m.RankStandings | m.RankReports] = []
+        while not came:
+            select.select([relay], [], [], 100.0)
+            came += relay.serve()
+        hub.term = 3
+        assert relay.introduce(3) == came
+        hub.take(msgspec.structs.replace(came[0], node="n", epoch="e"), 0.0)
+        hub.take(
+            m.RankReports(
+                node="n", epoch="e", cycle=0, call=0, reports=((0, p.RankReady(restart_count=0, store_address="s 1")),)
+            ),
+            0.0,
+        )
+        ((_, _, order),) = hub.out
+        relay.obey(msgspec.structs.replace(order, term=2))
+        guard.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            guard.recv(1)
+        relay.obey(order)
+        assert guard.recv(1000)

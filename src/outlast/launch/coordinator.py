@@ -145,7 +145,7 @@ class Coordinator:
     def note_term(self, term: int, is_own: bool) -> None:
         """Take a term above the one that an agent has obeyed, unless it obeyed this coordinator."""
         if not is_own and term >= self._term:
-            self._term = term + 1
+            self._term = self._ranks.term = term + 1
 
     def status(self, now_s: float, *, time: str, run_id: str, run_dir: Path | None, host: str) -> m.LiveStatus:
         """Return how the job is now.

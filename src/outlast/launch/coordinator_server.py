@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
-import resource
 import secrets
 import selectors
 import socket
@@ -44,6 +43,7 @@ from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership
 from outlast.runtime.files import in_time
 from outlast.runtime.journal import Journal
+from outlast.runtime.processes import raise_descriptor_limit
 from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel, encode_frame
 
 log = logging.getLogger(__name__)
@@ -439,16 +439,6 @@ class CoordinatorServer:
                 write()
 
         try:
-            in_time(write_if_ours)
+            in_time(self._run_dir or ".", write_if_ours)
         except OSError as error:
             log.warning(otherwise, error)
-
-
-def raise_descriptor_limit() -> None:
-    """Let this process have as many descriptors as the system permits; a coordinator needs one for each node."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError) as error:
-            log.debug("the limit of descriptors stays at %d: %s", soft, error)

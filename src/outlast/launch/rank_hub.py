@@ -51,16 +51,18 @@ class RankHub:
 
     def __init__(self) -> None:
         self.out: list[tuple[str, str, m.RankOrder]] = []
-        self._term = self._cycle = -1
+        self.term = 0
+        """Of the coordinator; orders carry it."""
+        self._cycle = -1
         self._calls: dict[int, _RankCall] = {}
         self._dead: dict[int, p.RankFault] = {}
-        """Ranks that ended in this cycle before a guard spoke for them."""
+        """Ranks that ended in this cycle: no later call waits for them."""
         self._kept: list[m.RankStandings | m.RankReports] = []
 
     def begin(self, cycle: int, term: int) -> None:
         """Begin with a cycle that this coordinator has formed, or goes on with."""
         self.close()
-        self._cycle, self._term = cycle, term
+        self._cycle, self.term = cycle, term
 
     def close(self) -> None:
         """The cycle is over: nothing that its ranks report counts any more."""
@@ -148,7 +150,7 @@ class RankHub:
             # Whoever is not in the call before the newest has been left behind by it.
             self._calls = {number: one for number, one in self._calls.items() if number >= message.call - 1}
             self._calls[message.call] = call
-            for rank, fault in self._dead.items():
+            for rank, fault in list(self._dead.items()):
                 self._report(call, rank, Gone(fault=fault), now_s)
         return call
 
@@ -178,12 +180,14 @@ class RankHub:
             if isinstance(report, Gone):
                 self._dead[rank] = report.fault
                 for call in self._calls.values():
-                    if rank not in call.homes:
+                    if rank not in call.homes:  # else it was a member, and is lost to the call already
                         self._report(call, rank, report, now_s)
 
     def _report(self, call: _RankCall, rank: int, report: Gone | p.Report, now_s: float) -> None:
         if isinstance(report, Gone):
             fault = report.fault
+            if fault.kind != p.RankFaultKind.LINK_LOST:
+                self._dead[rank] = fault
             lost = restart.MemberLost(initial_rank=rank, kind=fault.kind, summary=fault.summary, at_s=now_s)
             self._advance(call, lost)
         else:
@@ -210,7 +214,7 @@ class RankHub:
                 known.append((rank, 1))
         for (node, epoch), some in runs.items():
             order = m.RankOrder(
-                term=self._term, cycle=self._cycle, call=call.number, runs=tuple(some), order=action.order
+                term=self.term, cycle=self._cycle, call=call.number, runs=tuple(some), order=action.order
             )
             self.out.append((node, epoch, order))
 

@@ -132,8 +132,7 @@ class RankRelay:
 
     def serve(self) -> list[m.RankStandings | m.RankReports]:
         """Take in what guards report; return what the coordinator has to know. Blocks: never."""
-        for command in self._commands.take_all():  # first: a worker's guard connects after its cycle has begun
-            command()
+        self._run_commands()  # first: a worker's guard connects after its cycle has begun
         for key, events in self._selector.select(0):
             # Not what an event before this one has closed; its number may be another's by now.
             if self._selector.get_map().get(key.fd) is key:
@@ -154,6 +153,7 @@ class RankRelay:
         Args:
             term: Of that coordinator; no earlier one is obeyed from now on.
         """
+        self._run_commands()
         self._term = max(self._term, term)
         self._news.clear()  # it is in the standings
         if self._cycle is None:
@@ -180,6 +180,10 @@ class RankRelay:
             for number in range(first, first + num):
                 if (rank := call.ranks.get(number)) is not None and rank.link is not None:
                     self._give(rank, rank.link, order.order, frame)
+
+    def _run_commands(self) -> None:
+        for command in self._commands.take_all():
+            command()
 
     def close(self) -> None:
         """Let everybody go. Idempotent."""
@@ -247,8 +251,8 @@ class RankRelay:
             if isinstance(message, JoinRelay):
                 self._on_broken(rank, link, ConnectionAbortedError("it joined twice"))
                 return
-            if isinstance(message, Gone | p.Left):
-                rank.last_words = message
+            if isinstance(message, Gone | p.Left) and rank.last_words is None:
+                rank.last_words = message  # why it left counts, not that it ended afterwards
             if not isinstance(message, Gone):
                 rank.record.note_report(message)
             if not rank.is_over:

@@ -11,9 +11,11 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import resource
 import select
 import signal
 import socket
@@ -391,6 +393,14 @@ def _with_package_path() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
     return variables
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many descriptors as the system permits, where it needs one for each of many peers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # a container may not permit it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def channel_to_parent(fd: str, receives: Any) -> MessageChannel[Any]:
