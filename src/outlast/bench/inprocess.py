@@ -459,7 +459,7 @@ def _fault_bars(prefix: str, ours: Sequence[FaultTiming], peers: Sequence[FaultT
         bar("sigkill_s", "kill", 0.4, "stepped_s"),
         bar("sigkill_rank0_s", "kill 0", 0.4, "stepped_s"),
         Bar(
-            f"{prefix}hang_beyond_timeout_s", longest_s, "s", 0.5, None if peer_s is None else f"{_PEER}, sleep", peer_s
+            prefix + "hang_beyond_timeout_s", longest_s, "s", 0.5, None if peer_s is None else f"{_PEER}, sleep", peer_s
         ),
     ]
 
