@@ -276,8 +276,8 @@ class ControlLink:
         self._server: CoordinatorServer | None = None
         self._job: JobInProgress | None = None
         self._leader = ""
-        self._skips: Endpoint | None = None
-        """Where the coordinator has just gone silent: it is asked last."""
+        self._silent: Endpoint | None = None
+        """Where the coordinator has just gone silent: it is not asked for a while."""
         self._news: list[m.OnAgent] = []
         self._errors: list[OSError] = []
         """What broke the connection."""
@@ -390,7 +390,7 @@ class ControlLink:
                 raise _LinkOver("another coordinator of this job leads")
             if silent_s > self._silence_s and clock.now_s() - now_s < self._silence_s / 2:
                 channel.send(m.Moving())
-                self._skips = self.endpoint
+                self._silent = self.endpoint
                 raise _LinkOver(f"the coordinator at {self.endpoint} gave no answer for {silent_s:.1f} s")
 
     def _on_messages(self, _: SelectedChannel[m.OnAgent], came: list[m.OnAgent]) -> None:
@@ -429,10 +429,13 @@ class ControlLink:
         end_s = clock.now_s() + self._connect_timeout_s
         answer_s = _FIRST_ANSWER_S if is_first else self._silence_s
         num_rounds, error, gone = 0, "no endpoint was tried", False
+        # A stopped process's port still takes connections: each would cost as long as the silence before it, while
+        # others could host.
+        silent, self._silent = self._silent, None
+        avoid_s = clock.now_s() + (self._silence_s if len(self._endpoints) > 1 else _PAUSE_S)
         while not self._closing.is_set():
-            skipped, self._skips = self._skips, None
             for endpoint in self._endpoints:
-                if endpoint == skipped or endpoint.port == 0:
+                if endpoint.port == 0 or (endpoint == silent and clock.now_s() < avoid_s):
                     continue
                 try:
                     return self._join_at(endpoint, answer_s)
