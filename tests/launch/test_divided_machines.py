@@ -172,6 +172,17 @@ class Machines:
             assert time.monotonic() < end_s, f"the machines did not come together\n{self.logs()}"
             time.sleep(0.1)
 
+    def wait_for_spare(self) -> int:
+        """Return the number of steps once the spare is a member: one that came late is, when all holders know of it."""
+        end_s = time.monotonic() + LIMIT_S
+        while "is a spare" not in self.logs():
+            assert time.monotonic() < end_s, f"no spare came\n{self.logs()}"
+            time.sleep(0.1)
+        done = len(self.lines())
+        for _ in range(5):  # it takes two exchanges of a few bytes, and nothing shows its end
+            done = self.wait_for_steps(after=done, size=2)
+        return done
+
     def end(self) -> list[int]:
         """Let training end; return the agents' exit codes."""
         (self.folder / "enough").touch()
@@ -243,7 +254,7 @@ def test_silent_coordinator_is_replaced(machines: Machines) -> None:
     """The agent that hosts the coordinator is stopped, and so its workers wait: the two other machines go on; the exit
     code is the one of an undisturbed run."""
     machines.start("2:3", "--rdzv-conf=join_timeout=600")
-    done = machines.wait_for_steps(size=2)
+    done = machines.wait_for_spare()
     stopped_ns = time.time_ns()
     machines.agents[0].send_signal(signal.SIGSTOP)
     try:
@@ -263,7 +274,7 @@ def test_machine_whose_link_goes_down_is_replaced(machines: Machines, number: in
     says anything. The node is found lost, the spare takes its slot in the next cycle, training goes on from where it
     was, and the others' exit codes are those of an undisturbed run."""
     machines.start("2:3", "--rdzv-conf=join_timeout=600")
-    done = machines.wait_for_steps(size=2)
+    done = machines.wait_for_spare()
     victim = machines.holders()[number]
     others = [name for name in ("n0", "n1", "n2") if name != victim]
     down_ns = time.time_ns()
