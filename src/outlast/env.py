@@ -46,6 +46,9 @@ RUN_KEY = "OUTLAST_RUN_KEY"
 """The run key, from which all connections of a run are proved; for workers an agent sets it."""
 WRITER = "OUTLAST_WRITER"
 """Address of the node's checkpoint writer (an abstract Unix socket, without its leading zero); set by an agent only."""
+RELAY = "OUTLAST_RELAY"
+"""Address of the agent's relay between the guards of wrapped functions and the coordinator (an abstract Unix socket,
+without its leading zero); set by an agent only."""
 UNTRUSTED = "OUTLAST_UNTRUSTED"
 """JSON list of the copies that must not be loaded; set by an agent only."""
 POSTMORTEM = "OUTLAST_POSTMORTEM"
@@ -130,6 +133,8 @@ class WorkerEnv:
     """The config file of ``outlast run``, empty where there is none; ``None`` = it did not start this worker."""
     writer: str | None = None
     """Address of the agent's checkpoint writer; ``None`` without ``outlast run``."""
+    relay: str | None = None
+    """Address of the agent's relay for restarts in process; ``None`` without ``outlast run``."""
     master_addr: str | None = None
     """Host of the ranks' store; ``None`` when there is one rank."""
     untrusted: str | None = None
@@ -204,6 +209,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         fault_tolerance=env.get(CONFIG) or None,
         config_file=env.get(CONFIG_FILE),
         writer=env.get(WRITER) or None,
+        relay=env.get(RELAY) or None,
         master_addr=srun_host(env) if launcher == "srun" else env.get("MASTER_ADDR") or None,
         untrusted=env.get(UNTRUSTED) or None,
         replay=env.get(REPLAY) or None,

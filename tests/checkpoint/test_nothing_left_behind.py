@@ -62,6 +62,9 @@ class _LeavingPeers:
         self._left -= 1
         return [data]
 
+    def find_first(self, text: str) -> str:
+        return self.gather(text.encode())[0].decode()
+
 
 @pytest.mark.parametrize("num_gathers", [1, 2])
 def test_a_start_that_fails_leaves_no_probe(config: CheckpointConfig, tmp_path: Path, num_gathers: int) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from lanes import Lanes, flat_state
 from torch.distributed import HashStore
 
 from outlast.checkpoint import lane as lane_module
 from outlast.checkpoint.dcp import global_lane
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
+from outlast.checkpoint.dcp.items import dump_metadata, make_metadata
+from outlast.checkpoint.dcp.manifest import FileEntry, GlobalManifest, Item, TensorPiece, Where
 from outlast.checkpoint.dcp.reader import read_rank
 from outlast.checkpoint.lane import FAN_OUT, child_above, children, num_levels
 from outlast.checkpoint.save import PeerSilent
@@ -72,6 +77,8 @@ def test_every_rank_loads_what_it_saved(tmp_path: Path, store: _CountedStore) ->
                 for number in range(NUM_TENSORS)
             )
             assert state["step"] == 7
+        metadata = pickle.loads(lanes.directory.read("step-10/.metadata"))
+    assert metadata == make_metadata(manifest)
     weights = [item for item in manifest.items if item.name.startswith("layer.")]
     assert [len(item.pieces) for item in weights] == [1] * NUM_TENSORS
 
@@ -178,3 +185,32 @@ def test_the_tree_has_everybody_once(num_places: int) -> None:
     for top in children(0, num_places):
         assert all(child_above(place, top) == place for place in children(top, num_places))
         assert num_levels(top, num_places) < num_levels(0, num_places)
+
+
+@given(st.lists(st.integers(0, 5), max_size=4), st.integers(0, 2**70), st.integers(0, 2**63 - 1))
+def test_metadata_made_by_hand_is_what_pickle_makes(shape: list[int], start: int, length: int) -> None:
+    """Any shapes, places beyond 32 bits, tensors in several pieces or without elements, and plain values."""
+    pieces = (
+        TensorPiece((0,) * len(shape), tuple(shape), Where(0, start, length, start, 0)),
+        TensorPiece((length,) * len(shape), tuple(shape), Where(1, 0, 1, 0, 1)),
+        TensorPiece((9,) * len(shape), (0,) * len(shape), None),
+    )
+    value = TensorPiece((), (), Where(0, 0, 1, 0, 1))
+    manifest = GlobalManifest(
+        schema=1,
+        run="r",
+        topology="t",
+        world_size=2,
+        iteration=1,
+        attempt="a",
+        restored_from=None,
+        finite=True,
+        files=tuple(FileEntry(name=name, num_bytes=1, chunks=()) for name in ("f", "offset")),
+        items=(
+            Item(name="w", path=("w", 0), dtype="BF16", shape=tuple(shape), pieces=pieces),
+            Item(name="offset", path=("offset",), dtype=None, shape=(), pieces=(value,)),
+            Item(name="outlast/x", path=(), dtype="F32", shape=(1,), pieces=(value,)),
+        ),
+        ranks=(),
+    )
+    assert pickle.loads(dump_metadata(manifest)) == make_metadata(manifest)

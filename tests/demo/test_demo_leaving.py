@@ -26,7 +26,7 @@ def saved(at_s: float, iteration: int, *tiers: str) -> list[Event]:
 
 
 def run() -> list[Event]:
-    """Return the end of a job in which rank 2 is told to leave, and the next job."""
+    """Return the end of a job in which rank 2 is preempted, and the next job."""
     fault: dict[str, Any] = {"fault": str(Deed.LEAVE), "target": "rank 2 (pid 7)", "expected": None, "node": "node-1"}
     following: list[Event] = [event(EventKind.CYCLE_STARTED, 13, job="second", ranks=[0, 1, 2, 3], world_size=4)]
     for rank in RANKS:
@@ -105,7 +105,7 @@ def test_what_was_not_kept_is_told(changes: dict[str, Any], part: str) -> None:
 def test_a_run_that_nobody_was_told_to_leave_is_told() -> None:
     """The demo must have come to it."""
     assert find_leaving([]) is None
-    assert unkept_of_leaving(None, world_size=4) == ("no rank was told to leave",)
+    assert unkept_of_leaving(None, world_size=4) == ("no rank was preempted",)
 
 
 def test_without_a_next_job_nothing_is_made_up() -> None:

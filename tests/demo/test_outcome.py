@@ -118,7 +118,7 @@ def test_the_closing_tables_are_narrow(width: int) -> None:
     assert ["straggler", "rank", "3", "on", "node-0", "3.50", "s", "-", "0"] in rows
     assert ["worker_hung", "rank", "2", "on", "node-1", "3.01", "s", "3.40", "s", "4"] in rows
     assert ["node_lost", "node-1", "3.01", "s", "3.40", "s", "4"] in rows
-    assert ["told", "to", "leave", "rank", "2", "on", "node-1", "2", "ms", "3.20", "s", "0"] in rows
+    assert ["preempted", "rank", "2", "on", "node-1", "2", "ms", "3.20", "s", "0"] in rows
 
 
 def test_the_summary_counts_what_the_table_shows() -> None:
@@ -216,7 +216,7 @@ def test_a_notice_to_leave_is_told_with_what_was_kept() -> None:
     assert (told["next_exit_code"], told["tiers"]) == (0, {"local": 4})
     assert "in 2 jobs" in text(outcome)
     shown = write_details(outcome)
-    for part in ("told to leave", "all ranks saved", "iteration 92", "exit code 75", "2 ms", "3.20 s"):
+    for part in ("preempted", "all ranks saved", "iteration 92", "exit code 75", "2 ms", "3.20 s"):
         assert part in shown
     apart = dataclasses.replace(LEFT, left_at={0: 92, 1: 93}, run_exit_codes=(1, 75), resumed_at={})
     shown = write_details(dataclasses.replace(GOOD, leaving=apart))

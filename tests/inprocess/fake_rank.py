@@ -151,5 +151,6 @@ if __name__ == "__main__":
     told = msgspec.json.decode(sys.argv[1], type=MonitorTask)
     own = int(os.environ["RANK"])
     log_path = os.path.join(sys.argv[3], f"monitor-{own}.log") if sys.argv[3] else ""
-    task = msgspec.structs.replace(told, pid=os.getpid(), initial_rank=own, log_path=log_path)
+    relay = os.environ.get("OUTLAST_RELAY", "")
+    task = msgspec.structs.replace(told, pid=os.getpid(), initial_rank=own, log_path=log_path, relay=relay)
     FakeRank(task, int(sys.argv[2])).run()

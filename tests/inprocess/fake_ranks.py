@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import psutil
+from relaying_nodes import RelayingNodes
 
 from outlast import clock
 from outlast.errors import DeadlineExceeded
@@ -125,13 +126,18 @@ class FakeRanks:
         log_dir: Of the monitor processes.
         short_lived: A rank that is killed as soon as it has started its monitor process.
         environment: Variables of a launcher.
+        num_nodes: Nodes whose relays carry to the coordinator what the ranks report; 0: a monitor process is the hub.
+            ``None``: as :attr:`default_num_nodes` is.
         changes: Settings.
     """
+
+    default_num_nodes = 0
 
     def __init__(
         self,
         num: int,
         *,
+        num_nodes: int | None = None,
         active: int | None = None,
         log_dir: Path | None = None,
         short_lived: int | None = None,
@@ -139,6 +145,9 @@ class FakeRanks:
         **changes: Any,
     ) -> None:
         self._short_lived = short_lived
+        num_nodes = self.default_num_nodes if num_nodes is None else num_nodes
+        self.nodes = RelayingNodes(num_nodes) if num_nodes else None
+        addresses = self.nodes.addresses if self.nodes is not None else [""]
         self._ranks = RankProcesses(
             Path(__file__).with_name("fake_rank.py"),
             msgspec.json.encode(monitor_task(initial_world_size=num, **changes)).decode(),
@@ -146,7 +155,9 @@ class FakeRanks:
             str(log_dir or ""),
             world_size=num,
             stdin=True,
-            environments=[environment or {}] * num,
+            environments=[
+                {**(environment or {}), "OUTLAST_RELAY": addresses[rank * len(addresses) // num]} for rank in range(num)
+            ],
         )
         self.children = [Child(self._ranks, rank) for rank in range(num)]
         self.hub = ""
@@ -159,10 +170,10 @@ class FakeRanks:
                 child.wait_for("started")
                 if child.rank == self._short_lived:
                     child.send(signal.SIGKILL)
-            for child in self.children:
+            for child in self.children if self.nodes is None else ():
                 is_alive = child.rank != self._short_lived
                 addresses.append(child.wait_for("Listening")["address"] if is_alive else "")
-            self.hub = addresses[0]
+            self.hub = addresses[0] if addresses else "relay 0"
         except BaseException:
             self.close()
             raise
@@ -210,6 +221,8 @@ class FakeRanks:
             self.wait_monitors()
         finally:
             self._ranks.close()
+            if self.nodes is not None:
+                self.nodes.__exit__()
 
 
 def shut_down_link(pid: int, port: int) -> None:

@@ -1,7 +1,9 @@
 """Seeded random sequences of faults, each played out by real ranks that restart in process.
 
 Run as a script with seeds as arguments: it imports torch once, forks the ranks of one sequence after another, and
-prints a line of JSON for each. The first line is that of a sequence without a fault: what the weights must be.
+prints a line of JSON for each. The first line is that of a sequence without a fault: what the weights must be. With
+``coordinator`` as the first argument the ranks report to the coordinator, over the relays of two nodes, as under
+``outlast run``; it is lost at random moments, in the middle of an order, too.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from relaying_nodes import RelayingNodes
 
 from outlast import InProcessRestartConfig, clock
 from outlast.errors import RestartAbort
@@ -101,6 +104,22 @@ def draw(seed: int) -> tuple[Event, ...]:
     return tuple(events)
 
 
+def draw_losses(seed: int) -> tuple[Event, ...]:
+    """Return when the coordinator of a sequence is lost, and when another one takes over."""
+    rng = random.Random(f"coordinator {seed}")
+    events: list[Event] = []
+    after_s = 0.0
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        after_s += rng.uniform(0.0, 0.6)
+        if rng.random() < 0.4:
+            events.append(Event(kind="tear", where="outside", rank=-1, after_s=round(after_s, 3)))
+        else:
+            events.append(Event(kind="lose", where="outside", rank=-1, after_s=round(after_s, 3)))
+            after_s += rng.uniform(0.0, 0.5)
+            events.append(Event(kind="adopt", where="outside", rank=-1, after_s=round(after_s, 3)))
+    return tuple(events)
+
+
 def strike(kind: str) -> None:
     """Fail in one way; only an exception comes back from here."""
     if kind == "exception":
@@ -156,7 +175,7 @@ class Script:
         return weights.numpy().tobytes().hex()[::61]
 
 
-def be_rank(initial_rank: int, port: int, events: tuple[Event, ...], folder: Path) -> None:
+def be_rank(initial_rank: int, port: int, events: tuple[Event, ...], folder: Path, environment: dict[str, str]) -> None:
     """Be one rank of a sequence, and write down how it ended; never returns."""
     code = 1
     try:
@@ -164,7 +183,7 @@ def be_rank(initial_rank: int, port: int, events: tuple[Event, ...], folder: Pat
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         place = {"RANK": initial_rank, "LOCAL_RANK": initial_rank, "WORLD_SIZE": WORLD_SIZE, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", **environment)
         script = Script(events, folder / "entered")
         wrapper = Wrapper(
             CONFIG,
@@ -190,9 +209,14 @@ def be_rank(initial_rank: int, port: int, events: tuple[Event, ...], folder: Pat
         os._exit(code)
 
 
-def play(seed: int | None) -> dict[str, Any]:
+def play(seed: int | None, nodes: RelayingNodes | None = None, cycle: int = 0) -> dict[str, Any]:
     """Play one sequence; ``None``: the one without a fault."""
     events = () if seed is None else draw(seed)
+    relays = [""]
+    if nodes is not None:
+        nodes.tell(f"cycle {cycle}")
+        relays = nodes.addresses
+        events += () if seed is None else draw_losses(seed)
     begin_s = clock.now_s()
     with TemporaryDirectory(prefix="outlast-faults-") as name:
         folder, port = Path(name), free_port()
@@ -201,9 +225,12 @@ def play(seed: int | None) -> dict[str, Any]:
             for initial_rank in range(WORLD_SIZE):
                 pid = os.fork()
                 if pid == 0:
-                    be_rank(initial_rank, port, events, folder)
+                    relay = relays[initial_rank * len(relays) // WORLD_SIZE]
+                    environment = {"OUTLAST_RELAY": relay, "OUTLAST_CYCLE": str(cycle)}
+                    be_rank(initial_rank, port, events, folder, environment)
                 pids[initial_rank] = pid
-            running = watch(pids, [event for event in events if event.where == "outside"], begin_s, folder / "entered")
+            outside = [event for event in events if event.where == "outside"]
+            running = watch(pids, outside, begin_s, folder / "entered", nodes)
         finally:
             codes = end(pids)
         ends = {
@@ -221,7 +248,9 @@ def play(seed: int | None) -> dict[str, Any]:
     return {"seed": seed, "events": told, "seconds": round(clock.now_s() - begin_s, 2), **found, "logs": logs}
 
 
-def watch(pids: dict[int, int], events: list[Event], begin_s: float, entered: Path) -> list[int]:
+def watch(
+    pids: dict[int, int], events: list[Event], begin_s: float, entered: Path, nodes: RelayingNodes | None
+) -> list[int]:
     """Wait for the ranks, strike some from outside; return who had to be waited for too long."""
     due = sorted(events, key=lambda event: event.after_s)
     watched = {rank: os.pidfd_open(pid) for rank, pid in pids.items()}
@@ -236,7 +265,10 @@ def watch(pids: dict[int, int], events: list[Event], begin_s: float, entered: Pa
                 entered_s = now_s
             while due and entered_s is not None and entered_s + due[0].after_s <= now_s:
                 event = due.pop(0)
-                if event.rank in watched:
+                if event.rank < 0:
+                    assert nodes is not None
+                    nodes.tell(event.kind)
+                elif event.rank in watched:
                     signal.pidfd_send_signal(watched[event.rank], getattr(signal, f"SIG{event.kind.upper()}"))
                     # A stopped spare is nobody's hindrance, so nobody may end it.
                     stopped |= {event.rank} if event.kind == "stop" else set()
@@ -290,8 +322,12 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    for seed in (None, *map(int, sys.argv[1:])):
-        print(json.dumps(play(seed)), flush=True)
+    seeds, nodes = sys.argv[1:], None
+    if seeds[:1] == ["coordinator"]:
+        seeds, nodes = seeds[1:], RelayingNodes(2)
+    with nodes or contextlib.nullcontext():
+        for cycle, seed in enumerate((None, *map(int, seeds))):
+            print(json.dumps(play(seed, nodes, cycle)), flush=True)
 
 
 if __name__ == "__main__":

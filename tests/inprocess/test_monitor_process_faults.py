@@ -19,10 +19,20 @@ from outlast.runtime.wire import AuthenticationFailed, Handshake, MessageChannel
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 
+@pytest.fixture(params=["guard", "coordinator"])
+def hub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks of a test report to one of their guards, or over the relays of two nodes to the coordinator."""
+    monkeypatch.setattr(FakeRanks, "default_num_nodes", 2 if request.param == "coordinator" else 0)
+
+
+either_hub = pytest.mark.usefixtures("hub")
+
+
 def kinds(order: dict[str, Any]) -> dict[int, str]:
     return {fault["initial_rank"]: fault["kind"] for fault in order["faults"]}
 
 
+@either_hub
 def test_exception_restarts_all_with_ranks_unchanged() -> None:
     """A fault that one rank reports brings all into the next call; the spare stays one."""
     with FakeRanks(5, active=4) as ranks:
@@ -35,6 +45,7 @@ def test_exception_restarts_all_with_ranks_unchanged() -> None:
         assert second["fault_counts"] == {"2": 1}
 
 
+@either_hub
 @pytest.mark.parametrize("victim", [0, 1])
 def test_death_brings_the_spare_in(victim: int) -> None:
     """The spare takes the place of a dead rank, of the hub's own, too; all finish, and no process is left."""
@@ -52,6 +63,7 @@ def test_death_brings_the_spare_in(victim: int) -> None:
         ranks.wait_monitors()
 
 
+@either_hub
 def test_death_of_a_spare_disturbs_nobody() -> None:
     """Nobody restarts for a spare, and it is not in the next call."""
     with FakeRanks(4, active=2) as ranks:
@@ -63,6 +75,7 @@ def test_death_of_a_spare_disturbs_nobody() -> None:
         assert ranks.go(1, but=(3,))["ranks"] == {"0": 0, "1": 1, "2": None}
 
 
+@either_hub
 def test_two_deaths_at_once() -> None:
     """Two dead ranks, one of them the hub's, are both replaced in one or two restarts."""
     with FakeRanks(6, active=4) as ranks:
@@ -78,6 +91,7 @@ def test_two_deaths_at_once() -> None:
         assert (order["ranks"]["1"], order["ranks"]["2"]) == (1, 2)
 
 
+@either_hub
 def test_death_before_the_first_iteration() -> None:
     """A rank that dies before all have come is done without."""
     with FakeRanks(4, active=3) as ranks:
@@ -89,6 +103,7 @@ def test_death_before_the_first_iteration() -> None:
         assert order["ranks"] == {"0": 0, "1": 1, "2": 2}
 
 
+@either_hub
 def test_death_while_a_restart_forms() -> None:
     """A rank that dies instead of getting ready is replaced in the same restart."""
     with FakeRanks(5, active=3) as ranks:
@@ -103,6 +118,7 @@ def test_death_while_a_restart_forms() -> None:
         assert kinds(order) == {1: "exception", 2: "died"}
 
 
+@either_hub
 def test_death_of_the_one_who_assigns() -> None:
     """Where the rank that was asked for the assignment dies, the next one is asked."""
     with FakeRanks(4, active=3) as ranks:
@@ -117,6 +133,7 @@ def test_death_of_the_one_who_assigns() -> None:
         assert ranks[1].orders("Assign")
 
 
+@either_hub
 @pytest.mark.slow
 def test_member_that_does_not_leave_is_expelled() -> None:
     """A rank that is not ready in time is ended by its monitor process, and the others go on."""
@@ -184,6 +201,7 @@ def test_three_hubs_killed_one_after_the_other() -> None:
             assert ranks.go(victim + 1)["ranks"] == {"0": 0, "1": 1, "2": 2, "3": 3}
 
 
+@either_hub
 def test_monitor_process_of_another_rank_killed() -> None:
     """Its rank starts another one, and nobody is disturbed."""
     with FakeRanks(3, active=3) as ranks:
@@ -211,6 +229,7 @@ def test_broken_link_is_made_anew() -> None:
         assert len(ranks[1].monitors) == 1
 
 
+@either_hub
 @pytest.mark.slow
 def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
     """Its monitor process kills it, and the spare takes its place."""
@@ -224,6 +243,7 @@ def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
         assert ranks[1].wait_end() == -signal.SIGKILL
 
 
+@either_hub
 @pytest.mark.slow
 def test_stopped_spare_is_ended_after_the_hard_timeout() -> None:
     """Its monitor process kills it, nobody is disturbed, and nobody waits for it when a spare is needed."""
@@ -238,6 +258,7 @@ def test_stopped_spare_is_ended_after_the_hard_timeout() -> None:
         assert kinds(order)[1] == "died"
 
 
+@either_hub
 def test_rank_without_progress_is_interrupted_after_the_soft_timeout() -> None:
     """It is told to restart with all others, and stays."""
     with FakeRanks(3, active=3, soft_timeout_s=1.5, hard_timeout_s=8.0) as ranks:
@@ -249,6 +270,7 @@ def test_rank_without_progress_is_interrupted_after_the_soft_timeout() -> None:
         assert order["ranks"] == {"0": 0, "1": 1, "2": 2}
 
 
+@either_hub
 @pytest.mark.slow
 def test_rank_that_cannot_be_interrupted_is_ended() -> None:
     """A rank that makes progress but does not leave has the hard timeout from the order on."""
@@ -295,6 +317,7 @@ def test_silent_loss_of_the_hubs_node() -> None:
         assert kinds(order)[0] == "link_lost"
 
 
+@either_hub
 def test_everything_killed_leaves_nothing() -> None:
     """Where all ranks are killed at once, their monitor processes end soon."""
     with FakeRanks(4, active=3) as ranks:
@@ -305,6 +328,7 @@ def test_everything_killed_leaves_nothing() -> None:
         ranks.wait_monitors()
 
 
+@either_hub
 def test_error_in_the_assignment_stops_all() -> None:
     """What the assignment says is the reason everywhere, with the counts."""
     with FakeRanks(3, active=3) as ranks:
@@ -318,6 +342,7 @@ def test_error_in_the_assignment_stops_all() -> None:
         ranks.wait_monitors()
 
 
+@either_hub
 def test_fatal_leave_stops_all() -> None:
     """Where one rank says that all have to stop, all do."""
     with FakeRanks(3, active=3) as ranks:
@@ -329,6 +354,7 @@ def test_fatal_leave_stops_all() -> None:
         ranks.wait_monitors()
 
 
+@either_hub
 def test_leaving_is_no_fault_of_a_ready_rank() -> None:
     """A rank that leaves while a restart forms is done without."""
     with FakeRanks(4, active=3) as ranks:
@@ -393,6 +419,7 @@ def test_wrong_secret_is_refused() -> None:
         assert ranks.go(1)["ranks"] == {"0": 0, "1": 1, "2": 2}
 
 
+@either_hub
 def test_world_of_one() -> None:
     """A rank alone restarts with itself, and finishes."""
     with FakeRanks(1) as ranks:
@@ -404,6 +431,7 @@ def test_world_of_one() -> None:
         ranks[0].wait_for("Finish")
 
 
+@either_hub
 def test_log_goes_where_it_is_told(tmp_path: Path) -> None:
     """With a folder for logs, a monitor process says in its file what became of its rank."""
     with FakeRanks(2, active=1, log_dir=tmp_path) as ranks:

@@ -3,6 +3,7 @@
 The sequences are drawn from seeds; here some are played. All five hundred take some fifteen minutes::
 
     python tests/inprocess/fault_sequences.py $(seq 0 499)
+    python tests/inprocess/fault_sequences.py coordinator $(seq 0 499)
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ CHUNK = 3
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("first", [*SAMPLE, *(pytest.param(first, marks=pytest.mark.campaign) for first in CAMPAIGN)])
-def test_any_sequence_of_faults_ends_whole(first: int) -> None:
+@pytest.mark.parametrize("hub", ["guard", "coordinator"])
+def test_any_sequence_of_faults_ends_whole(first: int, hub: str) -> None:
     """A sequence ends with the bits of the undisturbed run on every rank, or with a RestartAbort that has counts."""
     seeds = [str(seed) for seed in range(first, first + CHUNK)]
-    with RankProcesses(Path(fault_sequences.__file__), *seeds, world_size=1) as runner:
+    mode = ["coordinator"] if hub == "coordinator" else []
+    with RankProcesses(Path(fault_sequences.__file__), *mode, *seeds, world_size=1) as runner:
         assert runner.wait(timeout_s=290) == [0], runner.tails()
         undisturbed, *played = [json.loads(line) for line in runner.output(0).splitlines() if line.startswith("{")]
     assert undisturbed["verdict"] == "completed", undisturbed

@@ -275,6 +275,31 @@ def test_endpoint_is_looked_at_before_the_start(make: Callable[..., SomeAgent]) 
         probe(endpoint, "run", RunKey.of_run_id("run"))
 
 
+def test_coordinator_that_dies_while_it_is_asked_is_no_other_program() -> None:
+    """One that ends a connection without a word and listens no more is gone; what does so each time is foreign."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+
+        def hang_up(times: int) -> None:
+            accepted = [listener.accept()[0]]
+            for _ in range(times - 1):
+                accepted.pop().close()
+                accepted.append(listener.accept()[0])
+            listener.close()
+            accepted.pop().close()
+
+        dying = threading.Thread(target=hang_up, args=(1,))
+        dying.start()
+        assert probe(endpoint, "run", KEY)[0] is Occupant.NOBODY
+        dying.join()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+        stranger = threading.Thread(target=hang_up, args=(3,))
+        stranger.start()
+        assert probe(endpoint, "run", KEY)[0] is Occupant.FOREIGN
+        stranger.join()
+
+
 def test_strangers_change_nothing(make: Callable[..., SomeAgent]) -> None:
     """Garbage, half a greeting, a wrong key and a recorded session are refused; the run ends as without them."""
     port = free_port()

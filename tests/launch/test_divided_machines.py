@@ -113,8 +113,8 @@ class Machines:
     def heal(self) -> None:
         self.divide([0] * self.num)
 
-    def start(self, nnodes: str, *options: str) -> None:
-        """Start an agent on each machine."""
+    def start(self, nnodes: str, *options: str, is_first_host: bool = False) -> None:
+        """Start an agent on each machine; as asked, the others once the first one hosts the coordinator."""
         (self.folder / "train.py").write_text(TRAIN)
         endpoints = ",".join(f"10.9.0.{number + 1}:29400" for number in range(self.num))
         for number, name in enumerate(self.names):
@@ -139,6 +139,10 @@ class Machines:
                         stderr=subprocess.STDOUT,
                     )
                 )
+            end_s = time.monotonic() + LIMIT_S
+            while is_first_host and "hosts the coordinator" not in (self.folder / "n0.log").read_text():
+                assert time.monotonic() < end_s, self.logs()
+                time.sleep(0.05)
 
     def lines(self) -> list[tuple[int, int, str]]:
         """Return cycle, world size and node of each step that was trained."""
@@ -236,16 +240,13 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 def test_majority_goes_on_without_the_coordinators_machine(machines: Machines) -> None:
     """The first machine, which hosts the coordinator, is cut off: the two others go on under another coordinator with
     one slot fewer; once the network is whole, the first one joins them, and all end with 0."""
-    machines.start("3", "--ft-min-nodes=2", "--rdzv-conf=join_timeout=600")
+    machines.start("3", "--ft-min-nodes=2", "--rdzv-conf=join_timeout=600", is_first_host=True)
     done = machines.wait_for_steps(size=3)
     machines.divide([1, 0, 0])
     done = machines.wait_for_steps(after=done, size=2)
     machines.heal()
     machines.wait_for_steps(after=done)
-    end_s = time.monotonic() + LIMIT_S
-    while "reached again" not in (machines.folder / "n0.log").read_text():
-        assert time.monotonic() < end_s, machines.logs()
-        time.sleep(0.1)
+    machines.wait_until_together()
     assert machines.end() == [0, 0, 0], machines.logs()
     machines.check_one_world()
 
@@ -253,7 +254,7 @@ def test_majority_goes_on_without_the_coordinators_machine(machines: Machines) -
 def test_silent_coordinator_is_replaced(machines: Machines) -> None:
     """The agent that hosts the coordinator is stopped, and so its workers wait: the two other machines go on; the exit
     code is the one of an undisturbed run."""
-    machines.start("2:3", "--rdzv-conf=join_timeout=600")
+    machines.start("2:3", "--rdzv-conf=join_timeout=600", is_first_host=True)
     done = machines.wait_for_spare()
     stopped_ns = time.time_ns()
     machines.agents[0].send_signal(signal.SIGSTOP)
@@ -273,7 +274,7 @@ def test_machine_whose_link_goes_down_is_replaced(machines: Machines, number: in
     """The link of a machine that trains goes down, of the coordinator's or of another: nothing is closed, and nobody
     says anything. The node is found lost, the spare takes its slot in the next cycle, training goes on from where it
     was, and the others' exit codes are those of an undisturbed run."""
-    machines.start("2:3", "--rdzv-conf=join_timeout=600")
+    machines.start("2:3", "--rdzv-conf=join_timeout=600", is_first_host=True)
     done = machines.wait_for_spare()
     victim = machines.holders()[number]
     others = [name for name in ("n0", "n1", "n2") if name != victim]

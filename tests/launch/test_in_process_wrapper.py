@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Rung
 from outlast.testing import Cluster
-from outlast.testing.ranks import TOKEN, end_processes, processes_with
+from outlast.testing.ranks import TOKEN, end_processes, free_port, processes_with
 
 pytestmark = [pytest.mark.process]
 
@@ -26,7 +27,7 @@ import hashlib, json, os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
 from outlast import InProcessRestartConfig
 from outlast.errors import RestartAbort
-from outlast.inprocess import Handle, Wrapper
+from outlast.inprocess import Handle, Wrapper, current_handle
 
 here, active = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 faults = [fault.split(":") for fault in sys.argv[3:]]  # kind:initial rank:restart iteration[:cycle]
@@ -50,6 +51,14 @@ def strike(iteration):
             raise RestartAbort("planted")
         raise ValueError("planted")
 
+def wait_while(name):
+    if (here / name).exists():
+        (here / f"{name}-{cycle}-{initial}").touch()
+    while (here / name).exists():
+        time.sleep(0.02)
+        if current_handle() is not None:
+            current_handle().ping()
+
 def train(handle: Handle):
     dist.init_process_group("gloo")
     weights, rank = torch.zeros(1000), dist.get_rank()
@@ -58,6 +67,7 @@ def train(handle: Handle):
         RankMonitor().report_progress()
     for step in range(20):
         if step == 7:
+            wait_while("hold")
             strike(handle.iteration)
         grad = torch.full((1000,), float(rank + step))
         dist.all_reduce(grad)
@@ -78,7 +88,8 @@ def train(handle: Handle):
 hangs = any(name in fault for name in ("sleeps", "stopped") for fault in sys.argv[3:])
 limits = {"soft_timeout": 2.0, "hard_timeout": 4.0} if hangs else {}
 config = InProcessRestartConfig(active_world_size=active, granularity="rank", **limits)
-Wrapper(config)(train)()
+for _ in range(int(os.environ.get("calls", "1"))):
+    Wrapper(config, health_check=lambda _: wait_while("check"))(train)()
 """
 
 
@@ -237,6 +248,52 @@ def test_a_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
         assert set(codes.values()) == {0}
         assert Rung.REPLACE_NODE in rungs(job)
         assert {end["digest"] for end in ends(tmp_path, 1).values()} == {digest_of(3)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["killed:1:0", "raises:1:0"])
+def test_calls_follow_one_another(fault: str, tmp_path: Path) -> None:
+    """A second wrapped call begins in the same processes, with restarts of its own; nobody waits in it for a rank that
+    died in the first one."""
+    with cluster(tmp_path, 3, fault, nproc_per_node=4, environment={"calls": "2"}) as job:
+        assert job.wait(timeout_s=90) == [0]
+        num = 1 if "killed" in fault else 2
+        assert rungs(job) == [Rung.RESTART_IN_PROCESS] * num + [Rung.STOP]
+        ended = ends(tmp_path, 0)
+        assert {end["iteration"] for end in ended.values()} == {num - 1}
+        assert {end["digest"] for end in ended.values()} == {digest_of(3)}
+        assert sorted(end["rank"] for end in ended.values() if end["iteration"] == num - 1) == [0, 1, 2]
+        assert all(end["pid"] == started(tmp_path, 0, initial) for initial, end in ended.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["hold", "check"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_restart_in_process_outlives_the_coordinator(how: signal.Signals, moment: str, tmp_path: Path) -> None:
+    """Its agent is killed, or falls silent, and carries no ranks: before a rank dies, or while the restart forms. The
+    next coordinator completes the restart in the same cycle; the weights are those of an undisturbed run."""
+    (tmp_path / moment).touch()
+    (tmp_path / "sick.toml").write_text("[health]\nmin_open_files = 16\ncommands = ['exit 3']\n")
+    endpoints = ",".join(f"127.0.0.1:{free_port()}" for _ in range(2))
+    options = (f"--rdzv-endpoint={endpoints}", "--ft-node-heartbeat-timeout=3")
+    job = cluster(
+        tmp_path, 3, "killed:0:0", num_nodes=2, num_spares=1, num_started=0, nproc_per_node=2, options=options
+    )
+    with job:
+        host = job.add_node("host", options=[f"--health-config={tmp_path / 'sick.toml'}"])
+        job.wait_for("its agent keeps running, as it hosts the coordinator", timeout_s=60)
+        others = [job.add_node(), job.add_node()]
+        num_waiting = 3
+        job.wait_for(lambda _: len([*tmp_path.glob(f"{moment}-0-*")]) >= num_waiting, timeout_s=100)
+        host.signal(how)
+        (tmp_path / moment).unlink()
+        assert [agent.wait(100) for agent in others] == [0, 0], job.tails()
+        host.kill()
+        assert {event.cycle for event in job.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
+        ended = ends(tmp_path, 0)
+        assert {initial: end["rank"] for initial, end in ended.items()} == {1: 1, 2: 2, 3: 0}
+        assert {end["iteration"] for end in ended.values()} == {1}
+        assert {end["digest"] for end in ended.values()} == {digest_of(3)}
 
 
 def test_nothing_outlives_an_agent(tmp_path: Path) -> None:

@@ -134,6 +134,23 @@ def test_a_killed_job_is_followed_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+def test_a_killed_job_is_followed_at_once_under_its_id(tmp_path: Path) -> None:
+    """Started again with the command that it had, id included, a run whose agent and ranks were killed goes on from
+    what was saved."""
+    with _cluster(tmp_path, "6", "5") as first:
+        first.wait_for("waits", PATIENCE_S)
+        first.agent(0).kill()
+        first.assert_no_orphans(PATIENCE_S)
+    (tmp_path / "go").touch()
+    named = (f"--rdzv-id={first.run_id}", f"--run-dir={tmp_path}/run")
+    code, output = _run(*named, str(_script(tmp_path)), str(tmp_path), "6", "-1")
+    assert code == 0, output
+    assert f"{tmp_path}/ckpt is taken over from run" in output
+    assert "loaded iteration 4" in output
+    assert "finished with" in output
+
+
+@pytest.mark.slow
 def test_a_job_whose_run_directory_was_taken_over_ends(tmp_path: Path) -> None:
     """As one that was stopped finds when it wakes up: its workers end, it writes nothing more of what its next job
     would read, and its last line names the other job. No queue starts it again."""

@@ -11,6 +11,7 @@ from outlast.errors import ConfigError, RendezvousError
 from outlast.runtime import addresses
 from outlast.runtime.addresses import (
     Endpoint,
+    address_for_peers,
     interface_addresses,
     listen_at,
     listening_addresses,
@@ -89,8 +90,6 @@ def test_a_loopback_endpoint_is_this_machine_and_a_foreign_one_is_not() -> None:
     assert listening_addresses("::1") == [(socket.AF_INET6, "::1")]
     assert listening_addresses("192.0.2.77") == []
     assert listening_addresses("no.such.host.invalid") == []
-    assert Endpoint("127.0.0.1", 1).is_local
-    assert not Endpoint("192.0.2.77", 1).is_local
 
 
 def test_a_name_of_this_machine_that_leads_to_a_gateway_listens_where_the_gateway_leads(
@@ -133,3 +132,19 @@ def test_a_used_up_range_of_ports_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         assert first.getsockname() == ("127.0.0.1", port)
         with pytest.raises(OSError, match=f"no port of {port}-{port} is free"):
             listen_at("127.0.0.1", backlog=1)
+
+
+def test_the_first_endpoint_that_is_known_names_the_own_address() -> None:
+    """A host of several endpoints that nobody knows any more is no obstacle; without any other it is named."""
+    dead = Endpoint("no.such.host.invalid", 1)
+    assert address_for_peers([dead, Endpoint("127.0.0.1", 1)], is_one_machine=False) == "127.0.0.1"
+    with pytest.raises(RendezvousError, match=r"no\.such\.host\.invalid"):
+        address_for_peers([dead], is_one_machine=False)
+
+
+def test_a_loopback_address_is_refused_with_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the own name leads to one, agents of both launchers say what to do; on one machine it will do."""
+    monkeypatch.setattr(addresses, "own_address", lambda _: "127.0.1.1")
+    with pytest.raises(ConfigError, match="--local-addr"):
+        address_for_peers([Endpoint("here", 1)], is_one_machine=False)
+    assert address_for_peers([Endpoint("here", 1)], is_one_machine=True) == "127.0.1.1"

@@ -266,3 +266,16 @@ def test_ranks_that_restart_are_vouched_for_by_their_launcher(tmp_path: Path, le
         lease(ckpt, _own("stranger")).acquire()
     lease(ckpt, msgspec.structs.replace(_own("run"), job="run job", stage=(1, 0))).acquire()
     assert FolderRecords(ckpt).numbers() == [2]
+
+
+def test_the_next_launcher_of_a_run_vouches_for_no_rank_before_it(tmp_path: Path, lease: Leases) -> None:
+    """A job that was killed as a whole is followed by another one with its name and run directory: that one's ranks get
+    the checkpoint directory at once, although the owner of the run directory, their own launcher, lives."""
+    run_dir, ckpt = tmp_path / "run", tmp_path / "ckpt"
+    lease(run_dir, _own("run")).acquire()
+    gone = Process(host="here", machine=this_process().machine, pid=2**22 + 1, started=1)
+    own = _own("run", run_dir=str(run_dir), job="run job-2", stage=(0, 0), outlives=True)
+    ranks = msgspec.structs.replace(own, token="t", process=gone, job="run job-1", stage=(3, 0), renew_s=60)
+    FolderRecords(ckpt).create(1, encode_owner(ranks))
+    lease(ckpt, own).acquire()
+    assert FolderRecords(ckpt).numbers() == [2]

@@ -18,7 +18,7 @@ from outlast.runtime.run_key import (
     KeySource,
     RunKey,
     accept_offer,
-    find_known_key,
+    find_known_keys,
     find_run_key,
     key_of_directory,
     make_offer,
@@ -50,6 +50,8 @@ def test_the_first_source_that_is_there_is_taken(tmp_path: Path, monkeypatch: py
     assert len({key.secret for key in found}) == 4
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_directorys_key_is_made_once_and_its_owners_alone(tmp_path: Path) -> None:
     """Processes that come at the same time find one key, which nobody else can read."""
     code = (
@@ -67,8 +69,7 @@ def test_workers_have_the_same_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an agent gives its workers in the environment stands for its own key."""
     key = RunKey.of_run_id("run")
     monkeypatch.setenv(env.RUN_KEY, key.as_variable())
-    found = find_known_key(None)
-    assert found is not None
+    (found,) = find_known_keys(None)
     assert found.secret == key.secret
     assert found.derive("replica") == key.derive("replica") != key.derive("hub")
 
@@ -151,9 +152,19 @@ def test_a_short_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hunter2" not in str(caught.value)
 
 
+def test_another_runs_variable_does_not_hide_a_directorys_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks about a directory tries both; a file that is named counts alone."""
+    own = key_of_directory(tmp_path)
+    monkeypatch.setenv(env.RUN_KEY, "another secret of some length")
+    assert [key.source for key in find_known_keys(tmp_path)] == [KeySource.VARIABLE, KeySource.RUN_DIRECTORY]
+    assert find_known_keys(tmp_path)[1].secret == own.secret
+    file = _write(tmp_path / "key", SECRET)
+    assert [key.source for key in find_known_keys(tmp_path, key_file=file)] == [KeySource.FILE]
+
+
 def test_asking_makes_no_key(tmp_path: Path) -> None:
     """Looking for the key of a run that has none leaves nothing."""
-    assert find_known_key(tmp_path) is None
+    assert find_known_keys(tmp_path) == []
     with pytest.raises(ConfigError):
         key_of_directory(tmp_path, make=False)
     assert os.listdir(tmp_path) == []

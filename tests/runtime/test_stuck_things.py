@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import threading
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -36,20 +37,23 @@ def refuse(*_: object, **__: object) -> Any:
     raise OSError(errno.EPERM, "not permitted")
 
 
-def test_work_on_a_hung_disk_is_left_and_nothing_more_is_tried_meanwhile() -> None:
-    """What takes too long is left to end by itself; until it has, the next one is not even begun."""
+def test_work_on_a_hung_disk_is_left_and_nothing_more_is_tried_there_meanwhile(tmp_path: Path) -> None:
+    """What takes too long is left to end by itself; until it has, the next one there is not even begun, and other file
+    systems are used as before."""
     go_on, begun = threading.Event(), Mock()
-    with pytest.raises(TimeoutError):
-        files.in_time(go_on.wait, 0.01)
-    with pytest.raises(TimeoutError):
-        files.in_time(begun)
+    with pytest.raises(TimeoutError, match="does not answer"):
+        files.in_time(tmp_path / "missing" / "file", go_on.wait, 0.01)
+    with pytest.raises(TimeoutError, match="does not answer"):
+        files.in_time(tmp_path, begun)
     begun.assert_not_called()
-    (stuck,) = files._overdue
+    assert files.in_time("/proc/self/status", lambda: 5) == 5
+    (stuck,) = files._overdue.values()
     go_on.set()
-    stuck.join(100)
-    assert files.in_time(lambda: 7) == 7
+    stuck.result(100)
+    assert files.in_time(tmp_path, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
-        files.in_time(lambda: 1 // 0)
+        files.in_time(tmp_path, lambda: 1 // 0)
+    assert files._overdue == {}
 
 
 def test_memory_without_memfd_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,8 +131,9 @@ def beats_as_often_as_told(scene: Scene) -> None:
 
     intervals = []
 
-    def connect(*_: Any, beat_interval_s: float, **__: Any) -> Any:
+    def connect(*_: Any, beat_interval_s: float, relay: Any, **__: Any) -> Any:
         intervals.append(beat_interval_s)
+        relay.close()
         raise ConnectionError
 
     scene.patch.chdir(scene.folder)

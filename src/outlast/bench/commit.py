@@ -3,6 +3,7 @@
 Rank 0 is real: its lane, its store, its node's folder and the memory of its writer. What the others would send lies in
 the store already, in the messages that rank 0 receives from them: what counts is its own work, from the answers to the
 outcome that it posts. Each answer is that of a rank of an 80-layer model of 70 billion parameters under FSDP with Adam.
+The global tier's format lists each rank's part of each tensor, so that fewer ranks are simulated there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,13 +25,26 @@ from outlast import clock
 from outlast.bench.measuring import Bar, BenchResult, Progress, median, run_rounds
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import Arena
+from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range
+from outlast.checkpoint.dcp.directory import FileDirectory
+from outlast.checkpoint.dcp.global_lane import GlobalLane, Inventoried, Wrote
+from outlast.checkpoint.dcp.items import ROOT, Items
+from outlast.checkpoint.dcp.layout import (
+    Duty,
+    InventoryRoot,
+    Packing,
+    PartDigests,
+    WriteReport,
+    WrittenFile,
+    pack,
+)
 from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, SaveAttempt
-from outlast.checkpoint.lane import FAN_OUT, SaveOutcome, Subtree
-from outlast.checkpoint.manifest import MANIFEST, ShardEntry, topology_digest
+from outlast.checkpoint.lane import FAN_OUT, Lane, SaveOutcome, Subtree, shared_name
+from outlast.checkpoint.manifest import MANIFEST, ShardEntry, TensorEntry, topology_digest
 from outlast.checkpoint.near_lane import NearLane, ShardReady
 from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import Save, SaveHandle
-from outlast.checkpoint.shard import DIGEST_BYTES, Identity, ShardLayout, num_chunks, shard_name
+from outlast.checkpoint.shard import DIGEST_BYTES, TREE, Identity, ShardLayout, num_chunks, shard_name
 from outlast.checkpoint.vault import Vault
 from outlast.errors import CheckpointError, OutlastError
 from outlast.policy.checkpoint_plan import RetentionRules
@@ -39,6 +55,8 @@ from outlast.runtime.processes import this_process
 from outlast.runtime.store import connect, host
 
 NUM_RANKS = 16384
+NUM_GLOBAL_RANKS = 1024
+"""In the global tier; ``.metadata`` of the format lists each part of each tensor."""
 RANKS_PER_NODE = 8
 NUM_LAYERS = 80
 _WIDTH, _INNER, _HEADS = 8192, 28672, 1024
@@ -54,21 +72,33 @@ def measure(*, repeats: int, progress: Progress, num_ranks: int = NUM_RANKS) -> 
 
     Blocks: some seconds a round.
     """
-    sizes: list[int] = []
+    sizes, global_sizes = list[int](), list[int]()
+    num_global = min(num_ranks, NUM_GLOBAL_RANKS)
     place = Path(tempfile.mkdtemp(prefix="outlast-bench-commit-"))
     try:
-        commit = partial(_commit, place, num_ranks, sizes)
-        (spent,) = run_rounds({f"commit of {num_ranks} ranks (s)": commit}, repeats=repeats, progress=progress).values()
+        taking = {
+            f"commit of {num_ranks} ranks (s)": partial(_commit, place / "near", num_ranks, sizes),
+            f"global commit of {num_global} ranks (s)": partial(
+                _commit_global, place / "global", num_global, global_sizes
+            ),
+        }
+        spent, global_spent = run_rounds(taking, repeats=repeats, progress=progress).values()
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    mib = max(sizes) / (1 << 20)
+    mib, global_mib = max(sizes) / (1 << 20), max(global_sizes) / (1 << 20)
     return BenchResult(
         "commit",
-        (Bar("commit_leader_s", median(spent), "s", 2.0), Bar("manifest_mib", mib, "MiB", 8.0)),
+        (
+            Bar("commit_leader_s", median(spent), "s", 2.0),
+            Bar("manifest_mib", mib, "MiB", 8.0),
+            Bar("global_leader_s", median(global_spent), "s", 45.0),
+            Bar("global_manifest_mib", global_mib, "MiB", 256.0),
+        ),
         (
             f"{num_ranks} ranks on {-(-num_ranks // RANKS_PER_NODE)} nodes; a rank's answer takes "
             f"{len(msgspec.json.encode(_answers(num_ranks, 1)[0]))} bytes, its share of the manifest "
-            f"{max(sizes) / num_ranks:.0f}",
+            f"{max(sizes) / num_ranks:.0f}; the global tier lists {num_global} x {len(tensors_of_rank(num_global))} "
+            "parts of tensors",
         ),
     )
 
@@ -112,9 +142,8 @@ def _answers(num_ranks: int, ordinal: int) -> list[ShardReady]:
     return [ShardReady(iteration=ordinal, shard=entry, num_copies=1) for entry in entries]
 
 
-def _head(num_ranks: int, iteration: int, attempt: str) -> tuple[bytes, int]:
-    """Return the head of rank 0's shard, which is the table of its tensors, and the shard's size."""
-    identity = Identity(
+def _identity(num_ranks: int, iteration: int, attempt: str) -> Identity:
+    return Identity(
         run="bench",
         topology=topology_digest(num_ranks),
         rank=0,
@@ -122,6 +151,11 @@ def _head(num_ranks: int, iteration: int, attempt: str) -> tuple[bytes, int]:
         iteration=iteration,
         attempt=attempt,
     )
+
+
+def _head(num_ranks: int, iteration: int, attempt: str) -> tuple[bytes, int]:
+    """Return the head of rank 0's shard, which is the table of its tensors, and the shard's size."""
+    identity = _identity(num_ranks, iteration, attempt)
     head, _, size = ShardLayout(tensors_of_rank(num_ranks)).place(identity, 4096)
     return head, size
 
@@ -134,63 +168,187 @@ def _commit(place: Path, num_ranks: int, sizes: list[int]) -> float:
     """
     ordinal = len(sizes) + 1
     attempt = SaveAttempt(job="bench", cycle=0, token=_TOKEN, ordinal=ordinal)
+    places = _places(place, num_ranks)
+    answers = _answers(num_ranks, ordinal)
+    head, size = _head(num_ranks, ordinal, str(attempt))
+    posted = [
+        *_subtrees("ready", range(num_ranks), answers),
+        *_subtrees("renamed", places.leaders, [SaveOutcome()] * len(places.leaders)),
+    ]
+    with closing(_arena(head, size)) as arena:
+        save = replace(_save(attempt, arena, size), tiers=frozenset({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}))
+        spent_s = _spend(NearLane, Directory(place), places, _SimulatedWriter(answers[0]), save, posted)
+    sizes.append((Directory(place).generation(ordinal) / MANIFEST).stat().st_size)
+    return spent_s
+
+
+def _commit_global(place: Path, num_ranks: int, sizes: list[int]) -> float:
+    """Commit a save to the global tier; return the seconds that rank 0 took, and note the size of the manifest.
+
+    Raises:
+        OutlastError: It failed.
+    """
+    ordinal = len(sizes) + 1
+    attempt = SaveAttempt(job="bench", cycle=0, token=_TOKEN, ordinal=ordinal)
+    directory = FileDirectory(place)
+    with closing(_fsdp_image(num_ranks, ordinal, str(attempt))) as image:
+        save = replace(_save(attempt, image.arena, image.num_bytes), tensors=image.tensors)
+        save = replace(save, tiers=frozenset({Tier.GLOBAL}))
+        posted = _global_answers(save, directory, num_ranks)
+        places = replace(_places(place, num_ranks), local=None, directory=directory)
+        spent_s = _spend(GlobalLane, directory, places, _SimulatedWriter(None), save, posted)
+    sizes.append((directory.generation(ordinal) / MANIFEST).stat().st_size)
+    return spent_s
+
+
+def _save(attempt: SaveAttempt, arena: Arena, num_bytes: int) -> Save:
+    return Save(
+        iteration=attempt.ordinal,
+        attempt=attempt,
+        handle=SaveHandle(attempt.ordinal, limit_s=_TIMEOUT_S, attempt=str(attempt)),
+        started_ns=clock.now_ns(),
+        stall_s=0.0,
+        tiers=frozenset(),
+        arena=arena,
+        num_bytes=num_bytes,
+    )
+
+
+def _spend(
+    kind: type[Lane],
+    directory: Directory | FileDirectory,
+    places: Places,
+    writer: _SimulatedWriter,
+    save: Save,
+    posted: Iterable[tuple[str, Subtree]],
+) -> float:
+    """Have rank 0 commit a save; return the seconds that it took.
+
+    Args:
+        kind: The lane that commits.
+        directory: Where it does.
+        places: Who is there.
+        writer: Of rank 0.
+        save: Which.
+        posted: What the other ranks have sent.
+
+    Raises:
+        OutlastError: It failed.
+    """
     store = host(Endpoint("127.0.0.1", 0), timeout_s=_TIMEOUT_S)
     if store is None:
         raise OutlastError("no port of 127.0.0.1 is free for the ranks' store")
     client = connect(Endpoint("127.0.0.1", store.port), timeout_s=_TIMEOUT_S, call_timeout_s=_TIMEOUT_S)
-    places = _places(place, num_ranks)
-    answers = _answers(num_ranks, ordinal)
-    head, size = _head(num_ranks, ordinal, str(attempt))
-    arena = _arena(head, size)
-    outcomes = _CommitEnds()
-    own = LeaseOwner(token="", process=this_process(), run="bench")
     claim = Claim(
-        Directory(place),
+        directory,
         "bench",
         DirectoryContent(),
-        own,
+        LeaseOwner(token="", process=this_process(), run="bench"),
         may_resume_other=False,
         on_lost=lambda refused: None,
         token=_TOKEN,
     )
     claim.hold()
-    lane = NearLane(
+    lane = kind(
         places,
         rank=0,
         store=client,
-        writer=cast(Any, _SimulatedWriter(answers[0])),
+        writer=cast(Any, writer),
         timeout_s=_TIMEOUT_S,
         claim=claim,
         retention=RetentionRules(most_recent_k=1),
-        outcomes=cast(Any, outcomes),
+        outcomes=cast(Any, _CommitEnds()),
     )
     try:
-        save = Save(
-            iteration=ordinal,
-            attempt=attempt,
-            handle=SaveHandle(ordinal, limit_s=_TIMEOUT_S, attempt=str(attempt)),
-            started_ns=clock.now_ns(),
-            stall_s=0.0,
-            tiers=frozenset({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}),
-            arena=arena,
-            num_bytes=size,
-        )
-        prefix = f"outlast/checkpoint/{_TOKEN}/commit/{ordinal}"
-        for key, subtree in [
-            *_subtrees("ready", range(num_ranks), answers),
-            *_subtrees("renamed", places.leaders, [SaveOutcome()] * len(places.leaders)),
-        ]:
-            client.set(f"{prefix}/{key}", msgspec.json.encode(subtree).decode())
+        for name, subtree in posted:
+            key = f"outlast/checkpoint/{_TOKEN}/{lane.name}/{save.attempt.ordinal}/{name}"
+            client.set(key, msgspec.json.encode(subtree).decode())
         begun_ns = clock.now_ns()
         lane.submit(save)
         save.handle.wait(_TIMEOUT_S)
-        spent_s = (clock.now_ns() - begun_ns) / 1e9
+        return (clock.now_ns() - begun_ns) / 1e9
     finally:
         lane.stop(_TIMEOUT_S)
         claim.release(is_idle=True)
-        arena.close()
-    sizes.append((Directory(place).generation(ordinal) / MANIFEST).stat().st_size)
-    return spent_s
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardOfRank0:
+    """Rank 0's shard."""
+
+    arena: Arena
+    num_bytes: int
+    tensors: tuple[TensorEntry, ...]
+
+    def close(self) -> None:
+        """Free it."""
+        self.arena.close()
+
+
+def _fsdp_image(num_ranks: int, iteration: int, attempt: str) -> _ShardOfRank0:
+    """Return rank 0's shard of a model each of whose tensors is sharded over all ranks."""
+    tensors = tensors_of_rank(num_ranks)
+    entries, nodes = {}, []
+    for name, dtype, (part,), num_bytes, _ in tensors:
+        whole = [part * num_ranks]
+        entries[name] = TensorEntry(
+            name=name,
+            dtype=dtype,
+            shape=(part,),
+            global_shape=(part * num_ranks,),
+            global_offset=(0,),
+            offset=0,
+            num_bytes=num_bytes,
+        )
+        nodes.append([name, ["T", name, [[0], [num_ranks], ["fsdp"], whole, [1]]]])
+    tree = msgspec.msgpack.encode(["d", [[ROOT, ["d", nodes]]]])
+    layout = ShardLayout(tensors)
+    head, span, size = layout.place(_identity(num_ranks, iteration, attempt), len(tree))
+    placed = [
+        msgspec.structs.replace(entries[tensors[index][0]], offset=len(head) + offset)
+        for index, offset in zip(layout.order, layout.offsets, strict=True)
+    ]
+    shape = (len(tree),)
+    placed.append(
+        TensorEntry(
+            name=TREE,
+            dtype="U8",
+            shape=shape,
+            global_shape=shape,
+            global_offset=(0,),
+            offset=span.offset,
+            num_bytes=len(tree),
+        )
+    )
+    arena = _arena(head, size)
+    os.pwrite(arena.fd, tree, span.offset)
+    return _ShardOfRank0(arena, size, tuple(placed))
+
+
+def _global_answers(save: Save, directory: FileDirectory, num_ranks: int) -> list[tuple[str, Subtree]]:
+    """Return what the other ranks send of a save, whose files are laid down."""
+    assert save.arena is not None
+    items = Items(save.arena.view(save.num_bytes), save.tensors, world_size=num_ranks)
+    mine = items.inventory
+    table, digests = (shared_name(msgspec.json.encode(one)) for one in (mine.table, PartDigests(mine.digests)))
+    duty = Duty(tuple(range(len(mine.table.rows))), (), ())
+    packing = Packing()
+    pack(packing, mine, duty, Range(items.tree.offset, items.tree.num_bytes), (), items.offsets)
+    files = tuple(WrittenFile(size, bytes(DIGEST_BYTES * num_chunks(size))) for size in packing.sizes)
+    report = WriteReport(files, True, items.tree.num_bytes, ())
+    folder = directory.path / directory.attempt_folder(save.iteration, save.attempt)
+    folder.mkdir(parents=True)
+    has, wrote = list[Inventoried](), list[Wrote]()
+    for rank in range(num_ranks):
+        offsets = tuple((rank * shape[0],) for shape, _ in mine.table.boxes)
+        has.append(Inventoried(iteration=save.iteration, inventory=InventoryRoot(table, digests, offsets)))
+        wrote.append(Wrote(iteration=save.iteration, report=report))
+        for number, size in enumerate(packing.sizes if rank else ()):
+            path = folder / directory.file_name(rank, number, save.attempt)
+            path.touch()
+            os.truncate(path, size)
+    everyone = range(num_ranks)
+    return [*_subtrees("has", everyone, has), *_subtrees("wrote", everyone, wrote)]
 
 
 def _subtrees(name: str, members: Sequence[int], answers: Sequence[msgspec.Struct]) -> list[tuple[str, Subtree]]:
@@ -240,18 +398,25 @@ def _arena(head: bytes, size: int) -> Arena:
 class _SimulatedWriter:
     """In place of the writer process: it has digested and written already, and keeps manifests as the writer does."""
 
-    def __init__(self, answer: ShardReady) -> None:
+    def __init__(self, answer: ShardReady | None) -> None:
         self._answer, self._vault = answer, Vault()
 
     def ask(self, request: Any, reply: type[Any], *, timeout_s: float, fd: int | None = None) -> tuple[Any, None]:
         if isinstance(request, f.Write):
             assert request.path is not None
+            assert self._answer is not None
             assert self._answer.shard is not None
             folder = Path(request.path).parent
             folder.mkdir(parents=True)
             for rank in range(RANKS_PER_NODE):
                 (folder / shard_name(rank)).touch()
             return f.Written(chunks=self._answer.shard.chunks, finite=True, num_copies=1), None
+        if isinstance(request, Assemble):
+            size = sum(len(piece) if isinstance(piece, bytes) else piece.num_bytes for piece in request.pieces)
+            path = Path(request.url, request.folder, request.name)
+            path.touch()
+            os.truncate(path, size)
+            return Assembled(num_bytes=size, chunks=("0" * 2 * DIGEST_BYTES,) * num_chunks(size)), None
         if isinstance(request, f.PreparePart):
             self._vault.prepare(request.key, request.manifest)
         return reply(), None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import sys
 import threading
@@ -33,6 +32,7 @@ from outlast.launch.coordinator_client import ControlLink, HostSettings, LinkDow
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.runtime.addresses import Endpoint
+from outlast.runtime.processes import raise_descriptor_limit
 from outlast.runtime.run_key import RunKey
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.testing.ranks import RankProcesses, free_port
@@ -157,8 +157,7 @@ def _order(processes: RankProcesses, which: Sequence[int], name: str, *arguments
 
 def run_agents() -> None:
     """Simulate agents and carry out the orders on standard input, each a line, until it ends."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptor_limit()
     agents = _ProcessAgents()
     for line in sys.stdin:
         name, arguments = json.loads(line)

@@ -108,6 +108,11 @@ class Subtree(msgspec.Struct, frozen=True, array_like=True):
     """Which rank below gave no answer in time."""
 
 
+def shared_name(data: bytes) -> str:
+    """Return the digest that names what many ranks have alike."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def children(place: int, num_places: int) -> range:
     """Return the places directly below a place of the tree."""
     return range(min(num_places, FAN_OUT * place + 1), min(num_places, FAN_OUT * (place + 1) + 1))
@@ -156,7 +161,8 @@ class Lane(ABC):
     Collective: all ranks, with the same saves in the same order.
     """
 
-    _name: ClassVar[str]
+    name: ClassVar[str]
+    """Of its thread and in the store."""
     _tier: ClassVar[Tier]
     """Whose generations the retention counts."""
 
@@ -187,7 +193,7 @@ class Lane(ABC):
         self._store, self._is_store_lost = store, False
         self._posted: list[tuple[int, str]] = []
         """Keys of the store, by the ordinal of their save."""
-        self._thread = threading.Thread(target=self._run, name=f"outlast-{self._name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"outlast-{self.name}", daemon=True)
         self._thread.start()  # it waits for the first save, which comes after the constructor
 
     def start_from(self, committed: Committed) -> None:
@@ -268,7 +274,7 @@ class Lane(ABC):
         Raises: PeerSilent, when the ranks' store is gone.
         """
         data = msgspec.json.encode(value)
-        name = hashlib.blake2b(data, digest_size=16).hexdigest()
+        name = shared_name(data)
         claims, key = self._store_key(save, f"claims/{name}"), self._store_key(save, f"shared/{name}")
         with self._store_errors():
             if self._store.add(claims, 1) == 1:  # before its own answer: whoever has all answers finds it
@@ -420,7 +426,7 @@ class Lane(ABC):
             ) from None
 
     def _store_key(self, save: Save, name: str) -> str:
-        return f"outlast/checkpoint/{self._places.token}/{self._name}/{save.attempt.ordinal}/{name}"
+        return f"outlast/checkpoint/{self._places.token}/{self.name}/{save.attempt.ordinal}/{name}"
 
     # -- after a commit ----------------------------------------------------------------------------------------
 

@@ -159,8 +159,7 @@ class CheckpointManager:
         Blocks: where only time can tell whether an owner on another machine lives, 10 s; 50 s in an object store.
         """
         refused = self._claims.acquire()
-        refusals = self._peers.gather(str(refused or "").encode())
-        if text := next(filter(None, refusals), b"").decode():
+        if text := self._peers.find_first(str(refused or "")):
             error = DirectoryRefused(text)
             self._note_refused(error)
             raise error

@@ -68,7 +68,7 @@ class Described(msgspec.Struct, frozen=True):
 class NearLane(Lane):
     """Commit saves to memory, local tier and replicas."""
 
-    _name = "commit"
+    name = "commit"
     _tier = Tier.LOCAL
     _infinite_tensors: tuple[str, ...] = ()
     """Of this rank's last shard; empty: it was finite."""

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -33,11 +33,15 @@ from outlast.policy.checkpoint_plan import choose_partners, parity_groups
 from outlast.policy.lease import LeaseOwner, RunEvidence, choose_run, find_owner
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import own_address
-from outlast.runtime.process_groups import Group, gather_bytes
+from outlast.runtime.process_groups import Group, find_first, gather_bytes
 from outlast.runtime.processes import this_process, this_program
 from outlast.runtime.run_key import accept_offer, make_offer
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 SERVE_TIMEOUT_S = 30.0
 _PROBE_BYTES = 64 * 1024
 
@@ -55,7 +59,7 @@ class Peers:
 
     def __init__(self, rank: int, world_size: int, *, timeout_s: float) -> None:
         self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
-        self._group = Group.open(timeout_s=timeout_s) if world_size > 1 else None
+        self._group = Group.share(timeout_s=timeout_s) if world_size > 1 else None
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave, by rank.
@@ -66,17 +70,30 @@ class Peers:
         Collective: all ranks.
         Blocks: until all ranks have come.
         """
-        if self._group is None:
-            return [data]
+        return [data] if self._group is None else self._exchange(gather_bytes, data)
+
+    def find_first(self, text: str) -> str:
+        """Return, on all ranks, what the lowest rank gave that gave anything; nothing if none did.
+
+        Raises:
+            PeerLost: A peer left, or did not come in time.
+
+        Collective: all ranks.
+        Blocks: until all ranks have come.
+        """
+        return text if self._group is None else self._exchange(find_first, text.encode()).decode()
+
+    def _exchange(self, exchange: Callable[[ProcessGroup, bytes], R], data: bytes) -> R:
+        assert self._group is not None
         try:
-            gathered = gather_bytes(self._group.open_group, data)
+            found = exchange(self._group.open_group, data)
         except RuntimeError as error:
             raise PeerLost(
                 f"a peer left while the ranks agreed on a checkpoint ({error}); see the log of the rank that left"
             ) from error
         if self._group is None or self._group.is_cut:
             raise PeerLost("this rank left while the ranks agreed on a checkpoint; its log says why")
-        return gathered
+        return found
 
     def store(self) -> Any:
         """Return a connection of its own to the ranks' store, for one thread."""
@@ -221,7 +238,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
                 _write_probe(probe)
         except OSError as error:
             problem = f"local_directory={config.local_directory}: {error.strerror or error}"
-        _raise_first([data.decode() for data in peers.gather(problem.encode())])
+        _raise(peers.find_first(problem))
         key = secret if replicates else None
         seen, seen_local, seen_global = _look(directory, local, token, place, peers, writer, key)
         everyone = [from_json(data, _RankView) for data in peers.gather(msgspec.json.encode(seen))]
@@ -229,9 +246,9 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         if probe is not None:
             with contextlib.suppress(OSError):
                 probe.unlink(missing_ok=True)
-    _raise_first([one.error or "" for one in everyone])
+    _raise(next((one.error for one in everyone if one.error), ""))
     nodes = _name_nodes(everyone, by_folder=local is not None)
-    leaders = tuple(rank for rank, node in enumerate(nodes) if nodes.index(node) == rank)
+    leaders = tuple(_firsts(nodes))
     targets = {}
     if replicates and len(leaders) > 1:
         targets = {
@@ -340,6 +357,15 @@ def _replication_key(config: CheckpointConfig, offers: Sequence[str]) -> bytes:
     return keys[0]
 
 
+def _firsts(nodes: Sequence[str]) -> Iterator[int]:
+    """Yield the lowest rank of each node."""
+    seen = set[str]()
+    for rank, node in enumerate(nodes):
+        if node not in seen:
+            seen.add(node)
+            yield rank
+
+
 def _read_key(path: str) -> bytes:
     try:
         key = Path(path).read_bytes().strip()
@@ -367,10 +393,9 @@ def _write_probe(path: Path) -> None:
         raise
 
 
-def _raise_first(errors: list[str]) -> None:
-    for error in errors:
-        if error:
-            raise Unavailable(f"the checkpoint directory cannot be used: {error}")
+def _raise(error: str) -> None:
+    if error:
+        raise Unavailable(f"the checkpoint directory cannot be used: {error}")
 
 
 class Claims:

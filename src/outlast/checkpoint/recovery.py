@@ -251,7 +251,7 @@ class CheckpointRecovery:
                 run = directory.run() or ""
             except (CheckpointError, OSError) as error:
                 log.warning("%s cannot be read: %s", url, error)
-        run = self._peers.gather(run.encode())[0].decode()
+        run = self._peers.find_first(run)
         return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)
 
     def _prove(

@@ -296,10 +296,9 @@ class CopyProver:
             if same:
                 raise
             problem = f"rank {self.peers.rank}: {error}"
-        if not same:  # all ranks load together: if one cannot even begin, none may
-            for text in self.peers.gather(problem.encode()):
-                if text:
-                    raise CheckpointError(text.decode())
+        # All ranks load together: if one cannot even begin, none may.
+        if not same and (text := self.peers.find_first(problem)):
+            raise CheckpointError(text)
         assert files is not None
         if self.peers.rank == 0:
             files.warn_of_metadata()

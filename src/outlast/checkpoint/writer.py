@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import socket
-import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ from outlast.checkpoint.shard import Numbers, digest_image, write_image
 from outlast.checkpoint.vault import Image, Vault
 from outlast.errors import CheckpointError
 from outlast.runtime.injection import reach
-from outlast.runtime.processes import die_with_parent
+from outlast.runtime.processes import die_with_parent, peer_user
 from outlast.runtime.wire import MessageChannel
 
 log = logging.getLogger(__name__)
@@ -233,7 +232,7 @@ def main() -> None:
     with socket.socket(fileno=args.fd) as listening:
         while True:
             connection = _accept(listening)
-            if _peer_user(connection) != os.getuid():  # an abstract socket has no permissions of its own
+            if peer_user(connection) != os.getuid():  # an abstract socket has no permissions of its own
                 connection.close()
                 continue
             threading.Thread(target=writer.serve, args=(connection,), name="outlast-serve", daemon=True).start()
@@ -253,12 +252,6 @@ def _accept(listening: socket.socket) -> socket.socket:
                 raise
             log.warning("no connection can be accepted (%s); the next try is in %g s", error.strerror, AGAIN_S)
         time.sleep(AGAIN_S)
-
-
-def _peer_user(connection: socket.socket) -> int:
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(user)
 
 
 if __name__ == "__main__":

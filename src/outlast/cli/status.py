@@ -49,7 +49,7 @@ _WATCH_S = 2.0
     "--run-key-file",
     "key_file",
     metavar="FILE",
-    help="The run's secret, where HOST:PORT is asked and the run has one from a file; default OUTLAST_RUN_KEY.",
+    help="The run's secret, where it comes from a file; default OUTLAST_RUN_KEY, or run.key of the run directory.",
 )
 def status(target: str, as_json: bool, watch_s: float | None, key_file: str | None) -> int:
     """Say how a run is: who runs where, how far it is, what went wrong, what it waits for, what may still be tried.
@@ -83,14 +83,15 @@ def _look(target: str, key_file: str | None) -> StatusReport:
         RendezvousError: No coordinator answers.
     """
     from outlast.runtime.addresses import parse_endpoint
-    from outlast.runtime.run_key import find_known_key
+    from outlast.runtime.run_key import find_known_keys
     from outlast.status.evidence import Evidence, ask_coordinator, gather
     from outlast.status.facts import judge
 
     path = Path(target)
     if not _ENDPOINT.fullmatch(target) or path.exists():
-        return judge(gather(path), clock.wall_ns())
-    live = ask_coordinator(parse_endpoint(target), find_known_key(None, key_file=key_file))
+        return judge(gather(path, key_file=key_file), clock.wall_ns())
+    keys = find_known_keys(None, key_file=key_file)
+    live = ask_coordinator(parse_endpoint(target), keys[0] if keys else None)
     evidence = Evidence(job=live.job, live=live)
     if live.run_dir is not None:
         try:

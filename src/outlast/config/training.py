@@ -58,10 +58,10 @@ class InProcessRestartConfig(Partial):
     or is stopped; then the rank is ended by its monitor process."""
 
     heartbeat_interval: float = 30.0
-    """Seconds between two signs of life of a monitor process."""
+    """Seconds between two signs of life of a monitor process; under ``outlast run`` the agents give them."""
 
     heartbeat_timeout: float = 60.0
-    """Seconds without one after which a monitor process and its rank count as lost."""
+    """Seconds without one after which a monitor process and its rank count as lost; not under ``outlast run``."""
 
     barrier_timeout: float = 120.0
     """Longest time in seconds that the ranks wait for one of them to come back from the function; then it is ended,

@@ -144,7 +144,7 @@ def _leaving_row(leaving: Leaving) -> _Row:
     if leaving.resumed_at:
         done += f"; another job went on from iteration {min(leaving.resumed_at.values())}"
     return _Row(
-        kind="told to leave",
+        kind="preempted",
         where=f"rank {leaving.rank} on {leaving.node}",
         noticed_s=leaving.noticed_after_s,
         going_on_s=leaving.going_on_after_s,
@@ -283,7 +283,7 @@ def tell(event: Event) -> str | None:
         case EventKind.NOTICE:
             who = event.node if event.rank is None else f"rank {event.rank}"
             why = data.get("reason") or f"signal {data['signal']}"
-            return f"noticed by {who}: told to leave ({why})"
+            return f"noticed by {who}: preempted ({why})"
         case EventKind.SESSION_ENDED if data["exit_code"] == ExitReason.PREEMPTED:
             return f"rank {event.rank}: saved, and left after iteration {event.iteration} with exit code 75"
         case EventKind.JOB_ENDED if data["exit_code"] == ExitReason.PREEMPTED:

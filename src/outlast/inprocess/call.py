@@ -341,8 +341,8 @@ def leave(callbacks: Iterable[Callable[[], None]], error: BaseException | None, 
 def end_groups() -> None:
     """Destroy all process groups, when nothing in them runs any more.
 
-    Destroyed while one of its threads still lets go of a collective's tensors, a group waits for that thread, which
-    waits for the interpreter's lock (torch 2.13).
+    Destroying a group while one of its threads still frees a collective's tensors deadlocks: the destructor waits for
+    the thread, and the thread for the interpreter's lock (torch 2.13).
 
     Raises:
         OutlastError: A collective does not end: this process must not go on.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import resource
 import secrets
 import selectors
 import socket
@@ -36,7 +35,7 @@ from outlast.inprocess import protocol as m
 from outlast.inprocess.hub import RECONNECT_S, Hub
 from outlast.policy import inprocess_protocol as p
 from outlast.runtime.addresses import listen_at
-from outlast.runtime.processes import machine_id
+from outlast.runtime.processes import machine_id, raise_descriptor_limit
 from outlast.runtime.run_key import accept_offer
 from outlast.runtime.wire import MAX_MESSAGE_BYTES, AuthenticationFailed, Handshake
 
@@ -414,8 +413,7 @@ class HubClient:
 
     def _host_hub(self) -> None:
         """Host the hub, and join it."""
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each member
+        raise_descriptor_limit()  # a connection for each member
         patience_s = min(_SILENT_S, self._task.heartbeat_timeout_s) if self._was_silent else 0.0
         self._hub = Hub(
             self._selector,

@@ -182,7 +182,7 @@ class MonitorLink:
     """
 
     def __init__(self, task: MonitorTask, page: Page) -> None:
-        self._initial_rank = task.initial_rank
+        self._initial_rank, self._has_relay = task.initial_rank, bool(task.relay)
         self._lock = threading.Lock()
         self._record = MemberRecord()
         self._known = m.HubCandidates(candidates=())
@@ -255,7 +255,8 @@ class MonitorLink:
         """Have the rank watched by another process in place of one that is gone."""
         pid, exit_code = self.pid, self._duty.exit_code()
         with self._lock:
-            if self._is_over or not self._known.candidates or self._num_starts >= _MAX_STARTS:
+            finds_hub = self._known.candidates or self._has_relay
+            if self._is_over or not finds_hub or self._num_starts >= _MAX_STARTS:
                 raise OutlastError(
                     f"the monitor process (pid {pid}) of rank {self._initial_rank} ended with {exit_code}; "
                     "its log says why"

@@ -2,8 +2,9 @@
 
 A rank's :class:`~outlast.inprocess.monitor_client.MonitorLink` starts it in the guard process
 (:mod:`outlast.monitor.rank_guard`). It carries the rank's reports to the hub and the hub's orders to the rank
-(:mod:`outlast.inprocess.hub_client`), reports what the rank cannot (that it is gone, that its main thread makes no
-progress), and ends a rank that is stuck. One of these guards hosts the hub, beside all that.
+(:mod:`outlast.inprocess.relay_client` under ``outlast run``, else :mod:`outlast.inprocess.hub_client`), reports what
+the rank cannot (that it is gone, that its main thread makes no progress), and ends a rank that is stuck. Without an
+agent one of these guards hosts the hub, beside all that.
 
 Before a hang is reported, the rank's stack is read: a rank that waits for others is a victim of the hang, not the
 cause.
@@ -31,6 +32,7 @@ from outlast.inprocess.bootstrap import start_proxy
 from outlast.inprocess.hub_client import HubClient
 from outlast.inprocess.progress import Page, RankWatch
 from outlast.inprocess.protocol import MonitorTask
+from outlast.inprocess.relay_client import RelayClient
 from outlast.monitor import stacks
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_protocol import WAITS
@@ -89,14 +91,19 @@ class _MonitorDuty:
         self._proxy: ChildProcess | None = None
         self._is_asking = False
         self._looked_s = clock.now_s()
-        self._hub = HubClient(self._selector, task, on_order=self._on_order, on_candidates=self._send_to_rank)
+        self._hub: HubClient | RelayClient
+        if task.relay:
+            self._hub = RelayClient(self._selector, task, on_order=self._on_order)
+        else:
+            self._hub = HubClient(self._selector, task, on_order=self._on_order, on_candidates=self._send_to_rank)
         rank.setblocking(False)
         self._selector.register(rank, selectors.EVENT_READ, self._on_rank)
         self._selector.register(pidfd, selectors.EVENT_READ, self._on_death)
 
     def run(self) -> None:
         """Serve until neither the rank nor another member needs it."""
-        self._send_to_rank(m.Listening(address=self._hub.address))
+        if not self._task.relay:
+            self._send_to_rank(m.Listening(address=self._hub.address))
         try:
             while not self._is_done:
                 due_s = self._look()

@@ -5,8 +5,11 @@
   :class:`Connect` once, then what it reports (:data:`~outlast.policy.inprocess_protocol.Report`); it receives
   :class:`Listening` first, then orders, and in between who could host the hub (:class:`HubCandidates`), so that it
   can start another monitor process where its first one is gone (:class:`Reconnect`).
-* Between monitor processes and the hub: a :data:`HubChannel`, after the proof of the group's key; a :class:`HubLink`
-  is its place in an event loop.
+* Under ``outlast run`` the coordinator is the hub: between a monitor process and its agent's relay
+  (:mod:`outlast.launch.rank_relay`) a Unix socket, on which a :class:`JoinRelay` comes first, then reports (and
+  :class:`Gone`) one way and orders the other.
+* Elsewhere between monitor processes and the hub: a :data:`HubChannel`, after the proof of the group's key; a
+  :class:`HubLink` is its place in an event loop.
 
 A :class:`MemberRecord` remembers what a member was ordered and reported, so that a new hub or monitor process can
 resume from it. Nothing here imports torch.
@@ -70,6 +73,12 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Of the link to the hub."""
     termination_grace_s: float
     """Seconds between SIGTERM and SIGKILL for a rank that is ended while its main thread still runs."""
+    relay: str = ""
+    """Address of the agent's relay, over which the coordinator is the hub; empty: one of the monitor processes is."""
+    cycle: int = 0
+    """The launcher's cycle."""
+    call: int = 0
+    """Which of the process's calls of a wrapped function it is, from 0."""
     bootstrap_key: str = ""
     """Of the bootstrap by which the ranks learn where the hub is; empty: it has no proxy if the rank dies."""
     labels: dict[str, str] = {}
@@ -84,6 +93,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         place: WorkerEnv,
         *,
         host: str,
+        call: int,
         bootstrap_key: str,
         labels: Mapping[str, str],
     ) -> MonitorTask:
@@ -93,7 +103,8 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             config: The settings.
             place: This process's place at its start.
             host: Address of this machine.
-            bootstrap_key: Key of the bootstrap.
+            call: Which of the process's calls of a wrapped function it is, from 0.
+            bootstrap_key: Key of the bootstrap; empty: there is none.
             labels: What this rank reports of its place.
         """
         folder = config.monitor_process_logdir
@@ -116,6 +127,9 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             heartbeat_interval_s=config.heartbeat_interval,
             heartbeat_timeout_s=config.heartbeat_timeout,
             termination_grace_s=config.termination_grace_time,
+            relay=place.relay or "",
+            cycle=place.cycle,
+            call=call,
             bootstrap_key=bootstrap_key,
             labels=dict(labels),
             log_path="" if folder is None else os.path.join(folder, f"inprocess-{place.global_rank}.log"),
@@ -218,6 +232,20 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True)
     """A sign of life."""
 
 
+class JoinRelay(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """First message to an agent's relay: for which rank a monitor process speaks."""
+
+    cycle: int
+    call: int
+    initial_rank: int
+    initial_world_size: int
+    pid: int
+    """The rank's process."""
+    labels: dict[str, str]
+    limits: RestartLimits
+    standing: MemberStanding
+
+
 class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """The rank's process is gone."""
 
@@ -226,6 +254,7 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True)
 
 FromRank = Connect | Reconnect | Report
 FromMonitor = Listening | HubCandidates | Order
+ToRelay = JoinRelay | Gone | Report
 OnLink = JoinHub | NotHub | HubCandidates | WantMembers | Beat | Gone | Report | Order
 
 

@@ -71,6 +71,8 @@ class StatusReporter:
         global _num_calls
         call, _num_calls = _num_calls, _num_calls + 1
         self._place = place
+        self.call = call
+        """Which of the process's calls of a wrapped function it is, from 0."""
         self._ranks: Mapping[int, int | None] = {}
         self._left_s: float | None = None
         self._journal: Journal | None = None
@@ -263,9 +265,15 @@ class WrappedRank:
         self._background = calls.Background()
         stack.callback(gc.unfreeze)
         self._host = own_address(None if place.world_size == 1 else place.master_addr)
-        self._bootstrap = Bootstrap(place, timeout_s=config.barrier_timeout)
-        labels = labels_of(self._plugins.rank_assignment)
-        task = MonitorTask.of(config, place, host=self._host, bootstrap_key=self._bootstrap.key, labels=labels)
+        self._bootstrap = None if place.relay else Bootstrap(place, timeout_s=config.barrier_timeout)
+        task = MonitorTask.of(
+            config,
+            place,
+            host=self._host,
+            call=self._reporter.call,
+            bootstrap_key="" if self._bootstrap is None else self._bootstrap.key,
+            labels=labels_of(self._plugins.rank_assignment),
+        )
         self._page = Page.create()
         stack.callback(self._page.close)
         self._link = MonitorLink(task, self._page)
@@ -286,23 +294,31 @@ class WrappedRank:
         stack.callback(calls.set_current, None)
         gc.collect()
         gc.freeze()  # the collector takes 100 times as long to look through the objects that live anyway
-        stack.callback(self._bootstrap.close)
+        stack.callback(self._end_bootstrap)
 
     # -- orders ------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        listening = self._next(self._config.barrier_timeout)
-        if not isinstance(listening, m.Listening):
-            raise OutlastError(f"the monitor process did not start: {listening!r}")
-        self._bootstrap.run(listening.address, self._link.send)
+        if self._bootstrap is None:
+            self._link.send(m.Connect(hub=self._place.relay or "", offer=""))
+        else:
+            listening = self._next(self._config.barrier_timeout)
+            if not isinstance(listening, m.Listening):
+                raise OutlastError(f"the monitor process did not start: {listening!r}")
+            self._bootstrap.run(listening.address, self._link.send)
         self._get_ready(0)
+
+    def _end_bootstrap(self) -> None:
+        """Stop hosting what the first meeting needed."""
+        if self._bootstrap is not None:
+            self._bootstrap.close()
 
     def _follow(self) -> Any:
         while True:
             order = self._next()
             match order:
                 case p.Go():
-                    self._bootstrap.close()
+                    self._end_bootstrap()
                     self._go_into(add_earlier_faults(order, self._restart))
                 case p.Restart():
                     self._restart = order

@@ -31,7 +31,7 @@ from outlast.inprocess.rank_local_state import CAPACITY_BYTES, RankLocalState, S
 from outlast.numerics.replica_digest import digest_tensors, find_replicated
 from outlast.policy.recovery_point import InPlaceHolding, InPlacePlan, Origin, plan_in_place
 from outlast.runtime import device
-from outlast.runtime.process_groups import Group, gather_bytes
+from outlast.runtime.process_groups import Group, find_first, gather_bytes
 
 MAX_SAMPLED = 8
 """Parameters whose versions are looked at in each step; whatever changes some outside of an optimizer changes all."""
@@ -514,7 +514,7 @@ class Restore:
                 RankLocalState({"own": self._own, "state": self._state}, parts.optimizers).put_back(own)
             except (CheckpointError, OutlastError, RuntimeError, KeyError, ValueError, TypeError) as error:
                 problem = f"rank {exchange.rank}: {error}"
-        return next((text for text in exchange.gather(problem, str) if text), "")
+        return exchange.find_first(problem)
 
     def _read_own(self, of: int, iteration: int) -> bytes:
         page = self._kept.page if of == self._kept.rank else self._neighbours.get(of)
@@ -560,6 +560,10 @@ class _StateExchange:
             return [mine]
         gathered = gather_bytes(self._group, msgspec.msgpack.encode(mine))
         return [from_msgpack(data, kind) for data in gathered]
+
+    def find_first(self, text: str) -> str:
+        """Return what the lowest rank gave that gave anything, on all ranks. Collective: all ranks."""
+        return text if self._group is None else find_first(self._group, text.encode()).decode()
 
     def pass_on(self, data: bytes, giver: int, taker: int) -> bytes:
         """Send ``data`` if this rank is the giver; return it if this is the taker, else nothing."""

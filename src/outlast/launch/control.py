@@ -15,6 +15,7 @@ import errno
 import os
 import socket
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -262,6 +263,7 @@ class Occupant(Enum):
 
 
 _RESOLVE_S, _CONNECT_S, _ANSWER_S = 3.0, 1.0, 2.0
+_MAX_PROBES, _PAUSE_S = 3, 0.2
 """For :func:`probe`; a coordinator to which thousands of agents connect at once may take its time."""
 
 
@@ -273,6 +275,15 @@ def probe(endpoint: Endpoint, run_id: str, key: RunKey) -> tuple[Occupant, str]:
 
     Blocks: about 0.01 s where a coordinator answers or nobody listens; some seconds where names or hosts do not answer.
     """
+    for _ in range(_MAX_PROBES):
+        occupant, why = _probe_once(endpoint, run_id, key)
+        if occupant is not Occupant.FOREIGN or why:
+            break
+        threading.Event().wait(_PAUSE_S)  # without a word: a coordinator that was killed ends its connections so, too
+    return occupant, why
+
+
+def _probe_once(endpoint: Endpoint, run_id: str, key: RunKey) -> tuple[Occupant, str]:
     addresses = look_up(endpoint, _RESOLVE_S)
     if isinstance(addresses, str):
         return Occupant.UNKNOWN, addresses

@@ -38,6 +38,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Rung, Verdict
 from outlast.launch import protocol as m
 from outlast.launch.membership import Adoption, Forming, JobSettings, Node, Nodes, Outbox, Quorum, why_it_waits
+from outlast.launch.rank_hub import RankHub
 from outlast.launch.verdicts import (
     CycleEnding,
     ExcludedNodes,
@@ -118,6 +119,7 @@ class Coordinator:
         self._votes: set[str] = set()
         """Nodes that know of the cycle that is prepared."""
         self._started: set[str] = set()
+        self._ranks = RankHub()
         self._members = _Members()
         self._phase_since_s: float | None = None
         """Since when nodes are waited for in this phase."""
@@ -143,7 +145,7 @@ class Coordinator:
     def note_term(self, term: int, is_own: bool) -> None:
         """Take a term above the one that an agent has obeyed, unless it obeyed this coordinator."""
         if not is_own and term >= self._term:
-            self._term = term + 1
+            self._term = self._ranks.term = term + 1
 
     def status(self, now_s: float, *, time: str, run_id: str, run_dir: Path | None, host: str) -> m.LiveStatus:
         """Return how the job is now.
@@ -202,6 +204,9 @@ class Coordinator:
                 self._on_register(message, now_s)
             case m.Unhealthy():
                 self._on_unhealthy(message, now_s)
+            case m.RankStandings() | m.RankReports():
+                self._on_ranks(message, now_s)
+                return self.nodes.take_out()  # the job is as before
             case m.CoordinatorTick() | m.ScriptSettings():
                 pass
             case _:
@@ -241,6 +246,33 @@ class Coordinator:
             self._lose(node, why, now_s)
         self._advance(now_s)
         return self.nodes.take_out()
+
+    # -- restarts inside the processes -------------------------------------------------------------------------
+
+    @property
+    def ranks_deadline_s(self) -> float | None:
+        """When to call :meth:`look_at_ranks`; ``None``: not before something comes."""
+        return self._ranks.deadline_s
+
+    def look_at_ranks(self, now_s: float) -> Outbox:
+        """Do what is due in restarts inside the processes, and return what is to be sent."""
+        self._ranks.look(now_s)
+        self._order_ranks()
+        return self.nodes.take_out()
+
+    def _on_ranks(self, message: m.RankStandings | m.RankReports, now_s: float) -> None:
+        is_new = self.phase == m.JobPhase.FORMING and not self.nodes.holders
+        if is_new or self.phase == m.JobPhase.ADOPTING:
+            self._ranks.keep(message)  # it comes before its node has registered
+            return
+        node = self.nodes.by_name.get(message.node)
+        if node is not None and node.epoch == message.epoch and self.nodes.holds_slot(node):
+            self._ranks.take(message, now_s)
+            self._order_ranks()
+
+    def _order_ranks(self) -> None:
+        orders, self._ranks.out = self._ranks.out, []
+        self.nodes.out += orders
 
     @property
     def may_close(self) -> bool:
@@ -357,7 +389,10 @@ class Coordinator:
                 self.nodes.send(node, m.CycleOver(cycle=place.cycle, reason=reason))
         if adoption.is_running:
             self.phase = m.JobPhase.RUNNING
+            self._ranks.take_over(self.cycle, self._term, self.nodes.holders, now_s)
+            self._order_ranks()
             return
+        self._ranks.close()
         reason = "the coordinator's node is gone" if adoption.missing else "the cycle was ending"
         self._ending = self._end_cycle(reason, examine=False, but=None)
         for name, why in adoption.lost.items():
@@ -428,6 +463,7 @@ class Coordinator:
         master, self._master = self._master, None
         self._enter(m.JobPhase.RUNNING, now_s)
         self._last_restart, self._started = (0, 0), set()
+        self._ranks.begin(self.cycle, self._term)
         self._forming.start(self._places, master.addr, master.port, self.state)
 
     def _on_running(self, node: Node) -> None:
@@ -580,6 +616,7 @@ class Coordinator:
 
     def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_alike: bool = False) -> CycleEnding:
         self.phase, self._phase_since_s, self._members = m.JobPhase.FORMING, None, _Members()
+        self._ranks.close()
         self._ending = CycleEnding(job=self.settings.job, cycle=self.cycle)
         over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine, awaits_alike=awaits_alike)
         for node in self.nodes:

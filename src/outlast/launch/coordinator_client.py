@@ -6,6 +6,8 @@ comes into the agent's mailbox. Each beat is answered. Where no answer comes for
 endpoint: to a coordinator there, or to host one where the endpoint is this machine's. What a coordinator knows is soft
 state: training continues without one, and agents tell the next one all that it has to know.
 
+The node's relay for its ranks (:mod:`outlast.launch.rank_relay`) is served in the same loop.
+
 With several endpoints there can be several coordinators for a moment. Each looks for the others, and all but one yield
 (:mod:`outlast.policy.leadership`).
 """
@@ -31,6 +33,7 @@ from outlast.launch.agent_events import Mailbox
 from outlast.launch.control import JobIdentity, Nobody, WrongRun, ask, connect, join_handshake
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
+from outlast.launch.rank_relay import RankRelay
 from outlast.policy.leadership import Leadership, should_yield
 from outlast.policy.recovery_point import Distrusted
 from outlast.runtime.addresses import Endpoint, listening_addresses
@@ -235,6 +238,7 @@ class ControlLink:
         silence_s: Seconds without an answer after which the coordinator counts as lost.
         connect_timeout_s: How long the first connection may take.
         has_loop: The agent advances :attr:`count`; otherwise this thread does.
+        relay: Of the node's ranks, which this object closes; ``None``: its agent is not ours.
 
     Thread: owns one, a host with several endpoints two; its methods may be called by any and never block on the
     network.
@@ -252,8 +256,9 @@ class ControlLink:
         silence_s: float,
         connect_timeout_s: float,
         has_loop: bool = True,
+        relay: RankRelay | None = None,
     ) -> None:
-        self.node = node
+        self.node, self.relay = node, relay
         self.epoch = f"{os.getpid()}-{secrets.token_hex(4)}"
         """Names this life of the agent."""
         self.endpoint: Endpoint | None = None
@@ -306,6 +311,8 @@ class ControlLink:
         self._thread.join(0.1 if self._job is None else 3.0)
         if (server := self._server) is not None:
             server.close()
+        if self.relay is not None and not self._thread.is_alive():
+            self.relay.close()
 
     # -- the thread --------------------------------------------------------------------------------------------
 
@@ -346,6 +353,11 @@ class ControlLink:
             _LinkOver: The coordinator is lost, or the link is closed.
         """
         selector.register(self._outgoing, selectors.EVENT_READ, partial(self._send_all, channel))
+        if (relay := self.relay) is not None:
+            assert self._job is not None
+            for message in relay.introduce(self._job.term):  # before the agent registers: it belongs to that
+                channel.send(message)
+            selector.register(relay, selectors.EVENT_READ, lambda _: None)
         self._errors.clear()
         now_s = clock.now_s()
         next_beat_s, looked_s = now_s, now_s
@@ -359,9 +371,15 @@ class ControlLink:
                 self.count += not self._has_loop
                 channel.send(m.AgentBeat(count=self.count))
             self._deliver_news()
-            for key, events in selector.select(max(0.0, next_beat_s - clock.now_s())):
+            due_s = next_beat_s
+            if relay is not None and relay.deadline_s is not None:
+                due_s = min(due_s, relay.deadline_s)
+            for key, events in selector.select(max(0.0, due_s - clock.now_s())):
                 key.data(events)
             self._deliver_news()
+            if relay is not None:
+                for message in relay.serve():
+                    channel.send(message)
             silent_s = clock.now_s() - channel.channel.received_ns / 1e9
             if self._errors:
                 raise _LinkOver("the connection to the coordinator ended")
@@ -384,7 +402,10 @@ class ControlLink:
     def _deliver_news(self) -> None:
         news, self._news = self._news, []
         for message in news:
-            if not isinstance(message, m.Welcome | m.Refused | m.AgentBeat):
+            if isinstance(message, m.RankOrder):
+                if self.relay is not None:
+                    self.relay.obey(message)
+            elif not isinstance(message, m.Welcome | m.Refused | m.AgentBeat):
                 self._deliver(message)
 
     def _send_all(self, channel: SelectedChannel[m.OnAgent], _: int) -> None:

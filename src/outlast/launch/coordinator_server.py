@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
-import resource
 import secrets
 import selectors
 import socket
@@ -44,6 +43,7 @@ from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership
 from outlast.runtime.files import in_time
 from outlast.runtime.journal import Journal
+from outlast.runtime.processes import raise_descriptor_limit
 from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel, encode_frame
 
 log = logging.getLogger(__name__)
@@ -183,6 +183,8 @@ class CoordinatorServer:
             due.append(next(iter(self._newcomers.values())))
         if self._accepts_again_s is not None:
             due.append(self._accepts_again_s)
+        if self._coordinator.ranks_deadline_s is not None:
+            due.append(self._coordinator.ranks_deadline_s)
         for key, events in self._selector.select(max(0.0, min(due) - clock.now_s())):
             key.data(events)
         now_s = clock.now_s()
@@ -195,6 +197,9 @@ class CoordinatorServer:
             _, is_known = self._suspects.pop(who)
             reason = "its agent's connection ended and did not come back"
             self._handle(m.Dead(node=who[0], epoch=who[1], reason=reason, is_known=is_known))
+        ranks_due_s = self._coordinator.ranks_deadline_s
+        if ranks_due_s is not None and now_s >= ranks_due_s:
+            self._send_all(self._coordinator.look_at_ranks(now_s))
         if now_s >= self._next_tick_s:
             self._tick(now_s)
 
@@ -434,16 +439,6 @@ class CoordinatorServer:
                 write()
 
         try:
-            in_time(write_if_ours)
+            in_time(self._run_dir or ".", write_if_ours)
         except OSError as error:
             log.warning(otherwise, error)
-
-
-def raise_descriptor_limit() -> None:
-    """Let this process have as many descriptors as the system permits; a coordinator needs one for each node."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError) as error:
-            log.debug("the limit of descriptors stays at %d: %s", soft, error)

@@ -178,7 +178,7 @@ class Cycle:
     # -- laying it out -----------------------------------------------------------------------------------------
 
     @classmethod
-    def prepare(cls, launch: WorkerLaunch, start: m.Start, *, job: str, node: str, writer: str) -> Cycle:
+    def prepare(cls, launch: WorkerLaunch, start: m.Start, *, job: str, node: str, writer: str, relay: str) -> Cycle:
         """Lay out a cycle's environments, board and logs; nothing runs yet.
 
         Args:
@@ -187,6 +187,7 @@ class Cycle:
             job: Name of the job.
             node: Name of this node.
             writer: Address of the node's checkpoint writer; empty = there is none.
+            relay: Address of the node's relay for restarts inside the processes; empty = there is none.
 
         Raises:
             OSError: A file of it cannot be made.
@@ -221,6 +222,7 @@ class Cycle:
                 env.CONFIG: options.layers.launcher.to_json(),
                 env.CONFIG_FILE: options.layers.file_name,
                 env.WRITER: writer,
+                env.RELAY: relay,
                 env.UNTRUSTED: _as_text(start.distrusted),
                 env.REPLAY: _as_text(start.replay),
             }
@@ -324,7 +326,8 @@ class Cycle:
         timeouts = configured = Timeouts.from_config(config, with_defaults=True)
         if config.calc_ft_timeouts:
             try:
-                timeouts = in_time(lambda: LearnedTimeouts.load(self.options.run_dir)).apply_to(configured)
+                learned = in_time(self.options.run_dir, lambda: LearnedTimeouts.load(self.options.run_dir))
+                timeouts = learned.apply_to(configured)
             except TimeoutError as error:
                 log.warning("the timeouts learned so far are not used: %s", error)
 
@@ -552,7 +555,7 @@ class Cycle:
                     file.write("\n\n".join(filter(None, parts)) + "\n")
 
             try:
-                in_time(keep)
+                in_time(path, keep)
                 evidence["file"] = str(path)
             except OSError as error:  # a full disk may be what ended the worker
                 log.warning("%s cannot be written: %s", path, error)
@@ -563,7 +566,8 @@ class Cycle:
         destinations, lines = self.logs.destinations, list[str]()
         for path in dict.fromkeys((destinations.stdouts.get(local_rank), destinations.stderrs.get(local_rank))):
             try:
-                lines += in_time(partial(_read_tail, path or os.devnull)).splitlines()[-_LAST_LINES:]
+                tail = in_time(path or os.devnull, partial(_read_tail, path or os.devnull))
+                lines += tail.splitlines()[-_LAST_LINES:]
             except OSError as error:
                 log.debug("%s cannot be read: %s", path, error)
         return tuple(lines)
@@ -658,7 +662,7 @@ class Cycle:
         """Return the message in torch's error file, if the script is decorated with ``@record``."""
         path = Path(self.logs.destinations.error_files.get(local_rank) or "/nonexistent")
         try:
-            message = json.loads(in_time(path.read_text))["message"]
+            message = json.loads(in_time(path, path.read_text))["message"]
         except (OSError, ValueError, KeyError, TypeError):
             return ""
         if isinstance(message, dict):

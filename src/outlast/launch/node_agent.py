@@ -121,6 +121,7 @@ class NodeAgent(SimpleElasticAgent):
         self.is_host = False
         """Whether this process hosts the coordinator."""
         self._workers, self._writer, self._client, self._mailbox = workers, writer, client, mailbox
+        self._relay = client.link.relay
         self._journal, self._timers = NodeJournal(self.options, client.node), Timers()
         self._health = NodeHealth(
             checkups,
@@ -350,7 +351,12 @@ class NodeAgent(SimpleElasticAgent):
             return
         try:
             self._cycle = Cycle.prepare(
-                self._launch, start, job=self.job, node=self._client.node, writer=self._writer_address()
+                self._launch,
+                start,
+                job=self.job,
+                node=self._client.node,
+                writer=self._writer_address(),
+                relay=self._relay.address if self._relay is not None else "",
             )
         except (OSError, OutlastError) as error:
             incident = self._journal.incident(IncidentKind.CANNOT_START, str(error), cycle=start.cycle)
@@ -361,6 +367,8 @@ class NodeAgent(SimpleElasticAgent):
         self._worker_group.group_world_size = start.num_nodes  # type: ignore[assignment]
         self._state = AgentState.RUNNING
         self._journal.begin_cycle(start.cycle)
+        if self._relay is not None:
+            self._relay.begin_cycle(start.cycle)
         try:
             self._workers.start(self._cycle.spawns)
             self._cycle.watch(self._mailbox.put)
@@ -527,6 +535,8 @@ class NodeAgent(SimpleElasticAgent):
     def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str, *, are_gone: bool = False) -> None:
         """End the cycle here and request the next one; ``are_gone``: nothing is left of its workers."""
         cycle.over = True
+        if self._relay is not None:
+            self._relay.end_cycle()
         self._timers.cancel("clear")
         self._write_ended(cycle, reason)
         self._join(facts)
@@ -622,6 +632,8 @@ class NodeAgent(SimpleElasticAgent):
         """Leave the replacement of a lost worker to its peers, for as long as that may take."""
         assert worker.lost is not None
         self._workers.sweep(key)
+        if self._relay is not None:
+            self._relay.lose(worker.global_rank)
         self._journal.write_incident(worker.lost)
         log.warning("%s; the other ranks recover in process", worker.lost.describe())
         if (patience_s := cycle.in_process.patience_s(worker)) is not None:

@@ -12,6 +12,8 @@ from typing import Annotated
 import msgspec
 
 from outlast.incidents import Cause, Incident
+from outlast.inprocess.protocol import Gone
+from outlast.policy import inprocess_protocol as p
 from outlast.policy.causes import Position
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState, Limits
@@ -226,6 +228,44 @@ class Restarted(FromNode, frozen=True, kw_only=True, tag=True):
     progress_known: bool = False
 
 
+class KnownRank(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True):
+    """A rank in a wrapped function, as the relay of its node knows it."""
+
+    initial_rank: int
+    standing: p.MemberStanding
+    labels: dict[str, str] = {}
+    """What it reports of its place beyond its node."""
+    last_words: Gone | p.Left | None = None
+    """``None``: it lives, or may."""
+
+
+class RankStandings(FromNode, frozen=True, kw_only=True, tag=True):
+    """Ranks of this node came to a call of a wrapped function, or the coordinator is reached again."""
+
+    cycle: int
+    call: int
+    """Which of the workers' calls of a wrapped function it is, from 0."""
+    world_size: int
+    limits: p.RestartLimits
+    ranks: tuple[KnownRank, ...]
+    end: p.Finish | p.Abort | None = None
+    """The last order of the call, which they have."""
+
+
+_SHORT = {"term": "t", "cycle": "c", "call": "k", "reports": "r", "runs": "n", "order": "o"}
+"""Names on the wire of what each rank, or each node, causes in each restart."""
+
+
+class RankReports(FromNode, frozen=True, kw_only=True, tag="rr", rename=_SHORT):
+    """What ranks of this node report from a wrapped function, in this order."""
+
+    cycle: int
+    call: int
+    """-1: any; they ended and no guard of theirs was seen."""
+    reports: tuple[tuple[int, Gone | p.Report], ...]
+    """By initial rank."""
+
+
 class ScriptSettings(FromNode, frozen=True, kw_only=True, tag=True):
     """What the config of this node's script sets; the coordinator uses what no option and no file sets."""
 
@@ -326,6 +366,18 @@ class NodesMissing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class RankOrder(msgspec.Struct, frozen=True, kw_only=True, tag="ro", rename=_SHORT):
+    """An order to ranks of this node that are in a wrapped function."""
+
+    term: int
+    """Of the coordinator."""
+    cycle: int
+    call: int
+    runs: tuple[tuple[int, int], ...]
+    """Runs of the first initial rank and how many."""
+    order: p.Order
+
+
 class Remark(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Something about another node that belongs into this one's log too."""
 
@@ -347,6 +399,8 @@ FromAgent = (
     | Hung
     | Master
     | Restarted
+    | RankStandings
+    | RankReports
     | Finished
     | ScriptSettings
     | Leave
@@ -356,7 +410,7 @@ FromAgent = (
 """What an agent reports."""
 ToCoordinator = FromAgent | Dead | CoordinatorTick
 """What the coordinator takes."""
-ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | Remark | Stop
+ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | RankOrder | Remark | Stop
 """What the coordinator sends."""
 Question = AskStatus | AskLeadership
 OnControl = FromAgent | Hello | AgentBeat | Moving | Question

@@ -32,11 +32,12 @@ from outlast.launch.membership import JobSettings, name_job
 from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.protocol import Stop
+from outlast.launch.rank_relay import RankRelay
 from outlast.launch.verdicts import load_ladder
 from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
 from outlast.policy.recovery_point import Tier
-from outlast.runtime.addresses import Endpoint, is_loopback, own_address, parse_endpoints
+from outlast.runtime.addresses import Endpoint, address_for_peers, is_loopback, parse_endpoints
 from outlast.runtime.files import in_time
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import name_program, this_process
@@ -293,7 +294,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
 
 def _describe_totals(options: RunOptions, job: str) -> str:
     try:
-        return f" ({in_time(partial(summarise, options.run_dir, job), _TOTALS_S).describe()})"
+        return f" ({in_time(options.run_dir, partial(summarise, options.run_dir, job), _TOTALS_S).describe()})"
     except TimeoutError as error:
         log.warning("the journals in %s cannot be read: %s", options.run_dir, error)
         return ""
@@ -535,13 +536,9 @@ def _make_client(
         beat_interval_s=beat_interval_s,
         silence_s=ft.node_heartbeat_timeout,
         connect_timeout_s=options.join_timeout_s,
+        relay=RankRelay(),
     )
-    addr = args.local_addr or own_address(endpoints[0].host)
-    if options.max_nodes > 1 and is_loopback(addr) and not any(is_loopback(one.host) for one in endpoints):
-        raise ConfigError(
-            f"the other nodes cannot reach this one at its own address {addr} (towards {endpoints[0].host}); name its "
-            "interface (--interface) or its address (--local-addr), or correct its name in /etc/hosts"
-        )
+    addr = args.local_addr or address_for_peers(endpoints, is_one_machine=options.max_nodes == 1)
     return CoordinatorClient(link, addr=addr, nproc=nproc, wish=options.wish)
 
 

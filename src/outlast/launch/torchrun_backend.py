@@ -44,7 +44,7 @@ from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.policy.ladder import Limits
 from outlast.runtime import store as stores
-from outlast.runtime.addresses import Endpoint, own_address, parse_endpoints
+from outlast.runtime.addresses import Endpoint, address_for_peers, parse_endpoints
 from outlast.runtime.run_key import find_run_key
 from outlast.runtime.store import TCPStore, open_cycle_store
 
@@ -67,7 +67,8 @@ class OutlastRendezvous(RendezvousHandler):
         self._join_timeout_s = float(params.get("join_timeout", 600))
         node_timeout_s = float(params.get("node_timeout", 5))
         node = params.get("node_name") or f"{env.hostname()}-{os.getpid()}"
-        self._addr = params.local_addr or own_address(parse_endpoints(params.endpoint)[0].host)
+        endpoints = parse_endpoints(params.endpoint)
+        self._addr = params.local_addr or address_for_peers(endpoints, is_one_machine=params.max_nodes == 1)
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._waiting = 0
         self._closed = False
@@ -100,7 +101,7 @@ class OutlastRendezvous(RendezvousHandler):
             )
 
         self._link = ControlLink(
-            parse_endpoints(params.endpoint),
+            endpoints,
             node=node,
             identity=identity,
             deliver=self._news.put,

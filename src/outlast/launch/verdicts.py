@@ -70,7 +70,8 @@ class CycleEnding:
             may_shrink: The world may continue without one of its nodes.
             num_nodes: Nodes that took part.
         """
-        cause = self._cause()
+        is_permanent = self._is_permanent(num_nodes)
+        cause = self._cause(is_permanent=is_permanent)
         diagnosis = diagnosis_in(cause)
         if diagnosis is not None:
             cause = _by_who_saw_it(cause, diagnosis)
@@ -84,7 +85,7 @@ class CycleEnding:
             may_shrink=may_shrink,
             load=next((facts.load for facts in self.facts if facts.load is not None), None),
             diagnosis=diagnosis,
-            is_permanent=self._is_permanent(num_nodes),
+            is_permanent=is_permanent,
         )
 
     def _is_permanent(self, num_nodes: int) -> bool:
@@ -92,8 +93,10 @@ class CycleEnding:
         causes = [facts.permanent for facts in self.facts]
         return len(causes) == num_nodes and permanent_cause(causes, has_session=True) is not None  # each node judged it
 
-    def _cause(self) -> Incident:
-        cause = root_cause(self.incidents)
+    def _cause(self, *, is_permanent: bool) -> Incident:
+        failed = [one for one in self.incidents if one.kind != IncidentKind.NODE_LOST]
+        # What all ranks failed with was before the loss of a node that has reported it, too.
+        cause = root_cause(failed if is_permanent and failed else self.incidents)
         positions = [position for facts in self.facts for position in facts.positions]
         if cause is None:
             return Incident(

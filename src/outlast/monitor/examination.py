@@ -451,7 +451,7 @@ def _write(path: Path, position: Position, text: str) -> None:
             file.write(head + stacks.arrange(text))
 
     try:
-        in_time(keep)
+        in_time(path, keep)
     except OSError as error:  # a full disk, or one that hangs, must not keep a hang from being acted upon
         log.warning("stacks of rank %d could not be written: %s", position.global_rank, error)
 

@@ -228,7 +228,7 @@ class ReplicaDigest:
         """Return culprits and undecided replicas, as in :class:`Agreement`; ``None`` = all agree. Collective."""
         try:
             if self._group is None:
-                self._group = Group.open(timeout_s=self._timeout_s)
+                self._group = Group.share(timeout_s=self._timeout_s)
             group = self._group.process_group
             assert group is not None, "closed"
             total = 0

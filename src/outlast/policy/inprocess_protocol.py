@@ -169,7 +169,7 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag="f", array_like=T
         return self.kind == RankFaultKind.SOFT_TIMEOUT and self.evidence.get(WAITS) == "yes"
 
 
-class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="y", array_like=True):
     """The rank is out of the function, its groups are gone, its checks passed: it can enter ``call``."""
 
     restart_count: int

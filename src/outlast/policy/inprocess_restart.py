@@ -38,9 +38,10 @@ _WIDTH = 1 << _BITS
 
 
 class NumberMap(Mapping[int, V]):
-    """A map from numbers to anything but ``None``, in the order of the numbers; none of its methods changes it.
+    """An immutable map from numbers to values other than ``None``, ordered by number.
 
-    A tree with 32 branches at each node: one with a change shares all but the nodes on the way to it.
+    It is a tree with 32 branches at each node. A changed copy shares with the original all nodes except those on the
+    path to the change.
 
     Args:
         items: What is in it; numbers from 0.

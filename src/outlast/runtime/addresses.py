@@ -39,11 +39,6 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
-    def is_local(self) -> bool:
-        """Whether the host's name means this machine."""
-        return bool(listening_addresses(self.host))
-
-    @property
     def family(self) -> socket.AddressFamily:
         """The family of sockets that listen there; a name means IPv4."""
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -148,6 +143,36 @@ def own_address(towards: str | None) -> str:
             return (same or outward or [(family, own)])[0][1]
         return own
     raise RendezvousError(f"host {towards!r} cannot be reached from here ({why}); check its name and the network")
+
+
+def address_for_peers(endpoints: Sequence[Endpoint], *, is_one_machine: bool) -> str:
+    """Return the address under which the agents of a job reach this machine.
+
+    Args:
+        endpoints: Where they may meet; of those whose host is known here, the first one counts.
+        is_one_machine: There are no others.
+
+    Raises:
+        ConfigError: The interface that was named is not here, or the address is a loopback one and there are others.
+        RendezvousError: No host is known here, or none can be reached.
+
+    Blocks: while the names are looked up.
+    """
+    first_error: RendezvousError | None = None
+    for endpoint in endpoints:
+        try:
+            own = own_address(endpoint.host)
+        except RendezvousError as error:
+            first_error = first_error or error
+            continue
+        if is_loopback(own) and not is_one_machine and not any(is_loopback(one.host) for one in endpoints):
+            raise ConfigError(
+                f"the other nodes cannot reach this one at its own address {own} (towards {endpoint.host}); name its "
+                "interface (--interface) or its address (--local-addr), or correct its name in /etc/hosts"
+            )
+        return own
+    assert first_error is not None, "no endpoint"
+    raise first_error
 
 
 def listening_addresses(host: str, *, interface: str | None = None) -> list[tuple[socket.AddressFamily, str]]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 import tempfile
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 DISK_S = 2.0
 """How long a process that has more urgent things to do waits for a disk."""
-_overdue: list[threading.Thread] = []
+_overdue: dict[str, Future[Any]] = {}
+"""Mount point to what hangs there."""
 
 NOT_ALLOWED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 """What a system call answers that the kernel does not have, or that a container may not make."""
@@ -85,20 +87,11 @@ def create_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     return is_made
 
 
-def in_time(work: Callable[[], T], timeout_s: float | None = None) -> T:
-    """Do what a hung disk may keep for ever, and go on without it if it takes too long; it ends when it can.
+def begin(work: Callable[[], T]) -> Future[T]:
+    """Begin what a hung disk may keep from ending, in a thread of its own; return its outcome.
 
-    While something earlier still hangs, nothing more is tried.
-
-    Raises:
-        TimeoutError: It took longer than :data:`DISK_S`, or what was given; it is an ``OSError``.
-
-    Blocks: up to that.
     Thread: any.
     """
-    _overdue[:] = [thread for thread in _overdue if thread.is_alive()]
-    if _overdue:
-        raise TimeoutError("the disk does not answer")
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -107,13 +100,50 @@ def in_time(work: Callable[[], T], timeout_s: float | None = None) -> T:
         except BaseException as error:  # noqa: BLE001  it is raised where the result is waited for
             outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="outlast-disk", daemon=True)
-    thread.start()
-    thread.join(DISK_S if timeout_s is None else timeout_s)
+    threading.Thread(target=run, name="outlast-disk", daemon=True).start()
+    return outcome
+
+
+def in_time(path: str | os.PathLike[str], work: Callable[[], T], timeout_s: float | None = None) -> T:
+    """Do what a hung disk may keep from ending, and go on without it if it takes too long; it ends when it can.
+
+    While something earlier still hangs on the same file system, nothing more is tried there.
+
+    Args:
+        path: A file or folder that the work is about.
+        work: What to do.
+        timeout_s: How long to wait; ``None`` = :data:`DISK_S`.
+
+    Raises:
+        TimeoutError: It took longer, or something earlier still does; it is an ``OSError``.
+
+    Blocks: up to that.
+    Thread: any.
+    """
+    where = _mount_point(path)
+    if (earlier := _overdue.get(where)) is not None:
+        if not earlier.done():
+            raise TimeoutError(f"the disk at {where} does not answer")
+        _overdue.pop(where, None)
+    outcome = begin(work)
+    wait((outcome,), DISK_S if timeout_s is None else timeout_s)
     if not outcome.done():
-        _overdue.append(thread)
-        raise TimeoutError("the disk does not answer")
+        _overdue[where] = outcome
+        raise TimeoutError(f"the disk at {where} does not answer")
     return outcome.result()
+
+
+def _mount_point(path: str | os.PathLike[str]) -> str:
+    """Return where the file system of a path is mounted, without asking that file system."""
+    full = os.path.abspath(path)
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return "/"
+    points = {re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4]) for line in lines}
+    while full not in points and full != "/":
+        full = os.path.dirname(full)
+    return full
 
 
 def memory_file(name: str, *, can_be_sealed: bool = False) -> int:

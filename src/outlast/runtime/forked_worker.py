@@ -61,8 +61,8 @@ _UNFLUSHED = 120
 class Preloaded:
     """What was imported before the script, by one name that the zygote was given.
 
-    The script finds none of its packages in ``sys.modules`` until it imports one: that is when a fresh interpreter
-    would read the variables that it may have set until then.
+    These modules are absent from ``sys.modules`` until the script imports one of them. A fresh interpreter would run
+    the import at that point, and so see the environment variables that the script has set before it.
 
     Args:
         name: What was imported.

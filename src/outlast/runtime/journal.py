@@ -145,7 +145,7 @@ class _JournalWriter:
         self._path, self._describe_lost = path, describe_lost
         self.num_lost = 0
         self._num_untold = 0
-        """Lost lines that the journal does not tell of yet."""
+        """Number of lost lines that the journal does not report yet."""
         self._fd, self._is_torn, self._is_closed = -1, False, False
         self._begin()
         if isinstance(error := self._open_error, OSError):
@@ -158,7 +158,7 @@ class _JournalWriter:
         self._lines: deque[bytes] = deque()
         self._num_queued = self._num_done = 0
         self._is_stuck = False
-        """Somebody waited in vain for the line that is being written."""
+        """A caller's wait for the line that is being written has timed out."""
         self._thread: threading.Thread | None = None
         self._open_error: OSError | None = None
         if self._fd < 0:

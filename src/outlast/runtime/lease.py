@@ -319,8 +319,11 @@ class Lease:
         process = owner.token in _held if owner.process == self._own.process else is_alive(owner.process)
         job: bool | None = None
         mark: tuple[bytes, ...] = (newest.data,)
-        if self._own.job is not None and owner.job == self._own.job:
+        own = self._own
+        if own.job is not None and owner.job == own.job:
             job = False  # that is us, and we are asking
+        elif own.outlives and own.run_dir is not None and owner.run_dir == own.run_dir:
+            job = False  # the run directory is our launcher's now: its record vouches for nobody before it
         elif owner.outlives and owner.run_dir is not None and owner.run_dir != self._records.url:
             launcher = self._look_at_launcher(owner.run_dir)
             mark += (launcher.data,)

@@ -369,7 +369,7 @@ def write_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank:
         make_private_folder(path.parent)
         write_atomically(path, msgspec.json.encode(diagnosis), mode=PRIVATE)
 
-    in_time(write, _DIAGNOSIS_S)
+    in_time(path, write, _DIAGNOSIS_S)
     return path
 
 
@@ -377,7 +377,7 @@ def read_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: 
     """Return what a rank left; ``None`` when it left nothing, or nothing that can be read (which is logged)."""
     path = _path(run_dir, job, cycle, rank)
     try:
-        return from_json(in_time(path.read_bytes), Diagnosis)
+        return from_json(in_time(path, path.read_bytes), Diagnosis)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:

@@ -17,14 +17,23 @@ import time
 from collections.abc import Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import msgspec
 
 from outlast import clock, env
+from outlast.decoding import from_msgpack
 from outlast.errors import ConfigError, OutlastError, PeerLost, RendezvousError
 from outlast.runtime import connections, device
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed
+
+_FAN_OUT = 16
+"""Of the tree that bytes are gathered by."""
+_TAG = 0x6F75
+"""Of messages of the tree: they match no others between the same ranks."""
 
 
 class Group:
@@ -45,6 +54,7 @@ class Group:
         self.process_group = process_group
         self._opened, self._threads = opened, threads
         self._is_cut = False
+        self._num_users = 1
         self._lock = threading.Lock()
 
     @property
@@ -84,6 +94,36 @@ class Group:
             ) from error
         return making.end(group, timeout_s)
 
+    @classmethod
+    def share(cls, *, timeout_s: float) -> Group:
+        """Return the group of all ranks that this world's training threads have in common; the first call makes it.
+
+        For users whose collectives come in the same order on all ranks because the training thread makes them all. Who
+        asks from another thread, or cuts the group while the others go on, opens one of its own: the check of all ranks
+        (:mod:`outlast.health.process_group`) must leave everybody else's connections alone, and what a restart in
+        process exchanges is over before these users begin.
+
+        Args:
+            timeout_s: Of its collectives; users with another one share another group.
+
+        Raises:
+            RendezvousError: The ranks did not find each other.
+
+        Collective: all ranks of the default group, in the same order of calls and of :meth:`close`.
+        Thread: that of the training loop.
+        Blocks: up to ``timeout_s`` where it is made.
+        """
+        import torch.distributed as dist
+
+        group = _shared.get(timeout_s)
+        # A world that was destroyed takes its groups along; the next world's ranks all make another.
+        known = dist.distributed_c10d._world.pg_map
+        if group is None or group.is_cut or group.process_group not in known:
+            group = _shared[timeout_s] = cls.open(timeout_s=timeout_s)
+        else:
+            group._num_users += 1
+        return group
+
     def cut(self) -> None:
         """End whatever waits on the group's connections, here or at a peer.
 
@@ -98,16 +138,24 @@ class Group:
         connections.cut_group(opened, self._threads)
 
     def close(self) -> None:
-        """Cut the group and destroy it.
+        """Cut the group and destroy it; one that is shared, when its last user closes it.
 
         Blocks: as :meth:`cut` does; peers that still wait in the group fail.
         """
         import torch.distributed as dist
 
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users > 0:
+                return
         self.cut()
         group, self.process_group = self.process_group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+_shared: WeakValueDictionary[float, Group] = WeakValueDictionary()
+"""Of this world, or one that was destroyed, by the timeout of their collectives; their users hold them."""
 
 
 def settle(timeout_s: float = 0.5) -> bool:
@@ -232,23 +280,71 @@ class _Making:
 def gather_bytes(group: torch.distributed.ProcessGroup, data: bytes) -> list[bytes]:
     """Return what every rank of a gloo group gave, in the order of the ranks.
 
+    It goes up a tree to rank 0, and from there to all at once: nothing is padded, and the ranks' number adds levels,
+    not steps of a ring.
+
     Raises:
         RuntimeError: A peer is gone, or did not come in time.
 
     Collective: all ranks of the group.
     Blocks: up to the group's timeout.
     """
+    gathered = gather_on_first(group, data)
+    packed = msgspec.msgpack.encode(gathered) if gathered is not None else b""
+    return from_msgpack(broadcast_bytes(group, packed, 0), list[bytes])
+
+
+def gather_on_first(group: torch.distributed.ProcessGroup, data: bytes) -> list[bytes] | None:
+    """Return on rank 0 of a gloo group what every rank gave, in the order of the ranks; ``None`` elsewhere.
+
+    Raises:
+        RuntimeError: A peer is gone, or did not come in time.
+
+    Collective: all ranks of the group.
+    Blocks: up to the group's timeout; a rank that has none below it in the tree only until its answer is sent.
+    """
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    known = [(rank, data)]
+    for child in range(_FAN_OUT * rank + 1, min(world_size, _FAN_OUT * (rank + 1) + 1)):
+        known += from_msgpack(_receive(group, child), list[tuple[int, bytes]])
+    if rank == 0:
+        return [given for _, given in sorted(known)]
+    _send(group, msgspec.msgpack.encode(known), (rank - 1) // _FAN_OUT)
+    return None
+
+
+def find_first(group: torch.distributed.ProcessGroup, data: bytes) -> bytes:
+    """Return, on all ranks of a gloo group, what the lowest rank gave that gave anything; nothing if none did.
+
+    Raises:
+        RuntimeError: A peer is gone, or did not come in time.
+
+    Collective: all ranks of the group.
+    Blocks: up to the group's timeout.
+    """
+    gathered = gather_on_first(group, data)
+    return broadcast_bytes(group, next(filter(None, gathered or ()), b""), 0)
+
+
+def _send(group: torch.distributed.ProcessGroup, data: bytes, to: int) -> None:
     import torch
     import torch.distributed as dist
 
-    world_size = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
-    longest = max(int(length) for length in lengths)
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world_size)]
-    if longest:
-        dist.all_gather(parts, _tensor(data, longest), group=group)
-    return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+    dist.send(torch.tensor([len(data)]), group=group, group_dst=to, tag=_TAG)
+    dist.send(_tensor(data), group=group, group_dst=to, tag=_TAG)
+
+
+def _receive(group: torch.distributed.ProcessGroup, of: int) -> bytes:
+    import torch
+    import torch.distributed as dist
+
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, group=group, group_src=of, tag=_TAG)
+    received = torch.zeros(int(length), dtype=torch.uint8)
+    dist.recv(received, group=group, group_src=of, tag=_TAG)
+    return received.numpy().tobytes()
 
 
 def broadcast_bytes(group: torch.distributed.ProcessGroup, data: bytes, source: int) -> bytes:
@@ -271,16 +367,16 @@ def broadcast_bytes(group: torch.distributed.ProcessGroup, data: bytes, source: 
     length = torch.tensor([len(data)])
     dist.broadcast(length, group=group, group_src=source)
     is_source = dist.get_rank(group) == source
-    sent = _tensor(data, len(data)) if is_source else torch.zeros(int(length), dtype=torch.uint8)
+    sent = _tensor(data) if is_source else torch.zeros(int(length), dtype=torch.uint8)
     if sent.numel():
         dist.broadcast(sent, group=group, group_src=source)
     return sent.numpy().tobytes()
 
 
-def _tensor(data: bytes, num_bytes: int) -> torch.Tensor:
-    """Return bytes as a tensor, with zeros behind them."""
+def _tensor(data: bytes) -> torch.Tensor:
+    """Return bytes as a tensor."""
     import torch
 
-    padded = torch.zeros(num_bytes, dtype=torch.uint8)
-    padded.numpy()[: len(data)] = memoryview(data)
-    return padded
+    tensor = torch.zeros(len(data), dtype=torch.uint8)
+    tensor.numpy()[:] = memoryview(data)
+    return tensor

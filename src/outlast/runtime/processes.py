@@ -11,12 +11,15 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import resource
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -189,6 +192,13 @@ def kill_group(pgid: int, sig: int) -> bool:
         # Some member changed its user; the ones that we may signal got it.
         return True
     return True
+
+
+def peer_user(connection: socket.socket) -> int:
+    """Return the user whose process opened a connection to a Unix socket, as the kernel knows it."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(user)
 
 
 def open_pidfd(pid: int) -> int:
@@ -383,6 +393,14 @@ def _with_package_path() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
     return variables
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many descriptors as the system permits, where it needs one for each of many peers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # a container may not permit it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def channel_to_parent(fd: str, receives: Any) -> MessageChannel[Any]:

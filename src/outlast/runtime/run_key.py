@@ -22,6 +22,7 @@ know).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import hmac
@@ -158,22 +159,21 @@ def key_of_directory(run_dir: Path, *, make: bool = True) -> RunKey:
         ) from None
 
 
-def find_known_key(run_dir: Path | None, *, key_file: str | None = None) -> RunKey | None:
-    """Return the key of a run of which only the directory is known; ``None``: it has none, or not for this process.
+def find_known_keys(run_dir: Path | None, *, key_file: str | None = None) -> list[RunKey]:
+    """Return the keys that a run may have of which only the directory is known, the likeliest first.
+
+    The variable may be left from another run, and the directory's key from before the variable was set, so both count.
 
     Raises:
         ConfigError: The file or the variable that is named cannot be used.
     """
     if key_file is not None:
-        return find_run_key("", None, key_file=key_file, is_one_machine=False)
-    if (found := key_of_environment()) is not None:
-        return found
-    if run_dir is None or not (run_dir / FILE_NAME).exists():
-        return None
-    try:
-        return key_of_directory(run_dir, make=False)
-    except ConfigError:
-        return None
+        return [find_run_key("", None, key_file=key_file, is_one_machine=False)]
+    found = [key_of_environment()]
+    if run_dir is not None and (run_dir / FILE_NAME).exists():
+        with contextlib.suppress(ConfigError):  # it is another user's
+            found.append(key_of_directory(run_dir, make=False))
+    return [key for key in found if key is not None]
 
 
 def make_offer() -> str:

@@ -7,6 +7,7 @@ short; of the ranks' files the end shows how far they are.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from outlast.policy.lease import Process
 from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
 from outlast.runtime.lease import FOLDER
 from outlast.runtime.processes import is_alive, machine_id
-from outlast.runtime.run_key import RunKey, find_known_key
+from outlast.runtime.run_key import RunKey, find_known_keys
 
 MAX_FILES = 20_000
 """Newest files of the journal that are looked at."""
@@ -75,12 +76,13 @@ class Evidence:
     """What could not be read."""
 
 
-def gather(run_dir: Path, *, live: LiveStatus | None = None) -> Evidence:
+def gather(run_dir: Path, *, live: LiveStatus | None = None, key_file: str | None = None) -> Evidence:
     """Read what there is about the newest job in a run directory.
 
     Args:
         run_dir: The run directory.
         live: The coordinator's status, if it was asked already.
+        key_file: Where the run's key comes from, if not from the environment or the directory.
 
     Raises:
         ConfigError: It is no run directory, or cannot be read.
@@ -101,7 +103,7 @@ def gather(run_dir: Path, *, live: LiveStatus | None = None) -> Evidence:
     if live is not None and live.job != job:
         live = None
     elif live is None and _is_worth_asking(events, living):
-        live, unreachable = _ask_for(job, events, find_known_key(run_dir))
+        live, unreachable = _ask_for(job, events, find_known_keys(run_dir, key_file=key_file))
     return Evidence(
         run_dir=str(run_dir),
         job=job,
@@ -319,10 +321,10 @@ def _is_worth_asking(events: Sequence[Event], living: Mapping[JobProcess, bool |
     return None in lives.values() or not runs
 
 
-def _ask_for(job: str, events: Sequence[Event], key: RunKey | None) -> tuple[LiveStatus | None, str | None]:
+def _ask_for(job: str, events: Sequence[Event], keys: Sequence[RunKey]) -> tuple[LiveStatus | None, str | None]:
     """Ask the coordinator of a job; return its status, or why there is none."""
     reason = None
-    for endpoint in _endpoints(events):
+    for endpoint, key in itertools.product(_endpoints(events), keys or (None,)):
         try:
             live = ask_coordinator(endpoint, key)
         except RendezvousError as error:

@@ -30,9 +30,9 @@ class RunState(StrEnum):
     OVER = "over"
     """It has ended; see `exit_code` and `reason`."""
     NO_PROCESS = "no_process"
-    """It has not ended in order, and none of its processes is left."""
+    """It did not end properly, and none of its processes is left."""
     UNKNOWN = "unknown"
-    """It has not ended in order, its processes are on other machines, and they gave no sign of life lately."""
+    """It did not end properly. Its processes are on other machines and have not reported recently."""
 
 
 class NodeState(StrEnum):

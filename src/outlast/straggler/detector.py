@@ -330,7 +330,7 @@ class StragglerDetector:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return None
         if self._group is None:
-            self._group = Group.open(timeout_s=self._timeout_s)
+            self._group = Group.share(timeout_s=self._timeout_s)
         assert self._group.process_group is not None, "closed"
         return self._group.process_group
 

@@ -85,7 +85,7 @@ class _SharedWriting:
 class GlobalLane(Lane):
     """Commit saves to the global tier."""
 
-    _name = "global"
+    name = "global"
     _tier = Tier.GLOBAL
     file_bytes = FILE_BYTES
     """A file that has reached it is full."""

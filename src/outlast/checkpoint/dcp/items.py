@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -213,7 +214,101 @@ def make_metadata(manifest: GlobalManifest) -> Metadata:
 
 
 def dump_metadata(manifest: GlobalManifest) -> bytes:
-    """Return the content of ``.metadata``."""
-    buffer = io.BytesIO()
-    pickle.dump(make_metadata(manifest), buffer)
-    return buffer.getvalue()
+    """Return the content of ``.metadata``: :func:`make_metadata`, pickled.
+
+    The pickle is put together by hand: there are as many pieces as ranks times tensors, and each would be four objects
+    that pass through the pickler, which takes ten times as long and holds the interpreter's lock all the while.
+    """
+    pickled = _Pickled()
+    described, stored, paths = list[bytes](), list[bytes](), list[bytes]()
+    files = [pickled.shared(file.name) for file in manifest.files]
+    chunk, index, info = (pickled.shared(kind) for kind in (ChunkStorageMetadata, MetadataIndex, _StorageInfo))
+    chunk_head = chunk + b")\x81}(" + pickled.shared("offsets")
+    sizes, fqn, at = pickled.shared("sizes"), pickled.shared("fqn"), b"N" + pickled.shared("offset")
+    index_head, no_index = index + b")\x81}(" + fqn, pickled.shared("index")
+    info_head, length = info + b")\x81}(" + pickled.shared("relative_path"), pickled.shared("length")
+    start = pickled.shared("offset")
+    for item in manifest.items:
+        if not item.path:
+            continue
+        name, shapes = pickled.shared(item.name), dict[tuple[int, ...], bytes]()
+        chunks, places = list[bytes](), list[bytes]()
+        paths += (name, pickled.value(tuple(item.path)))
+        begin = index_head + name + no_index + at
+        for piece in item.pieces:
+            where = piece.where
+            if where is None:
+                continue
+            shape = shapes.get(piece.shape)
+            if shape is None:
+                shape = shapes[piece.shape] = pickled.shared(torch.Size(piece.shape))
+            offset = pickled.size(piece.offset)
+            chunks += (chunk_head, offset, sizes, shape, b"ub")
+            place = info_head + files[where.file] + start + _pickled_int(where.start) + length
+            places += (begin, offset if item.dtype is not None else b"N", b"ub", place)
+            places += (_pickled_int(where.num_bytes), b"ub")
+        stored.append(b"".join(places))
+        described.append(name)
+        if item.dtype is None:
+            described.append(pickled.value(BytesStorageMetadata()))
+        else:
+            properties = pickled.value(TensorProperties(dtype=TORCH_TYPES[item.dtype]))
+            head = pickled.shared(TensorStorageMetadata) + b")\x81}(" + pickled.shared("properties") + properties
+            size = pickled.shared("size") + pickled.value(torch.Size(item.shape))
+            described += (head, size, pickled.shared("chunks"), b"](", b"".join(chunks), b"eub")
+    fields = {
+        "state_dict_metadata": b"}(" + b"".join(described) + b"u",
+        "planner_data": b"}(" + b"".join(paths) + b"u",
+        "storage_data": b"}(" + b"".join(stored) + b"u",
+        "storage_meta": pickled.value(StorageMeta()),
+    }
+    body = b"".join(pickled.value(name) + data for name, data in fields.items())
+    return pickled.end(pickled.shared(Metadata) + b")\x81}(" + body + b"ub")
+
+
+class _Pickled:
+    """Pieces of a pickle, which may refer to what is shared by all of it."""
+
+    def __init__(self) -> None:
+        self._shared: dict[Any, bytes] = {}
+        self._prefix: list[bytes] = []
+        self._sizes: dict[tuple[int, ...], bytes] = {}
+        self._size = self.shared(torch.Size)
+
+    def value(self, value: Any) -> bytes:
+        """Return what makes a small value."""
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer, _PROTOCOL)
+        pickler.fast = True  # refers to nothing that was pickled before
+        pickler.dump(value)
+        return buffer.getvalue()[2:-1]  # without the protocol and the end
+
+    def shared(self, value: Any) -> bytes:
+        """Return what refers to a value that is made once: an immutable one."""
+        found = self._shared.get(value)
+        if found is None:
+            number = struct.pack("<I", len(self._shared))
+            self._prefix.append(self.value(value) + b"r" + number + b"0")
+            found = self._shared[value] = b"j" + number
+        return found
+
+    def size(self, lengths: tuple[int, ...]) -> bytes:
+        """Return what makes a ``torch.Size``."""
+        found = self._sizes.get(lengths)
+        if found is None:
+            found = self._size + b"(" + b"".join(map(_pickled_int, lengths)) + b"t\x85R"
+            self._sizes[lengths] = found
+        return found
+
+    def end(self, body: bytes) -> bytes:
+        """Return the whole pickle."""
+        return bytes((0x80, _PROTOCOL)) + b"".join(self._prefix) + body + b"."
+
+
+_PROTOCOL = 3
+"""Without frames, which pieces could not be put together from."""
+
+
+def _pickled_int(number: int) -> bytes:
+    """Return what makes an integer from 0 on."""
+    return b"J" + number.to_bytes(4, "little") if number < 1 << 31 else b"\x8a\x09" + number.to_bytes(9, "little")

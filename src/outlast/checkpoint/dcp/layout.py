@@ -293,10 +293,10 @@ def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
         CheckpointError: The parts of a tensor do not make up the whole; loaded by another number of ranks it would
             have holes.
     """
-    kinds = kinds_of(inventories)
-    groups, own_of_kind = _group([(one, one.rows(private=False)) for one, _ in kinds])
-    private, own = _group([(one, one.rows(private=True)) for one in inventories])
-    _check_whole([*groups, *private])
+    kinds, single = kinds_of(inventories), find_single(inventories)
+    groups, own_of_kind = _group([(one, one.rows(private=False)) for one, _ in kinds], single)
+    private, own = _group([(one, one.rows(private=True)) for one in inventories], single)
+    _check_whole([*groups, *private], single.values())
     load = [0] * len(inventories)
     for (inventory, ranks), mine in zip(kinds, own_of_kind, strict=True):
         num_bytes = sum(inventory.table.rows[index].num_bytes for index in mine)
@@ -304,6 +304,8 @@ def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
             load[rank] = num_bytes + sum(inventory.table.rows[index].num_bytes for index in own[rank])
             own[rank] = sorted(own[rank] + mine)
     parts: list[list[int]] = [[] for _ in inventories]
+    for rank, inventory in enumerate(inventories):
+        load[rank] += single[id(inventory.table)].num_bytes
     for group in private:
         if group.is_written:
             rank, index = min(group.holders, key=lambda holder: (load[holder[0]], holder[0]))
@@ -323,26 +325,70 @@ def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
             parts[rank].append(index)
             heapq.heapreplace(least[kind], (num_bytes + group.first.num_bytes, rank))
     values = _first_holders(kinds)
-    same: dict[tuple[int, ...], tuple[int, ...]] = {}  # of sharded tensors all ranks write the same rows
-    return tuple(
-        Duty(same.setdefault(rows := tuple(sorted(found)), rows), tuple(own[rank]), tuple(values.get(rank, ())))
-        for rank, found in enumerate(parts)
-    )
+    duties = []
+    for rank, found in enumerate(parts):
+        of_table = single[id(inventories[rank].table)].rows
+        written = tuple(sorted((*found, *of_table))) if found else of_table
+        duties.append(Duty(written, tuple(own[rank]), tuple(values.get(rank, ()))))
+    return tuple(duties)
+
+
+@dataclass(slots=True)
+class SingleRows:
+    """The rows of a table that each of its ranks alone has: a part of a tensor that all ranks have parts of."""
+
+    table: InventoryTable
+    rows: tuple[int, ...]
+    num_bytes: int
+    num_ranks: int = 0
+
+
+def find_single(inventories: Sequence[Inventory]) -> dict[int, SingleRows]:
+    """Return, by the identity of its table, which rows need not be compared with those of other ranks.
+
+    They have no digest, since the layout gives each rank another part.
+    """
+    found: dict[int, SingleRows] = {}
+    firsts: dict[str, tuple[TableRow, tuple[int, ...]]] = {}
+    for inventory in inventories:
+        table = inventory.table
+        if id(table) not in found:
+            rows = []
+            for index, row in enumerate(table.rows):
+                whole = table.boxes[row.box][1]
+                first, first_whole = firsts.setdefault(row.item, (row, whole))
+                if not row.is_digested and row.num_bytes and _is_same(row, whole, first, first_whole):
+                    rows.append(index)
+            found[id(table)] = SingleRows(table, tuple(rows), sum(table.rows[index].num_bytes for index in rows))
+        found[id(table)].num_ranks += 1
+    return found
+
+
+def _is_same(row: TableRow, whole: tuple[int, ...], first: TableRow, first_whole: tuple[int, ...]) -> bool:
+    """Return whether two ranks' tensors of one name are the same tensor."""
+    return row is first or (row.dtype, row.path, whole) == (first.dtype, first.path, first_whole)
 
 
 def _group(
-    holders: Sequence[tuple[Inventory, Iterable[tuple[int, TableRow, bytes]]]],
+    holders: Sequence[tuple[Inventory, Iterable[tuple[int, TableRow, bytes]]]], single: Mapping[int, SingleRows]
 ) -> tuple[list[_PartGroup], list[list[int]]]:
-    """Return the parts that count for all, and for each holder the indices of those that count for it alone."""
+    """Return the parts that count for all, and for each holder the indices of those that count for it alone.
+
+    Those that one rank alone has are left out.
+    """
     firsts: dict[str, tuple[TableRow, tuple[int, ...]]] = {}
     groups: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _PartGroup] = {}
     own: list[list[int]] = [[] for _ in holders]
+    left_out = {table: frozenset(one.rows) for table, one in single.items()}
     for holder, (inventory, rows) in enumerate(holders):
-        boxes, offsets = inventory.table.boxes, inventory.offsets
+        boxes, offsets, skipped = inventory.table.boxes, inventory.offsets, left_out[id(inventory.table)]
         for index, row, digest in rows:
+            if index in skipped:
+                firsts.setdefault(row.item, (row, boxes[row.box][1]))
+                continue
             shape, whole = boxes[row.box]
             first, first_whole = firsts.setdefault(row.item, (row, whole))
-            if first is not row and (first.dtype, first_whole, first.path) != (row.dtype, whole, row.path):
+            if not _is_same(row, whole, first, first_whole):
                 own[holder].append(index)
                 continue
             key = row.item, offsets[row.box], shape
@@ -356,13 +402,19 @@ def _group(
     return list(groups.values()), own
 
 
-def _check_whole(groups: Sequence[_PartGroup]) -> None:
-    have = Counter[str]()
+def _check_whole(groups: Iterable[_PartGroup], single: Iterable[SingleRows]) -> None:
+    have, wholes = Counter[str](), dict[str, tuple[int, ...]]()
+    for one in single:
+        for index in one.rows:
+            row = one.table.rows[index]
+            shape, wholes[row.item] = one.table.boxes[row.box]
+            have[row.item] += one.num_ranks * math.prod(shape)
     for group in groups:
         have[group.first.item] += math.prod(group.shape)
-    for name, shape in {group.first.item: group.whole for group in groups}.items():
-        if have[name] != (whole := math.prod(shape)):
-            raise CheckpointError(f"tensor {name!r}: the ranks' parts have {have[name]} elements of {whole}")
+        wholes[group.first.item] = group.whole
+    for name, whole in wholes.items():
+        if have[name] != math.prod(whole):
+            raise CheckpointError(f"tensor {name!r}: the ranks' parts have {have[name]} elements of {math.prod(whole)}")
 
 
 def _first_holders(kinds: Sequence[tuple[Inventory, Sequence[int]]]) -> dict[int, list[int]]:
@@ -510,12 +562,15 @@ def compose(
     Raises:
         CheckpointError: A rank wrote something else than its duty.
     """
-    repacking = Repacking(file_bytes)
+    repacking, single = Repacking(file_bytes), find_single(inventories)
+    left_out = {table: frozenset(one.rows) for table, one in single.items()}
     items: dict[str, Item] = {}
+    shared = _SharedItems()
     written: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Where] = {}
     files, entries = list[FileEntry](), list[RankEntry]()
     for rank, (inventory, duty, report) in enumerate(zip(inventories, duties, reports, strict=True)):
         packed, first, table = repacking.find(inventory, duty, report), len(files), inventory.table
+        rows, boxes, offsets, is_single = table.rows, table.boxes, inventory.offsets, left_out[id(table)]
 
         def move(where: Where, first: int = first) -> Where:
             return Where(first + where.file, where.start, where.num_bytes, where.data_start, where.data_bytes)
@@ -524,9 +579,14 @@ def compose(
             FileEntry(name=name_of(rank, number), num_bytes=file.num_bytes, chunks=unpack_digests(file.digests))
             for number, file in enumerate(report.files)
         ]
+        ranks = (rank,)
         for index, where in zip(duty.parts, packed.parts, strict=True):
-            row = table.rows[index]
-            written[row.item, inventory.offsets[row.box], table.boxes[row.box][0]] = move(where)
+            row = rows[index]
+            shape, whole = boxes[row.box]
+            if index in is_single:
+                shared.add(row, whole, TensorPiece(offsets[row.box], shape, move(where), ranks))
+            else:
+                written[row.item, offsets[row.box], shape] = move(where)
         for index, where in zip(duty.values, packed.values, strict=True):
             value = table.values[index]
             piece = TensorPiece((), (), move(where))
@@ -537,33 +597,52 @@ def compose(
             place = move(where) if math.prod(shape) else None
             tensors.append(OwnTensor(name=row.name, dtype=row.dtype, shape=shape, where=place))
         entries.append(RankEntry(tree=move(packed.tree), tensors=tuple(tensors)))
-    for item in _shared_items(inventories, duties, written):
+    _add_compared(shared, inventories, duties, left_out, written)
+    for item in shared.items():
         items[item.name] = item
     return Composed(tuple(files), tuple(items.values()), tuple(entries), all(report.finite for report in reports))
 
 
-def _shared_items(
+class _SharedItems:
+    """The tensors under the names that all ranks share, put together piece by piece."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, tuple[TableRow, tuple[int, ...], list[TensorPiece]]] = {}
+
+    def add(self, row: TableRow, whole: tuple[int, ...], piece: TensorPiece) -> None:
+        """Add a piece of a tensor."""
+        found = self._pieces.get(row.item)
+        if found is None:
+            found = self._pieces[row.item] = (row, whole, [])
+        found[2].append(piece)
+
+    def items(self) -> Iterator[Item]:
+        """Yield the tensors; of a piece that is the only one, no ranks are listed."""
+        for name, (row, whole, found) in self._pieces.items():
+            pieces = found if len(found) > 1 else [msgspec.structs.replace(found[0], ranks=())]
+            yield Item(name=name, path=row.path, dtype=row.dtype, shape=whole, pieces=tuple(pieces))
+
+
+def _add_compared(
+    shared: _SharedItems,
     inventories: Sequence[Inventory],
     duties: Sequence[Duty],
+    left_out: Mapping[int, frozenset[int]],
     written: Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], Where],
-) -> Iterator[Item]:
-    """Yield the tensors under the names that all ranks share, with what lies where and whose it was."""
-    shared: dict[str, tuple[TableRow, tuple[int, ...], dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]]] = {}
+) -> None:
+    """Add the pieces that several ranks may have."""
+    found: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[TableRow, tuple[int, ...], list[int]]] = {}
     of_all = [(one, one.rows(private=False), ranks) for one, ranks in kinds_of(inventories)]
     of_each = [(one, one.rows(private=True), [rank]) for rank, one in enumerate(inventories)]
     for inventory, rows, ranks in (*of_all, *of_each):
-        own = set(duties[ranks[0]].own)  # of training's state it is the same for all ranks of a kind
+        # Of training's state, what is a rank's own is the same for all ranks of a kind.
+        skipped = left_out[id(inventory.table)].union(duties[ranks[0]].own)
         for index, row, _ in rows:
-            if index not in own:
+            if index not in skipped:
                 shape, whole = inventory.table.boxes[row.box]
-                _, _, holders = shared.setdefault(row.item, (row, whole, {}))
-                holders.setdefault((inventory.offsets[row.box], shape), []).extend(ranks)
-    for name, (row, whole, holders) in shared.items():
-        pieces = []
-        for (offset, shape), some in holders.items():
-            listed = tuple(sorted(some)) if len(holders) > 1 else ()
-            pieces.append(TensorPiece(offset, shape, written.get((name, offset, shape)), listed))
-        yield Item(name=name, path=row.path, dtype=row.dtype, shape=whole, pieces=tuple(pieces))
+                found.setdefault((row.item, inventory.offsets[row.box], shape), (row, whole, []))[2].extend(ranks)
+    for key, (row, whole, holders) in found.items():
+        shared.add(row, whole, TensorPiece(key[1], key[2], written.get(key), tuple(sorted(holders))))
 
 
 ALIGNMENT = 64

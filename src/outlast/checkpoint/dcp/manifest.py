@@ -30,7 +30,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     """xxh3_64 of every 8 MiB, hexadecimal."""
 
 
-class Where(msgspec.Struct, frozen=True, array_like=True):
+class Where(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A place in a file."""
 
     file: int
@@ -44,7 +44,7 @@ class Where(msgspec.Struct, frozen=True, array_like=True):
     data_bytes: int
 
 
-class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
+class TensorPiece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A rectangular part of a tensor."""
 
     offset: tuple[int, ...]

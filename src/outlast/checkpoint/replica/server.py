@@ -34,6 +34,7 @@ from outlast.checkpoint.replica.protocol import (
 )
 from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.runtime.addresses import listen_at
+from outlast.runtime.files import begin
 from outlast.runtime.wire import ProtocolError
 
 WORKING_S = 1.0
@@ -157,15 +158,7 @@ class Service:
             ConnectionError: The peer broke off.
             TimeoutError: The disk does not answer.
         """
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001  it is raised where the result is waited for
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="outlast-replica-disk", daemon=True).start()
+        future = begin(work)
         try:
             for _ in range(round(MAX_WORK_S / WORKING_S)):
                 try:

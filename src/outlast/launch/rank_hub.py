@@ -1,0 +1,223 @@
+"""The coordinator as the hub of restarts inside the processes: what ranks report goes in, orders to them come out.
+
+All decisions about a call of a wrapped function are :mod:`outlast.policy.inprocess_restart`'s, as in the hub that a
+monitor process hosts where there is no agent of ours (:mod:`outlast.inprocess.hub`). Here no links are kept and nobody
+is found silent: each node's relay (:mod:`outlast.launch.rank_relay`) says who came, who is gone and what the rest
+report, and a node that is lost ends the cycle. An order goes to each node once.
+
+What is known here is soft state. A coordinator that takes over a running cycle goes on from the standings that the
+relays send it; a relay that reaches the same one again sends them, too, and gets what it missed.
+
+No I/O happens here; part of :class:`outlast.launch.coordinator.Coordinator`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from outlast.inprocess.protocol import Gone
+from outlast.launch import protocol as m
+from outlast.policy import inprocess_protocol as p
+from outlast.policy import inprocess_restart as restart
+
+log = logging.getLogger(__name__)
+ANY_CALL = -1
+"""In reports: whichever call the rank was about to begin."""
+
+Life = tuple[str, str]
+"""A node and the epoch of its agent."""
+
+
+@dataclass(slots=True)
+class _RankCall:
+    """One call of a wrapped function on all ranks."""
+
+    number: int
+    limits: p.RestartLimits
+    state: restart.RestartState
+    homes: dict[int, Life] = field(default_factory=dict)
+    """Where the ranks are that have come, by initial rank."""
+
+
+class RankHub:
+    """Bring the ranks of the running cycle through faults without ending it.
+
+    All that has to be sent is in :attr:`out` afterwards: node, epoch, order.
+    """
+
+    def __init__(self) -> None:
+        self.out: list[tuple[str, str, m.RankOrder]] = []
+        self.term = 0
+        """Of the coordinator; orders carry it."""
+        self._cycle = -1
+        self._calls: dict[int, _RankCall] = {}
+        self._dead: dict[int, p.RankFault] = {}
+        """Ranks that ended in this cycle: no later call waits for them."""
+        self._kept: list[m.RankStandings | m.RankReports] = []
+
+    def begin(self, cycle: int, term: int) -> None:
+        """Begin with a cycle that this coordinator has formed, or goes on with."""
+        self.close()
+        self._cycle, self.term = cycle, term
+
+    def close(self) -> None:
+        """The cycle is over: nothing that its ranks report counts any more."""
+        self._cycle = -1
+        self._calls, self._dead, self._kept = {}, {}, []
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When to call :meth:`look`; ``None``: not before something comes."""
+        due = [due_s for one in self._calls.values() if (due_s := _deadline_s(one)) is not None]
+        return min(due, default=None)
+
+    def look(self, now_s: float) -> None:
+        """Do what is due."""
+        for call in list(self._calls.values()):
+            if (due_s := _deadline_s(call)) is not None and now_s >= due_s:
+                self._advance(call, restart.TimePassed(at_s=now_s))
+
+    def take(self, message: m.RankStandings | m.RankReports, now_s: float) -> None:
+        """Take what a node's relay reports; the node has a slot in the running cycle."""
+        if message.cycle != self._cycle:
+            log.debug("ranks of node %s reported of cycle %d, which is over", message.node, message.cycle)
+            return
+        if isinstance(message, m.RankStandings):
+            self._seat(self._open(message, now_s), message, now_s)
+        elif message.call == ANY_CALL:
+            self._bury(message.reports, now_s)
+        elif (call := self._calls.get(message.call)) is not None:
+            for rank, report in message.reports:
+                if rank in call.homes:
+                    self._report(call, rank, report, now_s)
+
+    # -- taking over -------------------------------------------------------------------------------------------
+
+    def keep(self, message: m.RankStandings | m.RankReports) -> None:
+        """Keep what is reported until it is known whether the cycle goes on."""
+        self._kept.append(message)
+
+    def take_over(self, cycle: int, term: int, holders: Iterable[str], now_s: float) -> None:
+        """Go on where the coordinator before this one was: all nodes of the cycle have sent what they know.
+
+        Args:
+            cycle: Number of the cycle.
+            term: Of this coordinator.
+            holders: Its nodes.
+            now_s: Monotonic seconds.
+        """
+        names = frozenset(holders)
+        kept = [one for one in self._kept if one.node in names and one.cycle == cycle]
+        self.begin(cycle, term)
+        standings = [one for one in kept if isinstance(one, m.RankStandings)]
+        for number in sorted({one.call for one in standings}):
+            self._resume([one for one in standings if one.call == number], now_s)
+        for message in kept:
+            if isinstance(message, m.RankReports):
+                self.take(message, now_s)
+
+    def _resume(self, standings: list[m.RankStandings], now_s: float) -> None:
+        """Go on with a call."""
+        first = standings[0]
+        ranks = {rank.initial_rank: (rank, one.node) for one in standings for rank in one.ranks}
+        living = {number: rank.standing for number, (rank, _) in ranks.items() if rank.last_words is None}
+        state = restart.begin(first.world_size, now_s)
+        end = next((one.end for one in standings if one.end is not None), None)
+        if end is not None:
+            phase = restart.RestartPhase.FINISHED if isinstance(end, p.Finish) else restart.RestartPhase.ABORTED
+            state = msgspec.structs.replace(state, phase=phase, restart_count=end.restart_count, end=end)
+        elif living:
+            nodes = {number: node for number, (_, node) in ranks.items()}
+            state = restart.take_over(living, nodes, first.world_size, now_s)
+        call = self._calls[first.call] = _RankCall(first.call, first.limits, state)
+        log.info("took over call %d of the ranks: %s, restart %d", call.number, state.phase, state.restart_count)
+        for one in standings:  # all first: who is gone is missed by those that are here
+            self._seat(call, one, now_s, ends=False)
+        for one in standings:
+            self._part(call, one, now_s)
+
+    # -- a call ------------------------------------------------------------------------------------------------
+
+    def _open(self, message: m.RankStandings, now_s: float) -> _RankCall:
+        """Return the call that ranks came to; it begins with the first of them."""
+        call = self._calls.get(message.call)
+        if call is None:
+            call = _RankCall(message.call, message.limits, restart.begin(message.world_size, now_s))
+            # Whoever is not in the call before the newest has been left behind by it.
+            self._calls = {number: one for number, one in self._calls.items() if number >= message.call - 1}
+            self._calls[message.call] = call
+            for rank, fault in list(self._dead.items()):
+                self._report(call, rank, Gone(fault=fault), now_s)
+        return call
+
+    def _seat(self, call: _RankCall, message: m.RankStandings, now_s: float, *, ends: bool = True) -> None:
+        for rank in message.ranks:
+            call.homes[rank.initial_rank] = message.node, message.epoch
+            if rank.last_words is None:
+                came = restart.MemberJoined(
+                    initial_rank=rank.initial_rank,
+                    node=message.node,
+                    labels=rank.labels,
+                    standing=rank.standing,
+                    at_s=now_s,
+                )
+                self._advance(call, came)
+        if ends:
+            self._part(call, message, now_s)
+
+    def _part(self, call: _RankCall, message: m.RankStandings, now_s: float) -> None:
+        for rank in message.ranks:
+            if rank.last_words is not None:
+                self._report(call, rank.initial_rank, rank.last_words, now_s)
+
+    def _bury(self, reports: Iterable[tuple[int, Gone | p.Report]], now_s: float) -> None:
+        """Do without ranks that ended before a guard spoke for them, in each call that waits for them."""
+        for rank, report in reports:
+            if isinstance(report, Gone):
+                self._dead[rank] = report.fault
+                for call in self._calls.values():
+                    if rank not in call.homes:  # else it was a member, and is lost to the call already
+                        self._report(call, rank, report, now_s)
+
+    def _report(self, call: _RankCall, rank: int, report: Gone | p.Report, now_s: float) -> None:
+        if isinstance(report, Gone):
+            fault = report.fault
+            if fault.kind != p.RankFaultKind.LINK_LOST:
+                self._dead[rank] = fault
+            lost = restart.MemberLost(initial_rank=rank, kind=fault.kind, summary=fault.summary, at_s=now_s)
+            self._advance(call, lost)
+        else:
+            self._advance(call, restart.MemberReported(initial_rank=rank, report=report, at_s=now_s))
+
+    def _advance(self, call: _RankCall, event: restart.Event) -> None:
+        before = call.state
+        call.state, actions = restart.advance(before, event, call.limits)
+        if (call.state.restart_count, call.state.phase) != (before.restart_count, before.phase):
+            log.debug("call %d of the ranks: %s, restart %d", call.number, call.state.phase, call.state.restart_count)
+        for action in actions:
+            self._send(call, action)
+
+    def _send(self, call: _RankCall, action: restart.Send) -> None:
+        """Give an order to each node that has one of the ranks, once."""
+        runs: dict[Life, list[tuple[int, int]]] = {}
+        for rank in action.to:
+            if (life := call.homes.get(rank)) is None:
+                continue  # it gets it when it comes
+            known = runs.setdefault(life, [])
+            if known and sum(known[-1]) == rank:
+                known[-1] = known[-1][0], known[-1][1] + 1
+            else:
+                known.append((rank, 1))
+        for (node, epoch), some in runs.items():
+            order = m.RankOrder(
+                term=self.term, cycle=self._cycle, call=call.number, runs=tuple(some), order=action.order
+            )
+            self.out.append((node, epoch, order))
+
+
+def _deadline_s(call: _RankCall) -> float | None:
+    return restart.next_deadline_s(call.state, call.limits)

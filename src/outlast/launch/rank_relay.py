@@ -1,0 +1,376 @@
+"""The relay of a node: it carries what the guards of its ranks report to the coordinator, and orders back to them.
+
+It forwards, it does not decide. The coordinator is the hub of restarts inside the processes
+(:mod:`outlast.launch.rank_hub`); the agent's one connection carries the messages of all ranks of the node, those of a
+turn of the loop together. The relay keeps where each rank stands, so that a coordinator that has just taken over gets
+all of it in one message for each call.
+
+What happens on the node it knows first. A rank whose guard left without last words is dead if its process is, which the
+relay sees at once; if it lives, it has :data:`~outlast.inprocess.hub.RECONNECT_S` to start another guard. A rank that
+ended before it had a guard is named by the agent.
+
+The guards connect to an abstract Unix socket, which leaves no file behind whatever ends the agent; its name holds a
+random token, and the kernel says whose process connects.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import selectors
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from outlast import clock
+from outlast.inprocess.hub import RECONNECT_S
+from outlast.inprocess.protocol import Gone, JoinRelay, MemberRecord, ToRelay
+from outlast.launch import protocol as m
+from outlast.launch.agent_events import Mailbox
+from outlast.launch.rank_hub import ANY_CALL
+from outlast.policy import inprocess_protocol as p
+from outlast.runtime.processes import open_pidfd, peer_user
+from outlast.runtime.wire import BufferedChannel, SelectedChannel, encode_frame
+
+log = logging.getLogger(__name__)
+_BACKLOG = 512
+_FULL_S = 0.1
+"""How long nobody is accepted once there are no descriptors left."""
+
+GuardLink = SelectedChannel[ToRelay]
+
+
+@dataclass(slots=True, kw_only=True)
+class _RelayedRank:
+    """A rank of this node in a call."""
+
+    join: JoinRelay
+    record: MemberRecord
+    link: GuardLink | None
+    """``None``: its guard is away."""
+    last_words: Gone | p.Left | None = None
+    is_over: bool = False
+    """It has the last order for it."""
+    until_s: float | None = None
+    """How long another guard is waited for."""
+    pidfd: int | None = None
+
+
+@dataclass(slots=True)
+class _RelayedCall:
+    """A call of a wrapped function, as far as it concerns this node."""
+
+    world_size: int
+    limits: p.RestartLimits
+    ranks: dict[int, _RelayedRank] = field(default_factory=dict)
+    end: p.Finish | p.Abort | None = None
+
+
+class RankRelay:
+    """Serve the guards of this node.
+
+    A part of the loop of the agent's link (:class:`outlast.launch.coordinator_client.ControlLink`): that waits until
+    :meth:`fileno` is readable or :attr:`deadline_s` has come, and then calls :meth:`serve`.
+
+    Raises:
+        OSError: No socket can be opened.
+
+    Thread: :meth:`begin_cycle`, :meth:`end_cycle` and :meth:`lose` any; the rest the link's.
+    """
+
+    def __init__(self) -> None:
+        self.address = f"outlast-relay-{secrets.token_hex(16)}"
+        """Where guards connect; the name of an abstract socket, without its leading zero."""
+        self._commands: Mailbox[Callable[[], None]] = Mailbox()
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{self.address}")
+        self._listener.listen(_BACKLOG)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._commands, selectors.EVENT_READ, lambda _: None)
+        self._accepts_again_s: float | None = None
+        self._links: set[GuardLink] = set()
+        """All of them: also those that have not joined, or whose cycle is over."""
+        self._term = 0
+        self._cycle: int | None = None
+        self._calls: dict[int, _RelayedCall] = {}
+        self._lost: dict[int, p.RankFault] = {}
+        """Ranks that ended in this cycle before they had a guard."""
+        self._news: list[tuple[int, m.KnownRank | tuple[int, Gone | p.Report]]] = []
+        """What the coordinator does not know yet: the call, and who came to it or what is reported."""
+
+    # -- for the agent -----------------------------------------------------------------------------------------
+
+    def begin_cycle(self, cycle: int) -> None:
+        """Serve the ranks of a cycle from now on; call it before they start."""
+        self._commands.put(partial(self._use_cycle, cycle))
+
+    def end_cycle(self) -> None:
+        """What the ranks report from now on counts no more."""
+        self._commands.put(partial(self._use_cycle, None))
+
+    def lose(self, rank: int) -> None:
+        """Note that a rank ended without which its cycle continues; news only if it had no guard."""
+        fault = p.RankFault(initial_rank=rank, restart_count=0, kind=p.RankFaultKind.DIED)
+        self._commands.put(partial(self._lose, fault))
+
+    # -- for the link ------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when :meth:`serve` has something to do."""
+        return self._selector.fileno()
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When to call :meth:`serve`, whatever comes."""
+        due = [self._accepts_again_s] if self._accepts_again_s is not None else []
+        due += [rank.until_s for call in self._calls.values() for rank in call.ranks.values() if rank.until_s]
+        return min(due, default=None)
+
+    def serve(self) -> list[m.RankStandings | m.RankReports]:
+        """Take in what guards report; return what the coordinator has to know. Blocks: never."""
+        self._run_commands()  # first: a worker's guard connects after its cycle has begun
+        for key, events in self._selector.select(0):
+            # Not what an event before this one has closed; its number may be another's by now.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data(events)
+        now_s = clock.now_s()
+        if self._accepts_again_s is not None and now_s >= self._accepts_again_s:
+            self._accepts_again_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        for call in self._calls.values():
+            for rank in call.ranks.values():
+                if rank.until_s is not None and now_s >= rank.until_s:
+                    self._give_up(rank, p.RankFaultKind.LINK_LOST)
+        return self._take_news()
+
+    def introduce(self, term: int) -> list[m.RankStandings | m.RankReports]:
+        """Return where all ranks stand, for a coordinator that has just been reached.
+
+        Args:
+            term: Of that coordinator; no earlier one is obeyed from now on.
+        """
+        self._run_commands()
+        self._term = max(self._term, term)
+        self._news.clear()  # it is in the standings
+        if self._cycle is None:
+            return []
+        told: list[m.RankStandings | m.RankReports] = [
+            self._standings(number, [_describe(rank) for rank in call.ranks.values() if not rank.is_over])
+            for number, call in self._calls.items()
+        ]
+        if self._lost:
+            reports = tuple((rank, Gone(fault=fault)) for rank, fault in self._lost.items())
+            told.append(m.RankReports(cycle=self._cycle, call=ANY_CALL, reports=reports))
+        return told
+
+    def obey(self, order: m.RankOrder) -> None:
+        """Give ranks an order of the coordinator's."""
+        call = self._calls.get(order.call)
+        if call is None or order.cycle != self._cycle or order.term < self._term:
+            log.debug("an order of term %d to call %d of cycle %d is not obeyed", order.term, order.call, order.cycle)
+            return
+        if isinstance(order.order, p.Finish | p.Abort):
+            call.end = order.order
+        frame = encode_frame(order.order)
+        for first, num in order.runs:
+            for number in range(first, first + num):
+                if (rank := call.ranks.get(number)) is not None and rank.link is not None:
+                    self._give(rank, rank.link, order.order, frame)
+
+    def _run_commands(self) -> None:
+        for command in self._commands.take_all():
+            command()
+
+    def close(self) -> None:
+        """Let everybody go. Idempotent."""
+        if self._listener.fileno() < 0:
+            return
+        self._use_cycle(None)
+        for link in self._links:
+            link.close()
+        self._links.clear()
+        self._listener.close()
+        self._commands.close()
+        self._selector.close()
+
+    # -- guards ------------------------------------------------------------------------------------------------
+
+    def _accept(self, _: int) -> None:
+        while True:
+            try:
+                connection, _address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    continue  # that one is gone again
+                log.warning("no guard can be accepted (%s); the next try is in %g s", error.strerror, _FULL_S)
+                self._selector.unregister(self._listener)
+                self._accepts_again_s = clock.now_s() + _FULL_S
+                return
+            if peer_user(connection) != os.getuid():  # an abstract socket has no permissions of its own
+                connection.close()
+                continue
+            channel: BufferedChannel[ToRelay] = BufferedChannel(connection, ToRelay)
+            self._links.add(GuardLink(self._selector, channel, self._on_newcomer, self._drop))
+
+    def _on_newcomer(self, link: GuardLink, came: list[ToRelay]) -> None:
+        join = came[0]
+        if not isinstance(join, JoinRelay) or join.cycle != self._cycle:
+            log.debug("a guard was refused: it is of no rank of cycle %s", self._cycle)
+            self._drop(link)
+            return
+        call = self._calls.get(join.call)
+        if call is None:
+            call = _RelayedCall(join.initial_world_size, join.limits)
+            # Whoever is not in the call before the newest has been left behind by it.
+            self._calls = {number: one for number, one in self._calls.items() if number >= join.call - 1}
+            self._calls[join.call] = call
+        if (old := call.ranks.get(join.initial_rank)) is not None:
+            self._end_absence(old)
+            if old.link is not None:
+                self._drop(old.link)
+        rank = _RelayedRank(join=join, record=MemberRecord(join.standing), link=link)
+        call.ranks[join.initial_rank] = rank
+        link.on_messages, link.on_broken = partial(self._on_messages, rank), partial(self._on_broken, rank)
+        if call.end is not None:
+            self._give(rank, link, call.end, encode_frame(call.end))
+            return
+        self._news.append((join.call, _describe(rank)))
+        if came[1:]:
+            self._on_messages(rank, link, came[1:])
+
+    def _on_messages(self, rank: _RelayedRank, link: GuardLink, came: list[ToRelay]) -> None:
+        if rank.link is not link or rank.join.cycle != self._cycle:
+            return
+        for message in came:
+            if isinstance(message, JoinRelay):
+                self._on_broken(rank, link, ConnectionAbortedError("it joined twice"))
+                return
+            if isinstance(message, Gone | p.Left) and rank.last_words is None:
+                rank.last_words = message  # why it left counts, not that it ended afterwards
+            if not isinstance(message, Gone):
+                rank.record.note_report(message)
+            if not rank.is_over:
+                self._news.append((rank.join.call, (rank.join.initial_rank, message)))
+
+    def _on_broken(self, rank: _RelayedRank, link: GuardLink, error: OSError) -> None:
+        self._drop(link)
+        if rank.link is not link:
+            return
+        rank.link = None
+        if rank.last_words is not None or rank.is_over:
+            return
+        log.info("the guard of rank %d is gone: %s", rank.join.initial_rank, error)
+        rank.until_s = clock.now_s() + RECONNECT_S
+        try:
+            rank.pidfd = open_pidfd(rank.join.pid)
+        except ProcessLookupError:
+            self._give_up(rank, p.RankFaultKind.DIED)
+        except OSError as failure:  # such as too many open files: its time ends, whether it is dead or not
+            log.warning("rank %d cannot be watched while it has no guard: %s", rank.join.initial_rank, failure)
+        else:
+            see_death = partial(self._give_up, rank, p.RankFaultKind.DIED)
+            self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda _: see_death())
+
+    def _give_up(self, rank: _RelayedRank, kind: p.RankFaultKind) -> None:
+        """Report that a rank without a guard is gone, or counts as gone."""
+        self._end_absence(rank)
+        join = rank.join
+        restart_count = max(0, rank.record.standing.restart_count)
+        rank.last_words = Gone(
+            fault=p.RankFault(initial_rank=join.initial_rank, restart_count=restart_count, kind=kind)
+        )
+        self._news.append((join.call, (join.initial_rank, rank.last_words)))
+
+    def _end_absence(self, rank: _RelayedRank) -> None:
+        rank.until_s = None
+        if rank.pidfd is not None:
+            self._selector.unregister(rank.pidfd)
+            os.close(rank.pidfd)
+            rank.pidfd = None
+
+    def _drop(self, link: GuardLink, error: OSError | None = None) -> None:
+        if error is not None:
+            log.debug("a guard's connection ended before it joined: %s", error)
+        self._links.discard(link)
+        link.close()
+
+    def _give(self, rank: _RelayedRank, link: GuardLink, order: p.Order, frame: bytes) -> None:
+        """Give a rank an order, unless it has that: one may cross the standings that are sent to ask for it."""
+        standing, number = rank.record.standing, rank.join.initial_rank
+        if isinstance(order, p.Go) and standing.restart_count >= order.restart_count:
+            return
+        if isinstance(order, p.Restart) and standing.restart >= order.restart_count:
+            return
+        rank.record.note_order(order)
+        is_left_out = isinstance(order, p.Go) and number not in order.ranks
+        rank.is_over |= is_left_out or isinstance(order, p.Finish | p.Abort | p.Expel)
+        link.send_frame(frame)
+
+    # -- the cycle ---------------------------------------------------------------------------------------------
+
+    def _use_cycle(self, cycle: int | None) -> None:
+        for call in self._calls.values():
+            for rank in call.ranks.values():
+                self._end_absence(rank)
+                rank.is_over = True  # its guard's connection stays: its end would make the rank abort
+        self._cycle, self._calls, self._lost = cycle, {}, {}
+        self._news.clear()
+
+    def _lose(self, fault: p.RankFault) -> None:
+        number = fault.initial_rank
+        if self._cycle is None or any(
+            number in call.ranks and not call.ranks[number].is_over for call in self._calls.values()
+        ):
+            return  # its guard reports why, or its connection ends
+        self._lost[number] = fault
+        self._news.append((ANY_CALL, (number, Gone(fault=fault))))
+
+    # -- what the coordinator has to know ----------------------------------------------------------------------
+
+    def _take_news(self) -> list[m.RankStandings | m.RankReports]:
+        """Return the news as messages, in their order, those of one kind and call together."""
+        messages: list[m.RankStandings | m.RankReports] = []
+        news, self._news = self._news, []
+        came: list[m.KnownRank] = []
+        reports: list[tuple[int, Gone | p.Report]] = []
+        for at, (call, what) in enumerate(news):
+            if isinstance(what, m.KnownRank):
+                came.append(what)
+            else:
+                reports.append(what)
+            following = news[at + 1] if at + 1 < len(news) else None
+            if following is None or following[0] != call or type(following[1]) is not type(what):
+                if came:
+                    messages.append(self._standings(call, came))
+                else:
+                    assert self._cycle is not None
+                    messages.append(m.RankReports(cycle=self._cycle, call=call, reports=tuple(reports)))
+                came, reports = [], []
+        return messages
+
+    def _standings(self, number: int, ranks: list[m.KnownRank]) -> m.RankStandings:
+        call = self._calls[number]
+        assert self._cycle is not None
+        return m.RankStandings(
+            cycle=self._cycle,
+            call=number,
+            world_size=call.world_size,
+            limits=call.limits,
+            ranks=tuple(ranks),
+            end=call.end,
+        )
+
+
+def _describe(rank: _RelayedRank) -> m.KnownRank:
+    return m.KnownRank(
+        initial_rank=rank.join.initial_rank,
+        standing=rank.record.standing,
+        labels=rank.join.labels,
+        last_words=rank.last_words,
+    )

@@ -1,0 +1,320 @@
+"""The coordinator's hub of restarts in process: what it costs, what it sends to whom, and what it forgets."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import pytest
+
+from outlast.inprocess.protocol import Gone, JoinRelay, MemberRecord
+from outlast.launch import protocol as m
+from outlast.launch.rank_hub import ANY_CALL, RankHub
+from outlast.launch.rank_relay import RankRelay
+from outlast.policy import inprocess_protocol as p
+from outlast.runtime.wire import encode_frame
+
+LIMITS = p.RestartLimits()
+
+
+def store_of(rank: int) -> str:
+    return f"10.123.{rank // 256}.{rank % 256} 43210"
+
+
+def gone(rank: int, restart_count: int) -> Gone:
+    fault = p.RankFault(initial_rank=rank, restart_count=restart_count, kind=p.RankFaultKind.DIED)
+    return Gone(fault=fault)
+
+
+class Nodes:
+    """Nodes whose ranks do what they are ordered; bytes of all messages are counted, either way.
+
+    Args:
+        num: Nodes.
+        nproc: Ranks on each.
+        num_spares: Ranks that are spares.
+        is_batched: The ranks of a node report in one message, as when they do within a turn of its loop.
+    """
+
+    def __init__(self, num: int, nproc: int = 8, *, num_spares: int = 0, is_batched: bool = True) -> None:
+        self.num, self.nproc, self.num_active = num, nproc, num * nproc - num_spares
+        self.is_batched = is_batched
+        self.num_bytes = 0
+        self.num_messages = 0
+        self.now_s = 0.0
+        self.records = {rank: MemberRecord() for rank in range(num * nproc)}
+        self.orders: dict[int, list[p.Order]] = {rank: [] for rank in self.records}
+        self.dead: set[int] = set()
+        self.busy: set[int] = set()
+        """They do not get ready."""
+        self.hub = RankHub()
+        self.hub.begin(0, 1)
+
+    def home(self, rank: int) -> str:
+        return f"node-{rank // self.nproc}"
+
+    def join(self, *, call: int = 0, but: tuple[int, ...] = ()) -> None:
+        for rank in self.records.keys() - set(but) - self.dead:
+            self.stand((rank,), call=call)
+            self.report({rank: p.RankReady(restart_count=0, store_address=store_of(rank))}, call=call)
+        self.settle()
+
+    def standings(self, ranks: tuple[int, ...], call: int = 0) -> m.RankStandings:
+        known = tuple(
+            m.KnownRank(
+                initial_rank=rank,
+                standing=self.records[rank].standing,
+                last_words=gone(rank, self.records[rank].standing.restart_count) if rank in self.dead else None,
+            )
+            for rank in ranks
+        )
+        return m.RankStandings(
+            node=self.home(ranks[0]),
+            epoch="e",
+            cycle=0,
+            call=call,
+            world_size=len(self.records),
+            limits=LIMITS,
+            ranks=known,
+        )
+
+    def stand(self, ranks: tuple[int, ...], *, call: int = 0) -> None:
+        self.carry(self.standings(ranks, call))
+
+    def report(self, reports: dict[int, Any], *, call: int = 0) -> None:
+        """Report for ranks of one node."""
+        for rank, report in reports.items():
+            if not isinstance(report, Gone):
+                self.records[rank].note_report(report)
+        several = [reports] if self.is_batched else [{rank: report} for rank, report in reports.items()]
+        for some in several:
+            node = self.home(next(iter(some)))
+            self.carry(m.RankReports(node=node, epoch="e", cycle=0, call=call, reports=tuple(some.items())))
+
+    def carry(self, message: m.RankStandings | m.RankReports) -> None:
+        sent = msgspec.structs.replace(message, node="", epoch="")  # the coordinator's side of the link fills it in
+        self.num_bytes += len(encode_frame(sent))
+        self.num_messages += 1
+        self.hub.take(message, self.now_s)
+
+    def die(self, *ranks: int, restart_count: int) -> None:
+        self.dead |= set(ranks)
+        for rank in ranks:
+            self.report({rank: gone(rank, restart_count)})
+        self.settle()
+
+    def settle(self) -> None:
+        """Carry orders and what follows from them until nothing is left."""
+        while self.hub.out:
+            orders, self.hub.out = self.hub.out, []
+            for node, _, order in orders:
+                self.num_bytes += len(encode_frame(order))
+                self.num_messages += 1
+                self.obey(node, order)
+
+    def obey(self, node: str, order: m.RankOrder) -> None:
+        answers: dict[int, p.Report] = {}
+        for first, num in order.runs:
+            for rank in range(first, first + num):
+                assert self.home(rank) == node
+                if rank in self.dead:
+                    continue
+                self.records[rank].note_order(order.order)
+                self.orders[rank].append(order.order)
+                match order.order:
+                    case p.Restart(restart_count=count) if rank not in self.busy:
+                        answers[rank] = p.RankReady(restart_count=count, store_address=store_of(rank))
+                    case p.Assign(ordinal=ordinal, members=members):
+                        answers[rank] = p.Assigned(ordinal=ordinal, ranks=self.assign(members))
+        if answers:
+            self.report(answers, call=order.call)
+
+    def assign(self, members: tuple[Any, ...]) -> dict[int, int | None]:
+        ranks = {member.initial_rank: member.rank for member in members if member.alive}
+        gaps = sorted(set(range(self.num_active)) - set(ranks.values()))
+        spares = [number for number, rank in ranks.items() if rank is None]
+        return ranks | dict(zip(spares, gaps, strict=False))
+
+    def last(self, rank: int) -> p.Order:
+        return self.orders[rank][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_batched", [True, False])
+def test_a_loss_among_ten_thousand_ranks_costs_each_a_hundred_bytes(is_batched: bool) -> None:
+    """All messages of a restart together, both ways, for one rank lost; 64 at once cost up to three times that, where
+    no two of them are neighbours."""
+    nodes = Nodes(1280, num_spares=256, is_batched=is_batched)
+    nodes.join()
+    num = len(nodes.records)
+    assert all(isinstance(orders[-1], p.Go) for orders in nodes.orders.values())
+    lost: set[int] = set()
+    cases = ((1, [9], 100), (2, [*range(1000, 1064)], 150), (3, [*range(2000, 8400, 100)], 300))
+    for restart_count, victims, bar in cases:
+        nodes.num_bytes = nodes.num_messages = 0
+        nodes.die(*victims, restart_count=restart_count - 1)
+        lost |= set(victims)
+        for rank in nodes.records.keys() - lost:
+            order = nodes.last(rank)
+            assert isinstance(order, p.Go)
+            assert order.restart_count == restart_count
+        each = nodes.num_bytes / num
+        print(f"{num} ranks, {len(victims)} lost: {each:.1f} bytes for each, {nodes.num_messages} messages")
+        assert each <= bar
+
+
+def test_an_order_goes_to_each_node_once() -> None:
+    """However many ranks a node has; who is left out of the order is left out there."""
+    nodes = Nodes(3, 4, num_spares=1)
+    nodes.join()
+    nodes.hub.take(m.RankReports(node="node-0", epoch="e", cycle=0, call=0, reports=((1, gone(1, 0)),)), nodes.now_s)
+    assert [(node, order.runs) for node, _, order in nodes.hub.out] == [
+        ("node-0", ((0, 1), (2, 2))),
+        ("node-1", ((4, 4),)),
+        ("node-2", ((8, 4),)),
+    ]
+    assert {order.term for _, _, order in nodes.hub.out} == {1}
+
+
+def test_a_rank_that_died_before_it_had_a_guard_is_not_waited_for() -> None:
+    """Neither in the call that it was about to begin, nor, where nobody has begun it yet, in the next one."""
+    nodes = Nodes(2, 2, num_spares=1)
+    nodes.dead.add(1)
+    nodes.carry(m.RankReports(node="node-0", epoch="e", cycle=0, call=ANY_CALL, reports=((1, gone(1, 0)),)))
+    nodes.join()
+    order = nodes.last(0)
+    assert isinstance(order, p.Go)
+    assert order.ranks == {0: 0, 2: 1, 3: 2}
+
+    late = Nodes(2, 2, num_spares=1)
+    late.join(but=(1,))
+    assert not late.orders[0]
+    late.dead.add(1)
+    late.carry(m.RankReports(node="node-0", epoch="e", cycle=0, call=ANY_CALL, reports=((1, gone(1, 0)),)))
+    late.settle()
+    order = late.last(0)
+    assert isinstance(order, p.Go)
+    assert order.ranks == {0: 0, 2: 1, 3: 2}
+
+
+def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
+    """After the barrier's timeout the others go without."""
+    nodes = Nodes(2, 2, num_spares=1)
+    nodes.join(but=(3,))
+    assert nodes.hub.deadline_s == LIMITS.barrier_timeout_s
+    nodes.now_s = LIMITS.barrier_timeout_s
+    nodes.hub.look(nodes.now_s)
+    nodes.settle()
+    order = nodes.last(0)
+    assert isinstance(order, p.Go)
+    assert order.ranks == {0: 0, 1: 1, 2: 2}
+    nodes.stand((3,))
+    nodes.settle()
+    assert isinstance(nodes.last(3), p.Expel)
+
+
+def test_calls_follow_one_another() -> None:
+    """Each has members, restarts and an end of its own; one that came back for the end of the last one gets it."""
+    nodes = Nodes(2, 2)
+    nodes.join(call=0)
+    for rank in range(4):
+        nodes.report({rank: p.Completed(restart_count=0)}, call=0)
+    nodes.settle()
+    assert all(isinstance(nodes.last(rank), p.Finish) for rank in range(4))
+    ended = nodes.records
+    nodes.records = {rank: MemberRecord() for rank in range(4)}
+    nodes.join(call=1)
+    assert all(isinstance(nodes.last(rank), p.Go) for rank in range(4))
+    nodes.report({2: p.RankFault(initial_rank=2, restart_count=0, kind=p.RankFaultKind.EXCEPTION)}, call=1)
+    nodes.settle()
+    order = nodes.last(0)
+    assert isinstance(order, p.Go)
+    assert order.restart_count == 1
+    nodes.records = ended
+    nodes.stand((3,), call=0)
+    ((node, _, again),) = nodes.hub.out
+    assert (node, again.call, again.runs) == ("node-1", 0, ((3, 1),))
+    assert isinstance(again.order, p.Finish)
+
+
+def test_what_comes_of_another_cycle_changes_nothing() -> None:
+    """Not what ranks of a cycle before report, nor anything after the cycle's end."""
+    nodes = Nodes(2, 2)
+    nodes.join()
+    fault = p.RankFault(initial_rank=0, restart_count=0, kind=p.RankFaultKind.EXCEPTION)
+    stale = m.RankReports(node="node-0", epoch="e", cycle=7, call=0, reports=((0, fault),))
+    nodes.hub.take(stale, 0.0)
+    nodes.hub.close()
+    nodes.hub.take(msgspec.structs.replace(stale, cycle=0), 0.0)
+    assert not nodes.hub.out
+    assert nodes.hub.deadline_s is None
+
+
+@pytest.mark.parametrize("dies", [(), (2,), (0, 2)])
+def test_another_coordinator_goes_on_from_the_standings(dies: tuple[int, ...]) -> None:
+    """It disturbs nobody while all live, and restarts all for those that died, whichever node speaks first."""
+    nodes = Nodes(3, 2, num_spares=2)
+    nodes.join()
+    nodes.dead |= set(dies)
+    before = {rank: len(orders) for rank, orders in nodes.orders.items()}
+    nodes.hub = RankHub()
+    for first in (4, 0, 2):
+        nodes.hub.keep(nodes.standings((first, first + 1)))
+    stale = msgspec.structs.replace(nodes.standings((0, 1)), node="lost", cycle=0)
+    nodes.hub.keep(stale)
+    nodes.hub.take_over(0, 2, ["node-0", "node-1", "node-2"], 5.0)
+    nodes.settle()
+    for rank in nodes.records.keys() - set(dies):
+        if dies:
+            order = nodes.last(rank)
+            assert isinstance(order, p.Go)
+            assert order.restart_count == 1
+            assert sorted(active for active in order.ranks.values() if active is not None) == [0, 1, 2, 3]
+            assert not order.ranks.keys() & set(dies)
+        else:
+            assert len(nodes.orders[rank]) == before[rank]
+
+
+def test_a_coordinator_whose_term_rose_is_obeyed() -> None:
+    """An agent that was welcomed in the risen term takes its orders; it takes none of an earlier coordinator's."""
+    relay, hub = RankRelay(), RankHub()
+    with closing(relay), socket.socket(socket.AF_UNIX) as guard:
+        hub.begin(0, 1)
+        relay.begin_cycle(0)
+        guard.connect(f"\0{relay.address}")
+        join = JoinRelay(
+            cycle=0,
+            call=0,
+            initial_rank=0,
+            initial_world_size=1,
+            pid=os.getpid(),
+            labels={},
+            limits=LIMITS,
+            standing=p.MemberStanding(),
+        )
+        guard.sendall(encode_frame(join))
+        came: list[m.RankStandings | m.RankReports] = []
+        while not came:
+            select.select([relay], [], [], 100.0)
+            came += relay.serve()
+        hub.term = 3
+        assert relay.introduce(3) == came
+        hub.take(msgspec.structs.replace(came[0], node="n", epoch="e"), 0.0)
+        hub.take(
+            m.RankReports(
+                node="n", epoch="e", cycle=0, call=0, reports=((0, p.RankReady(restart_count=0, store_address="s 1")),)
+            ),
+            0.0,
+        )
+        ((_, _, order),) = hub.out
+        relay.obey(msgspec.structs.replace(order, term=2))
+        guard.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            guard.recv(1)
+        relay.obey(order)
+        assert guard.recv(1000)

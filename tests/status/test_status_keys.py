@@ -1,0 +1,58 @@
+"""`outlast status` asks a run whose key lies elsewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outlast import env
+from outlast.runtime.run_key import RunKey, find_run_key
+from outlast.status.evidence import _ask_for
+from outlast.testing import Cluster
+
+WAITS = """
+import pathlib, sys, time
+deadline = time.monotonic() + 200
+print("it waits", flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+"""
+
+
+def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != env.RUN_KEY}
+    command = [sys.executable, "-m", "outlast", "status", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_key_of_a_run_that_is_asked_can_come_from_a_file(tmp_path: Path) -> None:
+    """Without it the coordinator is not believed, and one line says what is missing; a wrong key hides no right one."""
+    key_file, go_on, script = tmp_path / "key", tmp_path / "go-on", tmp_path / "train.py"
+    key_file.write_text("sixteen bytes or more")
+    script.write_text(WAITS)
+    options = [f"--run-key-file={key_file}"]
+    with Cluster(script, str(go_on), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as job:
+        job.wait_for("it waits", timeout_s=200)
+        told = ask(job.endpoint, f"--run-key-file={key_file}")
+        assert told.returncode == 0, told.stderr
+        assert "running" in told.stdout
+        refused = ask(job.endpoint)
+        assert refused.returncode == 2
+        assert "give --run-key-file or OUTLAST_RUN_KEY" in refused.stderr
+        events = job.events()
+        key = find_run_key("", None, key_file=str(key_file), is_one_machine=True)
+        live, _ = _ask_for(events[0].job, events, [RunKey.of_run_id("other"), key])
+        assert live is not None
+        nothing, why = _ask_for(events[0].job, events, [RunKey.of_run_id("other")])
+        assert nothing is None
+        assert why is not None
+        assert "its run key is another one" in why
+        go_on.touch()
+        assert job.wait(timeout_s=200) == [0], job.tails()
