@@ -33,7 +33,7 @@ def test_the_ranks_store_holds_no_secret(tmp_path: Path, monkeypatch: pytest.Mon
     for cycle in range(2):
         held = json.loads((tmp_path / f"store-{cycle}").read_text())
         offers.append({offer for value in held.values() for offer in OFFER.findall(value)})
-        assert len(offers[-1]) >= 2, sorted(held)  # of the step rounds, and of what watches the wrapped function
+        assert offers[-1], sorted(held)  # of the step rounds
         assert all(offer.endswith(f".{key.fingerprint.hex()}") for offer in offers[-1])
         secrets = [key.secret, *(accept_offer(offer, purpose) for offer in offers[-1] for purpose in PURPOSES)]
         for name, value in held.items():

@@ -167,8 +167,11 @@ def test_what_listens_and_what_is_written_is_on_the_page(tmp_path: Path) -> None
     assert {one.role for one in found} >= {"agent", "writer", "rank"}
     for one in found:
         if one.address.startswith("@"):
-            names = {"agent": r"@outlast-[0-9a-f]{16}-agent|@[0-9a-f]{5}", "writer": r"@[0-9a-f]{5}"}
-            names["rank"] = r"@outlast-[0-9a-f]{16}-\d+"
+            names = {
+                "agent": r"@outlast-[0-9a-f]{16}-agent|@[0-9a-f]{5}|@outlast-relay-[0-9a-f]{32}",
+                "writer": r"@[0-9a-f]{5}",
+                "rank": r"@outlast-[0-9a-f]{16}-\d+",
+            }
             assert re.fullmatch(names[one.role], one.address), one
             assert any(row[0].split(":")[0].endswith(one.role) or one.role in row[0] for row in page["who receives"])
             continue

@@ -1,6 +1,7 @@
 """``outlast bench inprocess``: from a fault to the restarted function, beside nvidia-resiliency-ext; its quiet cost.
 
-The ranks that are struck run a function that is restarted in process and fails on purpose, in either library. The ranks
+The ranks that are struck run a function that is restarted in process and fails on purpose, in either library. Ours run
+both under ``outlast run``, whose coordinator decides, and as plain processes, one of whose guards does. The ranks
 that measure the quiet cost train the small model of ``outlast bench numerics`` in blocks of steps, in the wrapper and
 out of it, when nothing of the wrapper's runs; each block has a process group of its own.
 """
@@ -18,10 +19,11 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from outlast.bench.measuring import (
     Progress,
     cost_in_percent,
     describe_round,
+    launched_ranks,
     measure_rounds,
     median,
     read_marks,
@@ -53,6 +56,8 @@ from outlast.inprocess import Handle, Wrapper
 from outlast.testing.ranks import RankProcesses, free_port
 
 _PEER = "nvidia_resiliency_ext"
+_LAUNCHED = "outlast run"
+"""Our ranks under our launcher; "outlast" is those without one."""
 _ACTIVE, _SPARES = 4, 1
 _GROUP_TIMEOUT_S = 600
 _SOFT_TIMEOUT_S, _HARD_TIMEOUT_S = 2.0, 4.0
@@ -113,17 +118,17 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     Blocks: about a minute a round, and two more.
     """
     peer = _Peer(progress)
-    ours: list[FaultTiming] = []
+    ours: dict[str, list[FaultTiming]] = {"outlast": [], _LAUNCHED: []}
     peers: list[FaultTiming] = []
     weights: set[float] = set()
     for number in range(repeats + 1):
-        for faults in _OURS:
-            found, marks = _run_ours(faults)
+        for faults, library in itertools.product(_OURS, ours):
+            found, marks = _run_ours(faults, library)
             weights.update(mark.facts["weights"] for mark in select_marks(marks, "done", len(faults)))
             if len(weights) != 1:
                 raise OutlastError(f"outlast's final weights differ between ranks or runs ({faults}): {weights}")
-            progress(describe_round(number, repeats, f"outlast: {_describe(found)}"))
-            ours += found if number else []
+            progress(describe_round(number, repeats, f"{library}: {_describe(found)}"))
+            ours[library] += found if number else []
         for faults in _PEERS:
             if found := peer.run(faults):
                 progress(describe_round(number, repeats, f"{_PEER}: {_describe(found)}"))
@@ -139,7 +144,8 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     return BenchResult(
         "inprocess",
         (
-            *_fault_bars(ours, peers),
+            *_fault_bars("", ours["outlast"], peers),
+            *_fault_bars("run_", ours[_LAUNCHED], peers),
             quiet.bar("quiet_step_overhead_pct", "wrapped_pct", "%", 0.2),
             Bar("rss_growth_50_pct", growth["rss_bytes"], "%", 2.0),
             Bar("fd_growth_50_pct", growth["num_fds"], "%", 2.0),
@@ -177,18 +183,21 @@ def fault_timings(marks: Sequence[Mark], faults: Faults) -> list[FaultTiming] | 
 def _group(library: str, faults: Faults) -> Iterator[tuple[RankProcesses, Path]]:
     """Run the ranks of a library; give them and the folder of their marks."""
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as folder:
-        arguments = (library, folder, json.dumps(faults), free_port())
-        with worker_ranks(run_rank, *arguments, num_ranks=_ACTIVE + _SPARES, directory=Path(folder, "logs")) as ranks:
+        arguments, num_ranks = (library, folder, json.dumps(faults), free_port()), _ACTIVE + _SPARES
+        launch = partial(launched_ranks, Path(folder, "run")) if library == _LAUNCHED else worker_ranks
+        with launch(run_rank, *arguments, num_ranks=num_ranks, directory=Path(folder, "logs")) as ranks:
             yield ranks, Path(folder)
 
 
-def _run_ours(faults: Faults, timeout_s: float = _RUN_TIMEOUT_S) -> tuple[list[FaultTiming], list[Mark]]:
+def _run_ours(
+    faults: Faults, library: str = "outlast", timeout_s: float = _RUN_TIMEOUT_S
+) -> tuple[list[FaultTiming], list[Mark]]:
     """Run one group of outlast's to its end; check that it recovered, and lost only ranks with a fatal fault."""
-    with _group("outlast", faults) as (ranks, folder):
+    with _group(library, faults) as (ranks, folder):
         codes = ranks.wait(timeout_s)
         marks = read_marks(folder)
         found = fault_timings(marks, faults)
-        doomed = sum(kind in _FATAL for kind, _ in faults)
+        doomed = sum(kind in _FATAL for kind, _ in faults) if library == "outlast" else 0
         if found is None or sorted(codes) != [-signal.SIGKILL] * doomed + [0] * (len(codes) - doomed):
             shown = faults if len(faults) < _NUM_RESTARTS else f"{len(faults)} faults"
             raise OutlastError(f"outlast did not recover from {shown}; exit codes {codes}\n{ranks.tails()}")
@@ -226,7 +235,7 @@ class _Peer:
 def _restart_often() -> dict[str, float]:
     """Return by how many percent a rank's resources grew from the fifth restart to the last, the worst rank's."""
     faults = [("exception", number % _ACTIVE) for number in range(_NUM_RESTARTS)]
-    _, marks = _run_ours(faults, 2 * _RUN_TIMEOUT_S)
+    _, marks = _run_ours(faults, timeout_s=2 * _RUN_TIMEOUT_S)
     growth = {}
     for resource in ("rss_bytes", "num_fds", "num_threads"):
         after = {mark.pid: mark.facts[resource] for mark in select_marks(marks, "stepped", _NUM_RESTARTS)}
@@ -242,14 +251,14 @@ def run_rank(library: str, folder: str, faults: str, port: str) -> None:
     """Run a rank of a group until the function is done.
 
     Args:
-        library: ``outlast`` or ``nvrx``.
+        library: ``outlast``, ``outlast run`` or ``nvrx``.
         folder: Where it marks what happens.
         faults: The faults as JSON.
         port: Of a store that the peer needs.
     """
     torch.set_num_threads(1)
     function = _StruckFunction(MarkWriter(folder), json.loads(faults))
-    wrapped = _wrap_ours(function) if library == "outlast" else _wrap_nvrx(function, int(port))
+    wrapped = _wrap_nvrx(function, int(port)) if library == "nvrx" else _wrap_ours(function)
     wrapped()
 
 
@@ -433,14 +442,14 @@ def _watching_ns() -> int:
 # -- the result ------------------------------------------------------------------------------------------------------
 
 
-def _fault_bars(ours: Sequence[FaultTiming], peers: Sequence[FaultTiming]) -> list[Bar]:
+def _fault_bars(prefix: str, ours: Sequence[FaultTiming], peers: Sequence[FaultTiming]) -> list[Bar]:
     def of(found: Sequence[FaultTiming], name: str, figure: str) -> float | None:
         values = [float(getattr(one, figure)) for one in found if one.name == name]
         return median(values) if values else None
 
     def bar(name: str, kind: str, limit: float, figure: str) -> Bar:
         peer_value = of(peers, kind, figure)
-        return Bar(name, of(ours, kind, figure), "s", limit, None if peer_value is None else _PEER, peer_value)
+        return Bar(prefix + name, of(ours, kind, figure), "s", limit, None if peer_value is None else _PEER, peer_value)
 
     beyond_s = [of(ours, kind, "beyond_s") for kind in _TIMEOUTS_S]
     longest_s = max(value for value in beyond_s if value is not None)
@@ -449,16 +458,18 @@ def _fault_bars(ours: Sequence[FaultTiming], peers: Sequence[FaultTiming]) -> li
         bar("exception_s", "exception", 0.2, "entered_s"),
         bar("sigkill_s", "kill", 0.4, "stepped_s"),
         bar("sigkill_rank0_s", "kill 0", 0.4, "stepped_s"),
-        Bar("hang_beyond_timeout_s", longest_s, "s", 0.5, None if peer_s is None else f"{_PEER}, sleep", peer_s),
+        Bar(
+            prefix + "hang_beyond_timeout_s", longest_s, "s", 0.5, None if peer_s is None else f"{_PEER}, sleep", peer_s
+        ),
     ]
 
 
-def _notes(ours: Sequence[FaultTiming], peers: Sequence[FaultTiming], quiet: MeasuredRounds) -> list[str]:
+def _notes(ours: Mapping[str, Sequence[FaultTiming]], peers: Sequence[FaultTiming], quiet: MeasuredRounds) -> list[str]:
     notes = [
         f"{_ACTIVE} ranks on gloo and {_SPARES} spare; the group's own timeout is {_GROUP_TIMEOUT_S} s, "
         f"soft timeout {_SOFT_TIMEOUT_S:g} s, hard timeout {_HARD_TIMEOUT_S:g} s"
     ]
-    for library, found in (("outlast", ours), (_PEER, peers)):
+    for library, found in (*ours.items(), (_PEER, peers)):
         for name in dict.fromkeys(one.name for one in found):
             some = [one for one in found if one.name == name]
             entered_s, stepped_s = median(one.entered_s for one in some), median(one.stepped_s for one in some)

@@ -332,6 +332,23 @@ def worker_ranks(
     )
 
 
+def launched_ranks(
+    run_dir: Path, work: Callable[..., Any], *arguments: object, num_ranks: int, **options: Any
+) -> RankProcesses:
+    """Return the agent of ``outlast run`` whose workers run a module's function; see :func:`worker_ranks`.
+
+    Args:
+        run_dir: The run directory.
+        work: The function.
+        arguments: Its arguments, which it gets as text.
+        num_ranks: Workers.
+        options: More arguments of :class:`RankProcesses`.
+    """
+    command = ("import sys; from outlast.cli.main import main; sys.exit(main())", "run", f"--run-dir={run_dir}")
+    words = (f"--nproc-per-node={num_ranks}", "-m", "outlast.bench.measuring", _name_of(work), *map(str, arguments))
+    return RankProcesses(*command, *words, world_size=1, code=True, environments=[NO_RANK], **options)
+
+
 def _name_of(work: Callable[..., Any]) -> str:
     return f"{work.__module__}:{work.__qualname__}"
 
