@@ -330,7 +330,7 @@ def test_strangers_change_nothing(make: Callable[..., SomeAgent]) -> None:
             stranger.close()
 
 
-def record(port: int) -> bytes:
+def record(port: int, identity: JobIdentity = IDENTITY) -> bytes:
     """Return what a member sends that asks for the job's end."""
     sent = bytearray()
     near, far = socket.socketpair()
@@ -350,8 +350,8 @@ def record(port: int) -> bytes:
         for thread in threads:
             thread.start()
         channel: MessageChannel[m.OnAgent] = MessageChannel(near, m.OnAgent | m.Answer)
-        assert channel.authenticate(join_handshake("run", KEY), within_s=LIMIT_S)
-        assert isinstance(hello(channel, node="spy"), m.Welcome)
+        assert channel.authenticate(join_handshake(identity.run_id, identity.key), within_s=LIMIT_S)
+        assert isinstance(hello(channel, node="spy", run_id=identity.run_id, command=identity.command), m.Welcome)
         channel.send(m.Leave(whole_job=True, signal=15))
         near.shutdown(socket.SHUT_WR)
         threads[0].join(LIMIT_S)
