@@ -85,7 +85,7 @@ def test_commit_measures_all_bars_and_leaves_nothing(tmp_path: Path) -> None:
     assert {name: bar["bar"] for name, bar in found.items()} == {
         "commit_leader_s": 2.0,
         "manifest_mib": 8.0,
-        "global_leader_s": 45.0,
+        "global_leader_s": 30.0,
         "global_manifest_mib": 256.0,
     }
     assert all(bar["value"] > 0 for bar in found.values())

@@ -14,7 +14,7 @@ from lanes import Lanes, flat_state
 from torch.distributed import HashStore
 
 from outlast.checkpoint import lane as lane_module
-from outlast.checkpoint.dcp import global_lane
+from outlast.checkpoint.dcp import global_lane, items
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
 from outlast.checkpoint.dcp.items import dump_metadata, make_metadata
 from outlast.checkpoint.dcp.manifest import FileEntry, GlobalManifest, Item, TensorPiece, Where
@@ -213,4 +213,27 @@ def test_metadata_made_by_hand_is_what_pickle_makes(shape: list[int], start: int
         ),
         ranks=(),
     )
+    assert items._knows_classes()
     assert pickle.loads(dump_metadata(manifest)) == make_metadata(manifest)
+
+
+def test_metadata_of_another_torch_is_left_to_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = GlobalManifest(
+        schema=1,
+        run="r",
+        topology="t",
+        world_size=1,
+        iteration=1,
+        attempt="a",
+        restored_from=None,
+        finite=True,
+        files=(FileEntry(name="f", num_bytes=1, chunks=()),),
+        items=(Item(name="v", path=("v",), dtype=None, shape=(), pieces=(TensorPiece((), (), Where(0, 0, 1, 0, 1)),)),),
+        ranks=(),
+    )
+    items._knows_classes.cache_clear()
+    monkeypatch.setattr(items, "_put_together", lambda _: b"another format")
+    try:
+        assert pickle.loads(dump_metadata(manifest)) == make_metadata(manifest)
+    finally:
+        items._knows_classes.cache_clear()

@@ -91,7 +91,7 @@ def measure(*, repeats: int, progress: Progress, num_ranks: int = NUM_RANKS) -> 
         (
             Bar("commit_leader_s", median(spent), "s", 2.0),
             Bar("manifest_mib", mib, "MiB", 8.0),
-            Bar("global_leader_s", median(global_spent), "s", 45.0),
+            Bar("global_leader_s", median(global_spent), "s", 30.0),
             Bar("global_manifest_mib", global_mib, "MiB", 256.0),
         ),
         (

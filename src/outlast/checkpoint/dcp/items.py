@@ -7,7 +7,9 @@ format's own ``.metadata`` is made here, too, for its planners and for other rea
 
 from __future__ import annotations
 
+import functools
 import io
+import logging
 import math
 import pickle
 import struct
@@ -29,12 +31,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from outlast.checkpoint.dcp.layout import Inventory, PlainValue, TensorPart
-from outlast.checkpoint.dcp.manifest import GlobalManifest
+from outlast.checkpoint.dcp.manifest import SCHEMA, FileEntry, GlobalManifest, Item, TensorPiece, Where
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.shard import DTYPE_NAMES, TREE
 from outlast.checkpoint.state import Layout, decode
 from outlast.errors import CheckpointError
 
+log = logging.getLogger(__name__)
 Path = tuple[str | int, ...]
 ROOT = "state"
 """What of the tree is the state that training gave; the rest is ours."""
@@ -217,8 +220,43 @@ def dump_metadata(manifest: GlobalManifest) -> bytes:
     """Return the content of ``.metadata``: :func:`make_metadata`, pickled.
 
     The pickle is put together by hand: there are as many pieces as ranks times tensors, and each would be four objects
-    that pass through the pickler, which takes ten times as long and holds the interpreter's lock all the while.
+    that pass through the pickler, which takes ten times as long and holds the interpreter's lock all the while. Where
+    torch's classes are not what is known of them, the pickler does it.
     """
+    return _put_together(manifest) if _knows_classes() else pickle.dumps(make_metadata(manifest), _PROTOCOL)
+
+
+@functools.cache
+def _knows_classes() -> bool:
+    """Return whether what is put together by hand is what torch makes, of a manifest that has one of each kind."""
+    where = Where(0, 1, 2, 1, 2)
+    pieces = (TensorPiece((0, 1), (1, 2), where),)
+    items = (
+        Item(name="a.w", path=("a", "w"), dtype="F32", shape=(1, 3), pieces=pieces),
+        Item(name="v", path=("v",), dtype=None, shape=(), pieces=(TensorPiece((), (), where),)),
+    )
+    sample = GlobalManifest(
+        schema=SCHEMA,
+        run="",
+        topology="",
+        world_size=1,
+        iteration=0,
+        attempt="",
+        restored_from=None,
+        finite=True,
+        files=(FileEntry(name="f", num_bytes=3, chunks=()),),
+        items=items,
+        ranks=(),
+    )
+    try:
+        return bool(pickle.loads(_put_together(sample)) == make_metadata(sample))
+    except Exception as error:  # noqa: BLE001  whatever it is, this torch is another one
+        log.info("the index for other readers is pickled by torch's own classes: %s", error)
+        return False
+
+
+def _put_together(manifest: GlobalManifest) -> bytes:
+    """Return what :func:`make_metadata` makes, pickled."""
     pickled = _Pickled()
     described, stored, paths = list[bytes](), list[bytes](), list[bytes]()
     files = [pickled.shared(file.name) for file in manifest.files]
