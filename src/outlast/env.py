@@ -191,6 +191,8 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         local_rank = number("LOCAL_RANK", default=0)
         local_world_size = number("LOCAL_WORLD_SIZE", default=world_size)
         node_rank = number("GROUP_RANK", default=0)
+    # Where a worker starts torchrun, that one's workers have this worker's variables, too; they are no ranks of ours.
+    is_own = launcher == "outlast" and env.get("TORCHELASTIC_RUN_ID", env[RUN_ID]) == env[RUN_ID]
     run_id = env.get(RUN_ID) or env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or "default"
     return WorkerEnv(
         global_rank=rank,
@@ -209,7 +211,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         fault_tolerance=env.get(CONFIG) or None,
         config_file=env.get(CONFIG_FILE),
         writer=env.get(WRITER) or None,
-        relay=env.get(RELAY) or None,
+        relay=(is_own and env.get(RELAY)) or None,
         master_addr=srun_host(env) if launcher == "srun" else env.get("MASTER_ADDR") or None,
         untrusted=env.get(UNTRUSTED) or None,
         replay=env.get(REPLAY) or None,

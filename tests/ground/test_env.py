@@ -71,6 +71,13 @@ def test_our_launcher_comes_first() -> None:
     assert worker.fault_tolerance == "{}"
 
 
+@pytest.mark.parametrize(("nested", "relay"), [("mine", "relay-1"), ("none", None)])
+def test_workers_of_a_launcher_within_a_worker_have_no_relay(nested: str, relay: str | None) -> None:
+    """They inherit its variables; at its relay they would take the places of its peers."""
+    ours = {"OUTLAST_RUN_ID": "mine", "OUTLAST_BOARD": "/dev/shm/board", "OUTLAST_RELAY": "relay-1"}
+    assert read_worker({**TORCHRUN, **ours, "TORCHELASTIC_RUN_ID": nested}).relay == relay
+
+
 def test_srun_is_read() -> None:
     """Under srun ranks come from Slurm's variables, job and cycle too."""
     worker = read_worker(
