@@ -206,6 +206,16 @@ def test_registered_node_that_dies_before_the_others_came_is_lost() -> None:
     assert [one.node for one in job.incidents] == ["b"]
 
 
+def test_job_whose_nodes_were_in_no_cycle_is_begun_by_its_next_coordinator() -> None:
+    """The first coordinator was lost before an agent had a place, or had passed its checks: it joins the next one, and
+    has nothing to register there."""
+    job = Job(num_slots=1, former_host="h")
+    job.join("a")
+    assert job.coordinator.phase == JobPhase.ADOPTING, "others may register a cycle"
+    job.pass_time(job.coordinator.settings.node_timeout_s + 1)
+    assert ranks(job) == {"a": 0}
+
+
 def test_place_in_a_larger_world_is_none() -> None:
     """A node that reports a place in a world that this job cannot have had takes part as a new one."""
     job = Job(num_slots=3, former_host="a")

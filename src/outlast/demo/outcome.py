@@ -560,7 +560,7 @@ def unkept_of_leaving(leaving: Leaving | None, *, world_size: int) -> tuple[str,
     that very iteration is committed to all tiers; the next job resumes from it and ends with 0.
     """
     if leaving is None:
-        return ("no rank was told to leave",)
+        return ("no rank was preempted",)
     return tuple(
         f"{Deed.LEAVE} at iteration {leaving.struck_at}: {told}" for told in _check_leaving(leaving, world_size)
     )

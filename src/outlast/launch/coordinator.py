@@ -665,6 +665,8 @@ class Coordinator:
         if self._ending is not None and self._phase_since_s is None:
             self._phase_since_s = now_s
         self._lose_late(now_s)
+        if self.phase == m.JobPhase.ADOPTING and (self.nodes.by_name or self._excluded.any_waits):
+            self._adoption.begin(now_s)
         if self.phase == m.JobPhase.ADOPTING and self._adoption.is_over(now_s, self.settings.node_timeout_s):
             if self._quorum.is_lost:
                 self._await_quorum(now_s)

@@ -481,7 +481,7 @@ class Adoption:
 
     num_slots: int
     since_s: float | None = None
-    """When the first one did; ``None`` = nobody yet."""
+    """When the first agent was heard; ``None`` = nobody yet."""
     newest: m.SlotPlace | None = None
     """A place in the newest cycle that anybody was in."""
     claims: dict[int, Slot] = field(default_factory=dict)
@@ -495,10 +495,14 @@ class Adoption:
     _slot_of: dict[str, int] = field(default_factory=dict)
     """The slot that each node claimed."""
 
-    def register(self, message: m.Register, now_s: float) -> None:
-        """Take one node's place; an older cycle's counts for nothing."""
+    def begin(self, now_s: float) -> None:
+        """Count the time from the first agent that is heard, also one that was in no cycle and only joins."""
         if self.since_s is None:
             self.since_s = now_s
+
+    def register(self, message: m.Register, now_s: float) -> None:
+        """Take one node's place; an older cycle's counts for nothing."""
+        self.begin(now_s)
         place = message.place
         if place is not None and message.running:
             self.running[message.node] = place
