@@ -70,6 +70,7 @@ def test_a_size_is_refused_where_there_is_no_state(name: str) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_commit_measures_all_bars_and_leaves_nothing(tmp_path: Path) -> None:
     """``commit`` runs a real lane for a hundred simulated ranks, and removes what it wrote."""
     done = subprocess.run(
