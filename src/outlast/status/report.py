@@ -30,7 +30,7 @@ class RunState(StrEnum):
     OVER = "over"
     """It has ended; see `exit_code` and `reason`."""
     NO_PROCESS = "no_process"
-    """It did not end properly, and none of its processes is left."""
+    """It ended without reporting a result, and all of its processes are gone."""
     UNKNOWN = "unknown"
     """It did not end properly. Its processes are on other machines and have not reported recently."""
 
