@@ -118,3 +118,18 @@ def test_a_ray_train_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: py
     with pytest.raises(OutlastError, match="did not recover from the kill"):
         bench.run_ray_train(tmp_path, num_workers=1)
     released.set()
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+def test_light_actors_are_recovered_by_size() -> None:
+    """The benchmark with a number of actors has one figure for each size, and its recoveries cost one actor each."""
+    pytest.importorskip("ray")
+    command = [sys.executable, "-m", "outlast", "bench", "ray", "--actors", "4", "--repeats", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode in (0, 1), done.stderr  # 1: a busy machine misses a bar
+    result = json.loads(done.stdout)
+    (bar,) = result["bars"]
+    assert bar["name"] == "ray_recover_4_s"
+    assert bar["value"] > 0
+    assert set(result["details"]["phases_s"]["4"]) == {"detect", "abort", "fill", "store", "join"}

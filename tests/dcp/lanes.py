@@ -135,6 +135,7 @@ def open_lane(
         memory=False,
         token=token,
         run=run,
+        home="",
         node="node",
         nodes=("node",) * world,
         leaders=(0,),

@@ -69,6 +69,17 @@ def test_results_come_in_order_from_the_right_ranks() -> None:
         ]
 
 
+def test_results_may_come_from_another_stage() -> None:
+    """With a schedule that goes back and forth the first actor has the last virtual stage: its results are taken."""
+    first, last = MeshDispatch(result_stage=0), MeshDispatch()
+    for mesh in meshes():
+        wanted = {rank: rank for rank in range(mesh.size) if first.wants_result(mesh.place(rank))}
+        assert first.collect(mesh, wanted) == [mesh.ranks(tp=0, cp=0, pp=0, dp=dp)[0] for dp in range(mesh.dp)]
+        assert all(last.wants_result(place) == place.gives_result for place in map(mesh.place, range(mesh.size)))
+    with pytest.raises(ConfigError, match="result_stage=2 is no stage of a mesh with pp=2"):
+        MeshDispatch(result_stage=2).split(Mesh(pp=2), (), {}, takes_weights=False)
+
+
 @pytest.mark.parametrize("num_samples", [3, 16, 21])
 def test_gradients_are_those_of_one_process(num_samples: int) -> None:
     """Weighted gradients summed over the shards, over the sum of weights, equal the whole batch's on all meshes."""

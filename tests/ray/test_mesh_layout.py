@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from outlast.errors import ConfigError
 from outlast.ray import Mesh
-from outlast.ray.protocol import AXES, shrunk
+from outlast.ray.protocol import AXES, EXPERT_AXES, shrunk
 
 
 def meshes(max_actors: int = 16) -> Iterator[Mesh]:
@@ -82,11 +85,16 @@ def test_sizes_can_be_given_by_axis() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"pd": 2}, "unknown axis 'pd'; the axes are pp, dp, cp, tp"),
+        ({"pd": 2}, "unknown axis 'pd'; the axes are pp, dp, cp, tp, ep, etp"),
         ({"dp": 0}, "dp=0 must be a whole number of at least 1"),
         ({"tp": 2.0}, "tp=2.0 must be a whole number"),
         ({"cp": True}, "cp=True must be a whole number"),
         (4, "mesh=4 must name its axes"),
+        ({"dp": 4, "ep": -1}, "ep=-1 must be a whole number of at least 0"),
+        ({"dp": 4, "ep": 3}, r"ep=3 times etp=1 does not divide the 4 actors of a stage \(dp=4 \* cp=1 \* tp=1\)"),
+        ({"dp": 4, "pp": 2, "ep": 8}, "ep=8 times etp=1 does not divide the 4 actors of a stage"),
+        ({"dp": 3, "tp": 2, "ep": 2}, "ep=2 times etp=2 does not divide"),
+        ({"dp": 2, "edp": 2}, "edp is what ep and etp leave"),
     ],
 )
 def test_what_is_no_mesh_is_refused_by_name(sizes: object, message: str) -> None:
@@ -101,5 +109,44 @@ def test_there_is_no_rank_outside() -> None:
         Mesh(dp=2, tp=2).place(4)
     with pytest.raises(IndexError, match="rank -1"):
         Mesh(dp=2).place(-1)
-    with pytest.raises(ConfigError, match="unknown axis 'ep'"):
-        Mesh(dp=2).ranks(ep=0)
+    with pytest.raises(ConfigError, match="unknown axis 'sp'"):
+        Mesh(dp=2).ranks(sp=0)
+
+
+def expert_meshes(max_actors: int = 16) -> Iterator[Mesh]:
+    """Yield every mesh of up to so many actors with expert axes that fit."""
+    for mesh in meshes(max_actors):
+        model = mesh.size // mesh.pp
+        for ep in range(1, model + 1):
+            for etp in range(model // ep + 1):
+                if model % (ep * (etp or mesh.tp)) == 0:
+                    yield Mesh(pp=mesh.pp, dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, ep=ep, etp=etp)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_peers_along_expert_axes_are_found_by_coordinates(data: st.DataObject) -> None:
+    """Ranks by coordinates of any axes are those that lie there, and every rank lies at one place of either mesh."""
+    mesh = data.draw(st.sampled_from(list(expert_meshes(12))))
+    for axes, sizes in ((AXES, mesh.sizes), (EXPERT_AXES, mesh.expert_sizes)):
+        for rank, point in enumerate(itertools.product(*map(range, sizes))):
+            assert mesh.ranks(**dict(zip(axes, point, strict=True))) == [rank]
+
+
+def test_a_mesh_without_experts_has_no_expert_axes() -> None:
+    """Expert axes are there once one of them is given; the other then has Megatron-Core's default."""
+    assert not Mesh(dp=4, tp=2).has_experts
+    assert Mesh(dp=4, tp=2).by_axis == {"pp": 1, "dp": 4, "cp": 1, "tp": 2}
+    mesh = Mesh.of({"dp": 4, "tp": 2, "ep": 2})
+    assert mesh.by_axis == {"pp": 1, "dp": 4, "cp": 1, "tp": 2, "edp": 2, "ep": 2, "etp": 2}
+    assert str(mesh) == "dp4 x tp2 (experts: edp2 x ep2 x etp2)"
+    assert str(mesh.place(7)) == "rank 7 (dp 3, tp 1, ep 1)"
+    assert Mesh(dp=2, tp=2, etp=1).expert_sizes == (1, 4, 1, 1)
+
+
+def test_shrinking_leaves_room_for_all_experts() -> None:
+    """A smaller mesh keeps the expert axes; what does not fit them is skipped."""
+    mesh = Mesh(dp=8, ep=4)
+    assert shrunk(mesh, 7) == Mesh(dp=4, ep=4)
+    assert shrunk(mesh, 3) is None
+    assert shrunk(Mesh(dp=3, tp=2, ep=2, etp=1), 5) == Mesh(dp=2, tp=2, ep=2, etp=1)

@@ -376,6 +376,7 @@ def _places(place: Path, num_ranks: int) -> Places:
         memory=True,
         token=_TOKEN,
         run="bench",
+        home="",
         node=nodes[0],
         nodes=nodes,
         leaders=tuple(range(0, num_ranks, RANKS_PER_NODE)),

@@ -77,8 +77,13 @@ class RecoveryTiming:
         return f"{self.stepped_s:.3f} s" + (f", found {self.beyond_s:.3f} s late" if self.beyond_s else "")
 
 
-def measure(*, repeats: int, progress: Progress) -> BenchResult:
+def measure(*, repeats: int, progress: Progress, num_actors: int | None = None) -> BenchResult:
     """Kill, stop and delay an actor of a group, and kill a worker of Ray Train, in turns.
+
+    Args:
+        repeats: Rounds that count.
+        progress: Is called with a line for every measure.
+        num_actors: Kill one of so many light actors instead, see ``outlast.bench.ray_crowd``.
 
     Raises:
         ConfigError: Ray Train is not installed.
@@ -88,6 +93,11 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """
     if _LACK:
         raise ConfigError(f"Ray Train is not installed ({_LACK}); pip install 'ray[train]'")
+    if num_actors is not None:
+        from outlast.bench.ray_crowd import measure_crowds
+
+        with _cluster():
+            return measure_crowds(num_actors, repeats=repeats, progress=progress)
     measures: dict[str, Callable[[], RecoveryTiming]] = {
         "outlast, kill": partial(_run_group, "kill"),
         "Ray Train, kill": _run_ray_train,

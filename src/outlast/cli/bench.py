@@ -36,7 +36,7 @@ _NUMBER = click.IntRange(min=1)
 
 
 def _benchmark(
-    *, takes: str, repeats: int = 5, sized: bool = False, ranked: bool = False, example: str = ""
+    *, takes: str, repeats: int = 5, sized: bool = False, ranked: bool = False, crowded: bool = False, example: str = ""
 ) -> Callable[[Any], Any]:
     """Make a command of a function's name and docstring; it runs the module of that name in ``outlast.bench``.
 
@@ -45,6 +45,7 @@ def _benchmark(
         repeats: Rounds that count unless others are asked for.
         sized: It moves a state whose size can be chosen.
         ranked: It simulates ranks whose number can be chosen.
+        crowded: It can have many light actors instead.
         example: One more example for its help.
     """
 
@@ -60,6 +61,9 @@ def _benchmark(
         if ranked:
             ranks = "Simulated ranks; default 16384, which the bars are for."
             measure = click.option("--ranks", "num_ranks", type=_NUMBER, metavar="N", help=ranks)(measure)
+        if crowded:
+            actors = "Kill one of N light actors instead, and one of 16, of 64 and of 256 where N is more."
+            measure = click.option("--actors", "num_actors", type=_NUMBER, metavar="N", help=actors)(measure)
         rounds = "Rounds that count; medians are shown."
         measure = click.option("--repeats", type=_NUMBER, default=repeats, show_default=True, metavar="N", help=rounds)(
             measure
@@ -180,10 +184,19 @@ def straggler() -> None:
     """
 
 
-@_benchmark(takes="about seven minutes")
+@_benchmark(takes="about seven minutes", crowded=True, example="outlast bench ray --actors 256")
 def ray() -> None:
     """From an actor's death or hang to the next step.
 
     From SIGKILL of an actor until its group's next step has returned, beside Ray Train's restart; how soon a hang
     is noticed. Needs outlast[ray].
+    """
+
+
+@_benchmark(takes="about five minutes")
+def adapters() -> None:
+    """What a trainer's adapter costs a step.
+
+    How much longer a step of Lightning's Trainer and of Hugging Face's takes with the adapter when nothing is wrong:
+    two ranks on CPU, beside the bare framework. Needs outlast[lightning] and outlast[transformers].
     """

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import inspect
 import logging
+import math
 import queue
 import threading
 import uuid
@@ -27,7 +28,7 @@ from outlast.config import CheckpointConfig, FaultToleranceConfig, RecoveryConfi
 from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, OutlastError, RolledBack
 from outlast.policy.actor_recovery import RecoveryBudget, ends_call
 from outlast.ray.dispatch import Dispatch, find_dispatch, takes_weights
-from outlast.ray.pool import GroupClosed, NodeKeepers, Pool, describe_error
+from outlast.ray.pool import GroupClosed, NodeKeepers, Pool, describe_drain, describe_error
 from outlast.ray.protocol import Call, FailureKind, Mesh, ShellSettings
 from outlast.ray.recovery import Incarnation, Recovery, RecoveryReport, cause_of, journal_recovery
 from outlast.ray.train_actor import TrainActor, create_shell
@@ -112,7 +113,7 @@ class ActorGroup:
 
     Args:
         actor_class: A subclass of :class:`~outlast.ray.TrainActor`, or any class of one's own; not a Ray actor.
-        mesh: Sizes by axis (``dp``, ``cp``, ``tp``, ``pp``).
+        mesh: Sizes by axis (``dp``, ``cp``, ``tp``, ``pp``, and ``ep``, ``etp`` for experts).
         args: Positional arguments of the class's constructor.
         kwargs: Keyword arguments of it.
         num_spares: Actors that start like the others, and wait. Where one was lost another one is started in the
@@ -128,7 +129,7 @@ class ActorGroup:
             at all. Limits of recoveries are ``recovery``'s: a field that nothing reads here is refused.
         recovery: Limits of recoveries; ``None``: the defaults.
         run_dir: Where the journal is written; ``None``: nowhere.
-        runtime_env: As Ray takes it, for the actors.
+        runtime_env: As Ray takes it, for the actors and the checkpoint writers of their nodes.
 
     Raises:
         ConfigError: A setting is wrong; nothing was started.
@@ -173,6 +174,7 @@ class ActorGroup:
             raise ConfigError(f"num_spares={num_spares} must not be negative")
         logs.configure("driver", least=logging.WARNING, is_shared=True)
         self._actor_class, self._config = actor_class, recovery or RecoveryConfig()
+        self._checkpoint = checkpoint
         # Replaced as a whole by the thread, and read by any.
         self._current = Incarnation(number=-1, mesh=Mesh.of(mesh), members={})
         self._recoveries: tuple[RecoveryReport, ...] = ()
@@ -193,12 +195,15 @@ class ActorGroup:
             {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})},
             placement,
             self._config,
-            keepers=None if checkpoint is None else NodeKeepers(),
+            keepers=None if checkpoint is None else NodeKeepers(runtime_env),
             journal=self._journal,
         )
         self._watch = Watch(self._config, self._pool)
         self._recovery = Recovery(self._config, self._pool, self._watch)
         self._budget = RecoveryBudget(self._config.max_recoveries)
+        self._known: int | None = None  # the iteration at which whoever makes calls believes the group to be
+        self._recovered_at: int | None = None  # the iteration of the newest recovery
+        self._staying: set[str] = set()  # drained nodes that the group does not leave before they are gone
         self._calls: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._broken: OutlastError | None = None
@@ -347,6 +352,7 @@ class ActorGroup:
         except Exception as error:  # noqa: BLE001 - belongs to whoever makes the group
             self._formed.set_exception(error)
             return False
+        self._known = self._current.iteration
         self._formed.set_result(None)
         return True
 
@@ -356,6 +362,9 @@ class ActorGroup:
                 return self._calls.get(timeout=_POLL_S)
             except queue.Empty:
                 self._pool.poll()
+                if self._broken is None:
+                    with contextlib.suppress(OutlastError, GroupClosed):  # kept for the next call
+                        self._leave_drained_nodes()
         return None
 
     def _carry_out(self, call: _Submitted) -> None:
@@ -376,6 +385,14 @@ class ActorGroup:
     def _call(self, call: _Submitted) -> Any:
         """Make a call, and make it again after a recovery to the state that it began from."""
         num_own_failures = 0
+        self._leave_drained_nodes()
+        if ends_call(self._known, [self._current.iteration]):
+            known, self._known = self._known, self._current.iteration
+            raise RolledBack(
+                f"{call.method!r} was not begun: when actors left a drained node, the newest generation that all could "
+                f"load was {self._known}, not {known}: continue with the data from there",
+                iteration=self._known,
+            )
         while True:
             current, begun_at = self._current, self._current.iteration
             gathered = self._call_once(current, call)
@@ -384,6 +401,7 @@ class ActorGroup:
                 results = {rank: one.value for rank, one in gathered.values.items() if call.wants_result(rank, current)}
                 return call.dispatch.collect(current.mesh, results)
             report = self._recover(gathered, call.method)
+            self._known = report.iteration
             if gathered.failed and all(one.kind == LossKind.RAISED for one in report.lost):
                 num_own_failures += 1  # no other actor failed
             if num_own_failures > 1:
@@ -414,7 +432,66 @@ class ActorGroup:
             )
             parcel = parcels[call.dispatch.parcel_of(current.mesh.place(rank))]
             refs[rank] = actor.handle.call.remote(message, stored[id(parcel)])
-        return self._watch.gather(current.members, refs)
+        return self._watch.gather(current.members, refs, leaves_nodes=self._can_carry())
+
+    # -- nodes that Ray drains ---------------------------------------------------------------------------------
+
+    def _leave_drained_nodes(self) -> None:
+        """Replace the actors of drained nodes by spares elsewhere, one node after the other, with the state as it is.
+
+        Nothing is done while there are too few spares elsewhere, or where the state cannot be had elsewhere: training
+        then continues until the node goes.
+        """
+        for node in sorted(self._pool.draining, key=self._pool.draining.get):  # type: ignore[arg-type]
+            members = self._current.members
+            leaving = [rank for rank, actor in members.items() if actor.node == node]
+            if not leaving or node in self._staying:
+                continue
+            if not self._can_carry():
+                self._staying.add(node)
+                log.warning(
+                    "ranks %s stay on a drained node until it goes: their state cannot be had elsewhere; give the "
+                    "group a checkpoint.directory, or more nodes and replication",
+                    leaving,
+                )
+                continue
+            self._pool.ask_for_spares(len(leaving))
+            is_near = self._checkpoint is not None and self._checkpoint.directory is None
+            if is_near and self._current.iteration == self._recovered_at:
+                continue  # copies of the state that was loaded may be on nodes that were left; the next step's are not
+            if len(self._pool.usable) < len(leaving):
+                continue
+            if len(self._pool.answering(len(leaving), self._config.ping_timeout)) < len(leaving):
+                continue
+            gathered = self._save_now()
+            if why := next((one.value for one in gathered.values.values() if one.value), None):
+                self._staying.add(node)
+                log.warning("ranks %s stay on a drained node until it goes: the state is not saved: %s", leaving, why)
+            if gathered.is_whole:
+                if why:
+                    continue
+                for rank in leaving:
+                    text = describe_drain(self._pool.draining.get(node, math.inf))
+                    gathered.lose(rank, members[rank], LossKind.DRAINED, text)
+            self._recover(gathered, "")
+
+    def _can_carry(self) -> bool:
+        """Return whether the state of an actor can be had on another node."""
+        config = self._checkpoint
+        if self._current.iteration is None or config is None:
+            return self._current.iteration is None
+        has_partner = len({actor.node for actor in self._current.members.values()}) > 1
+        return config.directory is not None or (config.replication is not False and has_partner)
+
+    def _save_now(self) -> Gathered:
+        """Have the state saved to all tiers; each rank replies why that failed, or nothing."""
+        current, limit_s = self._current, self._config.join_timeout
+        if current.iteration is None:
+            return Gathered()
+        message = Call(incarnation=current.number, method="_save_now")
+        parcel = ray.put(((limit_s,), {}))
+        refs = {rank: actor.handle.call.remote(message, parcel) for rank, actor in current.members.items()}
+        return self._watch.gather(current.members, refs, timeout_s=limit_s + self._config.ping_timeout)
 
     def _note_end(self, gathered: Gathered) -> None:
         iterations = {one.iteration for one in gathered.values.values()}
@@ -423,19 +500,20 @@ class ActorGroup:
                 "actors are at different iterations after a call: %s; `update` must be entered by all", iterations
             )
         iteration = min((one for one in iterations if one is not None), default=None)
-        self._current = replace(self._current, iteration=iteration)
+        self._current, self._known = replace(self._current, iteration=iteration), iteration
         self._budget.note_end(iteration)
 
     def _recover(self, gathered: Gathered, method: str) -> RecoveryReport:
         try:
-            if (reason := self._budget.spend()) is not None:
+            is_fault = any(one.kind != LossKind.DRAINED for one in gathered.lost.values()) or not gathered.lost
+            if is_fault and (reason := self._budget.spend()) is not None:
                 text = f"{_describe(gathered)}; not recovered: {reason}"
                 raise ActorFailed(text, iteration=self._current.iteration) from cause_of(gathered)
             self._current, report = self._recovery.recover(self._current, gathered, method=method)
         except OutlastError as error:
             self._broken = error
             raise
-        self._recoveries = (*self._recoveries, report)
+        self._recoveries, self._recovered_at = (*self._recoveries, report), report.iteration
         journal_recovery(report, self._journal)
         return report
 

@@ -247,13 +247,24 @@ class MeshDispatch(Dispatch):
     like any batch. With ``sum(weights * loss)`` differentiated on each shard, gradients summed over the data axis and
     divided by the sum of all weights are those of one process with the whole batch.
 
-    The result is a list with that of each shard, in their order, from the ranks with ``MeshRank.gives_result``.
+    The result is a list with that of each shard, in their order, from slice 0 of the pipeline stage that has results.
+    That is the last one, also where each actor has several virtual stages one after the other, as in Megatron's
+    interleaved schedule. Where they go back and forth, as in a V-shaped schedule, the last virtual stage is
+    on the first actor: ``dispatch=MeshDispatch(result_stage=0)``.
+
+    Args:
+        result_stage: The actor along ``pp`` whose results count; negative from the end.
     """
+
+    def __init__(self, result_stage: int = -1) -> None:
+        self._result_stage = result_stage
 
     def split(
         self, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], *, takes_weights: bool
     ) -> Sequence[Parcel]:
         """Return a parcel for each data shard, the same for all if there is no batch."""
+        if not -mesh.pp <= self._result_stage < mesh.pp:
+            raise ConfigError(f"result_stage={self._result_stage} is no stage of a mesh with pp={mesh.pp}")
         arguments = tuple(args), dict(kwargs)
         own_weights = kwargs.get("weights") if takes_weights else None
         fields = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
@@ -283,11 +294,11 @@ class MeshDispatch(Dispatch):
 
     def wants_result(self, place: MeshRank) -> bool:
         """Return whether the actor speaks for its data shard."""
-        return place.gives_result
+        return place.tp == 0 and place.cp == 0 and place.pp == self._result_stage % place.pp_size
 
     def collect(self, mesh: Mesh, results: Mapping[int, Any]) -> list[Any]:
         """Return the results in the order of the data shards."""
-        return [results[rank] for rank in mesh.ranks() if mesh.place(rank).gives_result]
+        return [results[rank] for rank in mesh.ranks() if self.wants_result(mesh.place(rank))]
 
 
 class PassThroughDispatch(Dispatch):

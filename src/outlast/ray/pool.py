@@ -7,6 +7,9 @@ Where generations are saved, each node has a checkpoint writer, which outlives i
 with it. The writer is a process of its own, started and watched by an actor that needs no CPU. That actor is the
 driver's: it ends with the group, and so does its writer. Should it die before, the driver starts another one, whose
 writer listens at the same address: the actors of the node continue to save and need no notice.
+
+A node that Ray drains is to go: Ray starts nothing there any more, and no spare of it gets a slot. A bundle there stays
+empty until Ray moves it, when the node is gone. Should there be too few spares elsewhere, actors get bundles besides.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 from ray import exceptions
+from ray._private import state as ray_state
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -49,6 +53,7 @@ _MAX_FAILED_STARTS = 3
 _POLL_S = 0.2
 _RESERVE_POLL_S = 0.5
 _CHOICE_S = 0.05
+_DRAIN_POLL_S = 0.5
 _AGAIN_S = 0.1
 """From a question that did not reach its actor to the next."""
 
@@ -192,6 +197,48 @@ def describe_error(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {' '.join(lines)}"[:_TEXT_LENGTH]
 
 
+class DrainNotices:
+    """Know which nodes Ray drains: spot nodes that are to go, or nodes that somebody drains by hand.
+
+    Thread: one asks, as an answer may take long; ``nodes`` may be read by any.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: Mapping[str, float] = {}
+        """Ray's id of each node that is drained, and when it goes on the monotonic clock; infinite = nobody knows."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outlast-drain-notices", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Idempotent. Blocks: never; an answer that is waited for is dropped."""
+        self._closing.set()
+
+    def _run(self) -> None:
+        ask = getattr(ray_state.state, "get_draining_nodes", None)
+        if ask is None:
+            log.warning("this version of Ray does not report which nodes it drains: actors stay there until they die")
+            return
+        while not self._closing.wait(_DRAIN_POLL_S):
+            try:
+                found: dict[str, int] = ask()
+            except Exception as error:  # noqa: BLE001 - whatever Ray raises where it is shut down or cannot be reached
+                log.debug("Ray does not answer which nodes it drains: %s", error)
+                continue
+            known = self.nodes
+            self.nodes = {
+                # Asked once: the deadline is of another clock, which may be set.
+                node: known.get(node, clock.now_s() + clock.seconds_until(epoch_ms / 1e3) if epoch_ms else math.inf)
+                for node, epoch_ms in found.items()
+            }
+
+
+def describe_drain(ends_s: float) -> str:
+    """Return in how many seconds a drained node goes, for people."""
+    text = "its node is drained"
+    return text if math.isinf(ends_s) else f"{text}, and goes in {max(0.0, ends_s - clock.now_s()):.0f} s"
+
+
 class GroupClosed(Exception):
     """The group is being closed."""
 
@@ -238,6 +285,9 @@ class Pool:
         self._placement: Any = strategy if isinstance(strategy, PlacementGroup) else None
         self.keepers, self._journal = keepers, journal
         self._kept_nodes: set[str] = set()
+        self._notices: DrainNotices | None = None
+        self._noticed: set[str] = set()
+        self._extra: dict[int, Any] = {}
         self._num_actors = 0
         self._starting: dict[int, _Starting] = {}
         self._pings: dict[int, ActorPing] = {}
@@ -261,6 +311,7 @@ class Pool:
 
         Blocks: up to ``start_timeout``.
         """
+        self._notices = DrainNotices()
         self._reserve()
         for bundle in range(self._num_bundles):
             self._start(bundle)
@@ -269,6 +320,45 @@ class Pool:
     def num_starting(self) -> int:
         """Actors that are on their way, some perhaps for want of resources."""
         return len(self._starting)
+
+    @property
+    def draining(self) -> Mapping[str, float]:
+        """Nodes that Ray drains, and when each goes on the monotonic clock; infinite = nobody knows."""
+        return {} if self._notices is None else self._notices.nodes
+
+    @property
+    def usable(self) -> tuple[Actor, ...]:
+        """Spares that may take a slot: those on nodes that are not drained."""
+        draining = self.draining
+        return tuple(spare for spare in self.spares if spare.node not in draining)
+
+    def ask_for_spares(self, num: int) -> None:
+        """Start actors besides, on nodes that are not drained, where there are fewer spares than ``num``; once each.
+
+        Blocks: never. They wait for room, which an autoscaler may add.
+        """
+        num_starting = sum(one.bundle in self._extra for one in self._starting.values())
+        for _ in range(num - len(self.usable) - num_starting):
+            bundle = self._num_bundles + len(self._extra)
+            self._extra[bundle] = placement_group([dict(self._resources)]) if self._resources else None
+            log.info("actor %d is started besides, in place of those on drained nodes", self._num_actors)
+            self._start(bundle)
+
+    def due_to_leave(self, members: Mapping[_Key, Actor]) -> dict[_Key, str]:
+        """Return who must leave its node now, and why; nobody while there are too few spares elsewhere.
+
+        Spares are asked for as soon as a node is drained.
+
+        Args:
+            members: An incarnation's actors.
+        """
+        if not (draining := self.draining):
+            return {}
+        latest_s = clock.now_s() + self._config.drain_margin
+        ends_s = {key: draining[one.node] for key, one in members.items() if one.node in draining}
+        self.ask_for_spares(len(ends_s))
+        due = {key: describe_drain(end_s) for key, end_s in ends_s.items() if end_s <= latest_s}
+        return due if len(due) <= len(self.usable) else {}
 
     def idle(self) -> None:
         """Do what is due while something else is waited for. Blocks: a millisecond or so.
@@ -285,6 +375,7 @@ class Pool:
         self._polled_s = clock.now_s()
         self._note_starts()
         self._ping_spares()
+        self._note_drains()
         if self.keepers is None:
             return
         # A writer starts where a spare waits, so that no actor waits for it once the spare takes a slot.
@@ -314,8 +405,8 @@ class Pool:
             self._check_open()
             self.poll()
             left_s = deadline_s - clock.now_s()
-            if len(self.spares) >= num or not self._starting or left_s <= 0:
-                return len(self.spares) >= num
+            if len(self.usable) >= num or not self._starting or left_s <= 0:
+                return len(self.usable) >= num
             refs = [one.identity for one in self._starting.values()]
             ray.wait(refs, num_returns=1, timeout=min(left_s, _POLL_S), fetch_local=False)
 
@@ -338,7 +429,7 @@ class Pool:
                 ) from self._why_failed
             if clock.now_s() >= deadline_s:
                 raise DeadlineExceeded(
-                    f"{len(self.spares)} of {num} actors started within {timeout_s} s; see Ray's logs of the others, "
+                    f"{len(self.usable)} of {num} actors started within {timeout_s} s; see Ray's logs of the others, "
                     "or raise start_timeout"
                 )
 
@@ -355,7 +446,7 @@ class Pool:
         self.spares = (*self.spares, *actors)
 
     def answering(self, num: int, timeout_s: float) -> list[Actor]:
-        """Return spares that answer now, oldest first.
+        """Return spares that may take a slot and answer now, oldest first.
 
         Args:
             num: How many are needed; once so many have answered the others are not waited for.
@@ -365,7 +456,7 @@ class Pool:
         """
         self._note_starts()
         deadline_s = clock.now_s() + timeout_s
-        refs = {one.number: one.handle.status.remote() for one in self.spares}
+        refs = {one.number: one.handle.status.remote() for one in self.usable}
         alive: set[int] = set()
         while refs and len(alive) < num and clock.now_s() < deadline_s:
             # All of them usually answer within this, so that there is a choice.
@@ -391,6 +482,8 @@ class Pool:
 
         Blocks: until all are gone, at most ``close_timeout``.
         """
+        if self._notices is not None:
+            self._notices.close()
         if self.keepers is not None:
             self.keepers.close()
         handles = list(self._all.values())
@@ -438,9 +531,12 @@ class Pool:
 
     def _release(self) -> None:
         placement, self._placement = self._placement, None
-        if placement is not None and placement is not self._strategy:
-            with contextlib.suppress(ValueError):  # removed by somebody else
-                remove_placement_group(placement)
+        own = [placement] if placement is not self._strategy else []
+        for one in [*own, *self._extra.values()]:
+            if one is not None:
+                with contextlib.suppress(ValueError):  # removed by somebody else
+                    remove_placement_group(one)
+        self._extra.clear()
 
     def _start(self, bundle: int) -> None:
         custom = {name: amount for name, amount in self._resources.items() if name not in ("CPU", "GPU")}
@@ -449,9 +545,10 @@ class Pool:
             "num_gpus": self._resources.get("GPU", 0),
             "resources": custom,
         }
-        if self._placement is not None:
+        is_extra = bundle in self._extra
+        if (placement := self._extra[bundle] if is_extra else self._placement) is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                placement_group=self._placement, placement_group_bundle_index=bundle
+                placement_group=placement, placement_group_bundle_index=0 if is_extra else bundle
             )
         number, self._num_actors = self._num_actors, self._num_actors + 1
         handle = self._all[number] = self._create(options)
@@ -490,6 +587,17 @@ class Pool:
                     text,
                     failures,
                 )
+
+    def _note_drains(self) -> None:
+        """Log and write down nodes that are drained since the last look."""
+        for node, ends_s in self.draining.items():
+            if node not in self._noticed:
+                self._noticed.add(node)
+                reason = f"Ray drains node {node[:8]}"
+                log.warning("%s: %s; of an actor there: %s", self._journal.job, reason, describe_drain(ends_s))
+                facts: dict[str, Any] = {"source": "ray", "reason": reason, "ray_node": node}
+                facts |= {} if math.isinf(ends_s) else {"deadline_s": round(ends_s - clock.now_s(), 3)}
+                self._journal.write(EventKind.NOTICE, **facts)
 
     def _ping_spares(self) -> None:
         for spare in self.spares:
@@ -568,10 +676,14 @@ class _Keeper:
 class NodeKeepers:
     """Have one :class:`NodeKeeper` on each node that needs one.
 
+    Args:
+        runtime_env: As Ray takes it; that of the actors, as writers need the same credentials. ``None``: the driver's.
+
     Thread: one at a time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runtime_env: Mapping[str, Any] | None = None) -> None:
+        self._options: dict[str, Any] = {"runtime_env": dict(runtime_env)} if runtime_env else {}
         self._keepers: dict[str, _Keeper] = {}
         self._name = f"outlast-keeper-{uuid.uuid4().hex}"
         self._lost: list[str] = []
@@ -648,7 +760,8 @@ class NodeKeepers:
         return found, gone
 
     def _start(self, node_id: str) -> None:
-        self._keepers[node_id] = _Keeper(start_on(node_id, NodeKeeper, {"address": f"{self._name}-{node_id}"}))
+        address = f"{self._name}-{node_id}"
+        self._keepers[node_id] = _Keeper(start_on(node_id, NodeKeeper, {"address": address}, **self._options))
 
     def _lose(self, node_id: str, reply: Reply) -> bool:
         """Give up a keeper that died; return whether another one could take its place."""

@@ -7,6 +7,7 @@ within Ray, which trusts its own cluster.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from outlast.errors import ConfigError
 
 AXES = ("pp", "dp", "cp", "tp")
 """Pipeline, data, context and tensor parallelism; the first changes slowest with the rank."""
+EXPERT_AXES = ("pp", "edp", "ep", "etp")
+"""The same ranks as a model's experts see them: pipeline, expert data, expert and expert tensor parallelism."""
+_ALL_AXES = (*AXES, *EXPERT_AXES[1:])
 
 
 class MeshRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,22 +50,43 @@ class MeshRank(msgspec.Struct, frozen=True, kw_only=True):
     """Actors along the tensor axis."""
     pp_size: int
     """Stages of the pipeline."""
+    ep: int = 0
+    """Which of the experts are its own."""
+    etp: int = 0
+    """Which slice of each of its experts is its own."""
+    edp: int = 0
+    """Which replica of its experts it has."""
+    ep_size: int = 1
+    """Actors along the expert axis; 1 without experts."""
+    etp_size: int = 1
+    """Actors along the expert tensor axis."""
+    edp_size: int = 1
+    """Replicas of each expert."""
 
     @property
     def gives_result(self) -> bool:
-        """Whether this actor speaks for its data shard: first of its slices, last stage."""
+        """Whether this actor speaks for its data shard: first of its slices, last stage.
+
+        Where each actor has several virtual stages, one after the other as in Megatron's interleaved schedule, the last
+        of them all is on the actor with the last stage, too.
+        """
         return self.tp == 0 and self.cp == 0 and self.pp == self.pp_size - 1
 
     def __str__(self) -> str:
         axes = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, f"{axis}_size") > 1]
+        axes += [f"ep {self.ep}"] if self.ep_size > 1 else []
         return f"rank {self.rank} ({', '.join(axes)})" if axes else f"rank {self.rank}"
 
 
 class Mesh(msgspec.Struct, frozen=True, kw_only=True):
     """Say how many actors lie along each axis.
 
+    The expert axes add no actors: they lie over ``dp``, ``cp`` and ``tp`` of each stage, the expert tensor axis
+    fastest, as in Megatron-Core's default order ``tp-cp-ep-dp-pp``. What ``ep`` and ``etp`` leave is ``edp``, the
+    replicas of each expert: ``pp * edp * ep * etp`` is the number of actors.
+
     Raises:
-        ConfigError: A size is not a whole number of at least 1.
+        ConfigError: A size is not a whole number of at least 1, or the expert axes do not fit.
     """
 
     dp: int = 1
@@ -72,12 +97,23 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
     """Tensor parallel: each layer is cut into so many slices by the model."""
     pp: int = 1
     """Pipeline parallel: the model is cut into so many stages."""
+    ep: int = 0
+    """Expert parallel: the experts of each layer are divided among so many actors; 0 = no experts, unless ``etp`` is
+    given."""
+    etp: int = 0
+    """Expert tensor parallel: each expert is cut into so many slices; 0 = as many as ``tp``, as in Megatron-Core."""
 
     def __post_init__(self) -> None:
-        for axis in AXES:
-            size = getattr(self, axis)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ConfigError(f"mesh: {axis}={size!r} must be a whole number of at least 1")
+        for axis in (*AXES, "ep", "etp"):
+            size, least = getattr(self, axis), 0 if axis in ("ep", "etp") else 1
+            if not isinstance(size, int) or isinstance(size, bool) or size < least:
+                raise ConfigError(f"mesh: {axis}={size!r} must be a whole number of at least {least}")
+        if self.has_experts and self.size % (self.pp * self._expert_size):
+            ep, etp = self.expert_sizes[2:]
+            raise ConfigError(
+                f"mesh: ep={ep} times etp={etp} does not divide the {self.size // self.pp} actors of a stage "
+                f"(dp={self.dp} * cp={self.cp} * tp={self.tp}): the expert axes lie over dp, cp and tp"
+            )
 
     @classmethod
     def of(cls, sizes: Mapping[str, int] | Mesh) -> Mesh:
@@ -91,8 +127,10 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(sizes, Mapping):
             raise ConfigError(f'mesh={sizes!r} must name its axes, such as {{"dp": 2, "tp": 2}}')
         for axis in sizes:
-            if axis not in AXES:
-                raise ConfigError(f"mesh: unknown axis {axis!r}; the axes are {', '.join(AXES)}")
+            if axis == "edp":
+                raise ConfigError("mesh: edp is what ep and etp leave of dp * cp * tp; leave it out")
+            if axis not in _ALL_AXES:
+                raise ConfigError(f"mesh: unknown axis {axis!r}; the axes are {', '.join(AXES)}, ep, etp")
         return cls(**sizes)
 
     @property
@@ -105,6 +143,26 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
         """Actors in the mesh."""
         return self.pp * self.dp * self.cp * self.tp
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether there are expert axes."""
+        return bool(self.ep or self.etp)
+
+    @property
+    def expert_sizes(self) -> tuple[int, ...]:
+        """Sizes in the order of ``EXPERT_AXES``; without experts as for one expert parallel actor."""
+        return self.pp, self.size // (self.pp * self._expert_size), self.ep or 1, self.etp or self.tp
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """Sizes by axis; those of the expert axes where there are any."""
+        sizes = dict(zip(AXES, self.sizes, strict=True))
+        return sizes | dict(zip(EXPERT_AXES, self.expert_sizes, strict=True)) if self.has_experts else sizes
+
+    @property
+    def _expert_size(self) -> int:
+        return (self.ep or 1) * (self.etp or self.tp)
+
     def place(self, rank: int) -> MeshRank:
         """Return where ``rank`` works.
 
@@ -113,18 +171,10 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is not in a mesh of {self.size} actors")
-        rest, coordinates = rank, {}
-        for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
-            rest, coordinates[axis] = divmod(rest, size)
-        return MeshRank(
-            rank=rank,
-            world_size=self.size,
-            dp_size=self.dp,
-            cp_size=self.cp,
-            tp_size=self.tp,
-            pp_size=self.pp,
-            **coordinates,
-        )
+        point = _point(rank, AXES, self.sizes) | _point(rank, EXPERT_AXES, self.expert_sizes)
+        sizes = {f"{axis}_size": size for axis, size in zip(EXPERT_AXES, self.expert_sizes, strict=True)}
+        sizes |= {f"{axis}_size": size for axis, size in zip(AXES, self.sizes, strict=True)}
+        return MeshRank(rank=rank, world_size=self.size, **point, **sizes)
 
     def ranks(self, **coordinates: int) -> list[int]:
         """Return all ranks with these coordinates, in rising order; without any, all ranks.
@@ -136,28 +186,44 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: An axis is unknown.
         """
         for axis in coordinates:
-            if axis not in AXES:
-                raise ConfigError(f"mesh: unknown axis {axis!r}; the axes are {', '.join(AXES)}")
-        points = itertools.product(*map(range, self.sizes))
-        wanted = [coordinates.get(axis) for axis in AXES]
+            if axis not in _ALL_AXES:
+                raise ConfigError(f"mesh: unknown axis {axis!r}; the axes are {', '.join(_ALL_AXES)}")
+        points, expert_points = (itertools.product(*map(range, sizes)) for sizes in (self.sizes, self.expert_sizes))
+        wanted = [coordinates.get(axis) for axis in (*AXES, *EXPERT_AXES)]
         return [
             rank
-            for rank, point in enumerate(points)
-            if all(want is None or want == have for want, have in zip(wanted, point, strict=True))
+            for rank, point in enumerate(zip(points, expert_points, strict=True))
+            if all(want is None or want == have for want, have in zip(wanted, point[0] + point[1], strict=True))
         ]
 
     def __str__(self) -> str:
         axes = [f"{axis}{size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
-        return " x ".join(axes) or "1 actor"
+        text = " x ".join(axes) or "1 actor"
+        if self.has_experts:
+            edp, ep, etp = self.expert_sizes[1:]
+            text += f" (experts: edp{edp} x ep{ep} x etp{etp})"
+        return text
+
+
+def _point(rank: int, axes: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
+    """Return the coordinates of a rank, the last axis being the fastest."""
+    coordinates = {}
+    for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
+        rank, coordinates[axis] = divmod(rank, size)
+    return coordinates
 
 
 def shrunk(mesh: Mesh, num_actors: int) -> Mesh | None:
     """Return the largest smaller mesh that ``num_actors`` can fill, ``None`` if there is none.
 
     Only the data axis gets shorter: the others cut the model itself, which the state that is kept could not follow.
+    What is left of it must have room for all experts.
     """
-    dp = min(mesh.dp - 1, num_actors // (mesh.size // mesh.dp))
-    return Mesh(dp=dp, cp=mesh.cp, tp=mesh.tp, pp=mesh.pp) if dp >= 1 else None
+    model = mesh.size // mesh.dp
+    for dp in range(min(mesh.dp - 1, num_actors // model), 0, -1):
+        with contextlib.suppress(ConfigError):  # the expert axes do not fit
+            return msgspec.structs.replace(mesh, dp=dp)
+    return None
 
 
 class ShellSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from outlast.errors import ActorFailed, SparesExhausted
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.actor_recovery import ActorFacts, Formation, ends_call, fill_slots, shrink_slots
 from outlast.ray.pool import Actor, Pool, ReplyFault, await_replies, describe_error
-from outlast.ray.protocol import AXES, Aborted, ActorAssignment, FailureKind, Joined, Mesh, shrunk, timed
+from outlast.ray.protocol import Aborted, ActorAssignment, FailureKind, Joined, Mesh, shrunk, timed
 from outlast.ray.watch import Gathered, LossKind, LostActor, Watch, lose
 from outlast.runtime.journal import Journal
 from outlast.wording import count
@@ -126,7 +126,7 @@ class Recovery:
 
         Blocks: up to ``join_timeout``, and longer if actors are lost meanwhile.
         """
-        spares = sorted(self._pool.spares, key=lambda one: one.number)[: mesh.size]
+        spares = sorted(self._pool.usable, key=lambda one: one.number)[: mesh.size]
         nodes = list(dict.fromkeys(one.node for one in spares))
         ordered = sorted(spares, key=lambda one: (nodes.index(one.node), one.identity.device, one.number))
         self._pool.take([one.number for one in ordered])
@@ -249,11 +249,13 @@ class Recovery:
             shrunken = shrink_slots(smaller.size, survivors, spares)
             assert isinstance(shrunken, Formation)
             return smaller, shrunken
+        if self._pool.draining:
+            self._pool.ask_for_spares(num_missing)
         wait_s = self._config.spare_wait
         starting = count(self._pool.num_starting, "actor")
         log.warning("no spare is left; waiting up to %g s for %s to start", wait_s, starting)
         deadline_s = clock.now_s() + wait_s
-        while clock.now_s() < deadline_s and (self._pool.num_starting or self._pool.spares):
+        while clock.now_s() < deadline_s and (self._pool.num_starting or self._pool.usable):
             self._pool.idle()
             if self._pool.wait_for_spares(num_missing, min(_AGAIN_S * 5, deadline_s - clock.now_s())):
                 formation = fill_slots(before, survivors, self._spares(num_missing))
@@ -338,8 +340,8 @@ class Recovery:
             generation=next((joined[rank].generation for rank in loaded), None),
             begun_at=progress.first.iteration,
             iteration=new.iteration,
-            mesh_before=dict(zip(AXES, progress.first.mesh.sizes, strict=True)),
-            mesh_after=dict(zip(AXES, new.mesh.sizes, strict=True)),
+            mesh_before=progress.first.mesh.by_axis,
+            mesh_after=new.mesh.by_axis,
             rounds=progress.num_rounds,
             phases_s={name: round(seconds, 4) for name, seconds in progress.phases_s.items()},
             total_s=round(clock.now_s() - progress.begun_s, 4),
@@ -351,6 +353,8 @@ def journal_recovery(report: RecoveryReport, journal: Journal) -> None:
     """Log a recovery, and write an incident for each loss and what was done into the group's journal."""
     log.warning("incarnation %d of %s: %s", report.incarnation, journal.job, report.describe())
     for lost in report.lost:
+        if lost.kind == LossKind.DRAINED:
+            continue  # a notice, written down when it came
         has_ended = lost.kind in (LossKind.DIED, LossKind.RAISED)
         incident = Incident(
             kind=IncidentKind.WORKER_FAILED if has_ended else IncidentKind.WORKER_HUNG,

@@ -27,7 +27,7 @@ import ray.cloudpickle
 from outlast import clock, env
 from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
-from outlast.errors import ConfigError, OutlastError, RendezvousError
+from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded, OutlastError, RendezvousError
 from outlast.inprocess.call import describe, drop, end_groups, is_consequence
 from outlast.monitor.examination import read_books, waits_in
 from outlast.monitor.rank_monitor import PlacedRankMonitor
@@ -37,6 +37,7 @@ from outlast.policy.deadlines import Timeouts, deadlines, expired
 from outlast.ray.actor_state import StartingState, StateTracker
 from outlast.ray.protocol import (
     AXES,
+    EXPERT_AXES,
     Aborted,
     ActorAssignment,
     ActorIdentity,
@@ -160,20 +161,34 @@ class TrainActor:
         """Number of optimizer steps that the state has done."""
         return self._hosted.tracker.count
 
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The same ranks by expert axis: ``pp``, ``edp``, ``ep``, ``etp``; another one in each incarnation.
+
+        Raises:
+            ConfigError: The group's mesh has no expert axes.
+            OutlastError: There are no process groups now.
+        """
+        if self.mesh is not None and (mesh := self._hosted.expert_mesh) is not None:
+            return mesh
+        raise ConfigError('the mesh has no expert axes; give it some, such as mesh={"dp": 4, "ep": 2}')
+
     def group(self, axis: str) -> torch.distributed.ProcessGroup:
         """Return the group of this actor's peers along an axis; another one in each incarnation.
 
         Args:
-            axis: ``pp``, ``dp``, ``cp`` or ``tp``.
+            axis: ``pp``, ``dp``, ``cp`` or ``tp``; for experts ``ep``, ``etp``, or ``edp``, over which gradients of
+                experts are summed. The members are those of Megatron-Core's groups of the same sizes.
 
         Raises:
             ConfigError: There is no such axis.
             OutlastError: There are no groups now.
         """
-        mesh = self.mesh
-        if axis not in AXES:
-            raise ConfigError(f"there is no axis {axis!r}; the axes are {', '.join(AXES)}")
-        return mesh.get_group(axis)
+        if axis in AXES:
+            return self.mesh.get_group(axis)
+        if axis in EXPERT_AXES:
+            return self.expert_mesh.get_group(axis)
+        raise ConfigError(f"there is no axis {axis!r}; the axes are {', '.join((*AXES, *EXPERT_AXES[1:]))}")
 
     def section(self, name: str) -> SectionTimer:
         """Return the marker of a section, for ``with self.section("step"):``; its timeout is watched.
@@ -217,6 +232,19 @@ class TrainActor:
         shell = self._hosted
         with shell.monitor.section("checkpointing"):
             return shell.tracker.save(self.state(), iteration, now=now)
+
+    def _save_now(self, timeout_s: float) -> str:
+        """Save the state to all tiers, and wait for the commit; return why it failed, or nothing.
+
+        Collective: all ranks. Blocks: up to ``timeout_s``.
+        """
+        try:
+            if (handle := self.save(self.iteration, now=True)) is not None:
+                with self.section("checkpointing"):
+                    handle.wait(timeout_s)
+        except (CheckpointError, DeadlineExceeded) as error:
+            return str(error)
+        return ""
 
     @property
     def _hosted(self) -> Shell:
@@ -263,6 +291,8 @@ class Shell:
         """The actor's place in the mesh; ``None`` = it has had none yet."""
         self.mesh: DeviceMesh | None = None
         """All ranks by axis; ``None`` = there are no groups now."""
+        self.expert_mesh: DeviceMesh | None = None
+        """All ranks by expert axis; ``None`` = there are no groups now, or no experts."""
         self._noting = connections.Noting()
         self._excepthook = sys.excepthook
         self._store: TCPStore | None = None
@@ -506,7 +536,11 @@ class Shell:
                 timeout=timeout,
             )
             self._interruption.check()
-            self.mesh = init_device_mesh(self.device.type, assignment.mesh.sizes, mesh_dim_names=AXES)
+            mesh = init_device_mesh(self.device.type, assignment.mesh.sizes, mesh_dim_names=AXES)
+            if assignment.mesh.has_experts:
+                sizes = assignment.mesh.expert_sizes
+                self.expert_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=EXPERT_AXES)
+            self.mesh = mesh
         except ValueError as error:
             raise ConfigError(f"the groups cannot be made: {error}") from error
         except RuntimeError as error:
@@ -621,7 +655,7 @@ class Shell:
             self._journal.close()
             self._journal = None
         if self._has_groups:
-            self.mesh = self._store = None
+            self.mesh = self.expert_mesh = self._store = None
             end_groups()
             self._noting.stop()
             sys.excepthook = self._excepthook  # torch puts another layer around it for every default group

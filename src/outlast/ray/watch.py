@@ -41,6 +41,8 @@ class LossKind(StrEnum):
     """It did not leave the interrupted call, or did not join in time."""
     RAISED = "raised"
     """Its call raised; its process is kept."""
+    DRAINED = "drained"
+    """It works, and had to leave a node that Ray drains."""
 
 
 class LostActor(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,13 +119,21 @@ class Watch:
     def __init__(self, config: RecoveryConfig, pool: Pool) -> None:
         self._config, self._pool = config, pool
 
-    def gather(self, members: Mapping[int, Actor], refs: Mapping[int, Any], *, timeout_s: float = math.inf) -> Gathered:
+    def gather(
+        self,
+        members: Mapping[int, Actor],
+        refs: Mapping[int, Any],
+        *,
+        timeout_s: float = math.inf,
+        leaves_nodes: bool = False,
+    ) -> Gathered:
         """Return the replies; at the first sign of trouble, with what is known until then.
 
         Args:
             members: Rank to actor.
             refs: Rank to the reference of its reply.
             timeout_s: Seconds after which an actor that has not replied is lost.
+            leaves_nodes: Whether actors whose node is drained and soon goes are to be replaced.
 
         Blocks: until all have replied or trouble is seen, at most ``timeout_s``.
         """
@@ -138,6 +148,9 @@ class Watch:
             self._pool.idle()
             self._read(waiting, gathered)
             self._check(waiting, gathered)
+            if leaves_nodes and waiting and gathered.is_whole:
+                for rank, text in self._pool.due_to_leave(members).items():
+                    gathered.lose(rank, members[rank], LossKind.DRAINED, text)
             if not gathered.is_whole:
                 break
             if clock.now_s() - begun_s >= timeout_s:

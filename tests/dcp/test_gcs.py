@@ -1,0 +1,86 @@
+"""The global tier in GCS, against a server process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import fsspec
+import pytest
+import test_two_lives as lives
+import torch
+from gcs_server import GCSServer
+from lanes import Lanes, flat_state
+
+from outlast.checkpoint.dcp.reader import read_rank
+from outlast.checkpoint.dcp.store import ObjectStore
+from outlast.checkpoint.state import decode
+from outlast.checkpoint.verification import VerifiedFiles
+
+pytestmark = [
+    pytest.mark.overlay,
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Sending a large body"),  # gcsfs hands bytes to aiohttp
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[GCSServer]:
+    running = GCSServer("bucket")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in running.environment.items():
+                patch.setenv(name, value)
+            # In this process fsspec was imported before: it has read its variables already.
+            patch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+            yield running
+    finally:
+        running.kill()
+
+
+def test_a_generation_goes_to_gcs_and_comes_back(server: GCSServer) -> None:
+    """Ranks save to a bucket, small and large objects, and each gets its own state back, verified."""
+    state = {"weight": torch.arange(300_000.0), "epoch": 2.0}
+    with Lanes("gs://bucket/one", 2) as lanes:
+        assert lanes.save([flat_state(state)] * 2, 7) == [None, None]
+        assert lanes.directory.generations() == [7]
+        found = read_rank(VerifiedFiles(lanes.directory, lanes.directory.manifest(7)), 1)
+        saved = decode(found.tree, found.tensors.__getitem__)["state"]
+        assert torch.equal(saved["weight"], state["weight"])
+        assert saved["epoch"] == 2.0
+    names = server.objects("one/")
+    assert {name.rpartition("/")[2] for name in names} >= {".metadata", "manifest.json", "latest", "run.json"}
+
+
+def test_of_runs_that_claim_a_bucket_at_once_one_gets_it(server: GCSServer, caplog: pytest.LogCaptureFixture) -> None:
+    """GCS makes an object only if there is none; the warning names the condition that it is not asked for."""
+    stores = [ObjectStore("gs://bucket/race") for _ in range(4)]
+    with ThreadPoolExecutor(len(stores)) as pool:
+        made = list(pool.map(lambda store: store.create("run.json", b"{}"), stores))
+    assert sorted(made) == [False] * 3 + [True]
+    with caplog.at_level(logging.WARNING):
+        stores[0].check_fencing("probe.json")
+    (line,) = [record.getMessage() for record in caplog.records if "fence" in record.getMessage()]
+    assert "cannot replace an object only if it is the one that was read" in line
+
+
+@pytest.mark.parametrize("point", ["checkpoint.fenced", "checkpoint.indexed"])
+def test_what_a_killed_life_committed_the_next_one_loads(server: GCSServer, point: str) -> None:
+    """One life is killed within its third save, before or after its commit; the next one finds all that was committed,
+    verified, and continues from there."""
+    with ExitStack() as stack:
+        place = lives.Place(f"gs://bucket/{point}", server.environment, stack)
+        first = place.live(point=point, at=2)
+        first.wait_for("committed", 2)
+        first.wait_until_stopped()
+        first.close()
+        second = place.live()
+        found = dict(second.wait_for("found")["found"])
+        assert {1: 1001.0, 2: 1002.0}.items() <= found.items()
+        assert set(found) <= {1, 2, 3}
+        second.wait_for("committed", 2)
+        assert second.finish() == 0
+        assert place.contents() == {**found, **second.committed()}

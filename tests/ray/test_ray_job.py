@@ -1,0 +1,73 @@
+"""``examples/ray_job`` is submitted to a cluster as a job, twice; the second continues where the first ended."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outlast.testing.ranks import free_port
+
+pytestmark = [pytest.mark.overlay, pytest.mark.process, pytest.mark.slow]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_job"
+LIMIT_S = 240.0
+HEAD = """
+import logging, sys
+import ray
+ray.init(
+    address="local", num_cpus=8, num_gpus=0, object_store_memory=150 << 20, include_dashboard=True,
+    dashboard_port=int(sys.argv[1]), log_to_driver=False, logging_level=logging.ERROR, _temp_dir=sys.argv[2],
+)
+print("ready", flush=True)
+sys.stdin.read()
+ray.shutdown()
+"""
+SUBMIT = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
+
+
+def submit(port: int, checkpoints: Path, iterations: int, environment: dict[str, str]) -> str:
+    """Submit the example with its runtime environment, and return what the job printed once it has succeeded."""
+    job = ["python", "train.py", "--checkpoints", str(checkpoints), "--iterations", str(iterations)]
+    place = ["--address", f"http://127.0.0.1:{port}", "--runtime-env", "runtime_env.yaml", "--working-dir", "."]
+    done = subprocess.run(
+        [*SUBMIT, *place, "--", *job],
+        cwd=EXAMPLE,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_job_that_is_submitted_again_continues(tmp_path: Path) -> None:
+    """Both jobs succeed; the second begins at the iteration that the first one saved last."""
+    port, folder = free_port(), Path(f"/tmp/olj-{os.getpid()}")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment.pop("RAY_ADDRESS", None)
+    head = subprocess.Popen(
+        [sys.executable, "-c", HEAD, str(port), str(folder)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert head.stdin is not None
+        assert head.stdout is not None
+        assert head.stdout.readline() == "ready\n"
+        first = submit(port, tmp_path / "run", 3, environment)
+        assert "trained from iteration 0 to 3, 0 recoveries" in first
+        second = submit(port, tmp_path / "run", 5, environment)
+        assert "trained from iteration 3 to 5, 0 recoveries" in second
+    finally:
+        head.communicate("", timeout=60)
+        subprocess.run(["rm", "-rf", str(folder)], check=False)
