@@ -37,6 +37,24 @@ class Command(click.Command):
         super().__init__(name, help=text, epilog=epilog, context_settings=settings, **options)
 
 
+class ScriptCommand(Command):
+    """A command whose options are a scheduler's, before those of `outlast run`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does; an option of `outlast run` among them is answered with where it belongs."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from outlast.launch.run_parser import make_parser
+
+            if error.option_name not in make_parser()._option_string_actions:
+                raise
+            raise ConfigError(
+                f"{error.option_name} is an option of outlast run; put it after --, before the script: "
+                f"{ctx.command_path} ... -- {error.option_name} ... train.py"
+            ) from None
+
+
 class CommandGroup(Command, click.Group):
     """A command with commands: alone it prints its help, and a mistyped command is answered with the nearest."""
 
@@ -124,6 +142,8 @@ _COMMANDS = {
     "status": ("outlast.cli.status:status", "Say how a run is: who runs where, how far, what it waits for."),
     "doctor": ("outlast.cli.doctor:doctor", "Say whether this node is fit to train."),
     "slurm": ("outlast.cli.slurm:slurm", "Make and submit Slurm jobs, give them back to the queue."),
+    "k8s": ("outlast.cli.k8s:k8s", "Make the manifest of a job on Kubernetes."),
+    "shims": ("outlast.cli.shims:shims", "Write ft_launcher, for scripts of NVIDIA's resiliency extension."),
     "bench": ("outlast.cli.bench:bench", "Measure outlast beside its peers."),
     "completion": ("outlast.cli.main:completion", "Print what bash, zsh or fish needs to complete commands."),
 }
@@ -176,17 +196,24 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; bad input is one line and exit code 2."""
-    try:
+    with ending_in_one_line("outlast"):
         code = cli.main(standalone_mode=False, prog_name="outlast")
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def ending_in_one_line(program: str) -> Iterator[None]:
+    """End the process with one line and exit code 2 for bad input, and with 130 on Ctrl-C."""
+    try:
+        yield
     except ConfigError as error:
-        click.echo(f"outlast: {error}", err=True)
+        click.echo(f"{program}: {error}", err=True)
         sys.exit(ExitReason.BAD_INPUT)
     except click.ClickException as error:
-        click.echo(f"outlast: {_describe(error)}", err=True)
+        click.echo(f"{program}: {_describe(error)}", err=True)
         sys.exit(ExitReason.BAD_INPUT)
     except (click.exceptions.Abort, KeyboardInterrupt):
         sys.exit(130)
-    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _describe(error: click.ClickException) -> str:

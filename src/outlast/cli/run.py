@@ -6,8 +6,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
@@ -18,6 +18,9 @@ from outlast.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
+    from outlast.launch.options import RunOptions
+
+log = logging.getLogger(__name__)
 
 _VALUES = {
     "nproc_per_node": ("auto", "gpu", "cpu", "xpu"),
@@ -103,6 +106,24 @@ def run(arguments: tuple[str, ...]) -> None:
     if arguments and arguments[0] in ("-h", "--help"):
         click.echo(make_parser().format_help(), nl=False)
         return
+    launch_and_exit(arguments)
+
+
+def launch_and_exit(
+    arguments: Sequence[str], *, notes: Sequence[str] = (), settle: Callable[[RunOptions, int], int] | None = None
+) -> NoReturn:
+    """Run a job's part on this node and end this process.
+
+    Args:
+        arguments: What follows `outlast run`.
+        notes: What to log at the start.
+        settle: Called with the options and the job's exit code at the end; returns the one of this process.
+
+    Raises:
+        ConfigError: The command line or a setting is wrong; nothing was started.
+
+    Blocks: until the job is over.
+    """
     if os.getpid() == 1:  # the first process of a container
         from outlast.runtime.processes import fork_from_init
 
@@ -115,6 +136,8 @@ def run(arguments: tuple[str, ...]) -> None:
     if options.log_level is not None:
         env.update({env.LOG_LEVEL: options.log_level})  # for the workers and the checkpoint writer, too
     _configure_log(options.node_name)
+    for note in notes:
+        log.info("%s", note)
     from outlast.launch.run import launch
 
     try:
@@ -122,6 +145,8 @@ def run(arguments: tuple[str, ...]) -> None:
     except ConfigError:
         options.remove_new_folders()
         raise
+    if settle is not None:
+        code = settle(options, code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nobody reads any more: outlast run ... | head

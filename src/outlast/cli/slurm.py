@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outlast import env, logs
-from outlast.cli.main import Command, CommandGroup, complete_folder, failing_in_one_line
+from outlast.cli.main import CommandGroup, ScriptCommand, complete_folder, failing_in_one_line
 from outlast.cli.run import complete_run_word
 from outlast.errors import ConfigError, ExitReason
 
@@ -37,24 +37,6 @@ def slurm() -> None:
 _RETRIES = "--num-job-retries-on-failure"
 _CLEARLY_OURS = frozenset(["--cpus-per-task", "--dry-run", "--gpus-per-node", "--nodes", _RETRIES, "--preempt-time"])
 """Options that a training script hardly has itself, or that somebody who forgot where they go must hear of."""
-
-
-class _Script(Command):
-    """A command whose options are Slurm's, before those of `outlast run`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does; an option of `outlast run` among those of Slurm is answered with where it belongs."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            from outlast.launch.run_parser import make_parser
-
-            if error.option_name not in make_parser()._option_string_actions:
-                raise
-            raise ConfigError(
-                f"{error.option_name} is an option of outlast run; put it after --, before the script: "
-                f"{ctx.command_path} ... -- {error.option_name} ... train.py"
-            ) from None
 
 
 _OPTIONS: tuple[tuple[str, str, str | int | tuple[()] | None, str], ...] = (
@@ -119,7 +101,7 @@ Examples:
 """
 
 
-@slurm.command("script", cls=_Script, context_settings=_CONTEXT, epilog=_EXAMPLES.format("script"))
+@slurm.command("script", cls=ScriptCommand, context_settings=_CONTEXT, epilog=_EXAMPLES.format("script"))
 @_options
 def script(**settings: Any) -> int:
     """Print the batch script of a job.
@@ -133,7 +115,7 @@ def script(**settings: Any) -> int:
 
 @slurm.command(
     "submit",
-    cls=_Script,
+    cls=ScriptCommand,
     context_settings=_CONTEXT,
     epilog=_EXAMPLES.format("submit") + "  outlast slurm submit --nodes 4 --dry-run -- train.py\n",
 )

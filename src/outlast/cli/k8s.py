@@ -1,0 +1,212 @@
+"""``outlast k8s``: manifests that run a job on Kubernetes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outlast.cli.main import CommandGroup, ScriptCommand, complete_file, failing_in_one_line, json_option
+from outlast.cli.run import complete_run_word
+from outlast.errors import ConfigError, ExitReason
+
+if TYPE_CHECKING:
+    from outlast.integrations.kubernetes import KubernetesJob
+
+
+@click.group("k8s", cls=CommandGroup)
+def k8s() -> None:
+    """Run on Kubernetes: make the manifest of a job.
+
+    Examples:
+      outlast k8s manifest --image registry/train:1 --nnodes 4:5 --run-claim runs -- train.py | kubectl apply -f -
+    """
+
+
+_OPTIONS: tuple[tuple[str, str, str, str], ...] = (
+    ("--name", "name", "NAME", "Names the job and the run; default: the script's name."),
+    ("--image", "image", "IMAGE", "The container's image, with outlast and the training script in it."),
+    ("--run-claim", "run_claim", "CLAIM", "PersistentVolumeClaim of the run directory; all pods write there."),
+    ("--kind", "kind", "KIND", "JobSet, TrainJob (Kubeflow Trainer) or PyTorchJob (Training Operator)."),
+    ("--nnodes", "nnodes", "N|MIN:MAX", "Nodes; of MIN:MAX, MIN train and the others wait as spares."),
+    ("--nproc-per-node", "nproc_per_node", "N", "Workers on a node: a number, auto, gpu, xpu or cpu."),
+    ("--min-nodes", "min_nodes", "N", "Fewest nodes with which the job continues; default: it does not shrink."),
+    ("--namespace", "namespace", "NAME", "Default: the one of whoever applies it."),
+    ("--run-id", "run_id", "ID", "Names the run in every job of it; default: the job's name."),
+    ("--mount-path", "mount_path", "DIR", "Where the volume of the run directory is mounted."),
+    ("--run-key-secret", "run_key_secret", "SECRET", "Secret that holds the run key as run.key."),
+    ("--gpus-per-node", "gpus_per_node", "N", "GPUs of a pod."),
+    ("--gpu-resource", "gpu_resource", "KEY", "What the cluster calls a GPU."),
+    ("--cpus", "cpus", "QUANTITY", "CPUs of a pod: 32, 500m."),
+    ("--memory", "memory", "QUANTITY", "Memory of a pod, with /dev/shm and checkpoints in memory: 512Gi."),
+    ("--resource", "resources", "KEY=QUANTITY", "More resources of a pod, such as rdma/ib=1; repeat."),
+    ("--shm-size", "shm_size", "QUANTITY", "Limit of /dev/shm; default the pod's memory."),
+    ("--port", "port", "N", "Where the agents meet."),
+    ("--num-endpoints", "num_endpoints", "N", "How many of the first pods may host the coordinator."),
+    ("--shutdown-grace", "shutdown_grace", "SECONDS", "For workers to save after a notice; the pod has 30 more."),
+    ("--join-timeout", "join_timeout", "SECONDS", "How long agents wait for each other: pods may be pending for long."),
+    (
+        *("--num-job-retries-on-failure", "num_job_retries_on_failure", "N"),
+        "How often the job is made again after a failure, in all.",
+    ),
+    ("--pod-retries", "pod_retries", "N", "Pods that may fail by themselves first; default: as many as spares."),
+    ("--share-nodes", "share_nodes", "", "Several pods of the job may lie on one machine."),
+    ("--topology", "topology", "KEY", "All pods go where this label of machines has the same value."),
+    ("--node-selector", "node_selector", "KEY=VALUE", "Label that machines must have; repeat."),
+    ("--toleration", "tolerations", "KEY[=VALUE]", "Taint of machines that does not matter; repeat."),
+    ("--volume", "volumes", "KIND:NAME:DIR", "claim:NAME:DIR, configmap:NAME:DIR or secret:NAME:DIR; repeat."),
+    ("--env", "env", "NAME=VALUE", "Environment variable, not for secrets; repeat."),
+    ("--service-account", "service_account", "NAME", ""),
+    ("--priority-class", "priority_class", "NAME", ""),
+    ("--queue", "queue", "NAME", "Kueue's local queue."),
+    ("--working-dir", "working_dir", "DIR", "Where the script starts; default the image's."),
+    ("--outlast", "outlast", "COMMAND", "What is outlast in the image, such as 'uv run outlast'."),
+)
+"""Options of a manifest: name, field, the value's name, help."""
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a manifest, with the defaults of its fields."""
+    from outlast.integrations.kubernetes import KubernetesJob
+
+    defaults = {field.name: field.default for field in dataclasses.fields(KubernetesJob)}
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(KubernetesJob)}
+    for name, field, metavar, text in reversed(_OPTIONS):
+        default, kind = defaults[field], kinds[field]
+        if not metavar:
+            command = click.option(name, field, is_flag=True, help=text)(command)
+            continue
+        required = default is dataclasses.MISSING
+        command = click.option(
+            name,
+            field,
+            type=int if kind.startswith("int") else float if kind.startswith("float") else str,
+            default=None if required else default,
+            show_default=not required and default not in (None, ()),
+            multiple=default == (),
+            metavar=metavar,
+            help=text or None,
+        )(command)
+    return command
+
+
+@k8s.command(
+    "manifest",
+    cls=ScriptCommand,
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    epilog="""\b
+Examples:
+  outlast k8s manifest --image registry/train:1 --nnodes 4:5 --gpus-per-node 8 --run-claim runs \\
+      -- train.py --lr 3e-4 | kubectl apply -f -
+  outlast k8s manifest --kind TrainJob --image registry/train:1 --nnodes 4 --run-claim runs -o job.yaml -- train.py
+""",
+)
+@_options
+@json_option
+@click.option(
+    *("-o", "--output"), metavar="FILE", shell_complete=complete_file, help="Write to a file; default standard output."
+)
+@click.argument(
+    "command",
+    metavar="[--] [RUN OPTION]... SCRIPT [ARGUMENT]...",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    shell_complete=complete_run_word,
+)
+def manifest(as_json: bool, output: str | None, **settings: Any) -> int:
+    """Print the manifest of a job, for `kubectl apply -f -`.
+
+    What follows the options made here is what `outlast run` gets in each pod: more of its options, the training script,
+    the script's arguments. It is checked as `outlast run` will check it; files are the image's, and are not looked for.
+    """
+    from outlast.integrations.kubernetes import as_yaml
+
+    job = _job_from(settings)
+    made = job.manifests()
+    if as_json:
+        shown: Any = made[0] if len(made) == 1 else {"apiVersion": "v1", "kind": "List", "items": made}
+        text = _as_json(shown)
+    else:
+        text = as_yaml(made)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        with failing_in_one_line(f"{output} is not written: ", OSError):
+            Path(output).write_text(text, encoding="utf-8")
+    return int(ExitReason.FINISHED)
+
+
+def _as_json(value: object) -> str:
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+
+
+def _job_from(settings: dict[str, Any]) -> KubernetesJob:
+    """Make the job that options ask for; tell on standard error what may be meant otherwise.
+
+    Raises:
+        ConfigError: What `outlast run` or Kubernetes would refuse.
+    """
+    from outlast.config.base import as_written
+    from outlast.integrations.kubernetes import KubernetesJob
+    from outlast.launch.options import check_values
+    from outlast.launch.run_parser import hint_at, parse_command
+
+    settings["command"] = command = tuple(settings["command"])
+    path = click.get_current_context().command_path
+    if not command:
+        raise ConfigError(f"there is no training script; name one, for example: {path} --nnodes 2 ... -- train.py")
+    options = {field: name for name, field, _, _ in _OPTIONS}
+    for field, what in (
+        ("image", "the image with outlast and the script"),
+        ("run_claim", "the run directory's volume"),
+    ):
+        if not settings[field]:
+            raise ConfigError(f"{options[field]} is missing; name {what}, for example: {path} {_EXAMPLE} -- train.py")
+    parsed = parse_command(command)
+    script = parsed.args.training_script
+    settings["name"] = settings["name"] or re.sub(r"[^a-z0-9-]+", "-", Path(script).stem.lower()).strip("-") or "train"
+    kinds = {kind.lower(): kind for kind in ("JobSet", "TrainJob", "PyTorchJob")}
+    settings["kind"] = kinds.get(settings["kind"].lower(), settings["kind"])
+    try:
+        job = KubernetesJob(**settings)
+        config = parsed.args.config
+        looked_for = config is None or Path(config).exists()
+        words = command if looked_for else _without_config(command, config)
+        check_values([f"--nnodes={job.nnodes}", "--rdzv-endpoint=pod-0:29400", *words])
+    except ConfigError as error:
+        text = as_written(str(error), lambda field, value: f"{options[field]}={value}" if field in options else None)
+        for field, name in options.items():
+            text = re.sub(rf"(?<![\w/.-]){field}(?=[=:])", name, text)
+            if "_" in field:
+                text = re.sub(rf"(?<![\w/.-]){field}(?![\w/.=-])", name, text)
+        raise ConfigError(text) from None
+    if not looked_for:
+        click.echo(f"outlast: {config} is not here; its values are not checked before the pods start", err=True)
+    ours = [word.partition("=")[0] for word in parsed.args.training_script_args]
+    mistaken = tuple(dict.fromkeys(word for word in ours if word in _CLEARLY_OURS))
+    for hint in (parsed.hint, hint_at(mistaken, script, path)):
+        if hint is not None:
+            click.echo(f"outlast: {hint}", err=True)
+    return job
+
+
+_EXAMPLE = "--image registry/train:1 --run-claim runs"
+_CLEARLY_OURS = frozenset(["--image", "--run-claim", "--nnodes", "--gpus-per-node", "--run-key-secret"])
+"""Options that a training script hardly has itself."""
+
+
+def _without_config(command: tuple[str, ...], config: str) -> list[str]:
+    """Return the words without ``--config``, whose file lies in the image alone."""
+    words = list(command)
+    if f"--config={config}" in words:
+        words.remove(f"--config={config}")
+    else:
+        at = next(number for number, word in enumerate(words) if word == config and words[number - 1] == "--config")
+        del words[at - 1 : at + 1]
+    return words

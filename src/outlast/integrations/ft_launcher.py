@@ -1,0 +1,406 @@
+"""``ft_launcher``: the command line of NVIDIA's resiliency extension, translated to that of ``outlast run``.
+
+Both take torchrun's options and ``--ft-<field>`` for the same settings, so only what differs is translated: spellings
+(``--ft-rank_section_timeouts``, ``--ft-param-...``), names (``--term-timeout``, ``--ft-log-level``), the config file's
+form, and what has no counterpart here, which one line names. Unknown options stay as they are: ``outlast run`` refuses
+them. :func:`translate` is pure but for the config file that it reads.
+
+Batch scripts written for ``ft_launcher`` decide by a flag file whether a job goes back to the queue;
+:func:`settle_exit` makes that file and the exit code mean to them what the job came to.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+import shlex
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast.config import Config, FaultToleranceConfig
+from outlast.config.base import from_mapping, parse_text
+from outlast.config.sources import ft_option, load_values
+from outlast.errors import ConfigError, ExitReason
+from outlast.launch.run_parser import make_parser, words_before_script
+
+if TYPE_CHECKING:
+    import argparse
+
+log = logging.getLogger(__name__)
+
+CFG_PATH = "FAULT_TOL_CFG_PATH"
+"""A config file; one that is not there is none: NeMo-Run sets it and writes no file."""
+FINISHED_FLAG = "FAULT_TOL_FINISHED_FLAG_FILE"
+"""The file by which batch scripts know that a job must not go back to the queue."""
+SETTING = "OUTLAST_FT_"
+"""``OUTLAST_FT_RANK_SECTION_TIMEOUTS`` is ``--ft-rank-section-timeouts`` for whoever cannot change the command line."""
+NAME = "ft_launcher"
+
+_FIELDS = tuple(field.name for field in fields(FaultToleranceConfig))
+_HINTS = typing.get_type_hints(FaultToleranceConfig)
+_OPTION_OF_PATH = "PET_FT_CFG_PATH"
+_LEVELS = {
+    **{"debug": "debug", "dbg": "debug", "10": "debug", "info": "info", "20": "info", "warning": "warning"},
+    **{"warn": "warning", "30": "warning", "error": "error", "40": "error", "critical": "error", "50": "error"},
+}
+_NO_COUNTERPART = {
+    "workload-check-interval": "a hang is noticed when its timeout passes, not at the next look",
+    "node-health-check-interval": "set node_interval of [health] in a config file",
+    "restart-check-interval": "a restart inside the processes is reported, not looked for",
+    "enable-nic-monitor": "set network_interfaces of [health] in a config file",
+    "pci-topo-file": "set network_interfaces of [health] in a config file",
+    "link-down-path-template": "set network_interfaces of [health] in a config file",
+}
+"""Settings of theirs without effect here: name to what there is instead."""
+_THEIRS = frozenset(
+    {*_NO_COUNTERPART, "log-level", "restart-policy", "rank-termination-signal", "cfg-path", "ignore-missing-cfg"}
+)
+_ALIASES = {
+    "fault-tol-cfg-path": "ft-cfg-path",
+    "restart-policy": "ft-restart-policy",
+    "ignore-missing-fault-tol-cfg": "ft-ignore-missing-cfg",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """A command line of ``outlast run``, and what to log of what was translated."""
+
+    arguments: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+class _Line:
+    """The translation in the making."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+        self.words: list[str] = []
+        self.notes: list[str] = []
+        self.dropped: dict[str, str] = {}
+        self.path: tuple[str, str] | None = None
+        """The config file, and what named it."""
+        self.may_miss = False
+        self.run_id_at: int | None = None
+        """Where in ``words`` the run's id is given."""
+
+    def read(self, argv: Sequence[str]) -> list[str]:
+        """Translate the options; return what begins with the script."""
+        position = 0
+        while position < len(argv):
+            word = argv[position]
+            if word == "--" or word == "-" or not word.startswith("-"):
+                break
+            position += self._read_option(word, argv[position + 1 :])
+        return list(argv[position:])
+
+    def _read_option(self, word: str, rest: Sequence[str]) -> int:
+        """Translate one option; return how many words it has."""
+        name, equals, value = word.partition("=")
+        plain = name.lstrip("-").replace("_", "-")
+        plain = _ALIASES.get(plain, plain)
+        if plain.startswith("ft-param-"):
+            plain = f"ft-{plain.removeprefix('ft-param-')}"
+        setting = plain.removeprefix("ft-")
+        if plain == "ft-ignore-missing-cfg":
+            self.may_miss = True
+            return 1
+        is_theirs = plain == "term-timeout" or (plain.startswith("ft-") and setting in _THEIRS)
+        if is_theirs and name.startswith("--"):
+            if not equals:
+                if not rest:
+                    raise ConfigError(f"{name} lacks its value; write {name}=VALUE")
+                value = rest[0]
+            self._translate(name, setting, value)
+            return 1 if equals else 2
+        is_setting = plain.startswith("ft-") and setting.replace("-", "_") in _FIELDS
+        if is_setting and word not in self.parser._option_string_actions:
+            known = name in self.parser._option_string_actions
+            word = word if known else f"{ft_option(setting.replace('-', '_'))}{equals}{value}"
+        typed, length = words_before_script(self.parser, [word, "value"])
+        words = [word, *rest[: length - 1]]
+        if "rdzv_id" in typed:
+            self.run_id_at = len(self.words)
+        if setting == "rank-section-timeouts":  # theirs takes nothing for none
+            words[-1] = re.sub(r":\s*(?=,|$)", ":none", words[-1])
+        self.words += words
+        return len(words)
+
+    def _translate(self, name: str, setting: str, value: str) -> None:
+        if setting == "term-timeout":
+            grace_s = parse_text(_HINTS["shutdown_grace"], value, where=name)
+            self.words.append(_as_option("shutdown_grace", grace_s, name))
+        elif setting == "cfg-path":
+            if not value:
+                raise ConfigError(f"{name} is empty; give it a value, or leave it out (is a shell variable unset?)")
+            self.path = value, name
+        elif setting == "log-level":
+            self.words.append(f"--log-level={_level(value, name)}")
+        else:
+            self.leave_out(setting, name, value)
+
+    def leave_out(self, setting: str, name: str, value: str) -> None:
+        """Note a setting that has no counterpart, unless its value is what happens here anyway."""
+        as_here = {"restart-policy": "any-failed", "rank-termination-signal": "SIGKILL", "enable-nic-monitor": "FALSE"}
+        usual = as_here.get(setting)
+        if usual is not None and value.upper() == usual.upper():
+            return
+        instead = {
+            "restart-policy": "every failure ends the cycle on all nodes",
+            "rank-termination-signal": "a hung worker is ended with SIGKILL",
+            **_NO_COUNTERPART,
+        }
+        self.dropped[name] = instead[setting]
+
+    def add_note_of_dropped(self) -> None:
+        """Name in one line what has no effect here."""
+        if self.dropped:
+            told = "; ".join(f"{name} ({why})" for name, why in self.dropped.items())
+            self.notes.append(f"{NAME}: without effect here: {told}")
+
+
+def translate(argv: Sequence[str], environment: Mapping[str, str]) -> Translation:
+    """Translate a command line of ``ft_launcher`` to what follows ``outlast run``.
+
+    What comes later counts: settings of the config file, then those of the environment (``OUTLAST_FT_...``), then those
+    of the command line.
+
+    Args:
+        argv: What follows ``ft_launcher``.
+        environment: The process's.
+
+    Raises:
+        ConfigError: A value or the config file cannot be used. What is unknown is left to ``outlast run``.
+    """
+    line = _Line(make_parser())
+    script = line.read(argv)
+    typed = line.words
+    if line.run_id_at is not None and _is_drawn_for_each_start(line, typed, environment):
+        del typed[line.run_id_at : line.run_id_at + (1 if "=" in typed[line.run_id_at] else 2)]
+    line.words = []
+    _read_config_file(line, environment)
+    _read_environment(line, environment)
+    line.add_note_of_dropped()
+    return Translation(arguments=(*line.words, *typed, *script), notes=tuple(line.notes))
+
+
+def _is_drawn_for_each_start(line: _Line, words: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return whether the run's id is a number that names nothing: NeMo-Run draws one of 10000 for each start.
+
+    Another start that draws the same number would be taken for a job of the same run, which may have finished. In a
+    Slurm job the number stays the same when the job goes back to the queue, and its folder is its own.
+    """
+    if "SLURM_JOB_ID" in environment:
+        return False
+    try:
+        args, _ = line.parser.parse_known_args([*words, "script"])
+    except ConfigError:
+        return False  # outlast run will refuse it
+    return str(args.rdzv_id).isdigit() and args.run_dir is None and args.nnodes in ("1", "1:1")
+
+
+def _read_config_file(line: _Line, environment: Mapping[str, str]) -> None:
+    """Add what the config file sets."""
+    named = line.path or next(
+        ((environment[name], name) for name in (_OPTION_OF_PATH, CFG_PATH) if environment.get(name)), None
+    )
+    if named is None:
+        return
+    path, source = named
+    if not os.path.exists(path) and (line.may_miss or source == CFG_PATH):
+        line.notes.append(f"{source}: there is no {path}; it is not read")
+        return
+    values, _ = load_values(path)
+    section = find_section(values)
+    if section is None or values.keys() & {field.name for field in fields(Config)} - {"fault_tolerance"}:
+        line.words.append(f"--config={path}")  # ours: outlast run checks it
+        return
+    given: dict[str, Any] = {}
+    unknown = []
+    for key, value in section.items():
+        name = str(key).replace("-", "_")
+        setting = name.replace("_", "-")
+        if name == "log_level":
+            line.words.append(f"--log-level={_level(str(value), f'{path}: log_level')}")
+        elif setting in _THEIRS:
+            if value is not None:
+                line.leave_out(setting, f"{name} of {path}", str(value))
+        elif name in _FIELDS:
+            given[name] = value
+        else:
+            unknown.append(name)
+    if unknown:
+        told = [f"{name} (or {near}?)" if (near := _near(name)) else name for name in unknown]
+        line.notes.append(f"{NAME}: {path} has settings that outlast does not know: {', '.join(told)}")
+    checked = from_mapping(FaultToleranceConfig, given, where=path)
+    line.words += [_as_option(name, getattr(checked, name), path) for name in given]
+
+
+def _read_environment(line: _Line, environment: Mapping[str, str]) -> None:
+    """Add the settings that variables give."""
+    for variable in sorted(environment):
+        if not variable.startswith(SETTING) or not environment[variable]:
+            continue
+        name = variable.removeprefix(SETTING).lower()
+        if name not in _FIELDS:
+            near = _near(name)
+            hint = f"did you mean {SETTING}{near.upper()}?" if near else "unset it"
+            raise ConfigError(f"{variable}: there is no such setting; {hint}")
+        value = parse_text(_HINTS[name], environment[variable], where=variable)
+        line.words.append(_as_option(name, value, variable))
+
+
+def find_section(values: Any) -> Mapping[str, Any] | None:
+    """Return the section ``fault_tolerance`` of a config file: at the top, or within another section or list."""
+    if isinstance(values, Mapping):
+        if isinstance(section := values.get("fault_tolerance"), Mapping):
+            return section
+        inner: Sequence[Any] = tuple(values.values())
+    else:
+        inner = values if isinstance(values, list) else ()
+    return next((section for value in inner if (section := find_section(value)) is not None), None)
+
+
+def as_option_value(name: str, value: Any, where: str) -> str:
+    """Return a fault tolerance setting as its option takes it.
+
+    Raises:
+        ConfigError: A section's name cannot be written so.
+    """
+    if isinstance(value, Mapping):
+        for key in value:
+            if re.search(r"[:,=]|^\s|\s$", key):
+                raise ConfigError(f"{where}: {name}: section name {key!r} has one of ':,='; rename the section")
+        return ",".join(f"{key}:{'none' if seconds is None else seconds}" for key, seconds in value.items())
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _as_option(name: str, value: Any, where: str) -> str:
+    return f"{ft_option(name)}={as_option_value(name, value, where)}"
+
+
+def _level(text: str, name: str) -> str:
+    level = _LEVELS.get(text.strip().lower())
+    if level is None:
+        raise ConfigError(f"{name}={text} is no log level; write debug, info, warning or error")
+    return level
+
+
+def _near(name: str) -> str | None:
+    close = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.8)
+    return close[0] if close else None
+
+
+USAGE = f"""\
+usage: {NAME} [OPTION]... SCRIPT [ARGUMENT]...
+
+The command line of NVIDIA's resiliency extension, for outlast run: it takes
+torchrun's options and --ft-* as that launcher does, and then is outlast run.
+
+examples:
+  {NAME} --nproc-per-node=8 --ft-rank_heartbeat_timeout=300 train.py
+  {NAME} --rdzv_backend=c10d --rdzv_endpoint=$HOST:$PORT --nnodes=2 \\
+      --nproc-per-node=8 --ft-rank_out_of_section_timeout=300 \\
+      --ft-rank_section_timeouts=setup:600,step:180,checkpointing:420 train.py
+  {NAME} --ft-cfg-path=ft.yaml --nproc-per-node=8 train.py
+
+Options that differ from outlast run:
+  --ft-cfg-path FILE    YAML with a section fault_tolerance, at the top or
+                        within another; also --fault-tol-cfg-path, {CFG_PATH}.
+  --ft-param-NAME       The same as --ft-NAME.
+  --ft-log-level LEVEL  --log-level.
+  --term-timeout SECONDS
+                        --ft-shutdown-grace.
+  --ignore-missing-fault-tol-cfg
+                        A config file that is not there is none.
+Without effect here, which one line at the start names:
+  --ft-workload-check-interval, --ft-node-health-check-interval,
+  --ft-restart-check-interval, --ft-enable-nic-monitor, --ft-pci-topo-file,
+  --ft-link-down-path-template, --ft-restart-policy=min-healthy
+All others: outlast run --help.
+"""
+
+
+def settle_exit(code: int, environment: Mapping[str, str], *, others_may_continue: bool = False) -> int:
+    """Tell a batch script of ``ft_launcher`` what a job came to; return the exit code for it.
+
+    Such a script puts the job back into the queue unless the flag file is there, and counts it as failed if the exit
+    code is not 0. So the file is made for a finished run, and for what a further job cannot help (17, 19, 93). A job
+    that was shut down and can be resumed (75) goes back to the queue; in Slurm it ends with 0 for that, as it would
+    be counted as failed otherwise.
+
+    Args:
+        code: The job's exit code.
+        environment: The process's.
+        others_may_continue: The job can do without this node, so what is wrong with the node alone does not end it.
+    """
+    flag = environment.get(FINISHED_FLAG)
+    if not flag:
+        return code
+    final = {ExitReason.FINISHED, ExitReason.FAILED_VALIDATION, ExitReason.NO_PROGRESS}
+    if not others_may_continue:
+        final.add(ExitReason.UNHEALTHY_NODE)
+    if code in final:
+        try:
+            Path(flag).touch()
+            log.info("%s made: this job is not to go back to the queue (exit code %d)", flag, code)
+        except OSError as error:
+            log.warning("%s cannot be made (%s): the job may go back to the queue", flag, error.strerror or error)
+    elif code == ExitReason.PREEMPTED and "SLURM_JOB_ID" in environment:
+        log.info("exit code 75 becomes 0, without %s: the job goes back to the queue, and counts as no failure", flag)
+        return int(ExitReason.FINISHED)
+    return code
+
+
+_MARK = "# Written by `outlast shims`; do not edit."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenShim:
+    """A program that ``outlast shims`` has written."""
+
+    path: str
+    changed: bool
+    """It was not there before, or another one was."""
+
+
+def render_shim(python: str | None = None) -> str:
+    """Return the program ``ft_launcher``.
+
+    Args:
+        python: The interpreter that outlast is installed for; ``None`` = this one.
+    """
+    code = "from outlast.cli.shims import ft_launcher; ft_launcher()"
+    command = shlex.join([python or sys.executable, "-P", "-c", code])
+    return f'#!/bin/sh\n{_MARK}\nexec {command} "$@"\n'
+
+
+def write_shims(folder: str | os.PathLike[str]) -> tuple[WrittenShim, ...]:
+    """Write ``ft_launcher`` into a folder, for the front of ``PATH``; what is as it would be stays.
+
+    Raises:
+        ConfigError: A program of that name is there and is not one of ours, or the folder cannot be written.
+    """
+    from outlast.runtime.files import write_atomically
+
+    path, text = Path(folder).absolute() / NAME, render_shim()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.read_bytes() if os.path.lexists(path) else None
+        if there is not None and _MARK.encode() not in there[:200]:
+            raise ConfigError(f"{path} is another program; name another folder, or move it away")
+        changed = there != text.encode() or not os.access(path, os.X_OK)
+        if changed:
+            write_atomically(path, text.encode(), mode=0o755)
+            path.chmod(path.stat().st_mode | 0o111)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror or error}); name another folder") from None
+    return (WrittenShim(path=str(path), changed=changed),)

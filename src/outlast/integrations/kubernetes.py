@@ -1,0 +1,594 @@
+"""Manifests that run a job on Kubernetes: a JobSet, Kubeflow's TrainJob, or the older PyTorchJob.
+
+Each pod runs one agent as its main process, so SIGTERM reaches it without a shell or a preStop hook in between. What an
+exit code leads to is decided where it is known: the Job's pod failure policy sees codes, a JobSet only reasons. So 75
+is ignored there, pod by pod, and counts nowhere, while 2, 17 and 93 end everything.
+
+What is rejected, and why: an init container that waits for names, since ``outlast run`` can wait itself; a readiness
+probe, since peers must reach a pod before the job runs; the run key in an environment variable, which a description of
+the pod shows; a restart policy of the pod, with which a node that is gone keeps its pod.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from outlast.config.base import require
+from outlast.errors import ConfigError, ExitReason
+from outlast.launch.run_parser import given_options
+
+__all__ = ["KubernetesJob", "as_yaml"]
+
+Kind = Literal["JobSet", "TrainJob", "PyTorchJob"]
+GRACE_MARGIN_S = 30
+"""What a pod has beyond ``shutdown_grace`` until Kubernetes kills it."""
+RESOLVE_TIMEOUT_S = 600
+"""How long an agent waits for the names of the first pods."""
+KEY_FOLDER = "/etc/outlast-run-key"
+_NEEDS_A_PERSON = sorted(
+    int(one) for one in (ExitReason.BAD_INPUT, ExitReason.FAILED_VALIDATION, ExitReason.NO_PROGRESS)
+)
+_REQUESTED = sorted([int(ExitReason.PREEMPTED), 128 + 2, 128 + 15])
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+_QUALIFIED = re.compile(rf"({_SUBDOMAIN.pattern}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{{0,61}}[A-Za-z0-9])?")
+_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
+_QUANTITY = re.compile(r"(\d+(\.\d+)?)(m|k|[MGTPE]|[KMGTPE]i)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_POD_NAME_END = len("-abcde")
+_TRANSLATE = """trap 'kill -TERM "$p" 2>/dev/null' TERM INT
+"$@" & p=$!
+while :; do wait "$p"; c=$?; kill -0 "$p" 2>/dev/null || break; done
+case $c in 1|16|18|19|75) c=$((c + 128));; esac
+exit "$c"
+"""
+"""For PyTorchJob, to which codes below 128 are final: those with which a job is to be started again get 128 more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesJob:
+    """A job of a run on Kubernetes.
+
+    Raises:
+        ConfigError: A value is out of range, no name for Kubernetes, or contradicts another; the message names it.
+    """
+
+    command: tuple[str, ...]
+    """What follows ``outlast run`` and its options that are made here: more options, the training script, its
+    arguments. Nothing in it is expanded, neither by a shell nor by Kubernetes."""
+
+    name: str
+    """Names the job and, with ``run_id``, the run: a DNS label that begins with a letter."""
+
+    image: str
+    """The container's image; it has outlast, and the training script."""
+
+    run_claim: str
+    """The PersistentVolumeClaim of the run directory, which outlives the pods; all of them write there
+    (``ReadWriteMany``)."""
+
+    kind: Kind = "JobSet"
+    """``JobSet``, ``TrainJob`` or ``PyTorchJob``."""
+
+    nnodes: str = "1"
+    """Nodes that train (``4``), or those and spares (``4:5``: 4 train, 1 waits)."""
+
+    nproc_per_node: str = "auto"
+    """Workers on a node: a number, ``auto``, ``gpu``, ``xpu`` or ``cpu``."""
+
+    namespace: str | None = None
+    """``None`` = the one of whoever applies the manifest."""
+
+    run_id: str | None = None
+    """Names the run in every job of it; ``None`` = the job's name."""
+
+    mount_path: str = "/runs"
+    """Where the volume of ``run_claim`` is mounted; the run directory is a folder of the run's name in it."""
+
+    run_key_secret: str | None = None
+    """The Secret that holds the run key as ``run.key``; ``None`` = a key that the first agent makes in the run
+    directory."""
+
+    gpus_per_node: int | None = None
+    """GPUs of a pod; ``None`` = none is asked for."""
+
+    gpu_resource: str = "nvidia.com/gpu"
+    """What the cluster calls a GPU."""
+
+    cpus: str | None = None
+    """CPUs of a pod, as a quantity (``32``, ``500m``); ``None`` = not asked for."""
+
+    memory: str | None = None
+    """Memory of a pod, as a quantity (``512Gi``), with what lies in ``/dev/shm`` and in the memory tier."""
+
+    resources: tuple[str, ...] = ()
+    """More resources of a pod, such as ``rdma/ib=1``."""
+
+    shm_size: str | None = None
+    """Limit of ``/dev/shm``, which lies in memory; ``None`` = the pod's memory."""
+
+    port: int = 29400
+    """Where the agents meet."""
+
+    num_endpoints: int = 3
+    """How many of the first pods may host the coordinator."""
+
+    min_nodes: int | None = None
+    """Fewest nodes with which the job continues where one is lost and no spare is left (``--ft-min-nodes``); ``None`` =
+    it does not shrink."""
+
+    shutdown_grace: float = 60.0
+    """Seconds that workers get to save after a notice (``--ft-shutdown-grace``); the pod has 30 more."""
+
+    join_timeout: int = 3600
+    """Seconds for which agents wait for each other: pods may be pending for long."""
+
+    num_job_retries_on_failure: int = 2
+    """How often the whole job is made again after a failure, in all (JobSet and TrainJob). 75 is not counted."""
+
+    pod_retries: int | None = None
+    """Pods that may fail by themselves, one after another, before that counts as a failure of the job; ``None`` = as
+    many as there are spares."""
+
+    share_nodes: bool = False
+    """Several pods of the job may lie on one machine."""
+
+    topology: str | None = None
+    """Label of machines, such as ``topology.kubernetes.io/zone``: all pods go where it has the same value."""
+
+    node_selector: tuple[str, ...] = ()
+    """Labels that machines must have, as ``key=value``."""
+
+    tolerations: tuple[str, ...] = ()
+    """Taints of machines that do not matter, as ``key`` or ``key=value``."""
+
+    volumes: tuple[str, ...] = ()
+    """More volumes, as ``claim:NAME:/path``, ``configmap:NAME:/path`` or ``secret:NAME:/path``; the last two are
+    read-only."""
+
+    env: tuple[str, ...] = ()
+    """More environment variables, as ``NAME=VALUE``; for what is secret take a volume."""
+
+    service_account: str | None = None
+    priority_class: str | None = None
+    queue: str | None = None
+    """Kueue's local queue."""
+
+    working_dir: str | None = None
+    """Folder in which the script starts; ``None`` = the image's."""
+
+    outlast: str = "outlast"
+    """The command that is `outlast` in the image, such as ``uv run outlast``; taken apart as a shell would, but nothing
+    in it is expanded."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.command), "there is no training script; name one, for example: -- train.py --lr 3e-4")
+        require(
+            self.kind in ("JobSet", "TrainJob", "PyTorchJob"),
+            f"kind={self.kind!r} is not JobSet, TrainJob or PyTorchJob",
+        )
+        _ = self.num_nodes
+        self._check_names()
+        self._check_numbers()
+        self._check_lists()
+        for word in (*self.command, *self.env, self.image):
+            require("\0" not in word, f"{word!r} has a character that no command line takes")
+        require(
+            bool(self.image.strip()) and " " not in self.image,
+            f"image={self.image!r} is no image; write for example registry/train:1",
+        )
+        for name in ("mount_path", "working_dir"):
+            path = getattr(self, name)
+            good = path is None or (path.startswith("/") and ":" not in path and ".." not in PurePosixPath(path).parts)
+            require(good, f"{name}={path!r} must be an absolute path, without ':' and '..'")
+        _ = self._outlast_words
+        nproc = self.nproc_per_node
+        require(
+            nproc in ("auto", "gpu", "cpu", "xpu") or (nproc.isdigit() and int(nproc) > 0),
+            f"nproc_per_node={nproc!r} is neither a number of workers nor auto, gpu, xpu or cpu",
+        )
+        for option, typed in given_options(self.command).items():
+            if option in _OURS:
+                raise ConfigError(f"{typed} is made from {_OURS[option]}; leave it out of what outlast run gets")
+
+    def _check_names(self) -> None:
+        longest = (
+            f"{self.name}-worker-{self._num_pods - 1}" if self.kind == "PyTorchJob" else self._pod(self._num_pods - 1)
+        )
+        good = _LABEL.fullmatch(self.name) is not None and self.name[0].isalpha()
+        require(
+            good, f"name={self.name!r} is no name for Kubernetes; take small letters, digits and '-', a letter first"
+        )
+        too_long = len(longest) + _POD_NAME_END - 63
+        require(
+            too_long <= 0,
+            f"name={self.name!r} is too long: the name of a pod made from it has {too_long} characters too many",
+        )
+        for name in ("namespace", "queue"):
+            value = getattr(self, name)
+            good = value is None or (_LABEL.fullmatch(value) is not None and len(value) <= 63)
+            require(good, f"{name}={value!r} is no name for Kubernetes; take small letters, digits and '-'")
+        for name in ("run_claim", "run_key_secret", "service_account", "priority_class"):
+            _check_subdomain(name, getattr(self, name))
+        for name in ("topology", "gpu_resource"):
+            value = getattr(self, name)
+            require(
+                value is None or _is_qualified(value),
+                f"{name}={value!r} is no label's key; write for example example.com/name",
+            )
+        run_id = self.run_id
+        require(
+            run_id is None
+            or (re.fullmatch(r"[A-Za-z0-9_.-]+", run_id) is not None and run_id not in ("none", ".", "..")),
+            f"run_id={run_id!r} must consist of letters, digits, '.', '_' and '-', and not be 'none'",
+        )
+
+    def _check_numbers(self) -> None:
+        require(0 < self.port < 65536, f"port={self.port} is no port; take one above 1023, such as 29400")
+        require(self.num_endpoints >= 1, f"num_endpoints={self.num_endpoints} must be at least 1")
+        require(
+            0 <= self.shutdown_grace < math.inf, f"shutdown_grace={self.shutdown_grace} must be a number of seconds"
+        )
+        fewest = self.min_nodes
+        require(
+            fewest is None or 1 <= fewest <= self.num_nodes,
+            f"min_nodes={fewest} must be from 1 to the {self.num_nodes} of nnodes={self.nnodes}",
+        )
+        require(self.join_timeout >= 1, f"join_timeout={self.join_timeout} must be at least 1 second")
+        for name in ("num_job_retries_on_failure", "pod_retries"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value < 1 << 31, f"{name}={value} must not be negative")
+        require(self.gpus_per_node is None or self.gpus_per_node > 0, f"gpus_per_node={self.gpus_per_node} is not > 0")
+        for name in ("cpus", "memory", "shm_size"):
+            _check_quantity(name, getattr(self, name))
+        if self.kind == "PyTorchJob":
+            given = [name for name in ("pod_retries",) if getattr(self, name) is not None]
+            require(not given, f"{', '.join(given)}: a PyTorchJob has no such limit; leave it out")
+
+    def _check_lists(self) -> None:
+        for one in self.resources:
+            key, equals, value = one.partition("=")
+            require(
+                bool(equals) and _is_qualified(key),
+                f"resources: {one!r} is not in the form key=quantity, such as rdma/ib=1",
+            )
+            _check_quantity(f"resources: {key}", value)
+        for one in self.node_selector:
+            key, equals, value = one.partition("=")
+            good = bool(equals) and _is_qualified(key) and _VALUE.fullmatch(value) is not None
+            require(good, f"node_selector: {one!r} is not in the form key=value of a label")
+        for one in self.tolerations:
+            key, _, value = one.partition("=")
+            good = _is_qualified(key) and _VALUE.fullmatch(value) is not None
+            require(good, f"tolerations: {one!r} is not in the form key or key=value")
+        names = [one.partition("=")[0] for one in self.env]
+        for one, name in zip(self.env, names, strict=True):
+            good = "=" in one and _VARIABLE.fullmatch(name) is not None
+            require(good, f"env: {one!r} is not in the form NAME=VALUE")
+            require(names.count(name) == 1, f"env: {name} is there twice; leave one out")
+            require(
+                name not in ("NODE_NAME", "OUTLAST_RUN_KEY"),
+                f"env: {name} is not set here; for a run key take run_key_secret",
+            )
+        taken = {"/dev/shm", self.mount_path.rstrip("/") or "/", KEY_FOLDER}
+        for one in self.volumes:
+            kind, _, rest = one.partition(":")
+            name, colon, path = rest.partition(":")
+            good = (
+                kind in ("claim", "configmap", "secret") and bool(colon) and re.fullmatch(r"/[^:]+", path) is not None
+            )
+            require(
+                good, f"volumes: {one!r} is not in the form claim:NAME:/path, configmap:NAME:/path or secret:NAME:/path"
+            )
+            _check_subdomain("volumes", name)
+            path = path.rstrip("/")
+            require(path not in taken, f"volumes: {path} has a volume already; name another path")
+            taken.add(path)
+
+    # -- what is derived -------------------------------------------------------------------------------------------
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that train."""
+        return self._bounds[0]
+
+    @property
+    def num_spares(self) -> int:
+        """Nodes that wait for the slot of a lost one."""
+        return self._bounds[1] - self._bounds[0]
+
+    @property
+    def _num_pods(self) -> int:
+        return self._bounds[1]
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", self.nnodes)
+        low, high = (int(found[1]), int(found[2] or found[1])) if found is not None else (0, 0)
+        require(
+            0 < low <= high, f"nnodes={self.nnodes!r} is not N or MIN:MAX with 0 < MIN <= MAX; write for example 4:5"
+        )
+        return low, high
+
+    @property
+    def _outlast_words(self) -> list[str]:
+        try:
+            words = shlex.split(self.outlast)
+        except ValueError as error:
+            raise ConfigError(f"outlast={self.outlast!r} is no command line ({error}); close its quotes") from None
+        require(bool(words), f"outlast={self.outlast!r} is no command; write for example 'uv run outlast'")
+        return words
+
+    def _pod(self, index: int) -> str:
+        """Return the host name of a pod."""
+        if self.kind == "PyTorchJob":
+            return f"{self.name}-master-0" if index == 0 else f"{self.name}-worker-{index - 1}"
+        return f"{self.name}-node-0-{index}"
+
+    @property
+    def endpoint(self) -> str:
+        """Where the agents meet: on the first of these pods that lives."""
+        domain = "" if self.kind == "PyTorchJob" else f".{self.name}"
+        hosts = (f"{self._pod(index)}{domain}:{self.port}" for index in range(min(self.num_endpoints, self._num_pods)))
+        return ",".join(hosts)
+
+    @property
+    def run_arguments(self) -> list[str]:
+        """What follows ``outlast`` in a pod; Kubernetes fills in ``$(NODE_NAME)`` and ``$(JOB_COMPLETION_INDEX)``."""
+        run_id = self.run_id or self.name
+        words = ["run", f"--nnodes={self.nnodes}", f"--nproc-per-node={self.nproc_per_node}"]
+        if self._num_pods > 1:
+            words += [
+                f"--rdzv-endpoint={self.endpoint}",
+                f"--rdzv-conf=join_timeout={self.join_timeout},resolve_timeout={RESOLVE_TIMEOUT_S}",
+            ]
+            if self.kind != "PyTorchJob":
+                words.append("--node-rank=$(JOB_COMPLETION_INDEX)")
+        if not self.share_nodes:
+            words.append("--node-name=$(NODE_NAME)")
+        words.append(f"--ft-shutdown-grace={self.shutdown_grace:g}")
+        if self.min_nodes is not None:
+            words.append(f"--ft-min-nodes={self.min_nodes}")
+        words += [f"--rdzv-id={run_id}", f"--run-dir={PurePosixPath(self.mount_path) / run_id}"]
+        if self.run_key_secret is not None:
+            words.append(f"--run-key-file={KEY_FOLDER}/run.key")
+        return [*words, *(_as_it_stands(word) for word in self.command)]
+
+    # -- manifests -------------------------------------------------------------------------------------------------
+
+    def manifests(self) -> list[dict[str, Any]]:
+        """Return the objects to apply, in their order."""
+        if self.kind == "JobSet":
+            return [
+                self._object("jobset.x-k8s.io/v1alpha2", "JobSet", self.name, self._job_set(self._container("node")))
+            ]
+        if self.kind == "PyTorchJob":
+            return [self._object("kubeflow.org/v1", "PyTorchJob", self.name, self._pytorch_job())]
+        container = self._container("node")
+        trainer = {name: container[name] for name in ("image", "command", "args")}
+        runtime = {
+            "mlPolicy": {"numNodes": self._num_pods},
+            "template": {"spec": self._job_set(container)},
+        }
+        reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": f"{self.name}-runtime"}
+        job = {"runtimeRef": reference, "trainer": {**trainer, "numNodes": self._num_pods}}
+        return [
+            self._object("trainer.kubeflow.org/v1alpha1", "TrainingRuntime", f"{self.name}-runtime", runtime),
+            self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", self.name, job),
+        ]
+
+    def _object(self, api: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+        metadata: dict[str, Any] = {"name": name, "labels": self._labels}
+        if self.namespace is not None:
+            metadata["namespace"] = self.namespace
+        if self.queue is not None and kind != "TrainingRuntime":
+            metadata["labels"] = {**self._labels, "kueue.x-k8s.io/queue-name": self.queue}
+        return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        return {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/instance": self.name}
+
+    def _job_set(self, container: dict[str, Any]) -> dict[str, Any]:
+        job: dict[str, Any] = {"spec": self._job(container)}
+        if self.kind == "TrainJob":
+            job["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+        person = {"name": "needsAPerson", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+        return {
+            "network": {"enableDNSHostnames": True, "subdomain": self.name, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["node"]},
+            "failurePolicy": {"maxRestarts": self.num_job_retries_on_failure, "rules": [person]},
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": job}],
+        }
+
+    def _job(self, container: dict[str, Any]) -> dict[str, Any]:
+        def on_exit(action: str, codes: list[int]) -> dict[str, Any]:
+            return {"action": action, "onExitCodes": {"containerName": "node", "operator": "In", "values": codes}}
+
+        evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+        return {
+            "completionMode": "Indexed",
+            "completions": self._num_pods,
+            "parallelism": self._num_pods,
+            "backoffLimit": self.num_spares if self.pod_retries is None else self.pod_retries,
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {
+                "rules": [on_exit("FailJob", _NEEDS_A_PERSON), on_exit("Ignore", _REQUESTED), evicted],
+            },
+            # A spare that never came, or a slot that stayed empty, must not block the end.
+            "successPolicy": {"rules": [{"succeededCount": self.min_nodes or self.num_nodes}]},
+            "template": self._pod_template(container),
+        }
+
+    def _pytorch_job(self) -> dict[str, Any]:
+        container = self._container("pytorch")
+        # The operator deletes and makes again a pod that ends with a code above 127; others are final.
+        container["args"] = ["-c", _TRANSLATE.replace("$(", "$$("), "sh", *container["command"], *container["args"]]
+        container["command"] = ["/bin/sh"]
+        replica = {"restartPolicy": "ExitCode", "template": self._pod_template(container, restart_policy=None)}
+        replicas: dict[str, Any] = {"Master": {"replicas": 1, **replica}}
+        if self._num_pods > 1:
+            replicas["Worker"] = {"replicas": self._num_pods - 1, **replica}
+        return {"runPolicy": {"cleanPodPolicy": "Running"}, "pytorchReplicaSpecs": replicas}
+
+    def _pod_template(self, container: dict[str, Any], *, restart_policy: str | None = "Never") -> dict[str, Any]:
+        spec: dict[str, Any] = {} if restart_policy is None else {"restartPolicy": restart_policy}
+        spec |= {
+            "terminationGracePeriodSeconds": math.ceil(self.shutdown_grace) + GRACE_MARGIN_S,
+            "enableServiceLinks": False,
+            "containers": [container],
+            "volumes": self._volumes(),
+        }
+        if (affinity := self._affinity()) is not None:
+            spec["affinity"] = affinity
+        if self.node_selector:
+            spec["nodeSelector"] = dict(one.split("=", 1) for one in self.node_selector)
+        if self.tolerations:
+            spec["tolerations"] = [_toleration(one) for one in self.tolerations]
+        if self.service_account is not None:
+            spec["serviceAccountName"] = self.service_account
+        if self.priority_class is not None:
+            spec["priorityClassName"] = self.priority_class
+        return {"metadata": {"labels": self._labels}, "spec": spec}
+
+    def _affinity(self) -> dict[str, Any] | None:
+        def beside(key: str) -> dict[str, Any]:
+            term = {"topologyKey": key, "labelSelector": {"matchLabels": self._labels}}
+            return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+
+        if self._num_pods == 1:
+            return None
+        affinity: dict[str, Any] = {}
+        if not self.share_nodes:
+            affinity["podAntiAffinity"] = beside("kubernetes.io/hostname")
+        if self.topology is not None:
+            affinity["podAffinity"] = beside(self.topology)
+        return affinity or None
+
+    def _container(self, name: str) -> dict[str, Any]:
+        node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+        given = [dict(zip(("name", "value"), one.split("=", 1), strict=True)) for one in self.env]
+        mounts: list[dict[str, Any]] = [
+            {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "run", "mountPath": self.mount_path},
+        ]
+        if self.run_key_secret is not None:
+            mounts.append({"name": "run-key", "mountPath": KEY_FOLDER, "readOnly": True})
+        for number, one in enumerate(self.volumes):
+            kind, _, path = one.split(":", 2)
+            mount: dict[str, Any] = {"name": f"volume-{number}", "mountPath": path}
+            mounts.append(mount if kind == "claim" else {**mount, "readOnly": True})
+        container: dict[str, Any] = {
+            "name": name,
+            "image": self.image,
+            "command": [_as_it_stands(word) for word in self._outlast_words],
+            "args": self.run_arguments,
+            "env": [node, *({**one, "value": _as_it_stands(one["value"])} for one in given)],
+            "volumeMounts": mounts,
+        }
+        if name == "pytorch":
+            container["ports"] = [{"name": "pytorchjob-port", "containerPort": self.port, "protocol": "TCP"}]
+        if self.working_dir is not None:
+            container["workingDir"] = self.working_dir
+        amounts = {"cpu": self.cpus, "memory": self.memory}
+        amounts |= {self.gpu_resource: None if self.gpus_per_node is None else str(self.gpus_per_node)}
+        asked = {key: value for key, value in amounts.items() if value is not None}
+        asked |= dict(one.split("=", 1) for one in self.resources)
+        if asked:
+            container["resources"] = {"limits": asked, "requests": dict(asked)}
+        return container
+
+    def _volumes(self) -> list[dict[str, Any]]:
+        shm = {"medium": "Memory"}
+        if self.shm_size is not None:
+            shm["sizeLimit"] = self.shm_size
+        volumes: list[dict[str, Any]] = [
+            {"name": "shm", "emptyDir": shm},
+            {"name": "run", "persistentVolumeClaim": {"claimName": self.run_claim}},
+        ]
+        if self.run_key_secret is not None:
+            secret = {"secretName": self.run_key_secret, "items": [{"key": "run.key", "path": "run.key"}]}
+            volumes.append({"name": "run-key", "secret": {**secret, "defaultMode": 0o440}})
+        for number, one in enumerate(self.volumes):
+            kind, name, _ = one.split(":", 2)
+            sources: dict[str, dict[str, Any]] = {
+                "claim": {"persistentVolumeClaim": {"claimName": name}},
+                "configmap": {"configMap": {"name": name}},
+                "secret": {"secret": {"secretName": name, "defaultMode": 0o440}},
+            }
+            volumes.append({"name": f"volume-{number}", **sources[kind]})
+        return volumes
+
+
+def as_yaml(manifests: list[dict[str, Any]]) -> str:
+    """Return manifests as YAML documents.
+
+    Raises:
+        ConfigError: PyYAML is not installed.
+    """
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(
+            "YAML needs PyYAML, which is not installed: pip install 'outlast[k8s]', or take --json, as kubectl does"
+        ) from None
+
+    class YamlWithoutAnchors(yaml.SafeDumper):
+        """Writes no anchors, and indents the items of lists."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+        def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+            super().increase_indent(flow, False)
+
+    return yaml.dump_all(manifests, Dumper=YamlWithoutAnchors, sort_keys=False, width=1 << 16, allow_unicode=True)
+
+
+def _as_it_stands(word: str) -> str:
+    """Return a word in which Kubernetes expands nothing."""
+    return word.replace("$(", "$$(")
+
+
+def _toleration(one: str) -> dict[str, str]:
+    key, equals, value = one.partition("=")
+    return {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
+
+
+def _is_qualified(key: str) -> bool:
+    return _QUALIFIED.fullmatch(key) is not None and len(key.rpartition("/")[0]) <= 253
+
+
+def _check_subdomain(name: str, value: str | None) -> None:
+    good = value is None or (_SUBDOMAIN.fullmatch(value) is not None and len(value) <= 253)
+    require(good, f"{name}: {value!r} is no name for Kubernetes; take small letters, digits, '-' and '.'")
+
+
+def _check_quantity(name: str, value: str | None) -> None:
+    require(
+        value is None or _QUANTITY.fullmatch(value) is not None,
+        f"{name}={value!r} is no quantity; write for example 8, 500m, 64Gi",
+    )
+
+
+_OURS = {
+    "nnodes": "nnodes",
+    "nproc_per_node": "nproc_per_node",
+    "rdzv_id": "run_id",
+    "run_dir": "mount_path and run_id",
+    "run_key_file": "run_key_secret",
+    "rdzv_endpoint": "the pods' names",
+    "rdzv_conf": "join_timeout",
+    "master_addr": "the pods' names",
+    "master_port": "port",
+    "node_name": "the machine's name",
+    "node_rank": "the pod's number",
+    "ft_shutdown_grace": "shutdown_grace",
+    "ft_min_nodes": "min_nodes",
+}
+"""Options of ``outlast run`` that the manifest gives, and what from."""

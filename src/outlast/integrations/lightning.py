@@ -1,0 +1,612 @@
+"""Lightning's Trainer, kept alive: callbacks that drive one session from its hooks.
+
+Whichever of the callbacks a trainer has, the first of them opens the session and drives it
+(:mod:`outlast.integrations.lightning_host`); the others only say what they want. All hooks are Lightning's; the loop
+stays its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+import os
+import random
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+if importlib.util.find_spec("lightning") is None:
+    raise ImportError(
+        "outlast.integrations.lightning needs Lightning, which is not installed: pip install 'outlast[lightning]'",
+        name="lightning",
+    )
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from outlast.config import CheckpointConfig, Config, PreemptionConfig, StragglerDetectionConfig
+from outlast.config.base import nearest
+from outlast.errors import ConfigError, ExitReason
+from outlast.integrations.hosted_session import (
+    HostedConfig,
+    hosted_config,
+    require_directory,
+    touch_finished_flag,
+    with_fault_tolerance,
+)
+from outlast.integrations.lightning_host import IterationOf, ResumableDistributedSampler, TrainerHost
+from outlast.runtime.process_groups import current_place
+from outlast.session.session import Session
+
+__all__ = [
+    "FaultToleranceCallback",
+    "FaultToleranceSectionsCallback",
+    "HierarchicalCheckpointIO",
+    "LocalCheckpointCallback",
+    "LocalTier",
+    "PreemptionCallback",
+    "ResumableDistributedSampler",
+    "SimulatedFaultParams",
+    "StragglerDetectionCallback",
+    "get_iteration_from_checkpoint",
+    "update_trainer_local_checkpoint_io",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedFaultParams:
+    """A fault that is caused on purpose, once a run."""
+
+    fault_type: str
+    """``rank_killed`` (SIGKILL), ``rank_hung`` (SIGSTOP), or ``random``."""
+    base_delay: float
+    """Seconds after the session's start before which it does not come."""
+    rand_delay: float = 0.0
+    """Up to so many seconds more, drawn at random."""
+    rank_to_fail: int | None = None
+    """Global rank; ``None`` = drawn at random."""
+
+
+class _HostedCallback(Callback):
+    """A callback that has a share in the trainer's session; the first of them in a trainer drives it."""
+
+    _host: TrainerHost | None = None
+
+    def __init__(self, config: HostedConfig = None) -> None:
+        self._config = config
+
+    @property
+    def session(self) -> Session | None:
+        """The session while the trainer fits; ``None`` otherwise, and in callbacks that do not drive it."""
+        return None if self._host is None else self._host.session
+
+    def _adapt(self, config: Config, trainer: Any) -> Config:
+        """Return the settings with what this callback asks for."""
+        raise NotImplementedError
+
+    # -- Lightning's hooks, in their order --------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Open the session, if the trainer fits."""
+        if stage == "fit":
+            hosted = [callback for callback in trainer.callbacks if isinstance(callback, _HostedCallback)]
+            if hosted[0] is self:
+                self._host = _open_host(trainer, hosted)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restore the newest generation."""
+        if self._host is not None:
+            self._host.restore()
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take the signals back from Lightning."""
+        if self._host is not None:
+            self._host.take_signals()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put Lightning's loops where training continues."""
+        if self._host is not None:
+            self._host.training_starts()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Save what is due, between two epochs."""
+        if self._host is not None:
+            self._host.epoch_starts()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Save what is due, and begin a step."""
+        if self._host is not None:
+            self._host.batch_starts()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        """Take the loss."""
+        if self._host is not None:
+            self._host.take_loss(loss)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Look at the loss before a weight moves."""
+        if self._host is not None:
+            self._host.judge_loss()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End a step, if an optimizer has stepped."""
+        if self._host is not None:
+            self._host.batch_ends()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Leave before a validation, if all ranks agreed to."""
+        if self._host is not None and not trainer.sanity_checking:
+            self._host.validation_starts()
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        """Send a heartbeat."""
+        if self._host is not None:
+            self._host.session.heartbeat()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note the random numbers after a validation."""
+        if self._host is not None and not trainer.sanity_checking:
+            self._host.validation_ends()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save, and wait until everything is committed."""
+        if self._host is not None:
+            self._host.training_ends()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Close the session, and say that the run has finished."""
+        if self._host is not None:
+            self._host.finish()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Close the session without waiting for anybody."""
+        host, self._host = self._host, None
+        if host is not None:
+            host.fail(exception)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Close the session, if it is open still."""
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
+
+
+class FaultToleranceCallback(_HostedCallback):
+    """Keep a training alive: heartbeats, verified saves, the newest trusted one restored after any restart.
+
+    Parameters and defaults are those of NVRx's callback.
+
+    Args:
+        autoresume: Save and restore generations; off: only heartbeats and timeouts.
+        calculate_timeouts: Learn timeouts from what this run takes; they are kept in the run directory.
+        simulated_fault_params: A fault to cause on purpose, or a mapping of its fields.
+        exp_dir: The run directory, where neither the launcher nor the settings name one.
+        logger_name: Logger of this callback's own lines.
+        config: Settings, or a file of them; ``None`` = the file that ``outlast run --config`` was given.
+        calculate_timeout: Another name of ``calculate_timeouts``.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
+
+    def __init__(
+        self,
+        autoresume: bool = True,
+        calculate_timeouts: bool = True,
+        simulated_fault_params: SimulatedFaultParams | Mapping[str, Any] | None = None,
+        exp_dir: str | os.PathLike[str] | None = None,
+        logger_name: str | None = None,
+        *,
+        config: HostedConfig = None,
+        calculate_timeout: bool | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._autoresume = autoresume
+        self._learns = calculate_timeouts if calculate_timeout is None else calculate_timeout
+        self._fault = _fault_of(simulated_fault_params)
+        self._exp_dir = None if exp_dir is None else os.fspath(exp_dir)
+        self._logger = logging.getLogger(logger_name or __name__)
+
+    def _adapt(self, config: Config, trainer: Any) -> Config:
+        if config.run_dir is None and self._exp_dir is not None:
+            config = dataclasses.replace(config, run_dir=self._exp_dir)
+        if self._learns and (config.run_dir is not None or current_place().run_dir is not None):
+            config = with_fault_tolerance(config, calc_ft_timeouts=True)
+        if (fault := self._fault) is not None:
+            config = with_fault_tolerance(
+                config,
+                simulate_fault=True,
+                simulated_fault_type=fault.fault_type,
+                simulated_fault_rank=fault.rank_to_fail,
+                simulated_fault_base_delay=fault.base_delay + random.Random().uniform(0, fault.rand_delay),
+            )
+        if self._autoresume:
+            require_directory(config, f"{type(self).__name__}(autoresume=True)")
+        elif config.checkpoint is not None:
+            self._logger.info("autoresume is off: nothing is saved or restored")
+            config = dataclasses.replace(config, checkpoint=None)
+        return config
+
+
+class FaultToleranceSectionsCallback(FaultToleranceCallback):
+    """The same, with section ``setup`` from the trainer's setup to the first batch, for timeouts of its own.
+
+    The sections ``step`` and ``checkpointing`` are there with either callback.
+
+    Args:
+        autoresume: As for :class:`FaultToleranceCallback`, and so are those that follow it.
+        calculate_timeouts: See there.
+        simulated_fault_params: See there.
+        exp_dir: See there.
+        logger_name: See there.
+        exc_handling_policy: Called with the exception that ends training; returns NVRx's ``WorkloadControlRequest``, or
+            the name of an action: ``Continue`` (restart, as without a policy) or ``ShutdownWorkload`` (leave with code
+            93, which nothing restarts, and make the finished flag).
+        config: See there.
+        calculate_timeout: See there.
+    """
+
+    def __init__(
+        self,
+        autoresume: bool = True,
+        calculate_timeouts: bool = True,
+        simulated_fault_params: SimulatedFaultParams | Mapping[str, Any] | None = None,
+        exp_dir: str | os.PathLike[str] | None = None,
+        logger_name: str | None = None,
+        exc_handling_policy: Callable[[Exception], Any] | None = None,
+        *,
+        config: HostedConfig = None,
+        calculate_timeout: bool | None = None,
+    ) -> None:
+        super().__init__(
+            autoresume,
+            calculate_timeouts,
+            simulated_fault_params,
+            exp_dir,
+            logger_name,
+            config=config,
+            calculate_timeout=calculate_timeout,
+        )
+        self._policy = exc_handling_policy
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Ask the policy what follows, and close the session."""
+        super().on_exception(trainer, pl_module, exception)
+        if self._policy is None or not isinstance(exception, Exception):
+            return
+        action = _action_name(self._policy(exception))
+        if action == "ShutdownWorkload":
+            self._logger.error("exc_handling_policy ends the run after %s: %s", type(exception).__name__, exception)
+            touch_finished_flag()
+            raise SystemExit(int(ExitReason.NO_PROGRESS)) from exception
+        if action != "Continue":
+            self._logger.error(
+                "exc_handling_policy asks for %s, which is not supported (the launcher decides about nodes); return "
+                "Continue or ShutdownWorkload",
+                action,
+            )
+
+
+class StragglerDetectionCallback(_HostedCallback):
+    """Find slow ranks, and put the scores into the trainer's loggers.
+
+    Parameters are those of NVRx's callback, in their order. Scores reach the loggers as ``gpu_relative_perf/min``,
+    ``/median``, ``/max``, and ``gpu_individual_perf/...``.
+
+    Args:
+        report_time_interval: Seconds from one report to the next.
+        calc_relative_gpu_perf: Compare ranks with each other.
+        calc_individual_gpu_perf: Compare ranks with their own past.
+        num_gpu_perf_scores_to_print: Worst and best ranks in a report; 0 = print only when a rank is named.
+        gpu_relative_perf_threshold: Score, 0 to 1, below which a rank is a straggler.
+        gpu_individual_perf_threshold: The same for the other score.
+        stop_if_detected: Save and leave with code 18 then, so that a spare takes the node's slot.
+        enable_ptl_logging: Give the scores to the trainer's loggers.
+        profiling_interval: Time one of so many steps.
+        logger_name: Logger of the reports.
+        confirmations: Reports in a row in which a rank must be slow. 1 is NVRx's meaning; more tells noise apart.
+        config: As for :class:`FaultToleranceCallback`.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
+
+    def __init__(
+        self,
+        report_time_interval: float = 300.0,
+        calc_relative_gpu_perf: bool = True,
+        calc_individual_gpu_perf: bool = True,
+        num_gpu_perf_scores_to_print: int = 5,
+        gpu_relative_perf_threshold: float = 0.7,
+        gpu_individual_perf_threshold: float = 0.7,
+        stop_if_detected: bool = False,
+        enable_ptl_logging: bool = True,
+        profiling_interval: int = 1,
+        logger_name: str | None = None,
+        *,
+        confirmations: int = 1,
+        config: HostedConfig = None,
+    ) -> None:
+        super().__init__(config)
+        self.logs = enable_ptl_logging
+        self._detection: dict[str, Any] = {
+            "enabled": True,
+            "report_time_interval": report_time_interval,
+            "calc_relative_gpu_perf": calc_relative_gpu_perf,
+            "calc_individual_gpu_perf": calc_individual_gpu_perf,
+            "num_gpu_perf_scores_to_print": num_gpu_perf_scores_to_print,
+            "gpu_relative_perf_threshold": gpu_relative_perf_threshold,
+            "gpu_individual_perf_threshold": gpu_individual_perf_threshold,
+            "stop_if_detected": stop_if_detected,
+            "enable_logging": enable_ptl_logging,
+            "profiling_interval": profiling_interval,
+            "confirmations": confirmations,
+            **({} if logger_name is None else {"logger_name": logger_name}),
+        }
+        StragglerDetectionConfig(**self._detection)  # a wrong value is refused here, where it is given
+
+    def _adapt(self, config: Config, trainer: Any) -> Config:
+        if config.straggler_detection is None:
+            return dataclasses.replace(config, straggler_detection=StragglerDetectionConfig(**self._detection))
+        changed = dataclasses.replace(config.straggler_detection, **self._detection)
+        return dataclasses.replace(config, straggler_detection=changed)
+
+
+class PreemptionCallback(_HostedCallback):
+    """Save and leave with code 75, all ranks after the same step, when any rank gets the signal.
+
+    Args:
+        sig: The signal; ``None`` = SIGTERM.
+        config: As for :class:`FaultToleranceCallback`.
+
+    Raises:
+        ConfigError: There is no such signal, or it cannot be listened to.
+    """
+
+    def __init__(self, sig: int | None = None, *, config: HostedConfig = None) -> None:
+        super().__init__(config)
+        try:
+            self._signal = None if sig is None else signal.Signals(sig).name
+        except ValueError:
+            raise ConfigError(f"sig={sig!r} is not a signal; give one of signal.Signals, or None for SIGTERM") from None
+        PreemptionConfig(exit_signal=self._signal)
+
+    def _adapt(self, config: Config, trainer: Any) -> Config:
+        require_directory(config, type(self).__name__)
+        changes: dict[str, Any] = {"exit_signal_handler": True}
+        if self._signal is not None:
+            changes["exit_signal"] = self._signal
+        given = config.preemption or PreemptionConfig()
+        return dataclasses.replace(config, preemption=dataclasses.replace(given, **changes))
+
+
+class LocalCheckpointCallback(_HostedCallback):
+    """Save to each node's own disk between the saves to the global tier.
+
+    Needs :func:`update_trainer_local_checkpoint_io`, or ``checkpoint.local_directory`` in the settings.
+
+    Args:
+        every_n_train_steps: Optimizer steps between two local saves.
+        train_time_interval: Time between two local saves, by the clock of rank 0; all ranks save after the same step.
+        config: As for :class:`FaultToleranceCallback`.
+
+    Raises:
+        ConfigError: Neither or both of them are given, or one is not above 0.
+    """
+
+    def __init__(
+        self,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        *,
+        config: HostedConfig = None,
+    ) -> None:
+        super().__init__(config)
+        if (every_n_train_steps is None) == (train_time_interval is None):
+            raise ConfigError("LocalCheckpointCallback takes every_n_train_steps or train_time_interval: give one")
+        if every_n_train_steps is not None and every_n_train_steps < 1:
+            raise ConfigError(f"every_n_train_steps={every_n_train_steps} must be at least 1")
+        if train_time_interval is not None and train_time_interval.total_seconds() <= 0:
+            raise ConfigError(f"train_time_interval={train_time_interval} must be above 0")
+        self._every = every_n_train_steps
+        self.interval_s = None if train_time_interval is None else train_time_interval.total_seconds()
+
+    def _adapt(self, config: Config, trainer: Any) -> Config:
+        if config.checkpoint is None or config.checkpoint.local_directory is None:
+            raise ConfigError(
+                "LocalCheckpointCallback has no local folder: call update_trainer_local_checkpoint_io(trainer, "
+                "folder, ...) before trainer.fit(), or give it checkpoint.local_directory"
+            )
+        if self._every is None:
+            return config
+        checkpoint = dataclasses.replace(config.checkpoint, non_persistent_save_interval=self._every)
+        return dataclasses.replace(config, checkpoint=checkpoint)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTier:
+    """Where local checkpoints lie, and how they are made; see :func:`update_trainer_local_checkpoint_io`."""
+
+    base_dir: str
+    """A folder on a disk of each node."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of ``CheckpointConfig``, such as ``replication``."""
+
+    @property
+    def directory(self) -> str:
+        """The folder below which each node has one of its name."""
+        return os.path.join(self.base_dir, "local_ckpt")
+
+
+class HierarchicalCheckpointIO(_WrappingCheckpointIO):
+    """Lightning's checkpoints as before, beside local ones that the session keeps.
+
+    On resume the newer of the two is loaded, on all ranks the same one.
+
+    Args:
+        wrapped_checkpoint_io: What reads and writes Lightning's own checkpoints.
+        local_ckpt_manager: Where local checkpoints lie.
+        get_global_ckpt_iteration_fn: Returns the number of optimizer steps that a checkpoint of Lightning's has done,
+            from its path.
+        async_save: Training goes on while a local checkpoint is written.
+
+    Raises:
+        ConfigError: ``local_ckpt_manager`` is something else.
+    """
+
+    def __init__(
+        self,
+        wrapped_checkpoint_io: Any,
+        local_ckpt_manager: LocalTier,
+        get_global_ckpt_iteration_fn: IterationOf,
+        async_save: bool = False,
+    ) -> None:
+        super().__init__(wrapped_checkpoint_io)
+        if not isinstance(local_ckpt_manager, LocalTier):
+            raise ConfigError(
+                f"local_ckpt_manager takes a LocalTier, not {type(local_ckpt_manager).__name__}: the session itself "
+                "saves to the nodes' disks"
+            )
+        self.local_tier = local_ckpt_manager
+        self.get_global_ckpt_iteration_fn = get_global_ckpt_iteration_fn
+        self.async_save = async_save
+
+    def settings(self, config: Config) -> Config:
+        """Return the settings with the local tier in them."""
+        changes: dict[str, Any] = {"local_directory": self.local_tier.directory, "async_save": self.async_save}
+        changes |= self.local_tier.options
+        if config.checkpoint is None:
+            return dataclasses.replace(config, checkpoint=CheckpointConfig(**changes))
+        return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **changes))
+
+
+def update_trainer_local_checkpoint_io(
+    trainer: Any,
+    local_checkpoint_base_dir: str | os.PathLike[str],
+    get_global_ckpt_iteration_fn: IterationOf | None = None,
+    **kwargs: Any,
+) -> None:
+    """Have a trainer with a :class:`LocalCheckpointCallback` keep local checkpoints.
+
+    They lie below ``<local_checkpoint_base_dir>/local_ckpt/<hostname>``, are written beside training where the global
+    save is (``trainer.strategy.async_save``, ``AsyncCheckpointIO``), and are copied to other nodes where there are
+    several. Without a :class:`LocalCheckpointCallback` nothing changes.
+
+    Args:
+        trainer: The trainer, before ``fit()``.
+        local_checkpoint_base_dir: A folder on a disk of each node.
+        get_global_ckpt_iteration_fn: Returns the number of optimizer steps that a checkpoint of Lightning's has done,
+            from its path; ``None`` = :func:`get_iteration_from_checkpoint`.
+        kwargs: Fields of ``CheckpointConfig``: ``async_save``, ``replication``, ``replication_jump``,
+            ``replication_factor``, ``local_most_recent_k``, and others.
+
+    Raises:
+        ConfigError: ``kwargs`` has an unknown field.
+    """
+    known = {field.name for field in dataclasses.fields(CheckpointConfig)}
+    for name in kwargs:
+        if name not in known:
+            raise ConfigError(f"update_trainer_local_checkpoint_io() has no option {name!r}: {nearest(name, known)}")
+    if not any(isinstance(callback, LocalCheckpointCallback) for callback in trainer.callbacks):
+        return
+    strategy = trainer.strategy
+    is_async = bool(getattr(strategy, "async_save", False)) or isinstance(strategy.checkpoint_io, AsyncCheckpointIO)
+    strategy.checkpoint_io = HierarchicalCheckpointIO(
+        strategy.checkpoint_io,
+        LocalTier(os.fspath(local_checkpoint_base_dir), kwargs),
+        get_global_ckpt_iteration_fn or get_iteration_from_checkpoint,
+        async_save=is_async,
+    )
+
+
+def get_iteration_from_checkpoint(checkpoint: Any) -> int:
+    """Return the number of optimizer steps that a checkpoint of Lightning's has done.
+
+    Args:
+        checkpoint: It, loaded, or its path; a file is read with ``weights_only=True``.
+    """
+    if isinstance(checkpoint, str | os.PathLike):
+        checkpoint = torch.load(Path(checkpoint), map_location="meta", weights_only=True)
+    return int(checkpoint["global_step"])
+
+
+def _fault_of(params: SimulatedFaultParams | Mapping[str, Any] | None) -> SimulatedFaultParams | None:
+    if params is None or isinstance(params, SimulatedFaultParams):
+        return params
+    known = {field.name for field in dataclasses.fields(SimulatedFaultParams)}
+    for name in params:
+        if name not in known:
+            raise ConfigError(f"simulated_fault_params has an unknown key {name!r}: {nearest(str(name), known)}")
+    if missing := {"fault_type", "base_delay"} - set(params):
+        raise ConfigError(f"simulated_fault_params lacks {', '.join(sorted(missing))}")
+    return SimulatedFaultParams(**params)
+
+
+def _action_name(request: Any) -> str:
+    """Return the name of an action that a policy returned: NVRx's request, its action, or the name itself."""
+    action = getattr(request, "action", request)
+    return str(getattr(action, "name", action))
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise if a trainer cannot be protected.
+
+    Raises:
+        ConfigError: Its strategy is another than DDP and a single device, or it starts processes of its own.
+    """
+    strategy = trainer.strategy
+    name = type(strategy).__name__
+    if type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        raise ConfigError(
+            f"strategy {name} is not supported by outlast.integrations.lightning: each rank's state must be whole; use "
+            "strategy='ddp', or one device"
+        )
+    if strategy.launcher is not None and not isinstance(strategy.launcher, _SubprocessScriptLauncher):
+        raise ConfigError(
+            f"{name} starts its ranks by {type(strategy.launcher).__name__}, which nothing can restart; start the "
+            "script with outlast run or torchrun, and use strategy='ddp'"
+        )
+
+
+def _open_host(trainer: Any, callbacks: Sequence[_HostedCallback]) -> TrainerHost:
+    """Open the session of a trainer."""
+    _refuse(trainer)
+    detection = next((one for one in callbacks if isinstance(one, StragglerDetectionCallback)), None)
+    checkpoint_io = trainer.strategy.checkpoint_io
+    is_hierarchical = isinstance(checkpoint_io, HierarchicalCheckpointIO)
+    return TrainerHost(
+        trainer,
+        _merged(trainer, callbacks),
+        logs_scores=detection is not None and detection.logs and bool(trainer.loggers),
+        names_setup=any(isinstance(one, FaultToleranceSectionsCallback) for one in callbacks),
+        local_interval_s=next((one.interval_s for one in callbacks if isinstance(one, LocalCheckpointCallback)), None),
+        iteration_of=checkpoint_io.get_global_ckpt_iteration_fn if is_hierarchical else None,
+    )
+
+
+def _merged(trainer: Any, callbacks: Sequence[_HostedCallback]) -> Config:
+    """Return the settings of all callbacks of a trainer.
+
+    Raises:
+        ConfigError: Several callbacks were given different ones, or one needs what another switches off.
+    """
+    given = [callback._config for callback in callbacks if callback._config is not None]
+    if any(one != given[0] for one in given):
+        raise ConfigError("two callbacks of outlast were given different config=; give it to one of them")
+    config = hosted_config(given[0] if given else None)
+    checkpoint_io = trainer.strategy.checkpoint_io
+    if isinstance(checkpoint_io, HierarchicalCheckpointIO):
+        config = checkpoint_io.settings(config)
+    kinds = [type(callback) for callback in callbacks]
+    if twice := next((kind.__name__ for kind in kinds if kinds.count(kind) > 1), None):
+        raise ConfigError(f"the trainer has {twice} twice; give it one")
+    for callback in callbacks:
+        config = callback._adapt(config, trainer)
+    return config

@@ -1,0 +1,598 @@
+"""What lies between Lightning's hooks and a session: where the trainer is, what is saved there, and how it goes on.
+
+When is the state saved? A callback that saves in ``on_train_batch_end`` saves too early: the module's own hook, the
+other callbacks, a validation and the end of an epoch may still follow, and a run that resumes from there leaves them
+out. So what is due is saved at the next place between two steps: before the next batch is trained, before the next
+epoch begins, or when training ends. Only a run that has to leave does not wait for a validation: it leaves before it,
+and the validation is run after the restart.
+
+What is saved is what Lightning's own checkpoints have, of each rank, and the random numbers. The batch that was fetched
+already is not counted as fetched. Random numbers come back where they were taken (before the batch, the epoch, or the
+validation), since Lightning draws some in between: for loaders, and for its sanity check.
+
+Lightning's loops offer no public way to do this, so private names are used here, and only here; a test runs all of it
+with the installed version.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import torch
+from lightning.pytorch.loops.evaluation_loop import RestartStage
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from outlast import clock
+from outlast.config import Config
+from outlast.errors import ConfigError, ExitReason, OutlastError
+from outlast.integrations.hosted_session import KeptRandom, clear_finished_flag, touch_finished_flag
+from outlast.preemption.signals import SignalWatch
+from outlast.runtime.device import capture_random
+from outlast.runtime.process_groups import current_place
+from outlast.session.session import init
+from outlast.session.step import StepDecision
+
+log = logging.getLogger(__name__)
+IterationOf: TypeAlias = Callable[[Any], int]
+"""Takes the path of one of Lightning's checkpoints, and returns the number of optimizer steps that it has done."""
+_PREEMPTED = "Preemption detected, saving checkpoint and exiting"
+_HPARAMS = ("hyper_parameters", "hparams_name", "hparams_type")
+
+
+class ResumableDistributedSampler(DistributedSampler[Any]):
+    """Yield a rank's indices in an order that follows from seed and epoch alone, from any position in it.
+
+    It is torch's ``DistributedSampler``, with the same indices, and also works with one rank. The callbacks of this
+    module set the position when training resumes in the middle of an epoch. Another loop does so with
+    :meth:`load_state_dict`, or with :meth:`resume_at` and what it has trained: a loader's workers fetch ahead.
+
+    Args:
+        dataset: As for ``DistributedSampler``.
+        num_replicas: Number of ranks that share the dataset; ``None`` = all ranks.
+        rank: This rank's number among them; ``None`` = its global rank.
+        shuffle: Shuffle anew in each epoch.
+        seed: The order's seed, the same on all ranks.
+        drop_last: Leave out what does not divide evenly; off: repeat some samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        place = current_place()
+        super().__init__(
+            dataset,
+            num_replicas=place.world_size if num_replicas is None else num_replicas,
+            rank=place.global_rank if rank is None else rank,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        self._start = 0
+        self._position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the indices of the epoch, from the position that was set; the next epoch begins at 0 again."""
+        start, self._start = self._start, 0
+        self._position = start
+        for index in list(super().__iter__())[start:]:
+            self._position += 1
+            yield index
+
+    def resume_at(self, position: int) -> None:
+        """Leave out the first ``position`` samples of this rank when it is iterated next."""
+        self._start = self._position = position
+
+    def state_dict(self) -> dict[str, int]:
+        """Return seed, epoch, and the number of samples of this rank that were given out in it."""
+        return {"seed": self.seed, "epoch": self.epoch, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        self.seed = int(state["seed"])
+        self.set_epoch(int(state["epoch"]))
+        self.resume_at(int(state["position"]))
+
+
+class _RestOfEpoch(Sampler[Any]):
+    """A sampler without its first indices, once; all else is the sampler's own."""
+
+    def __init__(self, sampler: Any, num_skipped: int) -> None:
+        self._sampler, self._num_skipped = sampler, num_skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self._num_skipped = self._num_skipped, 0
+        for number, index in enumerate(self._sampler):
+            if number >= skipped:
+                yield index
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+class Place(StrEnum):
+    """Where between two steps a state was saved: what comes next."""
+
+    BATCH = "batch"
+    VALIDATION = "validation"
+    EPOCH = "epoch"
+
+
+class TrainerState:
+    """What a checkpoint of Lightning's has beside weights and optimizers, of this rank, and where it was saved."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.place: Place | None = None
+        """Where the trainer is between two steps; ``None`` = nowhere that can be saved."""
+        self.fetch_random: dict[str, Any] | None = None
+        """Random numbers before the batch that is fetched already."""
+        self.loader_states: list[dict[str, Any]] = []
+        """States of loaders that have one, before that batch."""
+        self.loaded: dict[str, Any] | None = None
+        """What was saved, if something was loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it; nothing while the trainer is in the middle of something."""
+        if self.place is None:
+            return {}
+        trainer = self._trainer
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        del checkpoint["optimizer_states"]  # the optimizers are saved themselves, and so is the module,
+        if _are_same(checkpoint["state_dict"], trainer.lightning_module.state_dict()):  # unless a hook exchanged it
+            del checkpoint["state_dict"]
+        for name in _HPARAMS:
+            for prefix in ("", "datamodule_"):
+                checkpoint.pop(prefix + name, None)
+        checkpoint["loops"] = {"fit_loop": self._position(checkpoint["loops"]["fit_loop"])}
+        return {
+            "place": str(self.place),
+            "checkpoint": checkpoint,
+            "fetch_random": self.fetch_random if self.place == Place.BATCH else None,
+            "world_size": trainer.world_size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep what was saved for :meth:`apply`."""
+        self.loaded = state
+
+    def apply(self) -> None:
+        """Give what was loaded to the trainer, whose module and optimizers are loaded already."""
+        assert self.loaded is not None
+        trainer, checkpoint = self._trainer, self.loaded["checkpoint"]
+        checkpoint.setdefault("state_dict", trainer.lightning_module.state_dict())
+        checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint = checkpoint
+        connector.restore_datamodule()
+        connector.restore_model()
+        connector.restore_callbacks()
+        connector.restore_precision_plugin_state()
+        connector.restore_lr_schedulers()
+        connector._loaded_checkpoint, connector._ckpt_path = {}, None  # what fit(ckpt_path=...) loaded is older
+        loop = trainer.fit_loop
+        loop.load_state_dict(checkpoint["loops"]["fit_loop"])
+        if self.loaded["place"] == Place.EPOCH:
+            # Lightning takes what ended with an epoch for the middle of one if max_steps is set.
+            loop.epoch_loop.restarting = False
+            loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+
+    def _position(self, loops: dict[str, Any]) -> dict[str, Any]:
+        """Return the loops' progress as it is between two steps."""
+        if self.place == Place.EPOCH:
+            epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+            for part in ("total", "current"):  # the next epoch is not begun yet
+                epochs[part] = {**epochs[part], "ready": epochs[part]["started"]}
+            zeros = dict.fromkeys(batches["current"], 0)
+            loops["state_dict"] = {**loops["state_dict"]}
+            loops["state_dict"].pop("combined_loader", None)  # the next epoch's iterators are new ones
+            loops["epoch_loop.batch_progress"] = {**batches, "current": zeros, "is_last_batch": False}
+        elif self.place == Place.BATCH:
+            batches = loops["epoch_loop.batch_progress"]
+            changed: dict[str, Any] = {"is_last_batch": False}
+            for part in ("total", "current"):  # the batch that was fetched is not trained
+                changed[part] = {**batches[part], "ready": batches[part]["completed"]}
+            loops["epoch_loop.batch_progress"] = {**batches, **changed}
+        if self.place != Place.EPOCH and self.loader_states:
+            loops["state_dict"] = {**loops["state_dict"], "combined_loader": self.loader_states}
+        return loops
+
+
+def _are_same(one: Any, other: Mapping[str, Any]) -> bool:
+    """Return whether two mappings hold the same tensors, in the same memory."""
+    if not isinstance(one, Mapping) or one.keys() != other.keys():
+        return False
+    for name, value in other.items():
+        found = one[name]
+        if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
+            if found.data_ptr() != value.data_ptr() or found.shape != value.shape:
+                return False
+        elif found is not value:
+            return False
+    return True
+
+
+class _LooseModule:
+    """A module with ``strict_loading`` off: what its ``state_dict`` leaves out is not missing."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the module's."""
+        return self._module.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what is there."""
+        self._module.load_state_dict(state, strict=False)
+
+
+class TrainerHost:
+    """One session of one trainer, and where both are.
+
+    Args:
+        trainer: The trainer, in its hook ``setup``.
+        config: The session's settings.
+        logs_scores: Give the scores of slow ranks to the trainer's loggers.
+        names_setup: Open the section ``setup`` until the first batch.
+        local_interval_s: Seconds between two local saves; ``None`` = they are not made by time.
+        iteration_of: Returns the optimizer steps of a checkpoint of Lightning's; ``None`` = what the run saved always
+            counts as newer than the checkpoint that ``fit()`` was given.
+
+    Raises:
+        ConfigError: A setting is wrong.
+
+    Collective: all ranks, and so are all other methods but :meth:`take_signals` and :meth:`fail`.
+    Thread: that of the trainer.
+    """
+
+    _have_finished = False
+
+    def __init__(
+        self,
+        trainer: Any,
+        config: Config,
+        *,
+        logs_scores: bool,
+        names_setup: bool,
+        local_interval_s: float | None,
+        iteration_of: IterationOf | None,
+    ) -> None:
+        self._trainer = trainer
+        if TrainerHost._have_finished:
+            clear_finished_flag()
+        self.session = init(config, log_metrics=self._log_scores if logs_scores else None)
+        found = signal.getsignal(signal.SIGTERM)
+        self._handler: Any = found if isinstance(getattr(found, "__self__", None), SignalWatch) else None
+        self._setup: AbstractContextManager[None] | None = None
+        if names_setup:
+            self._setup = self.session.section("setup")
+            self._setup.__enter__()
+        self._validates = _validates_loss(config, trainer)
+        self._losses: Any = None
+        self._local_s = local_interval_s
+        self._local_ns = clock.now_ns()
+        self._iteration_of = iteration_of
+        self._state: dict[str, Any] = {}
+        self._own = TrainerState(trainer)
+        self._random = KeptRandom()
+        self._pending: StepDecision | None = None
+        self._is_open = self._is_done = False
+        self._steps_before = 0
+        self._loop = trainer.fit_loop.epoch_loop
+        self._max_steps = trainer.fit_loop.max_steps
+        save = trainer.save_checkpoint
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            with self.session.section("checkpointing"):
+                return save(*args, **kwargs)
+
+        trainer.save_checkpoint = save_checkpoint
+
+    # -- begin -----------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Restore the newest generation, and tell Lightning where it is.
+
+        Collective: all ranks.
+        """
+        trainer = self._trainer
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, ZeroRedundancyOptimizer):
+                raise ConfigError("a ZeroRedundancyOptimizer's state is not whole on any rank; use a plain optimizer")
+        module = trainer.lightning_module
+        self._state = {"model": module if module.strict_loading else _LooseModule(module), "trainer": self._own}
+        if trainer.optimizers:
+            self._state["optimizers"] = {str(number): one for number, one in enumerate(trainer.optimizers)}
+        given = trainer._checkpoint_connector._ckpt_path
+        self.session.restore(self._state)
+        if (loaded := self._own.loaded) is None:
+            return
+        step = int(loaded["checkpoint"]["global_step"])
+        if given and self._iteration_of is not None:
+            other = self._iteration_of(given)
+            if other > step:
+                self._log("resuming from %s of step %d, which is newer than the saved step %d", given, other, step)
+                connector = trainer._checkpoint_connector
+                connector.restore_model()
+                connector.restore_callbacks()
+                self._own.loaded = None
+                return
+        if given:
+            self._log("resuming from step %d, which this run saved, instead of from %s", step, given)
+        kept = capture_random()
+        self._own.apply()
+        self._random.keep(kept)
+        loop = trainer.fit_loop
+        original = loop._load_combined_loader_states
+
+        def place_loaders() -> None:
+            del loop._load_combined_loader_states
+            original()
+            self._place_loaders()
+
+        loop._load_combined_loader_states = place_loaders
+
+    def take_signals(self) -> None:
+        """Put back the handler of SIGTERM that Lightning has replaced: its own ends one rank alone, saving nothing."""
+        if self._handler is not None and signal.getsignal(signal.SIGTERM) != self._handler:
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def training_starts(self) -> None:
+        """Put Lightning's loops where training continues."""
+        self.take_signals()
+        self._warn_of_loaders()
+        loaded, loop = self._own.loaded, self._trainer.fit_loop.epoch_loop
+        if loaded is None or self._place == Place.EPOCH:
+            return
+        if self._place == Place.VALIDATION:
+            loop.val_loop.restarting = False
+            loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+            return
+        if loaded["fetch_random"] is not None and loaded["world_size"] == self._trainer.world_size:
+            after = KeptRandom()
+            after.keep(loaded["fetch_random"])
+            after.put_back()
+        if loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher) and not loop._should_accumulate():
+            loop._batches_that_stepped -= 1  # Lightning counts the step once more, as it leaves out that validation
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def epoch_starts(self) -> None:
+        """Save what is due between two epochs, or put back the random numbers of there."""
+        if self._pending is not None:
+            self._act(Place.EPOCH)
+        elif self._place == Place.EPOCH:
+            self._random.put_back()
+
+    def batch_starts(self) -> None:
+        """Save what is due between two batches, and begin a step unless one is open."""
+        if self._setup is not None:
+            setup, self._setup = self._setup, None
+            setup.__exit__(None, None, None)
+        if self._random.is_kept:
+            self._random.put_back()
+        if self._pending is not None:
+            self._act(Place.BATCH)
+        if self._is_open:
+            return self.session.heartbeat()
+        if self._local_s is not None and self.session.global_rank == 0:
+            now_ns = clock.now_ns()
+            if now_ns - self._local_ns >= self._local_s * 1e9:
+                self._local_ns = now_ns
+                self.session.request_save(near=True)
+        self._steps_before = self._loop.global_step
+        self._is_open = True
+        self.session.begin_step()
+
+    def take_loss(self, loss: torch.Tensor) -> None:
+        """Take a loss of the step."""
+        if self._validates:
+            loss = loss.detach()
+            self._losses = loss if self._losses is None else self._losses + loss
+
+    def judge_loss(self) -> None:
+        """Raise if the step's losses are not finite: then no weight of this rank has moved.
+
+        Raises:
+            OutlastError: They are not.
+
+        Blocks: until the device has computed them.
+        """
+        losses, self._losses = self._losses, None
+        if losses is not None and not math.isfinite(value := losses.item()):
+            raise OutlastError(
+                f"the loss of step {self.session.iteration + 1} is {value} on rank {self.session.global_rank}; "
+                "no weight was moved by it. The next start resumes from the newest generation; "
+                "rerun_state_machine.check_for_nan_in_loss=false lets training continue with such a loss",
+                rank=self.session.global_rank,
+                iteration=self.session.iteration,
+            )
+
+    def batch_ends(self) -> None:
+        """End the step if an optimizer has stepped, and note what is due."""
+        if not self._is_open or (step := self._loop.global_step) == self._steps_before:
+            return
+        self._is_open = False
+        self._own.loaded = None
+        decision = self.session.end_step(is_last=self._is_last(step))
+        if decision.save is not None or decision.stop:
+            self._pending = decision
+            self._own.fetch_random = capture_random()
+            self._own.loader_states = self._trainer.fit_loop._combined_loader._state_dicts()
+
+    def validation_starts(self) -> None:
+        """Leave, if all ranks agreed to; put back the random numbers of a run that left here."""
+        if self._pending is not None and self._pending.stop:
+            self._act(Place.VALIDATION)
+        if self._place == Place.VALIDATION:
+            self._random.put_back()
+        self.session.heartbeat()
+
+    def validation_ends(self) -> None:
+        """Note the random numbers after a validation, where a save follows it."""
+        if self._pending is not None:
+            self._own.fetch_random = capture_random()
+
+    # -- end -------------------------------------------------------------------------------------------------------
+
+    def training_ends(self) -> None:
+        """Save, and wait until everything is committed.
+
+        Raises:
+            SystemExit: All ranks agreed to stop after the last step.
+        """
+        if self._is_open:  # the last batches moved no weight: the trainer's position did change
+            self._is_open = False
+            self._pending = self.session.end_step(is_last=True)
+        self._own.place, self._is_done = Place.EPOCH, True
+        if self._pending is not None and self._pending.stop:
+            self._announce(self._pending)
+        self.session.finish(self._state)
+        self._own.place = None
+
+    def finish(self) -> None:
+        """Close the session in order."""
+        if not self._is_done:  # there was nothing left to train
+            self._own.place = Place.EPOCH
+            self.session.finish(self._state)
+        self.close()
+        TrainerHost._have_finished = True
+        if self.session.global_rank == 0:
+            touch_finished_flag()
+
+    def fail(self, error: BaseException) -> None:
+        """Close the session without waiting for anybody."""
+        self._release()
+        self.session.__exit__(type(error), error, error.__traceback__)
+
+    def close(self) -> None:
+        """Close the session in order. Idempotent."""
+        self._release()
+        self.session.close()
+
+    # -- details ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> Place | None:
+        """Where the state was saved that training continues from; ``None`` once it has continued."""
+        return None if self._own.loaded is None else Place(self._own.loaded["place"])
+
+    def _act(self, place: Place) -> None:
+        """Do what was decided."""
+        decision, self._pending = self._pending, None
+        assert decision is not None
+        self._own.place = place
+        if decision.stop:
+            self._announce(decision)
+            self.session.leave(self._state)
+        self.session.save_due(self._state)
+        self._own.place, self._own.fetch_random, self._own.loader_states = None, None, []
+
+    def _announce(self, decision: StepDecision) -> None:
+        if decision.reason == ExitReason.PREEMPTED:
+            self._log(_PREEMPTED)
+
+    def _is_last(self, step: int) -> bool:
+        """Return whether training is complete with this step."""
+        if 0 <= self._max_steps <= step:
+            return True
+        if not self._loop.batch_progress.is_last_batch:
+            return False
+        max_epochs = self._trainer.fit_loop.max_epochs
+        return max_epochs is not None and 0 <= max_epochs <= self._trainer.current_epoch + 1
+
+    def _place_loaders(self) -> None:
+        """Have the loaders continue where the epoch was left; they are new, and not iterated yet."""
+        loop = self._trainer.fit_loop
+        epoch = loop.epoch_progress.current.processed
+        batches = loop.epoch_loop.batch_progress
+        is_within = self._place != Place.EPOCH and not batches.is_last_batch  # else nothing more is fetched in it
+        num_done = batches.current.completed if is_within else 0
+        if self._own.loaded is not None and self._own.loaded["world_size"] != self._trainer.world_size and num_done:
+            self._log("the ranks are others than before: some samples of this epoch may come again, or not at all")
+        for loader in loop._combined_loader.flattened:
+            if _has_state(loader) or not isinstance(loader, DataLoader):
+                continue
+            for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+                if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                    set_epoch(epoch)
+            if not num_done or not _has_known_order(loader):
+                continue
+            drawn: Any = loader.batch_sampler
+            sampler, num_skipped = drawn.sampler, num_done * drawn.batch_size
+            if isinstance(sampler, ResumableDistributedSampler):
+                sampler.resume_at(num_skipped)
+            else:
+                drawn.sampler = _RestOfEpoch(sampler, num_skipped)
+
+    def _warn_of_loaders(self) -> None:
+        """Log once which loaders cannot continue in the middle of an epoch."""
+        if self.session.config.checkpoint is None:
+            return
+        loaders = self._trainer.fit_loop._combined_loader.flattened
+        unknown = [one for one in loaders if not _has_state(one) and not _has_known_order(one)]
+        if len(loaders) > 1 and any(not _has_state(one) for one in loaders):
+            unknown = list(loaders)
+        if unknown:
+            kinds = {type(getattr(one, "sampler", one)).__name__ for one in unknown}
+            self._log(
+                "a run that resumes in the middle of an epoch begins its data anew (%s): give the DataLoader "
+                "sampler=ResumableDistributedSampler(dataset), or use torchdata's StatefulDataLoader",
+                ", ".join(sorted(kinds)),
+            )
+
+    def _log_scores(self, figures: dict[str, float], iteration: int) -> None:
+        """Give the scores of slow ranks, in steps that have some, to the trainer's loggers."""
+        if self.session.global_rank:
+            return
+        scores = {name.removeprefix("outlast/"): value for name, value in figures.items() if "_perf/" in name}
+        if scores:
+            for logger in self._trainer.loggers:
+                logger.log_metrics(scores, step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _release(self) -> None:
+        """Give the trainer back what was put in its way."""
+        vars(self._trainer).pop("save_checkpoint", None)
+        vars(self._trainer.fit_loop).pop("_load_combined_loader_states", None)
+
+    def _log(self, text: str, *values: object) -> None:
+        log.log(logging.WARNING if self.session.global_rank == 0 else logging.DEBUG, text, *values)
+
+
+def _validates_loss(config: Config, trainer: Any) -> bool:
+    """Return whether losses are judged: as the settings say, and unless a gradient scaler does."""
+    rerun = config.rerun_state_machine
+    if rerun is not None and (rerun.rerun_mode != "validate_results" or not rerun.check_for_nan_in_loss):
+        return False
+    return getattr(trainer.precision_plugin, "scaler", None) is None
+
+
+def _has_state(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _has_known_order(loader: Any) -> bool:
+    """Return whether a loader's order follows from seed and epoch, so that it can be continued anywhere."""
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return False
+    sampler: Any = loader.batch_sampler.sampler
+    while isinstance(sampler, _RestOfEpoch):
+        sampler = sampler._sampler
+    return isinstance(sampler, DistributedSampler) or type(sampler) is SequentialSampler

@@ -1,0 +1,643 @@
+"""Sinks for the session's figures: TensorBoard, Weights & Biases, MLflow, Prometheus, OpenTelemetry, or a callable.
+
+A sink is given to ``outlast.init(config, log_metrics=...)``. The training loop only puts figures into a queue; a thread
+of the sink's own hands them on. So whatever the other side does (a full disk, a network that is away, an exception),
+no step waits for it: what finds no room in the queue is dropped, counted, and reported.
+
+What is rejected, and why: writing in the training loop with a timeout, since what blocks in a system call cannot be
+interrupted; a queue without a bound, since a logger that is away for a night would take the memory of the run.
+
+The packages are imported when a sink is made, not with this module.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import ipaddress
+import logging
+import os
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from outlast import clock, env
+from outlast.errors import ConfigError
+from outlast.session.step import MetricsRun, MetricsSink
+from outlast.wording import count
+
+__all__ = [
+    "BackgroundSink",
+    "CallableSink",
+    "MLflowSink",
+    "MetricsRun",
+    "MetricsSink",
+    "OpenTelemetrySink",
+    "PrometheusSink",
+    "SeveralSinks",
+    "TensorBoardSink",
+    "WandbSink",
+]
+
+log = logging.getLogger(__name__)
+MAX_QUEUED = 1024
+"""Records (the figures of a step, or of a save) that wait for a sink; further ones are dropped."""
+RETRY_S = 30.0
+"""A sink that could not be opened is tried again after so long."""
+EXIT_S = 0.5
+"""How long the end of the process waits for sinks that nobody waited for, as after an exception."""
+_TEXTFILE_S = 5.0
+
+
+class BackgroundSink(ABC):
+    """Hand figures on in a thread, so that no step waits for them. Subclass it for a logger of your own.
+
+    A subclass has :meth:`_open`, :meth:`_write`, :meth:`_flush` and :meth:`_close`; all of them run in the sink's
+    thread, and may block and raise. An exception is logged once.
+
+    Args:
+        every_rank: All ranks write, each to a place of its own, instead of rank 0 alone.
+        max_queued: Records (the figures of a step, or of a save) that may wait.
+
+    Raises:
+        ConfigError: A value is out of range.
+
+    Thread: that of the training loop.
+    """
+
+    def __init__(self, *, every_rank: bool = False, max_queued: int = MAX_QUEUED) -> None:
+        if max_queued < 1:
+            raise ConfigError(f"max_queued={max_queued} must be at least 1")
+        self.every_rank = every_rank
+        self.num_dropped = 0
+        """Records that found no room in the queue."""
+        self.num_failed = 0
+        """Records that could not be written."""
+        self._max_queued = max_queued
+        self._queue = deque[tuple[dict[str, float], int]]()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._turn = threading.Lock()
+        self._is_ending = threading.Event()
+        self._run: MetricsRun | None = None
+        self._has_told_full = self._has_told_failed = False
+
+    # -- the training loop's side ----------------------------------------------------------------------------------
+
+    def __call__(self, figures: Mapping[str, float], iteration: int) -> None:
+        """Take figures. Blocks: never."""
+        if self._run is None:  # behind a callable of the script's, which passes figures alone
+            place = env.read_worker()
+            self.begin_run(
+                MetricsRun(
+                    run_id=place.run_id,
+                    iteration=max(0, iteration - 1),
+                    global_rank=place.global_rank,
+                    local_rank=place.local_rank,
+                    world_size=place.world_size,
+                )
+            )
+        if self._thread is None:
+            return
+        if len(self._queue) >= self._max_queued:
+            self.num_dropped += 1
+            if not self._has_told_full:
+                self._has_told_full = True
+                log.warning("%s does not keep up; figures are dropped, and training continues", self.name)
+            return
+        self._queue.append((dict(figures), iteration))
+        self._wake.set()
+
+    def begin_run(self, run: MetricsRun) -> None:
+        """Start to write, on the ranks that do."""
+        if self._thread is not None:
+            self.end_run(0.0)
+        self._run = run
+        if run.global_rank == 0 or self.every_rank:
+            self._is_ending, self._wake, self._queue = threading.Event(), threading.Event(), deque()
+            work = _SinkThread(self, run, self._queue, self._wake, self._is_ending)
+            self._thread = threading.Thread(target=work.run, name=f"outlast-{type(self).__name__}", daemon=True)
+            self._thread.start()
+
+    def end_run(self, timeout_s: float = 5.0) -> None:
+        """Write what is left. Idempotent. Blocks: up to ``timeout_s`` seconds."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._is_ending.set()
+        self._wake.set()
+        self._run = None
+        if timeout_s <= 0:
+            _LEFT.append(thread)
+            return
+        thread.join(timeout_s)
+        if thread.is_alive():
+            _LEFT.append(thread)
+            lost = f", {count(len(self._queue), 'record')} of figures are not written" if self._queue else ""
+            log.warning("%s did not end within %g s%s", self.name, timeout_s, lost)
+        if self.num_dropped or self.num_failed:
+            dropped, failed = count(self.num_dropped, "record"), count(self.num_failed, "record")
+            log.warning("%s: %s of figures dropped, as it did not keep up, %s not written", self.name, dropped, failed)
+
+    @property
+    def name(self) -> str:
+        """What the log calls it."""
+        return type(self).__name__
+
+    # -- the thread's side -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _open(self, run: MetricsRun) -> None:
+        """Open it for a run; called again, later, if it raises."""
+
+    @abstractmethod
+    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+        """Write the figures of one iteration; an iteration may come again."""
+
+    def _flush(self) -> None:  # noqa: B027  not each sink buffers
+        """Make what was written visible; called once the queue is empty."""
+
+    def _close(self) -> None:  # noqa: B027  not each sink has something open
+        """Close it."""
+
+    def _tell_failure(self, error: Exception) -> None:
+        if not self._has_told_failed:
+            self._has_told_failed = True
+            log.warning("%s failed (%s: %s); training continues", self.name, type(error).__name__, _line(error))
+
+
+_LEFT: list[threading.Thread] = []
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    until_s = clock.now_s() + EXIT_S
+    for thread in _LEFT:
+        thread.join(max(0.0, until_s - clock.now_s()))
+
+
+class _SinkThread:
+    """What the thread of a sink does for one run; a later run's thread has a queue of its own.
+
+    Thread: the sink's own.
+    """
+
+    def __init__(
+        self,
+        sink: BackgroundSink,
+        run: MetricsRun,
+        queue: deque[tuple[dict[str, float], int]],
+        wake: threading.Event,
+        is_ending: threading.Event,
+    ) -> None:
+        self._sink, self._of, self._queue, self._wake, self._is_ending = sink, run, queue, wake, is_ending
+        self._is_open = False
+        self._tried_s: float | None = None
+
+    def run(self) -> None:
+        """Write until the run ends; begin once the thread of an earlier run has ended."""
+        with self._sink._turn:
+            self._write_all()
+
+    def _write_all(self) -> None:
+        while not (self._is_ending.is_set() and not self._queue):
+            self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                self._hand_on()
+            if self._is_open:
+                self._try(self._sink._flush)
+        if self._is_open:
+            self._try(self._sink._close)
+
+    def _hand_on(self) -> None:
+        if not self._is_open:
+            if self._tried_s is not None and clock.now_s() - self._tried_s < RETRY_S:
+                self._queue.popleft()
+                self._sink.num_failed += 1
+                return
+            self._tried_s = clock.now_s()
+            self._is_open = self._try(lambda: self._sink._open(self._of))
+        figures, iteration = self._queue[0]
+        if not (self._is_open and self._try(lambda: self._sink._write(figures, iteration))):
+            self._sink.num_failed += 1
+        self._queue.popleft()  # now: until then it is not written
+
+    def _try(self, what: Callable[[], object]) -> bool:
+        try:
+            what()
+        except Exception as error:  # a logger's trouble must not end training
+            log.debug("%s failed", self._sink.name, exc_info=True)
+            self._sink._tell_failure(error)
+            return False
+        return True
+
+
+class SeveralSinks:
+    """Give figures to several sinks; one that blocks holds none of the others.
+
+    Args:
+        *sinks: The sinks; a plain callable is called in the thread of a :class:`CallableSink`, on rank 0.
+    """
+
+    def __init__(self, *sinks: Callable[[dict[str, float], int], object]) -> None:
+        self.sinks = [sink if isinstance(sink, MetricsSink) else CallableSink(sink) for sink in sinks]
+
+    def __call__(self, figures: dict[str, float], iteration: int) -> None:
+        """Take figures. Blocks: never, unless a sink of your own does."""
+        for sink in self.sinks:
+            sink(figures, iteration)
+
+    def begin_run(self, run: MetricsRun) -> None:
+        """Begin all of them."""
+        for sink in self.sinks:
+            sink.begin_run(run)
+
+    def end_run(self, timeout_s: float = 5.0) -> None:
+        """End all of them. Blocks: up to ``timeout_s`` seconds, for all together."""
+        until_s = clock.now_s() + timeout_s
+        if timeout_s > 0:
+            for sink in self.sinks:  # all write their last at the same time
+                if isinstance(sink, BackgroundSink):
+                    sink._is_ending.set()
+                    sink._wake.set()
+        for sink in self.sinks:
+            sink.end_run(max(0.01, until_s - clock.now_s()) if timeout_s > 0 else 0.0)
+
+
+class CallableSink(BackgroundSink):
+    """Call a function of yours in a thread of its own: it may block.
+
+    Args:
+        function: Takes figures by name, and the number of optimizer steps done.
+        every_rank: It is called on all ranks, instead of on rank 0 alone.
+        max_queued: Records that may wait.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[dict[str, float], int], object],
+        *,
+        every_rank: bool = False,
+        max_queued: int = MAX_QUEUED,
+    ) -> None:
+        super().__init__(every_rank=every_rank, max_queued=max_queued)
+        self._function = function
+
+    def _open(self, run: MetricsRun) -> None:
+        """There is nothing to open."""
+
+    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+        self._function(dict(figures), iteration)
+
+
+class TensorBoardSink(BackgroundSink):
+    """Write event files for TensorBoard, with ``tensorboardX``, else with ``torch.utils.tensorboard``.
+
+    After a restart TensorBoard leaves out what earlier files have of iterations that are done again (``purge_step``).
+
+    Args:
+        log_dir: The folder of event files; with ``every_rank`` each rank has a folder ``rank-N`` in it.
+        every_rank: All ranks write, instead of rank 0 alone.
+        max_queued: Records that may wait.
+
+    Raises:
+        ImportError: Neither package is installed; the line says how to install one.
+        ConfigError: A value is out of range.
+    """
+
+    def __init__(
+        self, log_dir: str | os.PathLike[str], *, every_rank: bool = False, max_queued: int = MAX_QUEUED
+    ) -> None:
+        super().__init__(every_rank=every_rank, max_queued=max_queued)
+        self.log_dir = Path(log_dir)
+        try:
+            self._writer_type = importlib.import_module("tensorboardX").SummaryWriter
+        except ImportError:
+            self._writer_type = _require("torch.utils.tensorboard", "tensorboard", "TensorBoardSink").SummaryWriter
+        self._writer: Any = None
+
+    def _open(self, run: MetricsRun) -> None:
+        folder = self.log_dir / f"rank-{run.global_rank}" if self.every_rank else self.log_dir
+        purge = run.iteration + 1 if any(folder.glob("events.out.*")) else None
+        # Names have whole seconds: a restart within one would replace the file. TensorBoard reads them in their order.
+        suffix = f".{clock.now_ns():020d}"
+        self._writer = self._writer_type(str(folder), purge_step=purge, filename_suffix=suffix)
+
+    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, iteration)
+
+    def _flush(self) -> None:
+        self._writer.flush()
+
+    def _close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink(BackgroundSink):
+    """Log to a run of Weights & Biases, which a restarted job continues.
+
+    Figures have ``outlast/iteration`` as their axis, not W&B's own step, which must never go back: after a restart from
+    an earlier generation the iterations that are done again are logged again, and none is refused. A run that is active
+    in this process already (``wandb.run``) is logged to, and left open.
+
+    Args:
+        project: As ``wandb.init`` has it, and so the next ones; ``None`` = W&B's own settings.
+        entity: The team or user.
+        name: What the run is called; ``None`` = the id of outlast's run.
+        group: The group of runs; ``None`` = the id of outlast's run with ``every_rank``, else none.
+        mode: ``online``, ``offline`` or ``disabled``; ``None`` = W&B's own settings (``WANDB_MODE``). Where nodes have
+            no network, take ``offline``, and ``wandb sync`` later.
+        directory: Where offline files go; ``None`` = W&B's own settings.
+        settings: More arguments of ``wandb.init``.
+        every_rank: All ranks log, each to a run of its own, instead of rank 0 alone.
+        max_queued: Records that may wait.
+
+    Raises:
+        ImportError: ``wandb`` is not installed; the line says how to install it.
+        ConfigError: A value is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        project: str | None = None,
+        entity: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        mode: str | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        every_rank: bool = False,
+        max_queued: int = MAX_QUEUED,
+    ) -> None:
+        super().__init__(every_rank=every_rank, max_queued=max_queued)
+        if mode not in (None, "online", "offline", "disabled"):
+            raise ConfigError(f"mode={mode!r} is not online, offline or disabled")
+        self._wandb = _require("wandb", "wandb", "WandbSink")
+        self._settings = {"project": project, "entity": entity, "mode": mode, **(settings or {})}
+        self._name, self._group = name, group
+        if directory is not None:
+            self._settings["dir"] = str(directory)
+        self._wandb_run: Any = None
+        self._is_own = False
+
+    def _open(self, run: MetricsRun) -> None:
+        self._wandb_run, self._is_own = self._wandb.run, False
+        if self._wandb_run is None:
+            own = f"{run.run_id}-rank-{run.global_rank}" if self.every_rank else run.run_id
+            names = {
+                "id": re.sub(r"[/\\#?%:]", "-", own),  # W&B takes none of these
+                "name": self._name or own,
+                "group": self._group or (run.run_id if self.every_rank else None),
+                "resume": "allow",
+            }
+            self._wandb_run, self._is_own = self._wandb.init(**{**names, **self._settings}), True
+        self._wandb_run.define_metric("outlast/iteration", hidden=True)
+        self._wandb_run.define_metric("outlast/*", step_metric="outlast/iteration")
+
+    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+        self._wandb_run.log({**figures, "outlast/iteration": iteration})
+
+    def _close(self) -> None:
+        if self._is_own:
+            self._wandb_run.finish()
+
+
+class MLflowSink(BackgroundSink):
+    """Log to a run of MLflow, which a restarted job continues: it is found by the tag ``outlast.run_id``.
+
+    Iterations that are done again after a restart are there twice, with the same step; MLflow keeps both.
+
+    Args:
+        tracking_uri: A server, or a folder; ``None`` = MLflow's own settings (``MLFLOW_TRACKING_URI``).
+        experiment: Its name; it is made where it does not exist.
+        run_name: ``None`` = the id of outlast's run.
+        every_rank: All ranks log, each to a run of its own, instead of rank 0 alone.
+        max_queued: Records that may wait.
+
+    Raises:
+        ImportError: ``mlflow`` is not installed; the line says how to install it.
+        ConfigError: A value is out of range.
+    """
+
+    def __init__(
+        self,
+        tracking_uri: str | None = None,
+        *,
+        experiment: str = "Default",
+        run_name: str | None = None,
+        every_rank: bool = False,
+        max_queued: int = MAX_QUEUED,
+    ) -> None:
+        super().__init__(every_rank=every_rank, max_queued=max_queued)
+        self._mlflow = _require("mlflow", "mlflow", "MLflowSink")
+        self._tracking_uri, self._experiment, self._run_name = tracking_uri, experiment, run_name
+        self._client: Any = None
+        self._mlflow_run_id = ""
+
+    def _open(self, run: MetricsRun) -> None:
+        client = self._mlflow.MlflowClient(tracking_uri=self._tracking_uri)
+        own = f"{run.run_id}-rank-{run.global_rank}" if self.every_rank else run.run_id
+        found = client.get_experiment_by_name(self._experiment)
+        experiment_id = client.create_experiment(self._experiment) if found is None else found.experiment_id
+        quoted = own.replace("'", "")
+        runs = client.search_runs([experiment_id], f"tags.`outlast.run_id` = '{quoted}'", max_results=1)
+        if runs:
+            self._mlflow_run_id = runs[0].info.run_id
+            client.update_run(self._mlflow_run_id, status="RUNNING")
+        else:
+            made = client.create_run(experiment_id, tags={"outlast.run_id": quoted}, run_name=self._run_name or own)
+            self._mlflow_run_id = made.info.run_id
+        self._client = client
+
+    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+        now_ms = self._mlflow.utils.time.get_current_time_millis()
+        metrics = [self._mlflow.entities.Metric(name, value, now_ms, iteration) for name, value in figures.items()]
+        self._client.log_batch(self._mlflow_run_id, metrics=metrics)
+
+    def _close(self) -> None:
+        self._client.set_terminated(self._mlflow_run_id)
+
+
+class PrometheusSink(BackgroundSink):
+    """Keep figures as Prometheus gauges: behind an HTTP endpoint, in a file for the node exporter, or in a registry.
+
+    ``outlast/step_time_s`` becomes ``outlast_step_time_seconds``; the kinds of ``outlast/incidents/<kind>`` and the
+    statistics of the scores are labels (``kind``, ``stat``). Every gauge has the label ``run_id``, and with
+    ``every_rank`` also ``rank``: so there are some 15 series, and one more for each kind of incident, a rank that
+    writes.
+
+    Args:
+        port: Where the endpoint listens, over HTTP without encryption: it answers everybody who reaches it. With
+            ``every_rank`` each rank of a node adds its local rank. 0 = a free port, see :attr:`url`; ``None`` = there
+            is no endpoint.
+        address: The address at which it listens. A loopback one keeps other machines out.
+        textfile: A ``.prom`` file that is replaced at most every 5 s, for the textfile collector of the node
+            exporter; with ``every_rank`` its name gets the rank.
+        registry: Where the gauges are kept, if a server of yours shows it; ``None`` = a registry of the sink's own.
+        every_rank: All ranks write, instead of rank 0 alone.
+        max_queued: Records that may wait.
+
+    Raises:
+        ImportError: ``prometheus-client`` is not installed; the line says how to install it.
+        ConfigError: There is nowhere to show the gauges, or a value is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        port: int | None = None,
+        address: str = "127.0.0.1",
+        textfile: str | os.PathLike[str] | None = None,
+        registry: Any = None,
+        every_rank: bool = False,
+        max_queued: int = MAX_QUEUED,
+    ) -> None:
+        super().__init__(every_rank=every_rank, max_queued=max_queued)
+        if port is None and textfile is None and registry is None:
+            raise ConfigError("PrometheusSink() shows its gauges nowhere; give it port, textfile or registry")
+        if port is not None and not 0 <= port < 65536:
+            raise ConfigError(f"port={port} is no port; write a number from 1 to 65535, or 0 for a free one")
+        if textfile is not None and Path(textfile).suffix != ".prom":
+            raise ConfigError(f"textfile={str(textfile)!r} must end with .prom: the node exporter reads no others")
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            raise ConfigError(
+                f"address={address!r} is no IP address; write 127.0.0.1, or that of an interface"
+            ) from None
+        self._client = _require("prometheus_client", "prometheus", "PrometheusSink")
+        self.url: str | None = None
+        """Where the endpoint is, once it listens; ``None`` = nowhere."""
+        self.registry = self._client.CollectorRegistry() if registry is None else registry
+        self._port, self._address = port, address
+        self._textfile = None if textfile is None else Path(textfile)
+        self._gauges: dict[str, Any] = {}
+        self._labels: dict[str, str] = {}
+        self._server: Any = None
+        self._wrote_s: float | None = None
+        self._file = self._textfile
+
+    def _open(self, run: MetricsRun) -> None:
+        self._labels = {"run_id": run.run_id} | ({"rank": str(run.global_rank)} if self.every_rank else {})
+        if self._textfile is not None and self.every_rank:
+            self._file = self._textfile.with_name(f"{self._textfile.stem}-rank-{run.global_rank}.prom")
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+        if self._port is not None and self._server is None:
+            port = self._port + run.local_rank if self._port and self.every_rank else self._port
+            self._server, _ = self._client.start_http_server(port, self._address, self.registry)
+            host = f"[{self._address}]" if ":" in self._address else self._address
+            self.url = f"http://{host}:{self._server.server_port}/metrics"
+            log.info("figures for Prometheus are at %s", self.url)
+
+    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+        for name, value in {**figures, "outlast/iteration": float(iteration)}.items():
+            base, label, text = _split(name)
+            gauge = re.sub(r"[^a-zA-Z0-9_:]", "_", re.sub(r"_s$", "_seconds", base))
+            labels = self._labels | ({label: text} if label else {})
+            if gauge not in self._gauges:
+                self._gauges[gauge] = self._client.Gauge(
+                    gauge, f"outlast's figure {base}", list(labels), registry=self.registry
+                )
+            self._gauges[gauge].labels(**labels).set(value)
+
+    def _flush(self) -> None:
+        now_s = clock.now_s()
+        if self._file is not None and (self._wrote_s is None or now_s - self._wrote_s >= _TEXTFILE_S):
+            self._wrote_s = now_s
+            self._client.write_to_textfile(str(self._file), self.registry)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._client.write_to_textfile(str(self._file), self.registry)
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = self.url = None
+        for gauge in self._gauges.values():  # a later run has gauges of its own
+            self.registry.unregister(gauge)
+        self._gauges = {}
+
+
+class OpenTelemetrySink(BackgroundSink):
+    """Record figures as gauges of OpenTelemetry.
+
+    ``outlast/step_time_s`` becomes ``outlast.step_time`` with the unit ``s``; the kinds of ``outlast/incidents/<kind>``
+    and the statistics of the scores are attributes (``kind``, ``stat``), beside ``outlast.run_id`` and
+    ``outlast.rank``.
+
+    Args:
+        meter_provider: Where they go; ``None`` = the global one of the process.
+        every_rank: All ranks record, instead of rank 0 alone.
+        max_queued: Records that may wait.
+
+    Raises:
+        ImportError: ``opentelemetry`` is not installed; the line says how to install it.
+        ConfigError: A value is out of range.
+    """
+
+    def __init__(self, meter_provider: Any = None, *, every_rank: bool = False, max_queued: int = MAX_QUEUED) -> None:
+        super().__init__(every_rank=every_rank, max_queued=max_queued)
+        self._api = _require("opentelemetry.metrics", "opentelemetry", "OpenTelemetrySink")
+        self._provider = meter_provider
+        self._gauges: dict[str, Any] = {}
+        self._attributes: dict[str, str | int] = {}
+        self._meter: Any = None
+
+    def _open(self, run: MetricsRun) -> None:
+        provider = self._api.get_meter_provider() if self._provider is None else self._provider
+        self._meter = provider.get_meter("outlast")
+        self._provider = provider
+        self._attributes = {"outlast.run_id": run.run_id, "outlast.rank": run.global_rank}
+
+    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+        for name, value in {**figures, "outlast/iteration": float(iteration)}.items():
+            base, label, text = _split(name)
+            if base not in self._gauges:
+                unit = "s" if base.endswith("_s") else "1"
+                self._gauges[base] = self._meter.create_gauge(base.removesuffix("_s").replace("/", "."), unit=unit)
+            self._gauges[base].set(value, self._attributes | ({label: text} if label else {}))
+
+    def _close(self) -> None:
+        if (flush := getattr(self._provider, "force_flush", None)) is not None:
+            flush()
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """Return a figure's name without the part that is a label, that label, and its value; both empty = it has none."""
+    base, _, last = name.rpartition("/")
+    if base.endswith("/incidents"):
+        return base, "kind", last
+    if base.endswith("_perf"):
+        return base, "stat", last
+    return name, "", ""
+
+
+def _require(module: str, extra: str, what: str) -> Any:
+    """Import a package that a sink needs.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        missing = package if module != "torch.utils.tensorboard" else "tensorboard"
+        raise ImportError(
+            f"{what} needs {missing}, which is not installed: pip install 'outlast[{extra}]'", name=missing
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]

@@ -1,0 +1,280 @@
+"""Plug-ins for NeMo-Run, by the names and defaults of Megatron-Bridge's: its launcher is then ``outlast run``.
+
+NeMo-Run has one launcher for fault tolerance, ``run.FaultTolerance``, and calls a program ``ft_launcher`` for it. The
+plug-in puts ours first on the task's ``PATH``. What that launcher has no field for (timeouts of sections, no restart at
+all) goes by environment variables, which :mod:`outlast.integrations.ft_launcher` and torchrun's options read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import logging
+import os
+import shlex
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.config import FaultToleranceConfig
+from outlast.config.base import parse_text
+from outlast.errors import ConfigError
+from outlast.integrations.ft_launcher import SETTING, as_option_value, render_shim, write_shims
+
+try:
+    import nemo_run
+    from nemo_run.config import get_nemorun_home
+except ImportError as error:
+    if error.name is None or error.name.partition(".")[0] != "nemo_run":
+        raise
+    raise ImportError(
+        "outlast.integrations.nemo_run needs NeMo-Run, which is not installed: pip install 'outlast[nemo-run]'",
+        name="nemo_run",
+    ) from None
+
+__all__ = [
+    "FaultTolerancePlugin",
+    "FaultTolerancePluginScriptArgs",
+    "PreemptionPlugin",
+    "PreemptionPluginScriptArgs",
+]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class FaultTolerancePluginScriptArgs:
+    """What a converter makes arguments of a script from."""
+
+    enable_ft_package: bool
+    calc_ft_timeouts: bool
+
+
+@dataclass
+class PreemptionPluginScriptArgs:
+    """What a converter makes arguments of a script from."""
+
+    enable_exit_handler: bool
+    enable_exit_handler_for_data_loader: bool
+
+
+def _convert_fault_tolerance(args: FaultTolerancePluginScriptArgs) -> list[str]:
+    return [
+        f"ft.enable_ft_package={str(args.enable_ft_package).lower()}",
+        f"ft.calc_ft_timeouts={str(args.calc_ft_timeouts).lower()}",
+    ]
+
+
+def _convert_preemption(args: PreemptionPluginScriptArgs) -> list[str]:
+    return [
+        f"train.exit_signal_handler={args.enable_exit_handler}",
+        f"train.exit_signal_handler_for_dataloader={args.enable_exit_handler_for_data_loader}",
+    ]
+
+
+@dataclass(kw_only=True)
+class FaultTolerancePlugin(nemo_run.Plugin):
+    """Launch a task by ``outlast run``: hangs and deaths of ranks are noticed, and the ranks started again.
+
+    A ``run.Script`` gets ``ft.enable_ft_package=true ft.calc_ft_timeouts=true`` at the end of its arguments, or what
+    ``script_args_converter_fn`` returns; a ``run.Partial`` with an argument ``config`` gets them as
+    ``config.ft.enable_ft_package`` and so on (of an ``outlast.Config``: ``config.fault_tolerance``).
+
+    Raises:
+        ConfigError: A value is out of range or contradicts another; from ``setup``, which NeMo-Run calls.
+    """
+
+    enable_ft_package: bool = True
+    """Watch heartbeats and sections of the ranks; off: only their deaths are noticed."""
+    calc_ft_timeouts: bool = True
+    """Learn timeouts from observed durations, and keep them for the next cycle and job."""
+    num_in_job_restarts: int = 3
+    """Restarts in a row without progress in between; 0 = none at all."""
+    num_job_retries_on_failure: int = 2
+    """Failed jobs in a row that go back to the queue (Slurm); 0 = none."""
+    initial_rank_heartbeat_timeout: float | None = 1800
+    """Longest time in seconds from a rank's start to its first heartbeat; ``None`` = the launcher's default."""
+    rank_heartbeat_timeout: float | None = 300
+    """Longest time in seconds between two heartbeats of a rank; ``None`` = the launcher's default."""
+    script_args_converter_fn: Callable[[FaultTolerancePluginScriptArgs], list[str]] | None = None
+    """Returns the arguments for a ``run.Script``; ``None`` = hydra-style overrides."""
+    rank_section_timeouts: Mapping[str, float | None] | str | None = None
+    """Longest time in seconds in each section, as a mapping or as ``setup:600,step:180``; ``None`` = the script's."""
+    rank_out_of_section_timeout: float | None = None
+    """Longest time in seconds outside all sections; ``None`` = the script's."""
+    shims: str | None = None
+    """Folder with ``ft_launcher`` where the task runs, for the front of ``PATH``: what ``outlast shims`` has written
+    there. ``None`` = on a ``LocalExecutor`` one is made, elsewhere ``PATH`` is left as it is."""
+
+    def setup(self, task: Any, executor: Any) -> None:
+        """Set launcher, retries and environment of the executor, and the arguments or the config of the task."""
+        for name in ("num_in_job_restarts", "num_job_retries_on_failure"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative; write 0 or more")
+        values: dict[str, Any] = {
+            "enable_ft_package": self.enable_ft_package,
+            "calc_ft_timeouts": self.calc_ft_timeouts,
+            **_given(self, "rank_section_timeouts", "rank_out_of_section_timeout"),
+        }
+        if isinstance(self.rank_section_timeouts, str):
+            hint = typing.get_type_hints(FaultToleranceConfig)["rank_section_timeouts"]
+            values["rank_section_timeouts"] = parse_text(
+                hint, self.rank_section_timeouts, where="rank_section_timeouts"
+            )
+        heartbeats = _given(self, "initial_rank_heartbeat_timeout", "rank_heartbeat_timeout")
+        checked = FaultToleranceConfig(**values, **heartbeats)
+        executor.launcher = nemo_run.FaultTolerance(max_restarts=self.num_in_job_restarts, **heartbeats)
+        executor.retries = self.num_job_retries_on_failure
+        variables = {f"{SETTING}{name.upper()}": as_option_value(name, getattr(checked, name), name) for name in values}
+        if self.num_in_job_restarts == 0:  # NeMo-Run passes on no 0
+            variables["PET_MAX_RESTARTS"] = "0"
+        is_slurm = isinstance(executor, nemo_run.SlurmExecutor)
+        for name, value in variables.items():
+            executor.env_vars[name] = shlex.quote(value) if is_slurm else value  # a line of the batch script there
+        self._put_on_path(executor)
+        convert = self.script_args_converter_fn or _convert_fault_tolerance
+        switches = {"enable_ft_package": self.enable_ft_package, "calc_ft_timeouts": self.calc_ft_timeouts}
+        if isinstance(task, nemo_run.Script):
+            _append(task, convert(FaultTolerancePluginScriptArgs(**switches)), self)
+        elif not _override(task, {"ft": switches, "fault_tolerance": switches}):
+            log.info("FaultTolerancePlugin: the task has no config with ft; its launcher alone gets the settings")
+
+    def _put_on_path(self, executor: Any) -> None:
+        if self.shims is not None:
+            folder = self.shims
+        elif isinstance(executor, nemo_run.LocalExecutor):
+            # One folder for each interpreter: several environments share NeMo-Run's home.
+            digest = hashlib.sha256(render_shim().encode()).hexdigest()[:12]
+            folder = os.path.join(get_nemorun_home(), "outlast-shims", digest)
+            write_shims(folder)
+        else:
+            log.info("FaultTolerancePlugin: ft_launcher is the one on PATH where the task runs; see `outlast shims`")
+            return
+        if isinstance(executor, nemo_run.LocalExecutor):
+            before = executor.env_vars.get("PATH")  # NeMo-Run adds this process's own behind it
+            parts = [folder, *(part for part in (before or "").split(os.pathsep) if part and part != folder)]
+            executor.env_vars["PATH"] = os.pathsep.join(parts)
+        else:
+            before = executor.env_vars.get("PATH", "$PATH")
+            if not before.startswith(f"{folder}:"):
+                executor.env_vars["PATH"] = f"{shlex.quote(folder)}:{before}"
+
+
+@dataclass(kw_only=True)
+class PreemptionPlugin(nemo_run.Plugin):
+    """Have a Slurm job save and leave before its time limit, and on any other SIGTERM.
+
+    A ``run.Script`` gets ``train.exit_signal_handler=True train.exit_signal_handler_for_dataloader=False`` at the end
+    of its arguments, or what ``script_args_converter_fn`` returns; a ``run.Partial`` with an argument ``config`` gets
+    them as ``config.train.exit_signal_handler`` and so on (of an ``outlast.Config``: ``config.preemption``, with
+    ``preempt_time``). A ``SlurmExecutor`` gets ``signal="TERM@<preempt_time>"``.
+
+    With ``enable_exit_handler=False`` the job is sent no signal, and a session of ours, which listens otherwise, does
+    not: in a ``run.Script`` the script must do what the argument asks for.
+
+    Raises:
+        ConfigError: A value is out of range, or cannot be carried out; from ``setup``, which NeMo-Run calls.
+    """
+
+    preempt_time: int = 60
+    """Seconds before the time limit at which Slurm sends SIGTERM; 0 = it sends none."""
+    enable_exit_handler: bool = True
+    """Save and leave on the signal."""
+    enable_exit_handler_for_data_loader: bool = False
+    """Workers of a ``DataLoader`` ignore the signal while their rank lives."""
+    script_args_converter_fn: Callable[[PreemptionPluginScriptArgs], list[str]] | None = None
+    """Returns the arguments for a ``run.Script``; ``None`` = hydra-style overrides."""
+
+    def setup(self, task: Any, executor: Any) -> None:
+        """Set the signal of the executor, and the arguments or the config of the task."""
+        if self.preempt_time < 0:
+            raise ConfigError(f"preempt_time={self.preempt_time} must not be negative; 0 = no signal is sent")
+        handles, for_loader = self.enable_exit_handler, self.enable_exit_handler_for_data_loader
+        if for_loader and not handles:
+            raise ConfigError(
+                "enable_exit_handler_for_data_loader=True has no effect with enable_exit_handler=False; drop one"
+            )
+        preempt_time = self.preempt_time if handles else 0
+        if isinstance(task, nemo_run.Script):
+            convert = self.script_args_converter_fn or _convert_preemption
+            args = PreemptionPluginScriptArgs(
+                enable_exit_handler=handles, enable_exit_handler_for_data_loader=for_loader
+            )
+            _append(task, convert(args), self)
+        else:
+            switches = {"exit_signal_handler": handles, "exit_signal_handler_for_dataloader": for_loader}
+            own = {**switches, "preempt_time": float(preempt_time)}
+            if not _override(task, {"train": switches, "preemption": own}):
+                if for_loader or not handles:
+                    what = "enable_exit_handler=False" if not handles else "enable_exit_handler_for_data_loader=True"
+                    raise ConfigError(
+                        f"{what} cannot be set: the task has no argument config with train or preemption; give it one"
+                    )
+                log.info("PreemptionPlugin: the task has no config with train; a session listens as it is")
+        if isinstance(executor, nemo_run.SlurmExecutor) and preempt_time:
+            executor.signal = f"TERM@{preempt_time}"
+
+
+def _given(plugin: Any, *names: str) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(plugin, name)) is not None}
+
+
+def _append(task: Any, arguments: list[str], plugin: Any) -> None:
+    """Add arguments to a script; NeMo-Run passes none to one that is given inline."""
+    name = type(plugin).__name__
+    if task.inline:
+        if arguments:
+            log.info("%s: an inline script takes no arguments; not added: %s", name, " ".join(arguments))
+        return
+    task.args.extend(arguments)
+    if arguments:
+        log.info("%s added arguments: %s", name, " ".join(arguments))
+
+
+def _override(task: Any, sections: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Set values in the first of some sections that a task's ``config`` has; return whether there is one."""
+    config = _get(task, "config")
+    kind = _kind(config)
+    if config is None or kind is None:
+        return False
+    for name, values in sections.items():
+        if name not in inspect.signature(kind).parameters:
+            continue
+        section = _get(config, name)
+        if section is None:
+            section = nemo_run.Config(_section_type(kind, name))
+            _set(config, name, section)
+        for key, value in values.items():
+            _set(section, key, value)
+        return True
+    return False
+
+
+def _get(holder: Any, name: str) -> Any:
+    """Return an attribute; ``None`` where it is not set, as a configured function has it."""
+    return getattr(holder, name, None)
+
+
+def _kind(config: Any) -> Any:
+    """Return the class that a config is, or will be built from."""
+    made = getattr(config, "__fn_or_cls__", None)
+    return made if made is not None else type(config) if dataclasses.is_dataclass(config) else None
+
+
+def _section_type(kind: Any, name: str) -> Any:
+    hint = typing.get_type_hints(kind).get(name)
+    found = [one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and dataclasses.is_dataclass(one)]
+    if not found:
+        raise ConfigError(f"config.{name} is not set, and its type is not known; set it in the task")
+    return found[0]
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    try:
+        setattr(holder, name, value)
+    except (AttributeError, TypeError) as error:
+        frozen = isinstance(error, dataclasses.FrozenInstanceError)
+        remedy = "give the task a run.Config of it" if frozen else "is the config of another version?"
+        raise ConfigError(f"{name}={value!r} cannot be set in the task's config ({error}); {remedy}") from None

@@ -1,0 +1,219 @@
+"""The Python API of NVIDIA's resiliency extension (``nvidia_resiliency_ext``), over this package's own engine.
+
+After :func:`install`, ``import nvidia_resiliency_ext`` finds what is here wherever the real package is not installed,
+so that what was written for it (Megatron-LM, Megatron-Bridge, a script of one's own) runs unchanged. What is not in
+:data:`MODULES` is not there: its import raises ``ModuleNotFoundError``, as without the package, and the caller falls
+back. The table names for each module what it offers and where that is; a name is imported on first use.
+
+For a script that is not to be edited, in place of ``train.py``::
+
+    outlast run --nproc-per-node 8 -m outlast.integrations.nvrx train.py ...
+
+Rejected: a distribution that puts a real ``nvidia_resiliency_ext`` into site-packages (it and NVIDIA's would overwrite
+each other's files), and a ``sitecustomize`` (it would act in every process of the machine).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from outlast import env
+
+__all__ = ["install"]
+
+log = logging.getLogger(__name__)
+
+PACKAGE = "nvidia_resiliency_ext"
+VERSION = "0.6.0"
+"""The version of the API."""
+
+_CLIENT = f"{__name__}.fault_tolerance"
+_INPROCESS = f"{__name__}.inprocess"
+_RANKS = f"{__name__}.ranks"
+_LOCAL = f"{__name__}.local_checkpoints"
+_RULES = (
+    *("ActivateAllRanks", "ActiveWorldSizeDivisibleBy=ActiveDivisibleBy", "FillGaps=FillGapsFromTheEnd", "Layer"),
+    *("LayerFlag", "MaxActiveWorldSize=AtMostActive", "RankAssignment=AssignmentRule", "RankFilter=AssignmentRule"),
+    *("ShiftRanks=ShiftRanksUp", "Tree=LayeredTree"),
+)
+_STATE = ("FrozenState=FrozenWrapperState", "Mode", "State=FrozenWrapperState")
+_NESTED = tuple(f"NestedRestarter{name}" for name in ("Aborted", "Finalized", "HandlingCompleted", "HandlingStarting"))
+_STRAGGLER = {
+    f"{__name__}.straggler": ("CallableId", "Detector", "Report=PerformanceReport", "Statistic", "StragglerId"),
+}
+
+MODULES: dict[str, Mapping[str, Sequence[str]]] = {
+    "attribution.straggler": _STRAGGLER,
+    "checkpointing.async_ckpt.core": {f"{__name__}.async_calls": ("AsyncCallsQueue", "AsyncRequest")},
+    "checkpointing.local.base_state_dict": {_LOCAL: ("TensorAwareStateDict",)},
+    "checkpointing.local.basic_state_dict": {_LOCAL: ("BasicTensorAwareStateDict",)},
+    "checkpointing.local.ckpt_managers.base_manager": {_LOCAL: ("BaseCheckpointManager", "CheckpointingException")},
+    "checkpointing.local.ckpt_managers.local_manager": {_LOCAL: ("LocalCheckpointManager",)},
+    "checkpointing.local.replication.group_utils": {_LOCAL: ("GroupWrapper", "parse_group_sequence")},
+    "checkpointing.local.replication.strategies": {
+        _LOCAL: ("CliqueReplicationStrategy", "LazyCliqueReplicationStrategy", "ReplicationStrategy"),
+    },
+    "fault_tolerance": {
+        _CLIENT: (
+            "FaultToleranceConfig=NvrxFaultToleranceConfig",
+            "RankMonitorClient",
+            "RankMonitorClientError",
+            "WorkloadAction",
+            "WorkloadControlRequest",
+        ),
+    },
+    "fault_tolerance.dict_utils": {_CLIENT: ("dict_list_map_inplace",)},
+    "inprocess": {_INPROCESS: ("CallWrapper", "Compose=ComposeFromRight", "Wrapper=WrapperOfNVRx"), _RANKS: _STATE},
+    "inprocess.abort": {_INPROCESS: ("Abort=StatePlugin", "AbortTorchDistributed", "AbortTransformerEngine")},
+    "inprocess.completion": {_INPROCESS: ("Completion=StatePlugin",)},
+    "inprocess.compose": {_INPROCESS: ("Compose=ComposeFromRight",)},
+    "inprocess.exception": {_INPROCESS: ("HealthCheckError", "RestartError"), "outlast.errors": ("RestartAbort",)},
+    "inprocess.finalize": {_INPROCESS: ("Finalize=StatePlugin", "ThreadedFinalize")},
+    "inprocess.health_check": {
+        _INPROCESS: ("CudaHealthCheck", "FaultCounter=RankFaultCounter", "HealthCheck=StatePlugin"),
+    },
+    "inprocess.initialize": {_INPROCESS: ("Initialize=StatePlugin", "RetryController=RetryLimits")},
+    "inprocess.nested_restarter": {_INPROCESS: ("NestedRestarterCallback", *_NESTED)},
+    "inprocess.param_utils": {
+        _INPROCESS: ("check_type=is_annotated", "count_type_in_params", "substitute_param_value"),
+    },
+    "inprocess.rank_assignment": {_RANKS: _RULES},
+    "inprocess.state": {_RANKS: _STATE},
+    "inprocess.terminate": {_INPROCESS: ("Terminate=StatePlugin",)},
+    "inprocess.wrap": {_INPROCESS: ("CallWrapper", "Wrapper=WrapperOfNVRx")},
+    "shared_utils.inject_fault": {
+        f"{__name__}.fault_injection": (
+            *("Fault=WorkloadFault", "InjectedException", "clear_workload_exception", "dispatch_fault_injection"),
+            "maybe_raise_workload_exception",
+        ),
+    },
+    "straggler": _STRAGGLER,
+}
+"""By the module's name below ``nvidia_resiliency_ext``: the names that it offers, by the module that has them here.
+
+A name ``theirs=ours`` is called otherwise here. The packages above a module need no entry of their own.
+"""
+
+_LOOK_FOR_IT = (
+    "megatron.bridge.training",
+    "megatron.core.dist_checkpointing.tensor_aware_state_dict",
+    "megatron.training",
+)
+"""Modules that look for the extension once, when they are imported, and never again."""
+
+
+def install() -> bool:
+    """Let ``import nvidia_resiliency_ext`` find this package's, unless the real one is installed.
+
+    Call it before anything that looks for the extension is imported. It imports neither torch nor what the names stand
+    for. Calling it again does nothing.
+
+    Returns:
+        Whether the extension is this package's now; ``False``: it is somebody else's, and nothing was changed.
+
+    Thread: call it where imports are made, before other threads import the extension.
+    """
+    real = _real()
+    if real is not None:
+        level = logging.WARNING if env.read_worker().global_rank == 0 else logging.DEBUG
+        log.log(level, "%s: outlast's is not installed over it", real)
+        return False
+    if not any(isinstance(finder, _NvrxFinder) for finder in sys.meta_path):
+        # The last finder: should the real package come onto the path before its first import, it is found before.
+        sys.meta_path.append(_NvrxFinder())
+        importlib.invalidate_caches()
+        log.debug("%s %s is outlast's", PACKAGE, VERSION)
+        late = [name for name in _LOOK_FOR_IT if name in sys.modules]
+        if late:
+            log.warning(
+                "%s was imported before install(), and may have found no %s: call install() first", late[0], PACKAGE
+            )
+    return True
+
+
+def _real() -> str | None:
+    """Return where an extension is that is not this package's, and what is wrong with it; ``None``: there is none."""
+    loaded = sys.modules.get(PACKAGE)
+    if loaded is not None:
+        if isinstance(getattr(loaded, "__loader__", None), _NvrxLoader):
+            return None
+        return f"{PACKAGE} is loaded already, from {getattr(loaded, '__file__', None) or 'elsewhere'}"
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or isinstance(spec.loader, _NvrxLoader):
+        return None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    where = spec.origin or ", ".join(map(str, folders))
+    if not any((folder / "fault_tolerance" / "__init__.py").exists() for folder in folders):
+        return (
+            f"only parts of {PACKAGE} are at {where}; remove them, or install the package again "
+            f"(pip install --force-reinstall nvidia-resiliency-ext)"
+        )
+    return f"{PACKAGE} is installed at {where}"
+
+
+def _is_package(name: str) -> bool:
+    return not name or any(other.startswith(f"{name}.") for other in MODULES)
+
+
+class _NvrxFinder(MetaPathFinder):
+    """Finds the modules of the table."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        root, _, name = fullname.partition(".")
+        if root != PACKAGE or not (name in MODULES or _is_package(name)):
+            return None
+        if name and not isinstance(getattr(sys.modules.get(root), "__loader__", None), _NvrxLoader):
+            return None  # a part of the real package that is not there
+        return ModuleSpec(fullname, _NvrxLoader(name), origin="outlast.integrations.nvrx", is_package=_is_package(name))
+
+
+class _NvrxLoader(Loader):
+    """Fills a module with names that are imported on first use."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = self._name
+        homes = {}
+        for home, names in MODULES.get(name, {}).items():
+            for entry in names:
+                theirs, _, ours = entry.partition("=")
+                homes[theirs] = (home, ours or theirs)
+        below = f"{name}." if name else ""
+        children = {other.removeprefix(below).split(".")[0] for other in MODULES if other.startswith(below)} - {""}
+
+        def get(attribute: str) -> Any:
+            if attribute in homes:
+                home, ours = homes[attribute]
+                value = getattr(importlib.import_module(home), ours)
+            elif attribute in children:
+                value = importlib.import_module(f"{module.__name__}.{attribute}")
+            else:
+                raise AttributeError(
+                    f"{module.__name__}.{attribute} is not among the names that outlast offers of {PACKAGE}"
+                )
+            setattr(module, attribute, value)
+            return value
+
+        def list_names() -> Iterable[str]:
+            return sorted({*vars(module), *homes, *children})
+
+        vars(module).update(
+            __doc__=f"outlast's {module.__name__}.", __all__=sorted(homes), __getattr__=get, __dir__=list_names
+        )
+        if not name:
+            vars(module)["__version__"] = VERSION

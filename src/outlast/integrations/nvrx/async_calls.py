@@ -1,0 +1,354 @@
+"""``nvidia_resiliency_ext.checkpointing.async_ckpt.core``: calls beside training that all ranks finalise alike.
+
+A call runs in a thread of this process, one after the other. The extension starts a process for it; a thread copies
+nothing, leaves nothing behind when the rank is killed, and needs nothing that can be pickled.
+
+A call is finalised once it has ended well on *all* ranks, and on none otherwise. The extension finalises a call whose
+process has died, too, and so commits a checkpoint that lacks a part.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import torch.distributed as dist
+
+from outlast import clock
+from outlast.decoding import from_json
+from outlast.errors import CheckpointError, OutlastError
+from outlast.integrations.nvrx.exchange import WorldExchange
+from outlast.runtime.process_groups import is_initialised
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 3600.0
+"""Seconds after which a call that still runs counts as failed."""
+MAX_FAILURES = 3
+"""Calls in a row that may fail before that is an error in a call that does not wait."""
+
+
+class _AsyncCallStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank knows of its oldest call."""
+
+    call_idx: int
+    ended: bool
+    error: str = ""
+
+
+class AsyncRequest(NamedTuple):
+    """A function to run beside training, and what follows once it has ended on all ranks."""
+
+    async_fn: Callable[..., Any] | None
+    """``None``: there is nothing to run, only to finalise."""
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], Any]]
+    """Called in the thread of the training loop, on all ranks."""
+    async_fn_kwargs: dict[str, Any] = {}
+    preload_fn: Callable[[], Any] | None = None
+    """Called at once; what it returns takes the place of the second argument."""
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """Add a function that follows the others.
+
+        Raises:
+            RuntimeError: The request is frozen: it was scheduled.
+        """
+        if self.is_frozen:
+            raise RuntimeError("the request is scheduled; add functions before that")
+        self.finalize_fns.append(fn)
+
+    def freeze(self) -> AsyncRequest:
+        """Return the request as one that nothing can be added to."""
+        return self._replace(is_frozen=True)
+
+    def execute_sync(self) -> None:
+        """Run and finalise it now.
+
+        Raises:
+            CheckpointError: It failed on some rank; nothing was finalised.
+
+        Collective: all ranks.
+        Blocks: until it has ended on all ranks.
+        """
+        calls = AsyncCallsQueue(persistent=False)
+        calls.schedule_async_request(self)
+        calls.close()
+
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
+        """Call what follows, in order; return the number of the call.
+
+        Args:
+            validate_matching_call_idx: Have all ranks agree that it is the same call.
+
+        Raises:
+            CheckpointError: A function failed on some rank, or ranks finalise different calls.
+
+        Collective: all ranks, with ``validate_matching_call_idx``.
+        """
+        if not validate_matching_call_idx:
+            return _finalise(self, None)
+        exchange = WorldExchange("the end of an asynchronous call", CALL_TIMEOUT_S)
+        try:
+            return _finalise(self, exchange)
+        finally:
+            exchange.close()
+
+
+def _finalise(request: AsyncRequest, exchange: WorldExchange | None) -> int:
+    """Call what follows; with an exchange, all ranks agree that it succeeded on all."""
+    error: Exception | None = None
+    try:
+        for finalise in request.finalize_fns:
+            finalise()
+    except Exception as failure:  # noqa: BLE001  the other ranks are told
+        error = failure
+        if exchange is None:
+            raise CheckpointError(
+                f"asynchronous call {request.call_idx} was not finalised: {_describe(error)}"
+            ) from error
+    if exchange is not None:
+        mine = _AsyncCallStatus(call_idx=request.call_idx, ended=True, error=_describe(error))
+        try:
+            _agree(exchange.gather(mine, _AsyncCallStatus), what="was not finalised")
+        except CheckpointError as failure:
+            raise failure from error
+    return request.call_idx
+
+
+def _describe(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _agree(outcomes: list[_AsyncCallStatus], *, what: str) -> None:
+    """Raise :class:`CheckpointError` unless all ranks ended the same call well."""
+    numbers = sorted({one.call_idx for one in outcomes})
+    if len(numbers) > 1:
+        raise CheckpointError(
+            f"ranks are at different asynchronous calls ({', '.join(map(str, numbers))}); "
+            "schedule and finalise the same ones on all ranks"
+        )
+    failed = [(rank, one.error) for rank, one in enumerate(outcomes) if one.error]
+    if failed:
+        rank, error = failed[0]
+        others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise CheckpointError(f"asynchronous call {numbers[0]} {what}: rank {rank}{others} failed with {error}")
+
+
+@dataclass
+class _ScheduledCall:
+    """A call that is not finalised yet."""
+
+    idx: int
+    request: AsyncRequest
+    arguments: tuple[Any, ...]
+    began_ns: int = field(default_factory=clock.now_ns)
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: str = ""
+    is_posted: bool = False
+
+    def run(self) -> None:
+        try:
+            if self.request.async_fn is not None:
+                self.request.async_fn(*self.arguments, **self.request.async_fn_kwargs)
+        except BaseException as error:  # whatever ends it, the ranks must know
+            self.error = _describe(error)
+            log.exception("asynchronous call %d failed", self.idx)
+        self.ended.set()
+
+    def outcome(self, *, blocking: bool) -> _AsyncCallStatus:
+        """Return what is known; with ``blocking``, once it has ended."""
+        left_s = CALL_TIMEOUT_S - (clock.now_ns() - self.began_ns) / 1e9
+        has_ended = self.ended.wait(max(0.0, left_s) if blocking else 0.0)
+        error = self.error if has_ended else ""
+        if not has_ended and (blocking or left_s <= 0):
+            has_ended, error = True, f"TimeoutError: it has not ended within {CALL_TIMEOUT_S:g} s"
+        return _AsyncCallStatus(call_idx=self.idx, ended=has_ended, error=error)
+
+
+class AsyncCallsQueue:
+    """Runs requests beside training, in the order in which they come.
+
+    Args:
+        persistent: Keep the thread that runs them from one request to the next, until :meth:`close`.
+
+    Thread: that of the training loop.
+    """
+
+    _num_queues = 0
+
+    def __init__(self, persistent: bool = True) -> None:
+        self.persistent = persistent
+        self.call_idx = -1
+        """Of the newest request."""
+        self._calls: deque[_ScheduledCall] = deque()
+        self._work: queue.SimpleQueue[_ScheduledCall | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._exchange = WorldExchange("the end of an asynchronous call", 2 * CALL_TIMEOUT_S)
+        self._num_failures = 0
+        self._number = AsyncCallsQueue._num_queues
+        AsyncCallsQueue._num_queues += 1
+        atexit.register(self._warn)
+
+    def warmup_persistent_caller(self, rank: int | None = None, **process_options: Any) -> None:
+        """Start the thread ahead of the first request.
+
+        Args:
+            rank: This process's; known here without it.
+            process_options: What the extension gives to the process that it starts; here it is a thread.
+        """
+        if process_options:
+            log.debug("there is no process that needs %s: calls run in a thread", ", ".join(process_options))
+        self._start()
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Stage what the request needs, and run it beside training.
+
+        Args:
+            async_request: Also one of an older version, or of Megatron-Core's own class.
+
+        Returns:
+            The number of the call, from 0.
+
+        Raises:
+            Exception: What staging (``preload_fn``) raised; nothing is scheduled then.
+
+        Collective: all ranks, with requests of the same kind.
+        Blocks: while it is staged.
+        """
+        number = self.call_idx + 1
+        given = async_request._asdict()
+        request = AsyncRequest(**{name: given[name] for name in AsyncRequest._fields if name in given})
+        arguments = list(request.async_fn_args)
+        if request.preload_fn is not None:
+            if len(arguments) < 2:
+                raise OutlastError("preload_fn gives the second argument of async_fn, which has fewer: give two")
+            arguments[1] = request.preload_fn()
+        self.call_idx = number
+        call = _ScheduledCall(number, request.freeze()._replace(call_idx=number), tuple(arguments))
+        self._calls.append(call)
+        self._start()
+        self._work.put(call)
+        if not self.persistent:
+            self._work.put(None)
+            self._thread = None
+        return number
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Finalise the calls that have ended well on all ranks, oldest first.
+
+        A call that failed on any rank is given up on all: the log says so. That is an error when it was waited for,
+        and when it is the third in a row.
+
+        Args:
+            blocking: Wait until all have ended.
+            no_dist: Look at the other ranks' calls without a collective; ranks may finalise at different times.
+
+        Returns:
+            The numbers of the calls that were finalised.
+
+        Raises:
+            CheckpointError: A call failed, as said above, or could not be finalised.
+            PeerLost: A peer left, or did not come in time.
+
+        Collective: all ranks, unless ``no_dist``.
+        Blocks: with ``blocking`` until all have ended on all ranks, each at most an hour.
+        """
+        finalised: list[int] = []
+        failure: CheckpointError | None = None
+        while self._calls:
+            call = self._calls[0]
+            mine = call.outcome(blocking=blocking)
+            outcomes = self._look(call, mine, blocking) if no_dist else self._exchange.gather(mine, _AsyncCallStatus)
+            if not all(one.ended for one in outcomes):
+                break
+            self._calls.popleft()
+            try:
+                _agree(outcomes, what="is given up, and what it wrote is not committed")
+                _finalise(call.request, None if no_dist else self._exchange)
+            except CheckpointError as error:
+                log.error("%s", error)
+                failure = error
+                self._num_failures += 1
+                if not blocking and self._num_failures < MAX_FAILURES:
+                    continue
+                if not blocking:
+                    raise CheckpointError(f"{self._num_failures} calls in a row failed: {error}") from error
+            else:
+                self._num_failures = 0
+                finalised.append(call.idx)
+        if blocking and failure is not None:
+            raise failure
+        return finalised
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Return how many calls run, or wait to be finalised."""
+        return len(self._calls)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalise all calls, and end the thread. Idempotent.
+
+        Args:
+            abort: Finalise none; what runs is left to itself.
+
+        Raises:
+            CheckpointError: A call failed, or could not be finalised.
+            PeerLost: A peer left, or did not come in time.
+
+        Collective: all ranks, unless ``abort``.
+        Blocks: until all have ended on all ranks, unless ``abort``.
+        """
+        try:
+            if abort:
+                self._warn()
+                self._calls.clear()
+            else:
+                self.maybe_finalize_async_calls(blocking=True)
+        finally:
+            if self._thread is not None:
+                self._work.put(None)
+                self._thread = None
+            self._exchange.close()
+            atexit.unregister(self._warn)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._work = queue.SimpleQueue()
+            self._thread = threading.Thread(
+                target=_run_calls, args=(self._work,), name="outlast-async-calls", daemon=True
+            )
+            self._thread.start()
+
+    def _look(self, call: _ScheduledCall, mine: _AsyncCallStatus, blocking: bool) -> list[_AsyncCallStatus]:
+        """Return what the ranks have written into the store of the world, this one's included."""
+        if not is_initialised() or dist.get_world_size() == 1:
+            return [mine]
+        store = dist.distributed_c10d._get_default_store()
+        place = f"outlast/async/{self._number}/{call.idx}"
+        if mine.ended and not call.is_posted:
+            call.is_posted = True
+            store.set(f"{place}/{dist.get_rank()}", msgspec.json.encode(mine).decode())
+        keys = [f"{place}/{rank}" for rank in range(dist.get_world_size())]
+        if blocking:
+            store.wait(keys)  # bounded by the store's timeout
+        missing = _AsyncCallStatus(call_idx=call.idx, ended=False)
+        return [from_json(store.get(key), _AsyncCallStatus) if store.check([key]) else missing for key in keys]
+
+    def _warn(self) -> None:
+        if self._calls:
+            numbers = ", ".join(str(call.idx) for call in self._calls)
+            log.warning("asynchronous calls are not finalised, and what they wrote is not committed: %s", numbers)
+
+
+def _run_calls(work: queue.SimpleQueue[_ScheduledCall | None]) -> None:
+    while (call := work.get()) is not None:
+        call.run()

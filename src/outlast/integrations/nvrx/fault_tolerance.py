@@ -1,0 +1,561 @@
+"""``nvidia_resiliency_ext.fault_tolerance``: heartbeats, sections and calculated timeouts, over a rank monitor.
+
+A process has one :class:`~outlast.monitor.RankMonitor`. The client uses the one of the session, where there is a
+session; otherwise it makes one, which a session that starts later takes over with what the client has open in it. So
+the client may be made before the process group, shut down, and made again, with a session or without.
+
+What the client measures for its calculation is its own: it starts anew with each client, as in the extension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from outlast import clock
+from outlast.config import FaultToleranceConfig
+from outlast.config.sources import load_values
+from outlast.errors import ConfigError, OutlastError
+from outlast.integrations.nvrx.exchange import WorldExchange
+from outlast.monitor.rank_monitor import RankMonitor, enforce, open_monitor, request_at_failure, yield_to_next
+from outlast.monitor.watchdog import read_learned
+from outlast.policy.deadlines import FLOOR_S, Learned
+from outlast.runtime.board import EndRequest
+
+log = logging.getLogger(__name__)
+
+
+class RankMonitorClientError(OutlastError):
+    """A call of the client is out of order, or cannot be carried out."""
+
+
+@dataclass
+class HeartbeatTimeouts:
+    """Timeouts of heartbeats in force, in seconds; ``None`` = not enforced."""
+
+    initial: float | None = None
+    subsequent: float | None = None
+    were_calculated: bool | None = None
+
+    @property
+    def are_valid(self) -> bool:
+        """Whether both are enforced."""
+        return self.initial is not None and self.subsequent is not None
+
+
+@dataclass
+class SectionTimeouts:
+    """Timeouts of sections in force, in seconds; ``None`` = not enforced."""
+
+    section: Mapping[str, float | None] = field(default_factory=dict)
+    out_of_section: float | None = None
+    calculated_sections: set[str] = field(default_factory=set)
+    is_out_of_section_calculated: bool = False
+
+    def __post_init__(self) -> None:
+        self.calculated_sections = set(self.calculated_sections)
+
+    @property
+    def are_valid(self) -> bool:
+        """Whether all are enforced."""
+        return None not in self.section.values() and self.out_of_section is not None
+
+    @property
+    def were_calculated(self) -> bool:
+        """Whether all were calculated."""
+        return self.calculated_sections == set(self.section) and self.is_out_of_section_calculated
+
+
+class WorkloadAction(Enum):
+    """What is asked of the launcher."""
+
+    Continue = 0
+    ExcludeThisNode = 1
+    ShutdownWorkload = 2
+
+
+class WorkloadControlRequest:
+    """What is asked of the launcher, and why."""
+
+    def __init__(self, action: WorkloadAction, description: str = "<not set>") -> None:
+        self.action = action
+        self.description = description
+
+    def __str__(self) -> str:
+        return f"{self.action.name} ({self.description})"
+
+
+@dataclass
+class NvrxFaultToleranceConfig:
+    """The extension's settings of monitoring, by its names and defaults; :meth:`to_outlast` makes ours of them.
+
+    Raises:
+        ConfigError: A setting is given that has no meaning here; the message names what to use instead.
+    """
+
+    workload_check_interval: float = 5.0
+    """Not needed: a timeout is noticed when it passes, not at the next check."""
+    initial_rank_heartbeat_timeout: float | None = 3600.0
+    rank_heartbeat_timeout: float | None = 2700.0
+    rank_section_timeouts: Mapping[str, float | None] = field(default_factory=dict)
+    rank_out_of_section_timeout: float | None = None
+    node_health_check_interval: float = 5.0
+    """Not needed: nodes are checked before they join and after a fault there."""
+    safety_factor: float = 5.0
+    rank_termination_signal: signal.Signals = signal.SIGKILL
+    log_level: int = logging.INFO
+    """The level of the extension's own components; ours is set with ``--log-level`` of ``outlast run``."""
+    restart_check_interval: float = 60.0
+    """Not needed: restarts are ordered, not looked for."""
+    enable_nic_monitor: bool = True
+    pci_topo_file: str | None = None
+    link_down_path_template: str | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self.rank_termination_signal
+        try:
+            named = isinstance(given, str)
+            self.rank_termination_signal = signal.Signals[given.upper()] if named else signal.Signals(given)
+        except (KeyError, ValueError):
+            raise ConfigError(f"rank_termination_signal={given!r} is not a signal; write for example SIGKILL") from None
+        level: Any = self.log_level
+        known = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
+        if not isinstance(known, int) or not logging.DEBUG <= known <= logging.CRITICAL:
+            raise ConfigError(f"log_level={level!r} is not a level; write for example INFO")
+        self.log_level = known
+        for name in ("pci_topo_file", "link_down_path_template"):
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"{name}={value!r} is the extension's own way to watch links; name the links in "
+                    "health.network_interfaces of outlast's config instead"
+                )
+        self.to_outlast()
+
+    @staticmethod
+    def from_kwargs(ignore_not_recognized: bool = True, **kwargs: Any) -> NvrxFaultToleranceConfig:
+        """Make it of keyword arguments.
+
+        Args:
+            ignore_not_recognized: Log other names; otherwise they are an error.
+            kwargs: The settings.
+
+        Raises:
+            ConfigError: A value is wrong, or a name.
+        """
+        known = {one.name for one in dataclasses.fields(NvrxFaultToleranceConfig)}
+        if others := sorted(set(kwargs) - known):
+            text = f"fault tolerance settings that are not used here: {', '.join(others)}"
+            if not ignore_not_recognized:
+                raise ConfigError(f"{text}; remove them")
+            log.warning("%s", text)
+        return NvrxFaultToleranceConfig(**{name: value for name, value in kwargs.items() if name in known})
+
+    @staticmethod
+    def from_yaml_file(cfg_path: str, ignore_not_recognized: bool = True) -> NvrxFaultToleranceConfig:
+        """Read the section ``fault_tolerance`` of a YAML file, wherever it stands in there.
+
+        Raises:
+            ConfigError: There is none, or it is wrong.
+        """
+        found = _find_section(load_values(cfg_path)[0])
+        if found is None:
+            raise ConfigError(f"{cfg_path}: there is no section 'fault_tolerance'; add one")
+        return NvrxFaultToleranceConfig.from_kwargs(ignore_not_recognized=ignore_not_recognized, **found)
+
+    def to_outlast(self) -> FaultToleranceConfig:
+        """Return what ``outlast.Config`` takes as ``fault_tolerance``.
+
+        Raises:
+            ConfigError: A value is out of range, or contradicts another.
+        """
+        return FaultToleranceConfig(
+            enable_ft_package=True,
+            initial_rank_heartbeat_timeout=self.initial_rank_heartbeat_timeout,
+            rank_heartbeat_timeout=self.rank_heartbeat_timeout,
+            rank_section_timeouts=self.rank_section_timeouts,
+            rank_out_of_section_timeout=self.rank_out_of_section_timeout,
+            safety_factor=self.safety_factor,
+            rank_termination_signal=self.rank_termination_signal.name,
+        )
+
+
+def _find_section(values: Any) -> Mapping[str, Any] | None:
+    if isinstance(values, Mapping):
+        if isinstance(found := values.get("fault_tolerance"), Mapping):
+            return found
+        values = list(values.values())
+    below = (_find_section(value) for value in values) if isinstance(values, list) else ()
+    return next((found for found in below if found is not None), None)
+
+
+class _Measured:
+    """The longest durations that a client has seen, in seconds, and the sections that are open."""
+
+    def __init__(self) -> None:
+        self.began_ns = self._left_ns = clock.now_ns()
+        self._beat_ns: int | None = None
+        self.open: dict[str, int] = {}
+        self.sections: dict[str, float] = {}
+        self.outside = self.initial = self.subsequent = 0.0
+
+    def beat(self) -> None:
+        now = clock.now_ns()
+        if self._beat_ns is None:
+            self.initial = (now - self.began_ns) / 1e9
+        else:
+            self.subsequent = max(self.subsequent, (now - self._beat_ns) / 1e9)
+        self._beat_ns = now
+
+    def start(self, name: str) -> None:
+        self.note_outside()
+        self.open[name] = clock.now_ns()
+
+    def end(self, name: str) -> None:
+        now = clock.now_ns()
+        self.sections[name] = max(self.sections.get(name, 0.0), (now - self.open.pop(name)) / 1e9)
+        if not self.open:
+            self._left_ns = now
+
+    def note_outside(self) -> None:
+        """Count the time since the last section up to now, if none is open."""
+        if not self.open:
+            self.outside = max(self.outside, (clock.now_ns() - self._left_ns) / 1e9)
+
+    def values(self) -> dict[str, float]:
+        """Return them by what they are of; the time outside sections under ``""``."""
+        times = {f"section {name}": seconds for name, seconds in self.sections.items()}
+        return {**times, "": self.outside, "initial": self.initial, "subsequent": self.subsequent}
+
+
+class RankMonitorClient:
+    """Sends heartbeats, marks sections, calculates timeouts; by the extension's contract.
+
+    Where it differs: sections need no entry in a config (one without a timeout is measured); a timeout that was
+    calculated is at least 1 s; and a client without ``outlast run`` is watched by a guard process of its rank.
+
+    Thread: that of the training loop; heartbeats from any thread.
+    """
+
+    CURRENT_TIMEOUTS_STATE_KEY = "current_timeouts"
+
+    def __init__(self) -> None:
+        self.is_initialized = False
+        self.cfg: NvrxFaultToleranceConfig | None = None
+        """The settings in force; ``None`` until it is initialised."""
+        self.hb_timeouts: HeartbeatTimeouts | None = None
+        self.section_timeouts: SectionTimeouts | None = None
+        self.logger = logging.getLogger("RankMonitorClient")
+        self._calculated = Learned()
+        self._measured = _Measured()
+        self._exchange = WorldExchange("the calculation of timeouts")
+        self._num_warmup: int | None = None
+        self._own: RankMonitor | None = None
+        self._used: RankMonitor | None = None
+
+    # -- monitoring ------------------------------------------------------------------------------------------------
+
+    def init_workload_monitoring(self, num_warmup_iters: int | None = None) -> None:
+        """Begin to be watched. It needs no process group.
+
+        Args:
+            num_warmup_iters: The first sections ``step``, this many, are not enforced; ``None`` = as configured.
+
+        Raises:
+            RankMonitorClientError: It was called before.
+            ConfigError: The number is below 0, or the configs contradict each other.
+
+        Blocks: some milliseconds.
+        """
+        if self.is_initialized:
+            raise RankMonitorClientError(
+                "init_workload_monitoring() was called before; call shutdown_workload_monitoring() first"
+            )
+        self._num_warmup, self._measured = num_warmup_iters, _Measured()
+        self.is_initialized = True
+        try:
+            self._monitor()
+        except BaseException:
+            self.is_initialized = False
+            raise
+        self._set(self._calculated)
+
+    def shutdown_workload_monitoring(self) -> None:
+        """End what this client has open; a monitor that it made itself ends with it. Idempotent.
+
+        Blocks: some milliseconds.
+        """
+        if not self.is_initialized:
+            return
+        self.is_initialized = False
+        used, own = self._used, self._own
+        self._used = self._own = None
+        if used is not None and used is not own and used is open_monitor():
+            for name in reversed(self._measured.open):
+                used.end_section(name)
+        if own is not None:
+            own.close()
+        self._exchange.close()
+
+    def send_heartbeat(self) -> None:
+        """Record that this rank is alive.
+
+        Raises:
+            RankMonitorClientError: It is not initialised.
+
+        Thread: any.
+        """
+        self._monitor().heartbeat()
+        self._measured.beat()
+
+    def start_section(self, section: str) -> None:
+        """Enter a section. Different ones may overlap as they like.
+
+        Raises:
+            RankMonitorClientError: It is open already, or the client is not initialised.
+            ConfigError: The name is empty or longer than 39 bytes.
+        """
+        monitor = self._monitor()
+        if section in self._measured.open:
+            raise RankMonitorClientError(f"section {section!r} is open already; end it before it starts again")
+        monitor.start_section(section)
+        self._measured.start(section)
+
+    def end_section(self, section: str) -> None:
+        """Leave a section.
+
+        Raises:
+            RankMonitorClientError: It is not open, or the client is not initialised.
+        """
+        monitor = self._monitor()
+        if section not in self._measured.open:
+            raise RankMonitorClientError(f"section {section!r} is not open; start it before it ends")
+        monitor.end_section(section)
+        self._measured.end(section)
+
+    def end_all_sections(self) -> None:
+        """Leave every section that this client has open.
+
+        Raises:
+            RankMonitorClientError: It is not initialised.
+        """
+        self._monitor()
+        for name in list(self._measured.open):
+            self.end_section(name)
+
+    def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
+        """Ask the launcher for something in case this rank, or another one of its node, fails from now on.
+
+        ``ExcludeThisNode``: a spare takes the node's slot. ``ShutdownWorkload``: nothing is restarted; the launcher
+        ends with 93. ``Continue``: what was asked before no longer counts. The journal has the failure as its cause.
+
+        Raises:
+            RankMonitorClientError: It is not initialised, or ``outlast run`` did not start this process.
+        """
+        monitor = self._monitor()
+        if monitor.env.board is None:
+            raise RankMonitorClientError(
+                f"{req} needs outlast's launcher, which did not start this process: use outlast run"
+            )
+        wanted = {
+            WorkloadAction.Continue: EndRequest.NONE,
+            WorkloadAction.ExcludeThisNode: EndRequest.REPLACE_NODE,
+            WorkloadAction.ShutdownWorkload: EndRequest.STOP,
+        }
+        request_at_failure(monitor, wanted[req.action])
+        log.log(logging.INFO if req.action == WorkloadAction.Continue else logging.WARNING, "the script asks: %s", req)
+
+    # -- timeouts --------------------------------------------------------------------------------------------------
+
+    def calculate_and_set_hb_timeouts(self, skip_if_not_ready: bool = False) -> bool:
+        """Calculate the timeouts of heartbeats from the longest times of all ranks, and enforce them.
+
+        Returns:
+            Whether there was enough to calculate from; ``False`` only with ``skip_if_not_ready``.
+
+        Raises:
+            RankMonitorClientError: There was not.
+            PeerLost: A peer left, or did not come in time.
+
+        Collective: all ranks.
+        Blocks: until all ranks have come, up to 10 min.
+        """
+        longest = self._gather()
+        if not (longest.get("initial") and longest.get("subsequent")):
+            return self._refuse("two heartbeats of a rank", skip_if_not_ready)
+        before = self._calculated
+        initial = self._merge(longest["initial"], before.initial_heartbeat_s)
+        later = self._merge(longest["subsequent"], before.heartbeat_s)
+        self._set(msgspec.structs.replace(before, initial_heartbeat_s=max(initial, later), heartbeat_s=later))
+        return True
+
+    def calculate_and_set_section_timeouts(
+        self,
+        selected_sections: Collection[str] | None = None,
+        calc_out_of_section: bool = True,
+        skip_if_not_ready: bool = False,
+    ) -> bool:
+        """Calculate timeouts of sections from the longest times of all ranks, and enforce them.
+
+        Args:
+            selected_sections: Those that are calculated, the same on all ranks; ``None`` = those that are configured,
+                and those that any rank has closed.
+            calc_out_of_section: The time outside sections is calculated, too.
+            skip_if_not_ready: Do nothing where there is not enough to calculate from; otherwise it is an error.
+
+        Returns:
+            Whether there was enough; ``False`` only with ``skip_if_not_ready``.
+
+        Raises:
+            RankMonitorClientError: There was not.
+            PeerLost: A peer left, or did not come in time.
+
+        Collective: all ranks.
+        Blocks: until all ranks have come, up to 10 min.
+        """
+        longest = self._gather()
+        seen = {name.removeprefix("section "): seconds for name, seconds in longest.items() if " " in name}
+        if selected_sections is None:
+            selected_sections = {*seen, *self._monitor().config.rank_section_timeouts}
+        missing = sorted(name for name in selected_sections if not seen.get(name))
+        if missing or (calc_out_of_section and not longest.get("")):
+            return self._refuse(", ".join(missing) or "the time outside sections", skip_if_not_ready)
+        before = self._calculated
+        sections = {name: self._merge(seen[name], before.sections.get(name)) for name in selected_sections}
+        outside = before.out_of_section_s
+        if calc_out_of_section:
+            outside = self._merge(longest[""], outside)
+        self._set(msgspec.structs.replace(before, sections={**before.sections, **sections}, out_of_section_s=outside))
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was calculated, the same on all ranks, in the extension's form, which JSON can hold."""
+        current: dict[str, Any] = {}
+        beats, sections = self.hb_timeouts, self.section_timeouts
+        if beats is not None and beats.were_calculated and beats.are_valid:
+            current["heartbeat"] = dataclasses.asdict(beats)
+        if sections is not None and (sections.calculated_sections or sections.is_out_of_section_calculated):
+            current["section"] = {
+                **dataclasses.asdict(sections),
+                "calculated_sections": sorted(sections.calculated_sections),
+            }
+        return {self.CURRENT_TIMEOUTS_STATE_KEY: current}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what was calculated before, and enforce it as soon as the client is initialised.
+
+        Args:
+            state: As :meth:`state_dict` returned it, or as a run of ours keeps it in ``ft_state.json``.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        try:
+            calculated = read_learned(msgspec.json.encode(state))
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"this is no state of fault tolerance ({error}); remove ft_state.json, and timeouts are learned again"
+            ) from None
+        if self.is_initialized:
+            self._set(calculated)
+        else:
+            self._calculated = calculated
+
+    # -- details ---------------------------------------------------------------------------------------------------
+
+    def _monitor(self) -> RankMonitor:
+        """Return the process's monitor; where there is none, make one."""
+        if not self.is_initialized:
+            raise RankMonitorClientError("the client is not initialised; call init_workload_monitoring() first")
+        there = open_monitor()
+        if there is None:
+            config = None
+            if self._num_warmup is not None:
+                config = FaultToleranceConfig(num_warmup_iterations=self._num_warmup)
+            there = self._own = RankMonitor(config)
+            yield_to_next(there, self._follow)
+        if there is not self._used:
+            self._follow(there)
+        return there
+
+    def _follow(self, monitor: RankMonitor) -> None:
+        """Use another monitor from now on: what is open is opened there, what was calculated is enforced there."""
+        if self._own is not None and monitor is not self._own:
+            log.debug("the session's monitor takes the place of the client's")
+            self._own = None
+        is_first, self._used = self._used is None, monitor
+        wanted, there = self._num_warmup, monitor.config.num_warmup_iterations
+        if wanted is not None and wanted != there:
+            log.warning("num_warmup_iters=%d is not used: num_warmup_iterations=%d is configured", wanted, there)
+        for name in self._measured.open:
+            monitor.start_section(name)
+        if not is_first:
+            self._set(self._calculated)
+
+    def _gather(self) -> dict[str, float]:
+        """Return the longest times of all ranks."""
+        self._monitor()
+        self._measured.note_outside()
+        longest: dict[str, float] = {}
+        for times in self._exchange.gather(self._measured.values(), dict[str, float]):
+            for name, seconds in times.items():
+                longest[name] = max(seconds, longest.get(name, 0.0))
+        return longest
+
+    def _merge(self, longest_s: float, before_s: float | None) -> float:
+        new = max(FLOOR_S, longest_s * self._monitor().config.safety_factor)
+        return new if before_s is None else (new + before_s) / 2
+
+    @staticmethod
+    def _refuse(what: str, skip: bool) -> bool:
+        if not skip:
+            raise RankMonitorClientError(f"not enough was seen to calculate timeouts: no rank has closed {what}")
+        return False
+
+    def _set(self, calculated: Learned) -> None:
+        """Enforce what was calculated, and show it."""
+        self._calculated = calculated
+        monitor = self._monitor()
+        if calculated != Learned():
+            enforce(monitor, calculated)
+        config = monitor.config
+        self.cfg = NvrxFaultToleranceConfig(
+            initial_rank_heartbeat_timeout=config.initial_rank_heartbeat_timeout,
+            rank_heartbeat_timeout=config.rank_heartbeat_timeout,
+            rank_section_timeouts=dict(config.rank_section_timeouts),
+            rank_out_of_section_timeout=config.rank_out_of_section_timeout,
+            safety_factor=config.safety_factor,
+            rank_termination_signal=signal.Signals[config.rank_termination_signal],
+        )
+        initial, later = calculated.initial_heartbeat_s, calculated.heartbeat_s
+        self.hb_timeouts = HeartbeatTimeouts(
+            initial=config.initial_rank_heartbeat_timeout if initial is None else initial,
+            subsequent=config.rank_heartbeat_timeout if later is None else later,
+            were_calculated=later is not None,
+        )
+        outside = calculated.out_of_section_s
+        self.section_timeouts = SectionTimeouts(
+            section={**config.rank_section_timeouts, **calculated.sections},
+            out_of_section=config.rank_out_of_section_timeout if outside is None else outside,
+            calculated_sections=set(calculated.sections),
+            is_out_of_section_calculated=outside is not None,
+        )
+
+
+def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
+    """Replace everything in nested dicts and lists that is neither by what ``f`` makes of it; return ``x``."""
+    if isinstance(x, dict):
+        for key in x:
+            x[key] = dict_list_map_inplace(f, x[key])
+        return x
+    if isinstance(x, list):
+        for at, value in enumerate(x):
+            x[at] = dict_list_map_inplace(f, value)
+        return x
+    return f(x)

@@ -1,0 +1,542 @@
+"""NVRx's restart in process (``nvidia_resiliency_ext.inprocess``) over :class:`outlast.inprocess.Wrapper`.
+
+:class:`WrapperOfNVRx` takes NVRx's arguments and plug-ins, and gives the function NVRx's :class:`CallWrapper`. What
+NVRx needs and the engine does not, a store that outlives rank 0, is accepted and not made. Plug-ins get NVRx's state,
+and are composed as there, from right to left. Rules that assign ranks are the engine's, under NVRx's names; one of the
+script's own is refused, as NVRx gives it its store.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import os
+import sys
+import threading
+import types
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+from outlast.config.base import require
+from outlast.config.training import InProcessRestartConfig
+from outlast.errors import OutlastError, UnhealthyRank
+from outlast.inprocess import plugins as engine
+from outlast.inprocess.call import Handle
+from outlast.inprocess.rank import Wrapper
+from outlast.integrations.nvrx.ranks import ActivateAllRanks, FrozenWrapperState, Mode, ShiftRanksUp
+from outlast.runtime import device
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RestartError(OutlastError):
+    """What went wrong in a restart in process."""
+
+
+class HealthCheckError(RestartError):
+    """A rank may not take part any longer."""
+
+
+def _describe(state: engine.State, error: Exception | None) -> FrozenWrapperState:
+    return FrozenWrapperState(
+        rank=state.initial_rank if state.rank is None else state.rank,
+        world_size=state.world_size,
+        active_rank=state.rank,
+        active_world_size=state.active_world_size,
+        initial_rank=state.initial_rank,
+        initial_world_size=state.initial_world_size,
+        iteration=state.iteration,
+        mode=Mode.INACTIVE if state.is_spare else Mode.ACTIVE,
+        fn_exception=error,
+        node=state.node,
+        fault_counts=state.fault_counts,
+    )
+
+
+# -- plug-ins -----------------------------------------------------------------------------------------------------
+
+
+class StatePlugin(ABC):
+    """What is called with the state: ``initialize``, ``abort``, ``finalize``, ``health_check``, and so on."""
+
+    @abstractmethod
+    def __call__(self, state: Any) -> Any:
+        """Do it; return the state."""
+
+
+class ComposeFromRight:
+    """Call plug-ins from right to left, each with what the one before returned: ``Compose(a, b)(x)`` is ``a(b(x))``.
+
+    Args:
+        instances: What is called; at least one. One that returns ``None`` hands on what it was given.
+
+    Raises:
+        ConfigError: There is none, or one cannot be called.
+    """
+
+    def __init__(self, *instances: Callable[[Any], Any]) -> None:
+        self.instances = instances
+        self._composed = engine.Compose(*reversed(instances))
+
+    def __call__(self, value: Any) -> Any:
+        """Return what the leftmost plug-in handed on."""
+        return self._composed(value)
+
+    def labels(self) -> dict[str, str]:
+        """Return what its plug-ins want to be known of this rank's place."""
+        return self._composed.labels()
+
+
+class RetryLimits(StatePlugin):
+    """End restarting in process; an ``initialize`` plug-in.
+
+    Args:
+        max_iterations: Calls of the function that may be made; ``None`` = no limit.
+        min_world_size: Fewest processes to go on with, spares included; ``None`` = 1.
+        min_active_world_size: Fewest ranks to run the function with.
+    """
+
+    def __init__(
+        self, max_iterations: int | None = None, min_world_size: int | None = 1, min_active_world_size: int = 1
+    ) -> None:
+        text = f"max_iterations={max_iterations} must be at least 1, the function's first call; None = no limit"
+        require(max_iterations is None or max_iterations >= 1, text)
+        self._controller = engine.RetryController(
+            max_iterations=None if max_iterations is None else max_iterations - 1,
+            min_world_size=min_world_size or 1,
+            min_active_world_size=min_active_world_size,
+        )
+
+    def __call__(self, state: Any) -> Any:
+        """Check what is left. Raises: RestartAbort, when a limit is passed."""
+        self._controller(state)
+        return state
+
+
+class AbortTorchDistributed(StatePlugin):
+    """Cut what collectives wait on; the engine does that by itself, with this plug-in and without."""
+
+    def __call__(self, state: Any) -> Any:
+        """Do nothing more."""
+        return state
+
+
+class AbortTransformerEngine(StatePlugin):
+    """Let go of Transformer Engine's buffers for overlapped communication, where it is in use."""
+
+    def __call__(self, state: Any) -> Any:
+        """Destroy them."""
+        base = sys.modules.get("transformer_engine.pytorch.module.base")
+        if base is not None:
+            base.destroy_ub()
+        return state
+
+
+class ThreadedFinalize(StatePlugin):
+    """Call a function in a thread, with a time limit; a ``finalize`` plug-in.
+
+    Args:
+        timeout: How long it may take.
+        fn: The function.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | None = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.timeout, self.fn, self.args, self.kwargs = timeout, fn, args or (), kwargs or {}
+
+    def __call__(self, state: Any) -> Any:
+        """Call it.
+
+        Raises:
+            RestartError: It did not return in time.
+        """
+        raised: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                self.fn(*self.args, **self.kwargs)
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                raised.append(error)
+
+        thread = threading.Thread(target=call, name="outlast-finalize", daemon=True)
+        thread.start()
+        thread.join(_seconds(self.timeout))
+        if thread.is_alive():
+            name = getattr(self.fn, "__qualname__", repr(self.fn))
+            raise RestartError(f"{name} did not return within {_seconds(self.timeout):g} s; this rank cannot continue")
+        if raised:
+            raise raised[0]
+        return state
+
+
+class CudaHealthCheck(StatePlugin):
+    """Check that the GPU finishes what it was given; a ``health_check`` plug-in. Without a GPU there is nothing to do.
+
+    Args:
+        timeout: How long it may take.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
+        self.timeout = timeout
+
+    def __call__(self, state: Any) -> Any:
+        """Wait for the GPU.
+
+        Raises:
+            UnhealthyRank: It does not finish.
+        """
+        mark = device.mark_work()
+        if mark is not None and not device.is_done(mark, timeout_s=_seconds(self.timeout)):
+            text = f"the GPU did not finish its work within {_seconds(self.timeout):g} s; look at its node"
+            raise UnhealthyRank(text, rank=state.initial_rank, node=state.node)
+        return state
+
+
+class RankFaultCounter(StatePlugin):
+    """Permanently remove a rank that fails too often; a ``health_check`` plug-in.
+
+    Args:
+        max_rank_faults: Faults of its own that a rank may have; ``None`` = no limit.
+    """
+
+    def __init__(self, max_rank_faults: int | None = None) -> None:
+        self._counter = engine.FaultCounter(max_rank_faults=max_rank_faults)
+
+    def __call__(self, state: Any) -> Any:
+        """Check this rank. Raises: UnhealthyRank, when it has failed too often."""
+        self._counter(state)
+        return state
+
+
+class NestedRestarterCallback(StatePlugin):
+    """Log a change of state in the form that NVRx's launcher reads.
+
+    Args:
+        special_rank: The initial rank that logs it.
+    """
+
+    name_of_state = ""
+    stage: str | None = None
+
+    def __init__(self, special_rank: int = 0) -> None:
+        self.special_rank = special_rank
+
+    def __call__(self, state: Any) -> Any:
+        """Log it."""
+        if state.initial_rank == self.special_rank:
+            stage = "" if self.stage is None else f" stage={self.stage}"
+            log.info("[NestedRestarter] name=[InProcess] state=%s%s", self.name_of_state, stage)
+        return state
+
+
+class NestedRestarterHandlingCompleted(NestedRestarterCallback):
+    """Log that the function begins, or that a restart is complete; an ``initialize`` plug-in."""
+
+    name_of_state = "initialize"
+
+    def __call__(self, state: Any) -> Any:
+        """Log it."""
+        super().__call__(state)
+        self.name_of_state, self.stage = "handling", "completed"
+        return state
+
+
+class NestedRestarterHandlingStarting(NestedRestarterCallback):
+    """Log that a restart begins; an ``abort`` plug-in."""
+
+    name_of_state, stage = "handling", "starting"
+
+
+class NestedRestarterFinalized(NestedRestarterCallback):
+    """Log that the function has returned everywhere; a ``completion`` plug-in."""
+
+    name_of_state = "finalized"
+
+
+class NestedRestarterAborted(NestedRestarterCallback):
+    """Log that restarting has ended; a ``terminate`` plug-in."""
+
+    name_of_state = "aborted"
+
+
+# -- parameters ---------------------------------------------------------------------------------------------------
+
+
+def is_annotated(annotation: Any, kind: type) -> bool:
+    """Return whether an annotation is a class, or a union that contains it."""
+    if annotation is kind:
+        return True
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return is_union and any(is_annotated(one, kind) for one in typing.get_args(annotation))
+
+
+def _annotations(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Return a function's parameters' annotations, those that are text resolved where that is possible."""
+    try:
+        hints = typing.get_type_hints(inspect.unwrap(fn))
+    except Exception:  # noqa: BLE001 - an annotation of something else that cannot be resolved now
+        hints = {}
+    parameters = inspect.signature(fn).parameters.values()
+    return {one.name: hints.get(one.name, one.annotation) for one in parameters}
+
+
+def count_type_in_params(fn: Callable[..., Any], cls: type) -> int:
+    """Return how many parameters of a function are annotated with a class."""
+    return sum(is_annotated(annotation, cls) for annotation in _annotations(fn).values())
+
+
+def substitute_param_value(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], subs: Mapping[type, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments for a function, with given values for the parameters that are annotated with given classes.
+
+    Raises:
+        TypeError: The arguments do not fit the function.
+    """
+    annotations = _annotations(fn)
+    found = {
+        name: value for name, hint in annotations.items() for kind, value in subs.items() if is_annotated(hint, kind)
+    }
+    bound = inspect.signature(fn).bind_partial(*args, **kwargs)
+    bound.arguments.update(found)
+    complete = inspect.signature(fn).bind(*bound.args, **bound.kwargs)
+    complete.apply_defaults()
+    return complete.args, complete.kwargs
+
+
+# -- the wrapper --------------------------------------------------------------------------------------------------
+
+
+class CallWrapper:
+    """One call of the wrapped function; a parameter of it that is annotated with this class gets it.
+
+    Args:
+        handle: The engine's.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    @property
+    def iteration(self) -> int:
+        """Number of this call: 0 for the first, one more after each restart."""
+        return self._handle.iteration
+
+    def ping(self) -> None:
+        """Record progress; from the first ping on, only pings count. Thread: any."""
+        self._handle.ping()
+
+    def atomic(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the function is not interrupted; may be nested."""
+        return self._handle.atomic()
+
+
+_STORE_ARGUMENTS = ("host_name", "port", "world_size", "timeout", "wait_for_workers", "multi_tenant", "use_libuv")
+_S = timedelta(seconds=1)
+
+
+def _seconds(value: timedelta | float) -> float:
+    return value.total_seconds() if isinstance(value, timedelta) else float(value)
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return a copy of an exception that holds nothing of the call that it ended, such as its process groups."""
+    try:
+        copied = copy.copy(error)
+    except Exception:  # noqa: BLE001 - a class of somebody else's
+        return RestartError(f"{type(error).__name__}: {error}")
+    return copied if type(copied) is type(error) else RestartError(f"{type(error).__name__}: {error}")
+
+
+class WrapperOfNVRx:
+    """Restart a function on all ranks, in their processes, when one of them fails: NVRx's ``inprocess.Wrapper``.
+
+    Args:
+        store_factory: No store is needed; a ``TCPStore`` is accepted.
+        store_kwargs: The same; a name that a ``TCPStore`` does not take is refused.
+        initialize: Called with the state before each call of the function, on active ranks.
+        abort: Called while the main thread is still in the function that it has to leave.
+        finalize: Called after each call that was left.
+        health_check: Called before each further call; a rank whose check raises is permanently removed.
+        rank_assignment: One of this module's rules, or a function of an ``Assignment``.
+        rank_filter: Refused: ``rank_assignment`` takes filters, too.
+        monitor_thread_interval: And all timeouts and intervals: time deltas, or seconds; as in
+            :class:`outlast.InProcessRestartConfig`, whose ``_SMALLER`` inequalities must hold.
+        monitor_process_interval: See above.
+        heartbeat_interval: See above.
+        progress_watchdog_interval: See above.
+        soft_timeout: See above.
+        hard_timeout: See above.
+        heartbeat_timeout: See above.
+        barrier_timeout: See above.
+        completion_timeout: See above.
+        last_call_wait: See above.
+        termination_grace_time: See above.
+        monitor_process_logfile: The monitor processes write to files of their own names in its folder.
+        monitor_process_pidfile: Refused: ``outlast status`` shows the processes.
+        enabled: Off: the function is called as it is.
+        completion: Called once, when all active ranks have returned.
+        terminate: Called once, when this rank is permanently removed or restarting has ended.
+
+    Raises:
+        ConfigError: An argument is refused, or contradicts another.
+    """
+
+    def __init__(
+        self,
+        *,
+        store_factory: Any = None,
+        store_kwargs: Mapping[str, Any] | None = None,
+        initialize: Callable[[Any], Any] | None = None,
+        abort: Callable[[Any], Any] | None = None,
+        finalize: Callable[[Any], Any] | None = None,
+        health_check: Callable[[Any], Any] | None = None,
+        rank_assignment: Callable[[Any], Any] | None = None,
+        rank_filter: None = None,
+        monitor_thread_interval: timedelta | float = _S,
+        monitor_process_interval: timedelta | float = _S,
+        heartbeat_interval: timedelta | float = _S,
+        progress_watchdog_interval: timedelta | float = _S,
+        soft_timeout: timedelta | float = 60 * _S,
+        hard_timeout: timedelta | float = 90 * _S,
+        heartbeat_timeout: timedelta | float = 30 * _S,
+        barrier_timeout: timedelta | float = 120 * _S,
+        completion_timeout: timedelta | float = 120 * _S,
+        last_call_wait: timedelta | float = _S,
+        termination_grace_time: timedelta | float = 5 * _S,
+        monitor_process_logfile: str | None = None,
+        monitor_process_pidfile: None = None,
+        enabled: bool = True,
+        completion: Callable[[Any], Any] | None = None,
+        terminate: Callable[[Any], Any] | None = None,
+    ) -> None:
+        require(rank_filter is None, "rank_filter is not supported; pass the filter as rank_assignment, composed")
+        text = "monitor_process_pidfile is not supported; outlast status shows the processes of a run"
+        require(monitor_process_pidfile is None, text)
+        if store_factory is not None or store_kwargs is not None:
+            name = getattr(store_factory, "__name__", "TCPStore")
+            require(name == "TCPStore", f"store_factory={name} is not supported: no store is needed; leave it out")
+            unknown = sorted(set(store_kwargs or ()) - set(_STORE_ARGUMENTS))
+            text = f"store_kwargs has {', '.join(unknown)}, which a TCPStore does not take; leave store_kwargs out"
+            require(not unknown, text)
+            log.debug("no store is made: the ranks of a wrapped function meet by themselves")
+        folder = None
+        if monitor_process_logfile is not None:
+            folder = os.path.dirname(os.path.abspath(monitor_process_logfile))
+        self.enabled = enabled
+        self.config = InProcessRestartConfig(
+            granularity="rank",
+            monitor_thread_interval=_seconds(monitor_thread_interval),
+            monitor_process_interval=_seconds(monitor_process_interval),
+            heartbeat_interval=_seconds(heartbeat_interval),
+            progress_watchdog_interval=_seconds(progress_watchdog_interval),
+            soft_timeout=_seconds(soft_timeout),
+            hard_timeout=_seconds(hard_timeout),
+            heartbeat_timeout=_seconds(heartbeat_timeout),
+            barrier_timeout=_seconds(barrier_timeout),
+            completion_timeout=_seconds(completion_timeout),
+            last_call_wait=_seconds(last_call_wait),
+            termination_grace_time=_seconds(termination_grace_time),
+            monitor_process_logdir=folder,
+            empty_cuda_cache=False,
+        )
+        self._raised: Exception | None = None
+        self._abort_due = [True]
+        """Has an element until ``abort`` is called for the call that is left."""
+        given = {"initialize": initialize, "abort": abort, "finalize": finalize, "health_check": health_check}
+        for name, plugin in {**given, "completion": completion, "terminate": terminate}.items():
+            text = f"{name}={plugin!r} cannot be called; pass an instance or a function"
+            require(plugin is None or callable(plugin), text)
+        if abort is not None:
+            finalize = self._after_abort(abort, finalize)
+            abort = self._once_a_call(abort)
+        self._wrapper = Wrapper(
+            self.config,
+            initialize=self._with_state(initialize),
+            abort=self._with_state(abort),
+            finalize=self._with_state(finalize),
+            health_check=self._with_state(health_check),
+            rank_assignment=rank_assignment or ComposeFromRight(ActivateAllRanks(), ShiftRanksUp()),
+            completion=self._with_state(completion),
+            terminate=self._with_state(terminate),
+        )
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R | None]:
+        """Return the function, protected."""
+        if not self.enabled:
+            return fn
+
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any], handle: Handle) -> Any:
+            self._raised, self._abort_due = None, [True]
+            given, named = substitute_param_value(fn, args, kwargs, {CallWrapper: CallWrapper(handle)})
+            try:
+                return fn(*given, **named)
+            except Exception as error:
+                self._raised = _without_frames(error)
+                raise
+
+        protected = self._wrapper(call)
+
+        @functools.wraps(fn)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            try:
+                value: R | None = protected(args, kwargs)  # type: ignore[call-arg]
+                return value
+            finally:
+                self._raised = None
+
+        return wrapped
+
+    def _once_a_call(self, abort: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return the plug-in, which does nothing when it was called already for the call that is left."""
+
+        def call(state: Any) -> None:
+            try:
+                self._abort_due.pop()  # on the monitor thread or the main thread, whichever is first
+            except IndexError:
+                return
+            abort(state)
+
+        return call
+
+    def _after_abort(self, abort: Callable[[Any], Any], finalize: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+        """Return a ``finalize`` that first has ``abort`` called if the function was left before it could be.
+
+        The engine aborts only what the main thread may still wait on. In NVRx it is called for every call that fails.
+        """
+        once = self._once_a_call(abort)
+
+        def call(state: Any) -> None:
+            try:
+                once(state)
+            except Exception:
+                log.exception("the abort plug-in failed")
+            if finalize is not None:
+                finalize(state)
+
+        return call
+
+    def _with_state(self, plugin: Callable[[Any], Any] | None) -> Callable[[engine.State], Any] | None:
+        """Return the plug-in as the engine calls it."""
+        if plugin is None:
+            return None
+
+        def call(state: engine.State) -> None:
+            plugin(_describe(state, self._raised))
+
+        return call

@@ -1,0 +1,478 @@
+"""``nvidia_resiliency_ext.attribution.straggler``: the detector of slow ranks, by its calls, with our measures.
+
+A section's time is the host's, from its entry to its end, as in the extension. The score of a rank's GPU comes from
+kernels that torch's profiler times in two entries of each window (without a device: from torch's operators), in which
+no section is timed; collectives are left out, since they take as long as their ranks wait. Scores are those of
+:mod:`outlast.policy.slowness`: the reference is the lower median of the ranks, where the extension takes the fastest
+one, so that one fast outlier does not make stragglers of all others.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from time import perf_counter_ns
+from typing import Any, ClassVar
+
+import msgspec
+
+from outlast import clock, env
+from outlast.errors import ConfigError, OutlastError
+from outlast.integrations.nvrx.exchange import WorldExchange
+from outlast.policy.slowness import (
+    KERNELS,
+    RankTimings,
+    Slowness,
+    Timing,
+    lower_median,
+    measure_individual,
+    measure_relative,
+    summarise,
+)
+from outlast.straggler.recorder import MAX_SAMPLES, NUM_KERNEL_STEPS, KernelTimes
+
+log = logging.getLogger(__name__)
+
+RELATIVE, INDIVIDUAL = "relative_perf_scores", "individual_perf_scores"
+NUM_ESTIMATED = 16
+"""Iterations whose pace decides after how many more the first report comes."""
+FIRST_TRACED = 1
+"""Entry of a window, from 0, from which on kernels are timed: the one before shows how long a section takes."""
+_SECTION = "section "
+"""Begins a section's name where those of kernels stand, too."""
+
+
+class Statistic(Enum):
+    """What is known of the times of a section or kernel; they are in milliseconds."""
+
+    MIN = 1
+    MAX = 2
+    MED = 3
+    AVG = 4
+    STD = 5
+    NUM = 6
+
+
+@dataclass(frozen=True)
+class CallableId:
+    """A function or method whose calls are timed.
+
+    Raises:
+        ConfigError: A filter of arguments is given.
+    """
+
+    obj: object
+    """The object, class or module that has it."""
+    name: str
+    """Its name there."""
+    arg_filter_fn: Callable[..., bool] | None = None
+    extra_args_fn: Callable[..., dict[str, Any]] | None = None
+    ignored_args: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("arg_filter_fn", "extra_args_fn", "ignored_args"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"CallableId({name}=...) is not supported: every call is timed; leave it out")
+
+    def __str__(self) -> str:
+        if inspect.ismodule(self.obj):
+            return f"{self.obj.__name__}.{self.name}"
+        if inspect.isclass(self.obj):
+            return f"{self.obj.__module__}.{self.obj.__name__}.{self.name}"
+        return f"{type(self.obj).__name__}.{self.name}"
+
+
+@dataclass(frozen=True)
+class StragglerId:
+    """A rank that is slow."""
+
+    rank: int
+    node: str
+
+
+@dataclass(frozen=True)
+class PerformanceReport:
+    """Scores of ranks, 1 = as fast as the reference, 0.5 = half as fast; by rank, for sections by name and rank.
+
+    On rank 0 with ``gather_on_rank0`` it has all ranks, otherwise this rank alone. What could not be compared is not
+    in it.
+    """
+
+    gpu_relative_perf_scores: Mapping[int, float]
+    section_relative_perf_scores: Mapping[str, Mapping[int, float]]
+    gpu_individual_perf_scores: Mapping[int, float]
+    section_individual_perf_scores: Mapping[str, Mapping[int, float]]
+    rank_to_node: Mapping[int, str]
+    local_section_summaries: Mapping[str, Mapping[Statistic, float]]
+    """What this rank timed, in milliseconds."""
+    local_kernel_summaries: Mapping[str, Mapping[Statistic, float]]
+    generate_report_elapsed_time: float
+    """Milliseconds that the report took."""
+    gather_on_rank0: bool
+    rank: int | None
+
+    def identify_stragglers(
+        self,
+        gpu_rel_threshold: float = 0.75,
+        section_rel_threshold: float = 0.75,
+        gpu_indiv_threshold: float = 0.75,
+        section_indiv_threshold: float = 0.75,
+    ) -> dict[str, Any]:
+        """Return the ranks whose scores are below a threshold.
+
+        Args:
+            gpu_rel_threshold: Of kernels, against the other ranks.
+            section_rel_threshold: Of a section, against the other ranks.
+            gpu_indiv_threshold: Of kernels, against the rank's own best.
+            section_indiv_threshold: Of a section, against the rank's own best.
+
+        Returns:
+            Sets of :class:`StragglerId` as ``straggler_gpus_relative`` and ``straggler_gpus_individual``; sets by
+            section, for sections that have any, as ``straggler_sections_relative`` and ``..._individual``.
+        """
+
+        def below(scores: Mapping[int, float], threshold: float) -> set[StragglerId]:
+            return {
+                StragglerId(rank, self.rank_to_node.get(rank, "<unk>"))
+                for rank, score in scores.items()
+                if score < threshold
+            }
+
+        def sections(scores: Mapping[str, Mapping[int, float]], threshold: float) -> dict[str, set[StragglerId]]:
+            found = {name: below(of_ranks, threshold) for name, of_ranks in scores.items()}
+            return {name: ranks for name, ranks in found.items() if ranks}
+
+        return {
+            "straggler_gpus_relative": below(self.gpu_relative_perf_scores, gpu_rel_threshold),
+            "straggler_gpus_individual": below(self.gpu_individual_perf_scores, gpu_indiv_threshold),
+            "straggler_sections_relative": sections(self.section_relative_perf_scores, section_rel_threshold),
+            "straggler_sections_individual": sections(self.section_individual_perf_scores, section_indiv_threshold),
+        }
+
+
+@dataclass
+class _TimedSection:
+    """One section's entries, and the times of this window in nanoseconds."""
+
+    num_entries: int = 0
+    times_ns: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+
+
+class _Pace:
+    """After how many iterations a report is due: the same on all ranks."""
+
+    def __init__(self, interval_s: float, least: int) -> None:
+        self._interval_s, self._least = interval_s, least
+        self._num = 0
+        self._began_ns = 0
+        self._took_ns: list[int] = []
+        self._every: int | None = None
+
+    @property
+    def is_elapsed(self) -> bool:
+        return self._every is not None and self._num % self._every == 0
+
+    def advance(self, exchange: WorldExchange) -> None:
+        """Count an iteration; the sixteenth one whose time is known settles the number, together with all ranks."""
+        self._num += 1
+        now = clock.now_ns()
+        if self._every is None:
+            if self._began_ns:
+                self._took_ns.append(now - self._began_ns)
+            self._began_ns = now
+            if len(self._took_ns) == NUM_ESTIMATED:
+                iteration_s = max(1e-9, lower_median(self._took_ns) / 1e9)
+                wanted = exchange.gather(self._interval_s / iteration_s, float)
+                self._every = max(1, self._least, int(max(wanted)))
+
+
+@dataclass
+class _Detection:
+    """What a detector that is initialised has."""
+
+    scores: tuple[str, ...]
+    gather_on_rank0: bool
+    profiling_interval: int
+    node: str
+    pace: _Pace
+    exchange: WorldExchange = field(default_factory=lambda: WorldExchange("the report on slow ranks"))
+    kernels: KernelTimes = field(default_factory=KernelTimes)
+    sections: dict[str, _TimedSection] = field(default_factory=dict)
+    best_s: dict[str, float] = field(default_factory=dict)
+    """The own best median so far, by name; sections' begin with :data:`_SECTION`."""
+    wrapped: list[tuple[CallableId, bool, Any]] = field(default_factory=list)
+    """What was put in the place of a callable, whether the object itself had it, and what was there."""
+    depth: int = 0
+    num_profiled: int = 0
+    """Outermost entries of this window that may be profiled."""
+
+    def begin_trace(self) -> bool:
+        """Time the kernels of this outermost entry, if it is its turn; the same ones on all ranks."""
+        at, self.num_profiled = self.num_profiled, self.num_profiled + 1
+        if FIRST_TRACED <= at < FIRST_TRACED + NUM_KERNEL_STEPS:
+            self.kernels.start()
+        return self.kernels.is_running
+
+
+class Detector:
+    """Times sections and callables, and reports how fast ranks are. It is the class itself that is used.
+
+    Thread: sections are those of the thread of the training loop.
+    """
+
+    initialized: ClassVar[bool] = False
+    _state: ClassVar[_Detection | None] = None
+
+    def __new__(cls) -> Detector:
+        raise RuntimeError(f"{cls.__name__} is used without making one: call {cls.__name__}.initialize()")
+
+    @classmethod
+    def initialize(
+        cls,
+        scores_to_compute: Sequence[str] | str = "all",
+        gather_on_rank0: bool = True,
+        profiling_interval: int = 1,
+        report_time_interval: float = 60,
+        node_name: str | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            scores_to_compute: ``relative_perf_scores`` and ``individual_perf_scores``, or ``all``.
+            gather_on_rank0: Rank 0's report has all ranks, and the others get none; else each rank gets its own.
+            profiling_interval: Time every so many entries of a section.
+            report_time_interval: Seconds between reports.
+            node_name: This node's name in reports; ``None`` = the scheduler's, else the machine's.
+
+        Raises:
+            OutlastError: It was called before.
+            ConfigError: A value is wrong.
+        """
+        if cls._state is not None:
+            raise OutlastError("Detector.initialize() was called before; call Detector.shutdown() first")
+        named = (RELATIVE, INDIVIDUAL) if scores_to_compute == "all" else scores_to_compute
+        scores = (named,) if isinstance(named, str) else tuple(named)
+        if not scores or not set(scores) <= {RELATIVE, INDIVIDUAL}:
+            raise ConfigError(f"scores_to_compute={scores_to_compute!r} must be 'all', or of {RELATIVE}, {INDIVIDUAL}")
+        if profiling_interval < 1:
+            raise ConfigError(f"profiling_interval={profiling_interval} must be at least 1 entry")
+        if not report_time_interval > 0 or math.isinf(report_time_interval):
+            raise ConfigError(f"report_time_interval={report_time_interval} must be above 0 seconds")
+        node = node_name or env.read_worker().node
+        pace = _Pace(float(report_time_interval), profiling_interval)
+        cls._state = _Detection(scores, gather_on_rank0, profiling_interval, node, pace)
+        cls.initialized = True
+
+    @classmethod
+    def shutdown(cls) -> None:
+        """End, and put back what was wrapped. Idempotent. Blocks: while a trace of kernels ends."""
+        state, cls._state = cls._state, None
+        cls.initialized = False
+        if state is None:
+            return
+        for target, had_own, original in reversed(state.wrapped):
+            if had_own:
+                setattr(target.obj, target.name, original)
+            else:
+                delattr(target.obj, target.name)
+        state.kernels.stop()
+        state.exchange.close()
+
+    @classmethod
+    @contextmanager
+    def detection_section(cls, name: str | None = None, profile_cuda: bool = True) -> Iterator[None]:
+        """Time what is within; what raises is not counted.
+
+        Args:
+            name: The section's name; ``None`` = the file and line of its ``with``.
+            profile_cuda: Its kernels count for the score of the GPU.
+
+        Raises:
+            OutlastError: The detector is not initialised.
+        """
+        state = cls._get()
+        if name is None:
+            frame = inspect.currentframe()
+            caller = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
+            name = "<unknown>" if caller is None else f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        section = state.sections.setdefault(name, _TimedSection())
+        counts = section.num_entries % state.profiling_interval == 0
+        section.num_entries += 1
+        traces = False
+        if counts and profile_cuda and state.depth == 0:
+            traces = state.begin_trace()
+        state.depth += 1
+        began_ns = perf_counter_ns()
+        try:
+            yield
+            took_ns = perf_counter_ns() - began_ns
+            if counts and not state.kernels.is_running:
+                section.times_ns.append(took_ns)
+        finally:
+            state.depth -= 1
+            if traces:
+                state.kernels.stop()
+
+    @classmethod
+    def wrap_callables(cls, callable_ids: list[CallableId], profile_cuda: bool = True) -> None:
+        """Time every call of some callables, each as a section of its name, until :meth:`shutdown`.
+
+        Args:
+            callable_ids: What is wrapped, where it is.
+            profile_cuda: As for :meth:`detection_section`.
+
+        Raises:
+            OutlastError: The detector is not initialised, or there is no such callable.
+        """
+        state = cls._get()
+        for target in callable_ids:
+            original = getattr(target.obj, target.name, None)
+            if not callable(original):
+                raise OutlastError(f"{target} cannot be timed: there is no such callable")
+            had_own = target.name in vars(target.obj) if hasattr(target.obj, "__dict__") else False
+            there = vars(target.obj)[target.name] if had_own else original
+            setattr(target.obj, target.name, cls._timed(original, str(target), profile_cuda))
+            state.wrapped.append((target, had_own, there))
+
+    @classmethod
+    def _timed(cls, function: Callable[..., Any], name: str, profile_cuda: bool) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if cls._state is None:
+                return function(*args, **kwargs)
+            with cls.detection_section(name, profile_cuda):
+                return function(*args, **kwargs)
+
+        return timed
+
+    @classmethod
+    def generate_report(cls) -> PerformanceReport | None:
+        """Compare what was timed since the last report, and forget it.
+
+        Returns:
+            The report; ``None`` on other ranks than 0 with ``gather_on_rank0``.
+
+        Raises:
+            OutlastError: The detector is not initialised.
+            PeerLost: A peer left, or did not come in time.
+
+        Collective: all ranks.
+        Blocks: until all ranks have come, up to 10 min; with individual scores of each rank alone, never.
+        """
+        state = cls._get()
+        began_ns = clock.now_ns()
+        rank = state.exchange.rank
+        kernel_times = {name: list(times) for name, times in state.kernels.times_s.items()}
+        mine = _take(state, rank)
+        is_alone = not state.gather_on_rank0 and RELATIVE not in state.scores
+        ranks = [mine] if is_alone else state.exchange.gather(mine, RankTimings)
+        relative = measure_relative(ranks) if RELATIVE in state.scores else []
+        individual = measure_individual(ranks) if INDIVIDUAL in state.scores else []
+        section_times = {name: [ns / 1e9 for ns in one.times_ns] for name, one in state.sections.items()}
+        for section in state.sections.values():
+            section.times_ns.clear()
+        state.num_profiled = 0
+        if state.gather_on_rank0 and rank != 0:
+            return None
+        shown = {one.rank for one in ranks} if state.gather_on_rank0 else {rank}
+        return PerformanceReport(
+            gpu_relative_perf_scores=_of_kernels(relative, shown),
+            section_relative_perf_scores=_of_sections(relative, shown),
+            gpu_individual_perf_scores=_of_kernels(individual, shown),
+            section_individual_perf_scores=_of_sections(individual, shown),
+            rank_to_node={one.rank: one.node for one in ranks if one.rank in shown},
+            local_section_summaries=_statistics(section_times),
+            local_kernel_summaries=_statistics(kernel_times),
+            generate_report_elapsed_time=(clock.now_ns() - began_ns) / 1e6,
+            gather_on_rank0=state.gather_on_rank0,
+            rank=rank,
+        )
+
+    @classmethod
+    def generate_report_if_interval_elapsed(cls) -> PerformanceReport | None:
+        """Count an iteration, and make a report if it is time to; call it once in each, on all ranks.
+
+        The first comes once the pace is known from 16 iterations.
+
+        Returns:
+            As :meth:`generate_report`; ``None`` also where it is not time yet: :meth:`is_interval_elapsed` says so.
+
+        Collective: all ranks.
+        """
+        state = cls._get()
+        state.pace.advance(state.exchange)
+        return cls.generate_report() if state.pace.is_elapsed else None
+
+    @classmethod
+    def is_interval_elapsed(cls) -> bool:
+        """Return whether the last :meth:`generate_report_if_interval_elapsed` made a report; the same on all ranks."""
+        return cls._get().pace.is_elapsed
+
+    @classmethod
+    def _get(cls) -> _Detection:
+        if cls._state is None:
+            raise OutlastError("the detector is not initialised; call Detector.initialize() first")
+        return cls._state
+
+
+def _take(state: _Detection, rank: int) -> RankTimings:
+    """Return what this rank timed, and note its own best."""
+    best_s = state.best_s
+    sections = [
+        summarise(_SECTION + name, [ns / 1e9 for ns in one.times_ns])
+        for name, one in state.sections.items()
+        if one.times_ns
+    ]
+    kernels = state.kernels.take({})
+
+    def with_best(timing: Timing) -> Timing:
+        """Return it with the own best of this window and all before; in the first one the score is 1."""
+        if timing.is_usable:
+            best_s[timing.name] = min(timing.median_s, best_s.get(timing.name, timing.median_s))
+        return msgspec.structs.replace(timing, best_s=best_s.get(timing.name, 0.0))
+
+    return RankTimings(
+        rank=rank,
+        node=state.node,
+        sections=tuple(with_best(one) for one in sections),
+        kernels=tuple(with_best(one) for one in kernels),
+    )
+
+
+def _of_kernels(measured: list[Slowness], shown: set[int]) -> dict[int, float]:
+    return {one.rank: one.score for one in sorted(measured, key=_rank) if one.name == KERNELS and one.rank in shown}
+
+
+def _of_sections(measured: list[Slowness], shown: set[int]) -> dict[str, dict[int, float]]:
+    scores: dict[str, dict[int, float]] = {}
+    for one in sorted(measured, key=_rank):
+        if one.name != KERNELS and one.rank in shown:
+            scores.setdefault(one.name.removeprefix(_SECTION), {})[one.rank] = one.score
+    return scores
+
+
+def _rank(one: Slowness) -> int:
+    return one.rank
+
+
+def _statistics(times_s: Mapping[str, Sequence[float]]) -> dict[str, dict[Statistic, float]]:
+    found = {}
+    for name, values in times_s.items():
+        if values:
+            found[name] = {
+                Statistic.MIN: min(values) * 1e3,
+                Statistic.MAX: max(values) * 1e3,
+                Statistic.MED: lower_median(values) * 1e3,
+                Statistic.AVG: statistics.fmean(values) * 1e3,
+                Statistic.STD: statistics.stdev(values) * 1e3 if len(values) > 1 else math.nan,
+                Statistic.NUM: float(len(values)),
+            }
+    return found

@@ -1,0 +1,573 @@
+"""Hugging Face's ``Trainer`` with a session: :func:`protect` is all that a script calls.
+
+The ``Trainer`` owns its loop. A callback, last of all callbacks, begins and ends the session's steps; some methods of
+the one instance are replaced while it trains, and put back afterwards. They are those of the Trainer's own resumption,
+which is used as it is: only where state comes from is other.
+
+``train()`` opens the session; ``_init_training_state`` restores, as soon as the model, the optimizer and the scheduler
+exist; ``_run_epoch`` skips what was trained; ``_load_rng_state`` puts random numbers back once the first batch is
+fetched; ``training_step`` validates the loss before the optimizer steps; ``_maybe_log_save_evaluate`` saves after the
+step's logs and before its evaluation; ``_finalize_training`` commits what was trained.
+
+A generation is saved before the evaluation and the save of the Trainer's own that are due after the same step, so that
+nothing which fails there costs a step. What was due is part of the generation: who resumes from it does it first.
+
+Not chosen: a folder like the Trainer's with ``resume_from_checkpoint`` (its files are pickled, and read before anybody
+can prove them), and saving at the next step's begin (a notice would wait for an evaluation and for the data).
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from typing import Any, TypeVar
+
+if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
+    raise ImportError(
+        "outlast.integrations.transformers needs transformers and accelerate: pip install 'outlast[transformers]'",
+        name="transformers",
+    )
+
+import transformers
+from torch.utils.data import IterableDataset
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+
+import outlast
+from outlast.config import Config, RerunStateMachineConfig
+from outlast.errors import ConfigError
+from outlast.integrations.hosted_session import (
+    HostedConfig,
+    KeptRandom,
+    clear_finished_flag,
+    hosted_config,
+    touch_finished_flag,
+)
+from outlast.runtime.device import RandomSnapshot, capture_random, restore_random
+from outlast.session.session import Session
+from outlast.session.step import Attempt, StepDecision
+
+__all__ = ["protect"]
+
+log = logging.getLogger(__name__)
+TrainerT = TypeVar("TrainerT", bound=transformers.Trainer)
+_TESTED = "5.23.0"
+_COLLATED_TO_KNOW = 8
+"""Batches after which a collator that has drawn no random number is taken for one that draws none."""
+_REPLACED = (
+    "_init_training_state",
+    "_prepare_for_training",
+    "_run_epoch",
+    "_load_rng_state",
+    "_maybe_log_save_evaluate",
+    "_save_checkpoint",
+    "_finalize_training",
+    "evaluate",
+    "log",
+    "training_step",
+)
+
+
+def protect(trainer: TrainerT, config: HostedConfig = None) -> TrainerT:
+    """Keep the next ``trainer.train()`` alive, and return the trainer.
+
+    ``train()`` then opens a session, continues from the newest generation that can be trusted, saves as ``config``
+    sets, and stops with all ranks, by ``SystemExit(75)``, when one of them gets a notice. It trains once: another
+    ``train()`` needs another ``protect()`` with another ``checkpoint.directory``. ``evaluate()`` and ``predict()``
+    alone are as they were.
+
+    Args:
+        trainer: A ``transformers.Trainer`` or one of a class derived from it, complete with its callbacks.
+        config: The settings, or a ``.toml``, ``.yaml`` or ``.json`` file of them, as for :func:`outlast.init`;
+            ``None`` = the file that ``outlast run --config`` was given.
+
+    Returns:
+        ``trainer`` itself.
+
+    Raises:
+        ConfigError: A setting is wrong, or the trainer uses what cannot be protected; the message names it.
+
+    Collective: no; ``train()`` is, for all ranks.
+    """
+    if not isinstance(trainer, transformers.Trainer):
+        raise ConfigError(f"protect() takes a transformers.Trainer, not {type(trainer).__name__}")
+    made = hosted_config(config)
+    before = getattr(trainer.train, "__self__", None)
+    if isinstance(before, TrainerProtection) and not before.is_used:
+        raise ConfigError("this Trainer is protected already; call protect() once for each train()")
+    if missing := [name for name in _REPLACED if not callable(getattr(trainer, name, None))]:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which protect() builds on; "
+            f"install {_TESTED}, with which it is tested"
+        )
+    _refuse_what_cannot_be(trainer)
+    train = before.original_train if isinstance(before, TrainerProtection) else trainer.train
+    trainer.train = TrainerProtection(trainer, made, train).train
+    return trainer
+
+
+def _refuse_what_cannot_be(trainer: Any) -> None:
+    """Raise :class:`ConfigError` if the trainer uses what cannot be resumed exactly, or takes the signals itself."""
+    args = trainer.args
+    if trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            "protect() cannot save what DeepSpeed's engine holds; train with DDP, or leave DeepSpeed to its own "
+            "checkpoints and use outlast run and sections only"
+        )
+    if trainer.is_fsdp_enabled or getattr(trainer, "is_fsdp_xla_enabled", False):
+        raise ConfigError(
+            "protect() cannot save a model that the Trainer shards with FSDP; train with DDP, or write the loop with "
+            "outlast.init() and FSDP2, whose DTensors are saved"
+        )
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise ConfigError("protect() cannot save a model that transformers shards as it loads it; load it whole")
+    if args.enable_jit_checkpoint:
+        raise ConfigError(
+            "enable_jit_checkpoint takes SIGTERM for itself, on one rank alone; leave it off: protect() saves at a "
+            "notice, with all ranks"
+        )
+    if args.auto_find_batch_size:
+        raise ConfigError(
+            "auto_find_batch_size begins training again within train(), with another batch size; find the size first, "
+            "then set per_device_train_batch_size"
+        )
+
+
+class TrainerProtection(TrainerCallback):
+    """One protected ``train()``: the callback, and what stands in for methods of the trainer meanwhile.
+
+    Args:
+        trainer: The trainer.
+        config: The session's settings.
+        original_train: The trainer's own ``train``.
+
+    Thread: that of the training loop.
+    """
+
+    def __init__(self, trainer: Any, config: Config, original_train: Callable[..., Any]) -> None:
+        self.original_train = original_train
+        self.is_used = False
+        """``train()`` was called."""
+        self._trainer, self._config = trainer, config
+        self._originals: dict[str, Callable[..., Any]] = {}
+        self._own: dict[str, Any] = {}
+        self._setup = ExitStack()
+        self._run: Session
+        self._state: dict[str, Any] = {}
+        self._model: Any = None
+        self._given: str | bool | None = None
+        self._ignored_keys: list[str] | None = None
+        self._loaded: dict[str, Any] = {}
+        self._figures: dict[str, float] = {}
+        self._decision: StepDecision | None = None
+        # The position, and what belongs to it.
+        self._epoch = self._updates = 0
+        self._offset = 0
+        self._epoch_random: dict[str, Any] = {}
+        self._has_finished = False
+        # What a resumed training does first.
+        self._resumes_in: str | None = None
+        self._random = KeptRandom()
+        self._collating: RandomSnapshot | None = None
+        self._num_refetched: int | None = None
+        self._stops = False
+        # The attempts of a step.
+        rerun = config.rerun_state_machine or RerunStateMachineConfig()
+        self._validates = rerun.rerun_mode != "disabled"
+        self._attempts: Iterator[Attempt] | None = None
+        self._attempt: Attempt | None = None
+        self._micro_batches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._loss: Any = None
+        self._logged_loss: Any = None
+
+    # -- the whole training ----------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the trainer's own method does, with a session."""
+        trainer = self._trainer
+        if self.is_used:
+            raise ConfigError(
+                "this train() was protected and has ended; for another one call protect() again, with another "
+                "checkpoint.directory"
+            )
+        if trainer.hp_search_backend is not None or kwargs.get("trial") is not None or (args and args[0] is not None):
+            raise ConfigError(
+                "hyperparameter_search() trains many models, and protect() keeps one alive; search with a Trainer "
+                "that is not protected"
+            )
+        self.is_used = True
+        self._given = resume_from_checkpoint or None
+        self._ignored_keys = kwargs.get("ignore_keys_for_eval", args[1] if len(args) > 1 else None)
+        with outlast.init(self._config, log_metrics=self._take_figures) as self._run:
+            if self._run.global_rank == 0:
+                clear_finished_flag()
+            self._setup.enter_context(self._run.section("setup"))
+            self._install()
+            try:
+                return self.original_train(None, *args, **kwargs)
+            finally:
+                self._uninstall()
+
+    def _install(self) -> None:
+        trainer = self._trainer
+        standing_in = {
+            "_init_training_state": self._restore,
+            "_prepare_for_training": self._give_prepared,
+            "_run_epoch": self._run_epoch,
+            "_load_rng_state": self._put_random_back,
+            "_maybe_log_save_evaluate": self._save_between,
+            "_save_checkpoint": self._timed("checkpointing", trainer._save_checkpoint),
+            "_finalize_training": self._finish,
+            "evaluate": self._timed("evaluation", trainer.evaluate),
+            "log": self._log_with_figures,
+        }
+        if self._validates:
+            standing_in["training_step"] = self._validated_step
+        for name, stand_in in standing_in.items():
+            self._originals[name] = getattr(trainer, name)
+            if name in vars(trainer):
+                self._own[name] = vars(trainer)[name]
+            setattr(trainer, name, stand_in)
+        trainer.add_callback(self)  # behind all others: what they asked for after a step is known here
+
+    def _uninstall(self) -> None:
+        """Put the trainer's methods back. Idempotent."""
+        if not self._originals:
+            return
+        for name in self._originals:
+            delattr(self._trainer, name)
+            if name in self._own:
+                setattr(self._trainer, name, self._own[name])
+        self._originals = {}
+        self._trainer.remove_callback(self)
+
+    def _timed(self, section: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        timer = self._run.section(section)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with timer:
+                return method(*args, **kwargs)
+
+        return timed
+
+    def _finish(self, *args: Any, **kwargs: Any) -> Any:
+        """Commit what was trained, before the best model takes its place and before what others do at the end."""
+        finalize = self._originals["_finalize_training"]
+        self._has_finished = True
+        self._run.finish(self._state)
+        if self._run.global_rank == 0:
+            touch_finished_flag()
+        self._uninstall()
+        return finalize(*args, **kwargs)
+
+    # -- restoring -------------------------------------------------------------------------------------------------
+
+    def _restore(self, max_steps: int, num_updates: int, num_epochs: int, _: Any, trial: Any) -> tuple[int, int]:
+        """Make the trainer what it continues from; return the epoch, and the batches of it that were trained."""
+        trainer, init = self._trainer, self._originals["_init_training_state"]
+        place: tuple[int, int] = init(max_steps, num_updates, num_epochs, None, trial)
+        self._model = self._originals["_prepare_for_training"](max_steps, None, None)[0]
+        self._state = {
+            "model": trainer.model,
+            "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            "lr_scheduler": trainer.lr_scheduler,
+            "trainer": self,
+        }
+        if trainer.accelerator.scaler is not None:
+            self._state["scaler"] = trainer.accelerator.scaler
+        if self._run.restore(self._state):
+            return self._continue(max_steps, num_updates, num_epochs, trial)
+        if self._given is None:
+            return place
+        folder = get_last_checkpoint(trainer.args.output_dir) if self._given is True else self._given
+        if folder is None:
+            raise ValueError(f"No valid checkpoint found in output directory ({trainer.args.output_dir})")
+        trainer._load_from_checkpoint(folder)
+        trainer._load_optimizer_and_scheduler(folder)
+        trainer._load_scaler(folder)
+        place = init(max_steps, num_updates, num_epochs, folder, trial)
+        self._resumes_in, self._offset = str(folder), trainer.state.global_step
+        self._epoch, self._updates = place[0], place[1] // trainer.args.gradient_accumulation_steps
+        return place
+
+    def _continue(self, max_steps: int, num_updates: int, num_epochs: int, trial: Any) -> tuple[int, int]:
+        """Take over what a generation holds of the trainer itself."""
+        trainer, loaded = self._trainer, self._loaded
+        if self._given is not None and self._run.global_rank == 0:
+            log.warning("resume_from_checkpoint=%r is not used: there is a newer generation of this run", self._given)
+        self._random.keep()
+        trainer.state = TrainerState(**json.loads(loaded["state"]))
+        self._restore_callbacks(trainer.state.stateful_callbacks)
+        trainer.state.compute_steps(trainer.args, max_steps)
+        trainer.state.init_training_references(trainer, max_steps, num_epochs, trial)
+        self._resumes_in, self._offset = "outlast", loaded["offset"]
+        self._epoch, self._updates = loaded["epoch"], loaded["updates"]
+        if loaded["samples_per_update"] != self._samples_per_update:
+            if trainer.args.max_steps > 0:  # a number of steps is what counts, and there must be epochs for them
+                self._epoch, self._updates = divmod(trainer.state.global_step, num_updates)
+            else:
+                self._updates = self._updates * loaded["samples_per_update"] // self._samples_per_update
+            log.warning(
+                "an update takes %d samples, it took %d: training continues after %d updates of epoch %d, reordered",
+                self._samples_per_update,
+                loaded["samples_per_update"],
+                self._updates,
+                self._epoch,
+            )
+            transformers.set_seed(trainer.args.seed + self._run.iteration)  # the same on all ranks: so is their order
+            self._random.keep()
+        self._stops = loaded["has_stopped"] or trainer.state.global_step >= max_steps
+        if loaded["has_finished"]:
+            if self._stops:
+                return num_epochs, 0
+            if self._updates >= num_updates:  # it is to train longer than it was to then
+                self._epoch, self._updates = self._epoch + 1, 0
+        if self._stops:
+            self._updates = num_updates
+        elif trainer.args.ignore_data_skip:
+            self._updates = 0
+        return self._epoch, self._updates * trainer.args.gradient_accumulation_steps
+
+    def _restore_callbacks(self, saved: dict[str, Any]) -> None:
+        """Give callbacks that have a state the saved one, in place."""
+        by_name = {name: list(one) if isinstance(one, list) else [one] for name, one in saved.items()}
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState) and (left := by_name.get(type(callback).__name__)):
+                for name, value in left.pop(0).get("attributes", {}).items():
+                    setattr(callback, name, value)
+
+    def _give_prepared(self, _max_steps: int, train_dataloader: Any, _: Any) -> tuple[Any, Any]:
+        """Return what :meth:`_restore` prepared already."""
+        self._trainer.callback_handler.train_dataloader = train_dataloader
+        loader = getattr(train_dataloader, "base_dataloader", None)
+        if loader is not None and loader.num_workers == 0 and not isinstance(loader.dataset, IterableDataset):
+            self._collate_in_order(loader)
+        return self._model, train_dataloader
+
+    def _collate_in_order(self, loader: Any) -> None:
+        """Give batches that are fetched once more the random numbers that they were made with, as masks are.
+
+        Accelerate fetches a batch ahead: at a step's end the next one has been made. A training that resumes there
+        makes that one again, and right after it the one that follows, which had the random numbers of after the step.
+        """
+        collate, taken = loader.collate_fn, RandomSnapshot()
+        left = _COLLATED_TO_KNOW
+
+        def collate_in_order(samples: Any) -> Any:
+            if self._num_refetched == 0:
+                restore_random(self._loaded["collating"])
+                self._num_refetched = 1
+            elif self._num_refetched == 1:
+                self._put_random_back(None)
+            nonlocal left
+            if not left:  # it has drawn no number so far
+                return collate(samples)
+            taken.take()
+            self._collating = taken
+            batch = collate(samples)
+            if left > 0:
+                left -= 1
+                if _as_bytes(taken.state) != _as_bytes(capture_random()):
+                    left = -1
+                elif not left:
+                    self._collating = None
+            return batch
+
+        loader.collate_fn = collate_in_order
+
+    def _put_random_back(self, checkpoint: str | None) -> None:
+        """Continue the random numbers, now that what comes before the first step has used some."""
+        self._num_refetched = None
+        if self._random.is_kept:
+            self._random.put_back()
+        elif not self._loaded:
+            self._originals["_load_rng_state"](checkpoint)
+
+    @property
+    def _samples_per_update(self) -> int:
+        args = self._trainer.args
+        return int(self._trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the trainer itself continues from."""
+        trainer = self._trainer
+        state, control, handler = trainer.state, trainer.control, trainer.callback_handler
+        exportable = [one for one in (*handler.callbacks, control) if isinstance(one, ExportableState)]
+        exported = TrainerState(stateful_callbacks=exportable).stateful_callbacks
+        return {
+            "state": json.dumps({**vars(state), "stateful_callbacks": exported}, default=_as_number),
+            "epoch": self._epoch,
+            "updates": self._updates,
+            "samples_per_update": self._samples_per_update,
+            "offset": self._offset,
+            "has_finished": self._has_finished,
+            "has_stopped": bool(control.should_training_stop and state.global_step < state.max_steps),
+            "due": [bool(control.should_evaluate), bool(control.should_save)],
+            "loss": float(getattr(trainer, "_tr_loss", 0.0)),
+            "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
+            "flos": float(trainer.current_flos),
+            "epoch_random": self._epoch_random,
+            "collating": {} if self._collating is None else self._collating.state,
+        }
+
+    def load_state_dict(self, loaded: dict[str, Any]) -> None:
+        """Keep what :meth:`state_dict` returned until the trainer can take it."""
+        self._loaded = dict(loaded)
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Do what was due when the generation was saved; the setup ends."""
+        trainer, loaded = self._trainer, self._loaded
+        self._setup.close()
+        if not loaded:
+            return
+        trainer._tr_loss.fill_(loaded["loss"])
+        trainer._total_loss_scalar = -loaded["loss"]  # train() returns the mean loss of the steps that it made
+        trainer._globalstep_last_logged, trainer.current_flos = loaded["last_logged"], loaded["flos"]
+        self._random.put_back()
+        if not loaded["has_finished"] and any(loaded["due"]):
+            control.should_evaluate, control.should_save = loaded["due"]
+            maybe = self._originals["_maybe_log_save_evaluate"]
+            maybe(trainer._tr_loss, None, self._model, None, self._epoch, self._ignored_keys, 0.0)
+            self._stops = self._stops or trainer.control.should_training_stop
+        self._random.keep()
+        if self._stops:
+            trainer.control.should_training_stop = True
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin an epoch with the random numbers that it once began with: the order of its samples follows."""
+        if self._random.is_kept and self._updates and self._loaded["epoch_random"]:
+            self._epoch_random = self._loaded["epoch_random"]
+            restore_random(self._epoch_random)
+            return
+        if not self._random.is_kept:
+            self._epoch_random = capture_random()
+            return
+        self._random.put_back()
+        self._epoch_random = capture_random()
+        self._random.keep(self._epoch_random)
+
+    def _run_epoch(self, **of_epoch: Any) -> Any:
+        """Run an epoch; of the first after a restart, what is left of it."""
+        if self._stops:
+            self._updates = of_epoch["num_update_steps_per_epoch"]
+        if self._resumes_in is None:
+            self._updates = 0
+        else:
+            skipped = self._updates * self._trainer.args.gradient_accumulation_steps
+            of_epoch.update(
+                resume_from_checkpoint=self._resumes_in,
+                epochs_trained=of_epoch["epoch"],
+                steps_trained_in_current_epoch=skipped,
+            )
+            if self._random.is_kept and self._updates >= of_epoch["num_update_steps_per_epoch"]:
+                self._put_random_back(None)  # no batch is fetched that would be waited for
+            elif skipped and self._loaded.get("collating"):
+                self._num_refetched = 0
+            self._resumes_in = None
+        self._epoch = of_epoch["epoch"]
+        return self._originals["_run_epoch"](**of_epoch)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin an optimizer step, with all its micro-batches."""
+        self._run.begin_step()
+        if self._validates:
+            self._attempts = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End the optimizer step; what was agreed on is carried out once its logs are written."""
+        self._updates += 1
+        self._decision = self._run.end_step(is_last=state.global_step >= state.max_steps)
+
+    def _save_between(self, *args: Any, **kwargs: Any) -> Any:
+        """Log, then save or leave as agreed, then evaluate and save as the trainer does."""
+        maybe, decision = self._originals["_maybe_log_save_evaluate"], self._decision
+        if decision is not None:
+            self._decision = None
+            if decision.stop or decision.save is not None:
+                control = self._trainer.control
+                if control.should_log:
+                    due = control.should_evaluate, control.should_save
+                    control.should_evaluate = control.should_save = False
+                    maybe(*args, **kwargs)
+                    control = self._trainer.control
+                    control.should_evaluate, control.should_save = due
+                if decision.stop:
+                    self._run.leave(self._state)
+                self._run.save_due(self._state)
+        return maybe(*args, **kwargs)
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def _validated_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute one micro-batch; after the last one of a step judge its loss, and compute all again if need be."""
+        trainer, step = self._trainer, self._originals["training_step"]
+        is_last = trainer.accelerator.gradient_state.sync_gradients
+        if self._attempts is None:
+            self._attempts = self._run.attempts()
+            self._attempt = next(self._attempts)
+            self._micro_batches, self._loss = [], None
+            if not is_last:
+                self._logged_loss = trainer._tr_loss.clone()
+        self._micro_batches.append(((model, inputs, *args), kwargs))
+        loss = step(model, copy.copy(inputs), *args, **kwargs)
+        self._loss = loss if self._loss is None else self._loss + loss
+        if not is_last:
+            return loss
+        if not self._passes(self._loss):
+            if len(self._micro_batches) > 1:
+                trainer._tr_loss.copy_(self._logged_loss)
+            loss = self._compute_again(model)
+            self._passes(loss)
+        self._micro_batches = []
+        return loss
+
+    def _passes(self, loss: Any) -> bool:
+        """End an attempt, with all ranks; return whether the step needs no other one."""
+        assert self._attempts is not None
+        assert self._attempt is not None
+        self._attempt.validate(loss)
+        self._attempt = next(self._attempts, None)
+        return self._attempt is None
+
+    def _compute_again(self, model: Any) -> Any:
+        """Compute the step's micro-batches again; return the sum of their losses."""
+        accelerator, loss = self._trainer.accelerator, None
+        every = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        for number, ((_, inputs, *args), kwargs) in enumerate(self._micro_batches, 1):
+            is_last = number == len(self._micro_batches)
+            accelerator.gradient_state._set_sync_gradients(is_last)
+            with nullcontext() if is_last or every else accelerator.no_sync(model=model):
+                part = self._originals["training_step"](model, copy.copy(inputs), *args, **kwargs)
+            loss = part if loss is None else loss + part
+        return loss
+
+    # -- figures ---------------------------------------------------------------------------------------------------
+
+    def _take_figures(self, figures: dict[str, float], iteration: int) -> None:
+        self._figures.update(figures)
+
+    def _log_with_figures(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        """Log the session's figures with the training loss."""
+        if "loss" in logs:
+            logs.update(self._figures)
+            self._figures.clear()
+        return self._originals["log"](logs, *args, **kwargs)
+
+
+def _as_bytes(random: dict[str, Any]) -> list[Any]:
+    """Return the state of all generators as what can be compared."""
+    numpy = [part.tobytes() if hasattr(part, "tobytes") else part for part in random["numpy"]]
+    return [random["python"], *numpy, random["torch"].numpy().tobytes(), random["device"]]
+
+
+def _as_number(value: Any) -> Any:
+    """Return a number of NumPy or torch as one that JSON has."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"the TrainerState holds a {type(value).__name__}, which JSON does not have")

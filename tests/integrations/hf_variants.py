@@ -1,0 +1,318 @@
+"""Small trainings of many kinds, each made undisturbed, then broken off and resumed, in one process per rank.
+
+As a script: ``hf_variants.py FOLDER NAME...`` makes the named ones, and each rank writes what they ended with to
+``FOLDER/rank-N.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+import outlast
+from outlast.integrations.transformers import protect
+
+VOCABULARY = 64
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sentences of random words, each the same for ever; of several lengths where ``varied``."""
+
+    def __init__(self, number: int = 40, *, varied: bool = False) -> None:
+        self.number, self.varied = number, varied
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self.number:
+            raise IndexError(index)
+        random = torch.Generator().manual_seed(index)
+        length = 6 + index % 5 if self.varied else 8
+        words = torch.randint(1, VOCABULARY, (length,), generator=random)
+        return {"input_ids": words, "labels": words.clone()}
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """The same without an index; it ends before the training does, and begins again."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (Sentences(28)[index] for index in range(28))
+
+
+def pad(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Fill short sentences up."""
+
+    def fill(name: str, value: int) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence([one[name] for one in batch], batch_first=True, padding_value=value)
+
+    return {"input_ids": fill("input_ids", 0), "labels": fill("labels", -100)}
+
+
+def mask(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Mask random words, as masked language modelling does, with the process's random numbers."""
+    words = torch.stack([one["input_ids"] for one in batch])
+    hidden = torch.rand(words.shape) < 0.4
+    return {"input_ids": words.masked_fill(hidden, 0), "labels": words.masked_fill(~hidden, -100)}
+
+
+class BreakOff(TrainerCallback):
+    """End the training as an error would, after a step or at the evaluation that follows it."""
+
+    def __init__(self, after: int | None, *, in_evaluation: bool = False) -> None:
+        self.after, self.in_evaluation = after, in_evaluation
+        self.began: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.began.append(state.global_step)
+        if self.after is not None and not self.in_evaluation and state.global_step >= self.after:
+            raise InterruptedError
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.after is not None and self.in_evaluation and state.global_step >= self.after:
+            raise InterruptedError
+
+
+class OwnSteps(Trainer):
+    """A script's trainer, with a step and a loss of its own; the step takes its inputs apart."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        return super().training_step(model, inputs, num_items_in_batch) * 1.0
+
+
+class SometimesNaN(Trainer):
+    """A trainer whose loss is NaN in one micro-batch, the first time or always."""
+
+    nan_at, nan_always, seen = -1, False, 0
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        at = self.state.global_step
+        if self.model.training and at == self.nan_at and (self.nan_always or not self.seen):
+            type(self).seen += 1
+            loss = loss * float("nan")
+        return loss
+
+
+class StruckOnce(Trainer):
+    """A trainer whose loss is NaN in one micro-batch of one rank, once, where a session judges it."""
+
+    is_struck = False
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        is_last_rank = self.args.process_index == self.args.world_size - 1
+        if "training_step" in vars(self) and is_last_rank and self.state.global_step == 7 and not self.is_struck:
+            self.is_struck = True
+            loss = loss * float("nan")
+        return loss
+
+
+def llama() -> LlamaForCausalLM:
+    """Return a small language model."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            attention_dropout=0.1,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def bert() -> BertForMaskedLM:
+    """Return a small model with dropout everywhere."""
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+
+
+def t5() -> T5ForConditionalGeneration:
+    """Return a small model that translates."""
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+        )
+    )
+
+
+EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"args": {"max_steps": 11, "logging_steps": 2, **EVALUATE}},
+    "accumulation": {"args": {"gradient_accumulation_steps": 3, "num_train_epochs": 3, "logging_steps": 1}},
+    "workers": {"args": {"dataloader_num_workers": 2, "num_train_epochs": 2}},
+    "by_length": {
+        "args": {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2},
+        "data": lambda: Sentences(40, varied=True),
+        "collate": pad,
+    },
+    "stream": {"args": {"max_steps": 13}, "data": Stream, "after": 9},
+    "bf16": {"args": {"bf16": True, "max_steps": 9, "activation_checkpointing": True}},
+    "masked": {
+        "args": {"gradient_accumulation_steps": 2, "num_train_epochs": 2},
+        "model": bert,
+        "collate": mask,
+        "data": lambda: Sentences(44),
+        "after": 10,
+    },
+    "plateau": {
+        "args": {
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 1.0},
+            "metric_for_best_model": "loss",
+            "num_train_epochs": 2,
+            **EVALUATE,
+        },
+        "in_evaluation": True,
+    },
+    "epochs": {
+        "args": {
+            "num_train_epochs": 3,
+            "eval_strategy": "epoch",
+            "save_strategy": "epoch",
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "loss",
+            "greater_is_better": True,  # so that the best is not the last
+        },
+        "after": 10,
+        "in_evaluation": True,
+    },
+    "stopped_early": {
+        "args": {
+            "num_train_epochs": 4,
+            "metric_for_best_model": "loss",
+            "greater_is_better": True,
+            "load_best_model_at_end": False,
+            "save_strategy": "steps",
+            "save_steps": 3,
+            **EVALUATE,
+        },
+        "callbacks": lambda: [EarlyStoppingCallback(early_stopping_patience=3)],
+    },
+    "made_anew": {"args": {"max_steps": 8}, "model_init": bert},
+    "own_steps": {"args": {"max_steps": 8, "gradient_accumulation_steps": 2}, "trainer": OwnSteps},
+    "struck": {
+        "args": {"max_steps": 9, "gradient_accumulation_steps": 3},
+        "trainer": StruckOnce,
+        "model": bert,
+        "collate": mask,
+    },
+    "translating": {
+        "args": {"max_steps": 8, "predict_with_generate": True, "generation_max_length": 4, **EVALUATE},
+        "trainer": Seq2SeqTrainer,
+        "arguments": Seq2SeqTrainingArguments,
+        "model": t5,
+    },
+}
+
+
+def make(name: str, folder: Path, *callbacks: TrainerCallback) -> Any:
+    """Return the trainer of a variant, its output in ``folder``."""
+    variant = VARIANTS[name]
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    args = variant.get("arguments", TrainingArguments)(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=4 // world,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=11,
+        learning_rate=3e-2,
+        **{"save_strategy": "no", "logging_steps": 1000, **variant["args"]},
+    )
+    set_seed(11)
+    has_init = "model_init" in variant
+    return variant.get("trainer", Trainer)(
+        model=None if has_init else variant.get("model", llama)(),
+        model_init=variant.get("model_init"),
+        args=args,
+        train_dataset=variant.get("data", Sentences)(),
+        eval_dataset=Sentences(8),
+        data_collator=variant.get("collate"),
+        callbacks=[*variant.get("callbacks", list)(), *callbacks],
+    )
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    """Return what a training ended with: digests of the weights and of what was logged, and where it ended."""
+    weights = b"".join(weight.detach().numpy().tobytes() for weight in trainer.model.parameters())
+    kept = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "step")
+    logged = [{name: one[name] for name in kept if name in one} for one in trainer.state.log_history]
+    return {
+        "weights": hashlib.sha256(weights).hexdigest(),
+        "steps": trainer.state.global_step,
+        "logged": [one for one in logged if {"loss", "eval_loss"} & one.keys()],
+        "best": trainer.state.best_metric,
+        "flos": trainer.state.total_flos,
+    }
+
+
+def config(folder: Path, **settings: Any) -> outlast.Config:
+    """Return settings that save every second step to ``folder``."""
+    checkpoint = outlast.CheckpointConfig(directory=str(folder / "ckpt"), save_interval=2, async_save=False)
+    return outlast.Config(checkpoint=checkpoint, **settings)
+
+
+def play(name: str, folder: Path) -> dict[str, Any]:
+    """Train a variant without us, with us, and broken off and resumed; return what each ended with."""
+    variant = VARIANTS[name]
+    bare = make(name, folder / "bare")
+    bare.train()
+    found = {"bare": outcome(bare)}
+    whole = protect(make(name, folder / "whole"), config(folder / "whole"))
+    whole.train()
+    found["whole"] = outcome(whole)
+    breaks = BreakOff(variant.get("after", 6), in_evaluation=variant.get("in_evaluation", False))
+    broken = protect(make(name, folder / "broken", breaks), config(folder / "broken"))
+    try:
+        broken.train()
+        raise AssertionError("the training was not broken off")
+    except InterruptedError:
+        broken.train.__self__._run._saves.manager.close()  # else the end of the process does
+    for after in ("resumed", "again"):
+        seen = BreakOff(None)
+        trainer = protect(make(name, folder / "broken", seen), config(folder / "broken"))
+        trainer.train()
+        found[after] = outcome(trainer)
+        found[f"steps {after}"] = seen.began
+    found["steps broken"] = breaks.began
+    return found
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    results = {one: play(one, place / one) for one in sys.argv[2:]}
+    (place / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(results))

@@ -1,0 +1,209 @@
+"""Train with Lightning, saving at each step; resume from each generation; compare. One process, many trainings.
+
+    python lightning_positions.py FOLDER CASE [EVERY]
+
+Prints, for each case, the generations from which a resumed training ended differently; ``EVERY`` leaves some out.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from torch.utils.data import DataLoader, Dataset
+
+import outlast
+from outlast.integrations.lightning import FaultToleranceCallback, PreemptionCallback, ResumableDistributedSampler
+
+warnings.filterwarnings("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Noisy(Dataset):
+    """Draws random numbers for its samples."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.randn(8) * 0.1 + index
+
+
+class Model(pl.LightningModule):
+    """Moves a weight in every hook that may be left out by accident."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        self.seen = []
+
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, index):
+        torch.rand(3)
+        self.log("val", self.net(batch).mean())
+
+    def move(self, by):
+        with torch.no_grad():
+            self.net[0].bias += by
+
+    def on_train_batch_end(self, *_):
+        self.move(1e-3)
+        self.seen.append((self.trainer.global_step, self.trainer.fit_loop.epoch_loop._batches_that_stepped))
+
+    def on_validation_end(self):
+        if not self.trainer.sanity_checking:
+            self.move(1e-2)
+
+    def on_train_epoch_end(self):
+        self.move(1e-1)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)}
+
+
+class Manual(Model):
+    """Has two optimizers."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        first = torch.optim.AdamW(self.net[0].parameters(), lr=1e-2)
+        return [first, torch.optim.SGD(self.net[2].parameters(), lr=1e-2)]
+
+
+class Signal(pl.Callback):
+    """Ask the process to leave in a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def sampled():
+    return DataLoader(Noisy(), batch_size=4, sampler=ResumableDistributedSampler(Noisy(), seed=1))
+
+
+def in_order():
+    return DataLoader(Noisy(), batch_size=4)
+
+
+def stateful():
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(Noisy(), batch_size=4, shuffle=True)
+
+
+CASES = {
+    "epochs": ({"max_epochs": 3}, sampled, Model),
+    "steps": ({"max_steps": 15}, sampled, Model),
+    "validations": ({"max_epochs": 2, "val_check_interval": 2}, in_order, Model),
+    "validations-steps": ({"max_steps": 15, "val_check_interval": 2}, sampled, Model),
+    "accumulation": ({"max_epochs": 3, "accumulate_grad_batches": 2, "val_check_interval": 3}, sampled, Model),
+    "manual": ({"max_epochs": 2}, sampled, Manual),
+    "no-validation": ({"max_epochs": 3, "limit_val_batches": 0}, sampled, Model),
+    "stateful": ({"max_epochs": 3}, stateful, Model),
+}
+
+
+def train(folder, case, signal_at=None):
+    """Train in a process of its own, as one that has left ends; return its exit code, the result, and the steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            code, *rest = train_here(folder, case, signal_at)
+            (folder / "result.json").write_text(json.dumps(rest))
+        except Exception:  # noqa: BLE001
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code, *json.loads((folder / "result.json").read_text())
+
+
+def train_here(folder, case, signal_at):
+    options, loader, kind = CASES[case]
+    torch.manual_seed(3)
+    model = kind()
+    saves = outlast.CheckpointConfig(
+        directory=str(folder / "ckpt"), save_interval=1, most_recent_k=-1, async_save=False, resume_from_other_run=True
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=str(folder),
+        callbacks=[
+            FaultToleranceCallback(config=outlast.Config(checkpoint=saves, run_dir=str(folder / "run"))),
+            PreemptionCallback(),
+            EarlyStopping("val", patience=50, strict=False),
+            *([Signal(signal_at)] if signal_at else []),
+        ],
+        **options,
+    )
+    code = 0
+    try:
+        trainer.fit(model, loader(), DataLoader(Noisy(), batch_size=8))
+    except SystemExit as left:
+        code = int(left.code)
+    weights = b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())
+    waited = [callback.wait_count for callback in trainer.callbacks if isinstance(callback, EarlyStopping)]
+    result = (hashlib.sha256(weights).hexdigest(), trainer.global_step, trainer.current_epoch, waited)
+    return code, result, model.seen
+
+
+def main():
+    root, case, every = Path(sys.argv[1]) / sys.argv[2], sys.argv[2], int([*sys.argv, "1"][3])
+    code, wanted, seen = train(root / "undisturbed", case)
+    assert code == 0
+    saved = sorted(
+        (path.name for path in (root / "undisturbed" / "ckpt").glob("step-*")), key=lambda name: int(name[5:])
+    )
+    print(case, wanted[1], "steps,", len(saved), "generations", flush=True)
+    for number, name in enumerate(saved[:-1]):
+        if (number + 1) % every:
+            continue
+        folder = root / name
+        shutil.copytree(root / "undisturbed" / "ckpt", folder / "ckpt")
+        for later in saved[number + 1 :]:
+            shutil.rmtree(folder / "ckpt" / later)
+        code, resumed, rest = train(folder, case)
+        if (code, resumed) != (0, wanted) or rest != seen[-len(rest) :] or len(rest) >= len(seen):
+            print("differs:", name, resumed, wanted, rest[:2], flush=True)
+        if number + 3 >= len(saved):
+            continue  # a notice that is seen in the last step changes nothing any more
+        left, _, before = train(root / f"left-{name}", case, signal_at=rest[0][0])
+        code, resumed, rest = train(root / f"left-{name}", case)
+        if (left, code, resumed) != (75, 0, wanted) or before + rest != seen:
+            print("differs after a notice:", name, left, code, resumed, wanted, before[-2:], rest[:2], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""``outlast bench adapters`` measures what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "bench")
+
+
+@pytest.mark.overlay
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_steps_of_both_trainers_are_measured_in_real_ranks() -> None:
+    """The command trains with and without each adapter, and prints both figures; the exit code follows from them."""
+    done = subprocess.run(
+        [*COMMAND, "adapters", "--json", "--repeats=1"], capture_output=True, text=True, timeout=800, check=False
+    )
+    bars = {bar["name"]: bar for bar in json.loads(done.stdout)["bars"]}
+    names = ["lightning_us_per_step", "transformers_us_per_step"]
+    assert list(bars) == [name + ranks for name in names for ranks in ("", "_2")]
+    assert all(bar["peer_value"] > 0 for bar in bars.values())
+    assert done.returncode == int(not all(bar["ok"] for bar in bars.values()))

@@ -1,0 +1,290 @@
+"""Each adapter stands alone: it imports its own framework and no other, and its extra brings what it needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outlast
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(outlast.__file__).parent
+FRAMEWORKS = (
+    *("accelerate", "kubernetes", "leptonai", "lightning", "megatron", "mlflow", "nemo_run", "nvidia_resiliency_ext"),
+    *("opentelemetry", "prometheus_client", "pytorch_lightning", "ray", "tensorboard", "tensorboardX", "torchdata"),
+    *("torchtitan", "transformers", "wandb"),
+)
+"""What only the adapter made for it may import; all of them are optional."""
+ADAPTERS: dict[str, tuple[str, ...]] = {
+    "outlast": (),
+    "outlast.cli.main": (),
+    "outlast.integrations.kempnerforge": (),
+    "outlast.integrations.kubernetes": (),
+    "outlast.integrations.lightning": ("lightning",),
+    "outlast.integrations.megatron": ("megatron",),
+    "outlast.integrations.metrics": (),
+    "outlast.integrations.nemo_run": ("nemo_run",),
+    "outlast.integrations.nvrx": (),
+    "outlast.integrations.slurm": (),
+    "outlast.integrations.transformers": ("transformers", "accelerate"),
+    "outlast.ray": ("ray",),
+}
+"""Each public adapter, and the frameworks that it imports; a module that is not there is left out."""
+EXTRAS: dict[str, tuple[str, str]] = {
+    "yaml": ("outlast.config.sources", "import yaml"),
+    "s3": ("outlast", "import s3fs"),
+    "gcs": ("outlast", "import gcsfs"),
+    "stacks": (
+        "outlast",
+        "import shutil, sys, os; assert os.path.exists(os.path.join(os.path.dirname(sys.executable), 'py-spy'))",
+    ),
+    "nvml": ("outlast", "import pynvml"),
+    "ray": ("outlast.ray", "outlast.ray.ActorGroup"),
+    "lightning": ("outlast.integrations.lightning", ""),
+    "transformers": ("outlast.integrations.transformers", ""),
+    "nemo-run": ("outlast.integrations.nemo_run", ""),
+    "megatron": ("outlast.integrations.megatron", "import megatron.core"),
+    "tensorboard": ("outlast.integrations.metrics", "outlast.integrations.metrics.TensorBoardSink('a')"),
+    "wandb": ("outlast.integrations.metrics", "outlast.integrations.metrics.WandbSink()"),
+    "mlflow": ("outlast.integrations.metrics", "outlast.integrations.metrics.MLflowSink()"),
+    "prometheus": ("outlast.integrations.metrics", "outlast.integrations.metrics.PrometheusSink(port=0)"),
+    "opentelemetry": ("outlast.integrations.metrics", "outlast.integrations.metrics.OpenTelemetrySink()"),
+    "k8s": ("outlast.integrations.kubernetes", "outlast.integrations.kubernetes.as_yaml([])"),
+}
+"""What each extra is for: a module to import, and what must work then. ``dev`` and ``docs`` are this repository's."""
+UNPINNED = {"nemo-run"}
+"""Extras that clash with constraints.txt."""
+
+
+def is_there(module: str) -> bool:
+    """Return whether a module of the package exists."""
+    path = SOURCE.joinpath(*module.split(".")[1:])
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+THERE = [name for name in ADAPTERS if is_there(name)]
+WITH_FRAMEWORK = [name for name in THERE if ADAPTERS[name]]
+HIDE = """
+import importlib, sys
+
+class Without:
+    # A finder that does not find some packages, as if they were not installed.
+    def __init__(self, finder, hidden):
+        self.finder, self.hidden = finder, hidden
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in self.hidden:
+            return None
+        return self.finder.find_spec(name, path, target)
+
+def hide(names):
+    sys.meta_path[:] = [Without(finder, set(names)) for finder in sys.meta_path]
+
+def loaded():
+    return {name.partition('.')[0] for name, module in list(sys.modules.items()) if module is not None}
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", HIDE + code], capture_output=True, text=True, timeout=250, check=False)
+
+
+# -- imports -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cold
+@pytest.mark.slow
+@pytest.mark.process
+def test_what_needs_no_framework_imports_none() -> None:
+    """With all frameworks away the package, its command and the adapters without a framework are imported."""
+    plain = [name for name in THERE if not ADAPTERS[name]]
+    done = run(
+        f"hide({FRAMEWORKS!r})\n"
+        f"for name in {plain!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    print(name, sorted(loaded() & set({FRAMEWORKS!r})))\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{name} []" for name in plain]
+
+
+@pytest.mark.cold
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("adapter", WITH_FRAMEWORK)
+def test_an_adapter_imports_its_own_framework_alone(adapter: str) -> None:
+    """With all other frameworks away, but for what its own brings in, an adapter is imported and brings in no more."""
+    own = ADAPTERS[adapter]
+    if missing := [name for name in own if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"{missing[0]} is installed for `make test-integrations` only")
+    done = run(
+        f"import {', '.join(own)}\n"
+        f"before = loaded() & set({FRAMEWORKS!r})\n"
+        f"hide(set({FRAMEWORKS!r}) - before)\n"
+        f"import {adapter}\n"
+        f"print(sorted((loaded() & set({FRAMEWORKS!r})) - before))\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout
+
+
+@pytest.mark.cold
+@pytest.mark.process
+def test_a_missing_framework_is_one_line_with_the_remedy() -> None:
+    """Without its framework the import ends with one line that names it and the extra to install."""
+    done = run(
+        f"hide({FRAMEWORKS!r})\n"
+        f"for name in {WITH_FRAMEWORK!r}:\n"
+        "    try:\n"
+        "        importlib.import_module(name)\n"
+        "    except ImportError as error:\n"
+        "        print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(WITH_FRAMEWORK), done.stdout
+    for name, line in zip(WITH_FRAMEWORK, lines, strict=True):
+        told = rf"{re.escape(name)} needs .*: pip install 'outlast\[({'|'.join(EXTRAS)})\]'"
+        assert re.fullmatch(told, line), line
+
+
+# -- versions ------------------------------------------------------------------------------------------------------
+
+MATRIX: dict[str, Any] = json.loads((ROOT / "docs" / "results" / "integrations.json").read_text(encoding="utf-8"))
+
+
+def test_the_matrix_has_the_versions_that_are_installed() -> None:
+    """The versions that the page of integrations names are those that constraints.txt pins, and that these tests run
+    with; what is not pinned is what the Makefile installs beside."""
+    pins = dict(runpy.run_path(str(ROOT / "docs" / "generate.py"))["pins"]())
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for one in MATRIX["adapters"]:
+        for name in one.get("pinned", ()):
+            assert importlib.metadata.version(name) == pins[name.lower().replace("_", "-")], name
+        for name, version in one.get("beside", {}).items():
+            assert f"{name}=={version}" in makefile, f"{name}: the Makefile installs another version than {version}"
+    assert importlib.metadata.version("torch").partition("+")[0] == pins["torch"]
+
+
+def test_every_adapter_is_in_the_matrix() -> None:
+    """Each public adapter has its page among the integrations, and each extra a test."""
+    pages = {one["module"] for one in MATRIX["adapters"]}
+    assert {name for name in THERE if name.startswith(("outlast.integrations", "outlast.ray"))} <= pages | {
+        "outlast.integrations.kempnerforge"  # told of with Megatron's
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(project["optional-dependencies"]) - {"dev", "docs"} == set(EXTRAS)
+
+
+@pytest.mark.overlay
+def test_the_matrix_has_the_versions_beside() -> None:
+    """What lies in the environment of `make test-integrations` has the versions of the matrix."""
+    for one in MATRIX["adapters"]:
+        for name, version in one.get("beside", {}).items():
+            if name != "nvidia-resiliency-ext":  # apart, in a folder of its own
+                assert importlib.metadata.version(name) == version, name
+
+
+# -- each extra alone ----------------------------------------------------------------------------------------------
+
+
+def pip(python: Path, *words: str) -> None:
+    """Run an environment's pip."""
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def make_environment(folder: Path, *under: Path) -> Path:
+    """Make a virtual environment, over the packages of others; return its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=200)
+    python = folder / "bin" / "python"
+    asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(
+        subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    )
+    (site / "under.pth").write_text("".join(f"{one}\n" for one in under))
+    return python
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return this package's wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copied = folder / "source"
+    kept = shutil.ignore_patterns(".*", "tests", "docs", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, copied, ignore=kept)
+    words = ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(copied)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *words], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (made,) = folder.glob("outlast-*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """Return the packages of an environment in which the wheel alone is installed, with what it needs."""
+    folder = tmp_path_factory.mktemp("base")
+    python = make_environment(folder / "venv")
+    pip(python, "--constraint", str(ROOT / "constraints.txt"), "torch==2.13.0")
+    pip(python, "--constraint", str(ROOT / "constraints.txt"), str(wheel))
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    return site
+
+
+def check(python: Path, code: str) -> str:
+    """Run code in an environment, in isolation from this one; return what it prints."""
+    done = subprocess.run(
+        [str(python), "-I", "-c", code], capture_output=True, text=True, timeout=250, check=False, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.overlay
+@pytest.mark.timeout(900)
+def test_the_wheel_alone_is_enough(base: Path, tmp_path: Path) -> None:
+    """Without any extra the package trains, its command answers, and each adapter of a framework names its extra."""
+    python = make_environment(tmp_path / "venv", base)
+    code = (
+        "import outlast, torch\n"
+        "with outlast.init(outlast.Config()) as run:\n"
+        "    print([*run.steps({'w': torch.zeros(1)}, total=3)])\n"
+        "from outlast.cli.main import cli\n"
+        "cli(['--version'], standalone_mode=False)\n"
+    )
+    assert "[0, 1, 2]" in check(python, code)
+    for name in THERE:
+        if ADAPTERS[name]:
+            told = check(python, f"try:\n    import {name}\nexcept ImportError as error:\n    print(error)\n")
+            assert re.search(r"pip install 'outlast\[[\w-]+\]'$", told.strip()), told
+        else:
+            check(python, f"import {name}")
+
+
+@pytest.mark.overlay
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("extra", [name for name, (module, _) in EXTRAS.items() if is_there(module)])
+def test_an_extra_alone_is_enough(extra: str, base: Path, wheel: Path, tmp_path: Path) -> None:
+    """With one extra installed and no other, what that extra is for can be imported and made."""
+    python = make_environment(tmp_path / "venv", base)
+    beside = [f"{name}=={version}" for one in MATRIX["adapters"] for name, version in one.get("beside", {}).items()]
+    constraints = tmp_path / "constraints.txt"
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    torch = re.findall(r"^torch==.*$", pinned, re.MULTILINE)
+    constraints.write_text("\n".join([*beside, *(torch if extra in UNPINNED else [pinned])]))
+    pip(python, "--constraint", str(constraints), f"outlast[{extra}] @ file://{wheel}")
+    module, code = EXTRAS[extra]
+    check(python, f"import {module}\n{code}\n")

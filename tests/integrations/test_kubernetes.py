@@ -1,0 +1,567 @@
+"""Manifests for Kubernetes: what its own models accept, what exit codes lead to, and pods that do what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pages import DOCS, python_blocks
+from pods import Pods, can_make, expand
+
+from outlast.cli.main import cli
+from outlast.errors import ConfigError, ExitReason
+from outlast.integrations import kubernetes
+from outlast.integrations.kubernetes import KubernetesJob, as_yaml
+
+GIVEN: dict[str, Any] = {"command": ("train.py",), "name": "gpt", "image": "registry/train:1", "run_claim": "runs"}
+FULL: dict[str, Any] = GIVEN | {
+    "command": ("--max-restarts=5", "train.py", "--lr", "$(NODE_NAME) 'a b'"),
+    "nnodes": "4:6",
+    "nproc_per_node": "8",
+    "min_nodes": 3,
+    "namespace": "ml",
+    "run_key_secret": "gpt-key",
+    "gpus_per_node": 8,
+    "cpus": "64",
+    "memory": "1Ti",
+    "resources": ("rdma/ib=1", "ephemeral-storage=10Gi"),
+    "shm_size": "64Gi",
+    "topology": "topology.kubernetes.io/zone",
+    "node_selector": ("gpu=h100",),
+    "tolerations": ("nvidia.com/gpu", "team=ml"),
+    "volumes": ("claim:data:/data", "configmap:gpt:/etc/outlast", "secret:s3:/etc/s3"),
+    "env": ("LEVEL=$(HOME)", "EMPTY="),
+    "service_account": "trainer",
+    "priority_class": "high",
+    "queue": "training",
+    "working_dir": "/work",
+    "outlast": "uv run outlast",
+}
+
+
+def job_of(manifests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the Job within a JobSet or a TrainingRuntime."""
+    spec = manifests[0]["spec"]
+    found = spec.get("template", {}).get("spec", spec)["replicatedJobs"][0]["template"]
+    job: dict[str, Any] = found["spec"]
+    return job
+
+
+def pod_of(manifests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the specification of a pod."""
+    if manifests[0]["kind"] == "PyTorchJob":
+        pod: dict[str, Any] = manifests[0]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+        return pod
+    pod = job_of(manifests)["template"]["spec"]
+    return pod
+
+
+def check_models(manifests: list[dict[str, Any]]) -> None:
+    """Kubeflow's models take each object, and give the very same back: no key is unknown to them, none is left out."""
+    from kubeflow_trainer_api import models
+
+    for one in manifests:
+        kinds = {
+            "JobSet": models.JobsetV1alpha2JobSetSpec,
+            "TrainingRuntime": models.TrainerV1alpha1TrainingRuntimeSpec,
+            "TrainJob": models.TrainerV1alpha1TrainJobSpec,
+        }
+        metadata = models.IoK8sApimachineryPkgApisMetaV1ObjectMeta.from_dict(one["metadata"])
+        assert metadata is not None
+        assert metadata.to_dict() == one["metadata"]
+        if one["kind"] == "PyTorchJob":  # no model of it is published: the pod's is
+            specs = [replica["template"] for replica in one["spec"]["pytorchReplicaSpecs"].values()]
+            for spec in specs:
+                pod = models.IoK8sApiCoreV1PodTemplateSpec.from_dict(spec)
+                assert pod is not None
+                assert json.loads(pod.to_json()) == spec
+            continue
+        model = kinds[one["kind"]].from_dict(one["spec"])
+        assert model is not None
+        assert json.loads(model.to_json()) == one["spec"]
+
+
+# -- what is made --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
+@pytest.mark.parametrize("given", [GIVEN, FULL], ids=["least", "most"])
+def test_the_models_of_kubeflow_take_it_whole(kind: Any, given: dict[str, Any]) -> None:
+    """Every key is one that the published models know, with a value of its type."""
+    check_models(KubernetesJob(**given, kind=kind).manifests())
+
+
+LABELS = st.from_regex(r"[a-z]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)
+QUANTITIES = st.from_regex(r"[1-9][0-9]{0,3}(Mi|Gi)?", fullmatch=True)
+
+
+@settings(max_examples=60)
+@given(
+    name=LABELS,
+    kind=st.sampled_from(["JobSet", "TrainJob", "PyTorchJob"]),
+    low=st.integers(1, 3000),
+    spares=st.integers(0, 50),
+    words=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), max_size=4),
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "gpus_per_node": st.integers(1, 16),
+            "memory": QUANTITIES,
+            "cpus": QUANTITIES,
+            "shm_size": QUANTITIES,
+            "run_key_secret": LABELS,
+            "num_endpoints": st.integers(1, 9),
+            "shutdown_grace": st.floats(0, 1e5),
+            "num_job_retries_on_failure": st.integers(0, 9),
+            "share_nodes": st.booleans(),
+            "topology": st.just("topology.kubernetes.io/rack"),
+            "env": st.lists(LABELS, max_size=3, unique=True).map(
+                lambda names: tuple(f"{n.replace('-', '_')}={n}" for n in names)
+            ),
+            "port": st.integers(1, 65535),
+            "namespace": LABELS,
+        },
+    ),
+)
+def test_whatever_is_asked_for_is_whole(
+    name: str, kind: Any, low: int, spares: int, words: list[str], options: dict[str, Any]
+) -> None:
+    """Any options that are accepted make objects that the models take; the pod's grace exceeds that of the workers, the
+    agents meet at pods that there are, and the script gets its arguments as they stand."""
+    command = ("train.py", *words)
+    names = [one.partition("=")[0] for one in options.get("env", ())]
+    if len(set(names)) < len(names):
+        return
+    job = KubernetesJob(
+        **GIVEN | options | {"name": name, "command": command}, kind=kind, nnodes=f"{low}:{low + spares}"
+    )
+    made = job.manifests()
+    check_models(made)
+    pod = pod_of(made)
+    (container,) = pod["containers"]
+    assert pod["terminationGracePeriodSeconds"] >= job.shutdown_grace + 30
+    args = expand(container["args"], {"NODE_NAME": "m1", "JOB_COMPLETION_INDEX": "0"})
+    assert args[len(args) - len(command) :] == list(command)
+    hosts = re.findall(r"--rdzv-endpoint=(\S+)", " ".join(args[:15]))
+    assert len(hosts) == (1 if low + spares > 1 else 0)
+    for host in hosts[0].split(",") if hosts else ():
+        stem, _, port = host.rpartition(":")
+        assert int(port) == job.port
+        assert len(stem.split(".")[0]) <= 63
+    if kind != "PyTorchJob":
+        spec = job_of(made)
+        assert spec["completions"] == spec["parallelism"] == low + spares
+        assert spec["successPolicy"]["rules"][0]["succeededCount"] == low
+    assert yaml.safe_load(as_yaml(made).split("\n---\n")[0]) == made[0]
+
+
+def test_exit_codes_lead_where_they_should() -> None:
+    """Each exit code of the table meets the rule of the Job that it needs: a finished run succeeds, a requested
+    shutdown is not counted, what needs a person ends all, and the rest is counted."""
+    policy = job_of(KubernetesJob(**GIVEN).manifests())["podFailurePolicy"]["rules"]
+
+    def action(code: int, condition: str | None = None) -> str:
+        for rule in policy:
+            if code in rule.get("onExitCodes", {}).get("values", ()):
+                return str(rule["action"])
+            if condition in [one["type"] for one in rule.get("onPodConditions", ())]:
+                return str(rule["action"])
+        return "Count"
+
+    wanted = dict.fromkeys(ExitReason, "Count") | {
+        ExitReason.BAD_INPUT: "FailJob",
+        ExitReason.FAILED_VALIDATION: "FailJob",
+        ExitReason.NO_PROGRESS: "FailJob",
+        ExitReason.PREEMPTED: "Ignore",
+    }
+    wanted.pop(ExitReason.FINISHED)
+    assert {code: action(code) for code in wanted} == wanted
+    assert action(128 + signal.SIGTERM) == action(128 + signal.SIGINT) == "Ignore"
+    assert action(128 + signal.SIGKILL) == "Count"
+    assert action(128 + signal.SIGKILL, "DisruptionTarget") == "Ignore"
+    for rule in policy:
+        values = rule.get("onExitCodes", {}).get("values", [])
+        assert values == sorted(set(values))  # the API refuses others
+    spec = KubernetesJob(**GIVEN).manifests()[0]["spec"]
+    assert spec["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert spec["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
+    assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", spec["failurePolicy"]["rules"][0]["name"])
+
+
+def test_a_run_key_is_a_file_and_nothing_secret_is_in_the_manifest() -> None:
+    """The key is mounted from a Secret; neither command line nor environment has it."""
+    pod = pod_of(KubernetesJob(**GIVEN, run_key_secret="gpt-key").manifests())
+    (container,) = pod["containers"]
+    assert "--run-key-file=/etc/outlast-run-key/run.key" in container["args"]
+    assert [one["name"] for one in container["env"]] == ["NODE_NAME"]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "run-key"]
+    assert volume["secret"]["items"] == [{"key": "run.key", "path": "run.key"}]
+    with pytest.raises(ConfigError, match="run_key_secret"):
+        KubernetesJob(**GIVEN, env=("OUTLAST_RUN_KEY=0123456789abcdef",))
+
+
+def test_a_train_job_meets_its_runtime() -> None:
+    """A TrainJob refers to the runtime made with it, whose job has the label and the container that Trainer wants."""
+    runtime, job = KubernetesJob(**GIVEN, kind="TrainJob", nnodes="2:3").manifests()
+    assert job["spec"]["runtimeRef"] == {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": runtime["kind"],
+        "name": runtime["metadata"]["name"],
+    }
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert replicated["name"] == replicated["template"]["spec"]["template"]["spec"]["containers"][0]["name"] == "node"
+    assert job["spec"]["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == 3
+    assert job["metadata"]["name"] == "gpt"
+    assert (
+        "--rdzv-endpoint=gpt-node-0-0.gpt:29400,gpt-node-0-1.gpt:29400,gpt-node-0-2.gpt:29400"
+        in (job["spec"]["trainer"]["args"])
+    )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("code", "seen"), [(0, 0), (75, 203), (1, 129), (18, 146), (2, 2), (17, 17), (93, 93)])
+def test_a_pytorch_job_sees_what_may_be_tried_again(code: int, seen: int, tmp_path: Path) -> None:
+    """PyTorchJob tries again what ends above 127: 75 and the like get 128 more, what needs a person does not."""
+    (container,) = pod_of(KubernetesJob(**GIVEN, kind="PyTorchJob").manifests())["containers"]
+    script = expand(container["args"], {})[:3]
+    assert script[0] == "-c"
+    done = subprocess.run(["sh", *script, "sh", "-c", f"exit {code}"], check=False, timeout=60)
+    assert done.returncode == seen
+
+
+@pytest.mark.process
+def test_a_pytorch_job_hands_sigterm_on(tmp_path: Path) -> None:
+    """SIGTERM to the shell reaches the agent, whose exit code counts, however late."""
+    (container,) = pod_of(KubernetesJob(**GIVEN, kind="PyTorchJob").manifests())["containers"]
+    script = expand(container["args"], {})[:3]
+    agent = (
+        "import signal, sys, threading\n"
+        "told = threading.Event()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.set())\n"
+        "print('ready', flush=True)\n"
+        "while not told.wait(0.05): pass\n"
+        "sys.exit(75)\n"
+    )
+    with subprocess.Popen(["sh", *script, sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == "ready\n"
+        shell.send_signal(signal.SIGTERM)
+        assert shell.wait(60) == 75 + 128
+
+
+# -- mistakes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"name": "GPT"}, "name='GPT' is no name for Kubernetes"),
+        ({"name": "1b"}, "name='1b' is no name for Kubernetes"),
+        ({"name": "a" * 60}, "is too long"),
+        ({"nnodes": "5:4"}, "nnodes='5:4' is not N or MIN:MAX"),
+        ({"nnodes": "0"}, "nnodes='0' is not N or MIN:MAX"),
+        ({"kind": "Job"}, "kind='Job' is not JobSet, TrainJob or PyTorchJob"),
+        ({"image": ""}, "image='' is no image"),
+        ({"run_claim": "Runs"}, "run_claim: 'Runs' is no name"),
+        ({"memory": "64GB"}, "memory='64GB' is no quantity"),
+        ({"gpus_per_node": 0}, "gpus_per_node=0 is not > 0"),
+        ({"min_nodes": 2}, "min_nodes=2 must be from 1 to the 1 of nnodes=1"),
+        ({"volumes": ("data:/data",)}, "volumes: 'data:/data' is not in the form"),
+        ({"volumes": ("claim:data:/runs",)}, "volumes: /runs has a volume already"),
+        ({"env": ("A",)}, "env: 'A' is not in the form NAME=VALUE"),
+        ({"env": ("A=1", "A=2")}, "env: A is there twice"),
+        ({"node_selector": ("a b=c",)}, "node_selector: 'a b=c' is not in the form"),
+        ({"tolerations": ("-=",)}, "tolerations: '-=' is not in the form"),
+        ({"resources": ("rdma",)}, "resources: 'rdma' is not in the form"),
+        ({"topology": "a/b/c"}, "topology='a/b/c' is no label's key"),
+        ({"mount_path": "runs"}, "mount_path='runs' must be an absolute path"),
+        ({"run_id": "none"}, "run_id='none' must consist of"),
+        ({"shutdown_grace": -1}, "shutdown_grace=-1 must be a number of seconds"),
+        ({"outlast": "'"}, 'outlast="\'" is no command line'),
+        ({"nproc_per_node": "0"}, "nproc_per_node='0' is neither"),
+        ({"kind": "PyTorchJob", "pod_retries": 1}, "pod_retries: a PyTorchJob has no such limit"),
+        ({"command": ()}, "there is no training script"),
+        ({"command": ("--nnodes=2", "train.py")}, "--nnodes is made from nnodes; leave it out"),
+        ({"command": ("--rdzv_conf=a=1", "train.py")}, "--rdzv_conf is made from join_timeout"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(wrong: dict[str, Any], text: str) -> None:
+    """What Kubernetes or `outlast run` would refuse later is refused here, in one line that names it."""
+    with pytest.raises(ConfigError, match=re.escape(text)) as refused:
+        KubernetesJob(**GIVEN | wrong)
+    assert "\n" not in str(refused.value)
+
+
+def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
+    main = "import sys; from outlast.cli.main import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", main, "k8s", "manifest", *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+LEAST = ("--image=registry/train:1", "--run-claim=runs")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            (*LEAST,),
+            "there is no training script; name one, for example: outlast k8s manifest --nnodes 2 ... -- train.py",
+        ),
+        (("--run-claim=runs", "--", "train.py"), "--image is missing"),
+        (("--image=a", "--", "train.py"), "--run-claim is missing"),
+        ((*LEAST, "--nnodes=4:2", "--", "train.py"), "--nnodes='4:2' is not N or MIN:MAX"),
+        ((*LEAST, "--nodes=4", "--", "train.py"), "no such option '--nodes'"),
+        ((*LEAST, "--max-restarts=4", "--", "train.py"), "--max-restarts is an option of outlast run; put it after --"),
+        ((*LEAST, "--", "--max-restarts=-1", "train.py"), "--max-restarts=-1 must not be negative"),
+        ((*LEAST, "--gpus-per-node=a", "--", "train.py"), "is not a whole number"),
+        ((*LEAST, "--name=a_b", "--", "train.py"), "--name='a_b' is no name for Kubernetes"),
+        ((*LEAST, "-o", "/nowhere/job.yaml", "--", "train.py"), "/nowhere/job.yaml is not written"),
+    ],
+)
+def test_a_mistake_is_one_line(words: tuple[str, ...], text: str) -> None:
+    """Bad input is one line in the words of the command line, nothing on standard output, and exit code 2 (1 for a file
+    that cannot be written)."""
+    done = run_cli(*words)
+    assert done.returncode == (1 if "not written" in text else 2)
+    assert done.stdout == ""
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_yaml_json_and_a_file_say_the_same(tmp_path: Path) -> None:
+    """All three forms hold what the function makes."""
+    words = ["k8s", "manifest", *LEAST, "--kind=trainjob", "--nnodes=4:5", "--resource=rdma/ib=1", "--share-nodes"]
+    command = ["--", "--max-restarts=5", "train.py", "--lr", "$(LR)"]
+    shown = CliRunner().invoke(cli, [*words, *command], standalone_mode=False)
+    as_json = CliRunner().invoke(cli, [*words, "--json", *command], standalone_mode=False)
+    path = tmp_path / "job.yaml"
+    written = CliRunner().invoke(cli, [*words, "-o", str(path), *command], standalone_mode=False)
+    wanted = KubernetesJob(
+        **GIVEN | {"command": tuple(command[1:]), "name": "train"},
+        kind="TrainJob",
+        nnodes="4:5",
+        resources=("rdma/ib=1",),
+        share_nodes=True,
+    ).manifests()
+    assert list(yaml.safe_load_all(shown.stdout)) == wanted
+    assert json.loads(as_json.stdout) == {"apiVersion": "v1", "kind": "List", "items": wanted}
+    assert path.read_text() == shown.stdout
+    assert written.stdout == ""
+
+
+def test_a_config_that_only_the_image_has_is_said_to_be_unchecked() -> None:
+    """A settings file of the image is passed on, and a line says that its values were not checked."""
+    for words in (["--config", "/etc/outlast/gpt.toml"], ["--config=/etc/outlast/gpt.toml"]):
+        done = CliRunner().invoke(cli, ["k8s", "manifest", *LEAST, "--", *words, "train.py"], standalone_mode=False)
+        assert done.exception is None
+        assert "/etc/outlast/gpt.toml is not here; its values are not checked" in done.stderr
+        (made,) = yaml.safe_load_all(done.stdout)
+        assert pod_of([made])["containers"][0]["args"][-len(words) - 1 :] == [*words, "train.py"]
+
+
+def test_without_pyyaml_there_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML without its package is one line with the remedy."""
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ConfigError, match=r"pip install 'outlast\[k8s\]', or take --json"):
+        as_yaml([])
+
+
+def test_every_field_is_an_option_and_does_something() -> None:
+    """Each field has its option, and changes the manifest."""
+    from outlast.cli import k8s
+
+    fields = set(KubernetesJob.__dataclass_fields__) - {"command"}
+    assert {field for _, field, _, _ in k8s._OPTIONS} == fields
+    base = {"nnodes": "4:5"}
+    changed = {**FULL, "kind": "TrainJob", "nnodes": "4:6", "run_id": "gpt-2", "mount_path": "/r", "port": 29500}
+    changed |= {"gpu_resource": "amd.com/gpu", "num_endpoints": 1, "shutdown_grace": 90.0, "join_timeout": 60}
+    changed |= {"num_job_retries_on_failure": 5, "pod_retries": 7, "share_nodes": True, "image": "b", "name": "b"}
+    changed["run_claim"] = "other"
+    for field in fields:
+        before = base | ({"gpus_per_node": 1} if field == "gpu_resource" else {})
+        plain = KubernetesJob(**GIVEN | before).manifests()
+        assert KubernetesJob(**GIVEN | before | {field: changed[field]}).manifests() != plain, field
+
+
+# -- validated by Kubernetes' own schemas --------------------------------------------------------------------------
+
+
+@pytest.mark.overlay
+@pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
+@pytest.mark.parametrize(
+    "given", [GIVEN, FULL, FULL | {"nnodes": "1", "min_nodes": None}], ids=["least", "most", "one"]
+)
+def test_the_schemas_of_kubernetes_take_job_and_pod(kind: Any, given: dict[str, Any]) -> None:
+    """The Job within, and for a PyTorchJob the pods, are valid for Kubernetes' schemas, unknown keys forbidden."""
+    import kubernetes_validate
+
+    made = KubernetesJob(**given, kind=kind).manifests()
+    if kind == "PyTorchJob":
+        spec = made[0]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
+        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", **spec["metadata"]}, "spec": spec["spec"]}
+    else:
+        whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": job_of(made)}
+    for version in ("1.31", "1.33", kubernetes_validate.latest_version()):
+        kubernetes_validate.validate(whole, version, strict=True)
+    broken = json.loads(json.dumps(whole).replace('"enableServiceLinks"', '"enableServiceLink"'))
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, "1.33", strict=True)
+
+
+# -- pods ----------------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import hashlib, os, time, torch, outlast
+
+def allowed():
+    try:
+        return int(open("limit").read() or 0)
+    except FileNotFoundError:
+        return 0
+
+with outlast.init("outlast.toml") as run:
+    torch.manual_seed(run.global_rank)
+    state = {"weight": torch.zeros(4, dtype=torch.float64)}
+    for iteration in run.steps(state, total=40):
+        while iteration >= allowed():
+            run._monitor.heartbeat()
+            time.sleep(0.02)
+        gradient = torch.full((4,), float(iteration + run.global_rank + 1), dtype=torch.float64)
+        torch.distributed.all_reduce(gradient)
+        state["weight"] = 0.9 * state["weight"] + gradient
+        if run.global_rank == 0:
+            print("did", iteration + 1, "on", os.environ["OUTLAST_NODE"], flush=True)
+    digest = hashlib.sha256(state["weight"].numpy().tobytes()).hexdigest()
+    print("trained", run.iteration, digest, flush=True)
+"""
+
+
+def undisturbed() -> str:
+    """Return what the script prints after 40 iterations on two ranks."""
+    import hashlib
+
+    import torch
+
+    weight = torch.zeros(4, dtype=torch.float64)
+    for iteration in range(40):
+        weight = 0.9 * weight + torch.full((4,), float(2 * iteration + 3), dtype=torch.float64)
+    return f"trained 40 {hashlib.sha256(weight.numpy().tobytes()).hexdigest()}"
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[Pods]:
+    """Return the pods of a job with two nodes and a spare; skip where none can be made."""
+    if not can_make():
+        pytest.skip("no namespaces can be made here")
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "outlast.toml").write_text('[checkpoint]\ndirectory = "ckpt"\nsave_interval = 5\n')
+    job = KubernetesJob(
+        command=("--ft-node-heartbeat-timeout=5", "--no-health-check", "train.py"),
+        name="gpt",
+        image="train:1",
+        run_claim="runs",
+        nnodes="2:3",
+        nproc_per_node="1",
+        mount_path=str(tmp_path / "runs"),
+        join_timeout=120,
+    )
+    with Pods(tmp_path, job.manifests()[0]) as made:
+        yield made
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(900)
+def test_pods_do_what_the_manifest_says(pods: Pods, tmp_path: Path) -> None:
+    """Three pods start before any name is known, and two train. One is killed: the spare takes its slot, and the pod
+    that replaces it waits as the next spare, at a new address. Then one is evicted: all pods leave with 75, and those
+    that replace them finish with 0, with the very weights of a run that nothing disturbed."""
+    limit = tmp_path / "limit"
+    for index in range(3):
+        pods.start(index, f"machine-{index}")
+    mains = [pods.main(index) for index in range(3)]
+    assert all(pod.poll() is None for pod in pods.pods.values()), pods.logs()
+    pods.publish()
+    limit.write_text("12")
+    places = ("(node rank 0 of 2)", "(node rank 1 of 2)", "is a spare")
+    first, second, spare = (pods.wait_for_any(place) for place in places)
+    assert {first, second, spare} == {0, 1, 2}
+    pods.wait_for("did 12 on", first)
+    os.kill(mains[second], signal.SIGKILL)
+    pods.wait(second)
+    limit.write_text("20")
+    pods.wait_for("(node rank 1 of 2)", spare)
+    pods.wait_for("did 20 on", first)
+    pods.start(second, "machine-3")
+    pods.publish()
+    pods.wait_for("is a spare", second)
+    os.kill(mains[spare], signal.SIGTERM)
+    pods.wait_for("Received signal 15", spare)
+    limit.write_text("30")
+    assert pods.wait(0, 1, 2) == {0: 75, 1: 75, 2: 75}, pods.logs()
+    limit.write_text("40")
+    for index in range(3):
+        pods.start(index, f"machine-{index}")
+    pods.publish()
+    assert pods.wait(0, 1, 2) == {0: 0, 1: 0, 2: 0}, pods.logs()
+    text = "".join(pods.log(index).read_text() for index in range(3))
+    assert set(re.findall(r"trained \d+ \w+", text)) == {undisturbed()}
+    assert text.count("did 40 on") == 1
+
+
+@pytest.mark.process
+def test_an_unknown_name_is_waited_for_only_as_long_as_asked(tmp_path: Path) -> None:
+    """resolve_timeout bounds the wait for names; without it an unknown host is refused at once."""
+    (tmp_path / "train.py").write_text("")
+    main = "import sys; from outlast.cli.main import main; sys.exit(main())"
+    for conf in ([], ["--rdzv-conf=resolve_timeout=0.2"]):
+        words = ["run", "--nnodes=2", "--rdzv-endpoint=no-such-host.invalid:29400", *conf, "train.py"]
+        done = subprocess.run(
+            [sys.executable, "-c", main, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 2
+        assert "no such host: 'no-such-host.invalid'" in done.stderr
+
+
+def test_the_page_shows_a_manifest_of_the_code() -> None:
+    """The manifest of the page is what its command makes, and the page's Python works."""
+    text = (DOCS / "kubernetes.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"\$ outlast (k8s manifest .*?[^\\])\n", text.replace("\\\n", " "))[:1]
+    import shlex
+
+    shown = CliRunner().invoke(cli, shlex.split(command.partition("|")[0]), standalone_mode=False)
+    assert shown.exception is None
+    assert f"```yaml\n{shown.stdout}```" in text
+    for block in python_blocks("kubernetes.md"):
+        namespace: dict[str, Any] = {}
+        exec(compile(block, "kubernetes.md", "exec"), namespace)
+        check_models(namespace["manifests"])
+
+
+@pytest.mark.cold
+@pytest.mark.process
+def test_the_module_imports_no_framework() -> None:
+    """Making manifests needs neither torch nor a client of Kubernetes."""
+    code = f"import sys, {kubernetes.__name__}; print({{'torch', 'yaml', 'kubernetes', 'numpy'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,571 @@
+"""Lightning's Trainer with our callbacks: real trainings, killed, stopped, and ended by signals, go on bit for bit."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import python_blocks
+
+import outlast
+from outlast.checkpoint.catalogue.listing import look_into
+from outlast.errors import ConfigError, ExitReason
+from outlast.incidents import EventKind
+from outlast.journal import read
+from outlast.testing import Cluster
+
+
+class _Imported:
+    """A module that is imported when it is used: each process of pytest collects this file, and one runs it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+pl: Any = _Imported("lightning.pytorch")
+adapter: Any = _Imported("outlast.integrations.lightning")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning" / "train.py"
+POSITIONS = Path(__file__).with_name("lightning_positions.py")
+WITHIN_S = 240.0
+STEPS = 24
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def config(folder: Path, **others: Any) -> outlast.Config:
+    """Return settings that save to a folder."""
+    return outlast.Config(checkpoint=outlast.CheckpointConfig(directory=str(folder / "ckpt")), **others)
+
+
+def digests(text: str) -> list[str]:
+    """Return what the example printed at its end: one digest of the weights for each rank."""
+    return re.findall(rf"trained {STEPS} steps: ([0-9a-f]{{64}})", text)
+
+
+def play(folder: Path, *faults: str, options: tuple[str, ...] = ()) -> tuple[str, str]:
+    """Run the example with two ranks under ``outlast run``; return the digest of its weights, and the log."""
+    folder.mkdir()
+    told: list[str] = []
+    if faults:
+        (folder / "plan.toml").write_text("\n".join(faults))
+        told = ["--plan", str(folder / "plan.toml")]
+    launch = ["--max-restarts=3", *options]
+    with Cluster(EXAMPLE, str(folder), *told, run_dir=folder / "run", num_nodes=1, options=launch) as cluster:
+        codes = cluster.wait(WITHIN_S)
+        text = cluster.agents[0].output()
+    assert codes == [0], text
+    found = digests(text)
+    assert len(found) == 2, text
+    assert len(set(found)) == 1
+    return found[0], text
+
+
+def fault(kind: str, after: int) -> str:
+    """Return a plan's fault at rank 1."""
+    return f'[[faults]]\nname = "{kind}"\nkind = "{kind}"\nrank = 1\niteration = {after}'
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digest of the weights of the example that nothing disturbs."""
+    digest, text = play(tmp_path_factory.mktemp("lightning") / "undisturbed")
+    assert "cycle 1" not in text
+    return digest
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_a_killed_rank_costs_the_steps_since_the_newest_save(tmp_path: Path, undisturbed: str) -> None:
+    """examples/lightning/train.py (2 ranks, accumulation, validations within epochs, loaders with workers): SIGKILL in
+    the middle of an epoch; the run goes on from the newest generation, and ends with the same weights."""
+    digest, text = play(tmp_path / "killed", fault("kill", 10))
+    (begin,) = re.findall(r"loaded iteration (\d+) in", text)
+    assert int(begin) in (4, 8), text
+    assert digest == undisturbed
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_a_stopped_rank_is_found_and_replaced(tmp_path: Path, undisturbed: str) -> None:
+    """SIGSTOP: the timeout of section step ends the cycle, naming the stopped rank; the weights are the same."""
+    options = ("--ft-rank_section_timeouts=setup:120,step:5,checkpointing:60",)
+    digest, text = play(tmp_path / "stopped", fault("stop", 10), options=options)
+    assert re.search(r"cycle 0 ended: rank 1 .* hangs in section 'step'", text), text
+    assert digest == undisturbed
+
+
+class Torchrun:
+    """The example under stock torchrun, which restarts nothing."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        self._log = (folder / "log").open("a+")
+        self.process = subprocess.Popen(
+            [*command, str(folder), *arguments], stdout=self._log, stderr=subprocess.STDOUT, env=environment
+        )
+
+    def wait_for(self, kind: EventKind) -> Any:
+        """Return the first event of a kind. Blocks: until it is there, up to the test's own limit."""
+        while True:
+            if found := [event for event in read(self.folder / "run") if event.kind == kind]:
+                return found
+            assert self.process.poll() is None, self.text
+            try:
+                self.process.wait(0.1)
+            except subprocess.TimeoutExpired:
+                continue
+
+    def pids(self) -> Mapping[int, int]:
+        """Return the workers' process ids by rank, from the journal."""
+        started = [event for event in read(self.folder / "run") if event.kind == EventKind.SESSION_STARTED]
+        return {int(event.rank or 0): int(event.data["pid"]) for event in started}
+
+    @property
+    def text(self) -> str:
+        """What all have written."""
+        return (self.folder / "log").read_text()
+
+    def wait(self) -> int:
+        """Return torchrun's exit code."""
+        return self.process.wait(WITHIN_S)
+
+    def __enter__(self) -> Torchrun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(WITHIN_S)
+        self._log.close()
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_under_torchrun_a_signal_at_one_rank_loses_nothing_that_was_saved(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Stock torchrun, a signal at rank 1 alone. SIGTERM: both ranks leave after the same step with 75, all saved.
+    SIGKILL: what was committed stays. Started again the training goes on there, to the weights of one that was not
+    disturbed."""
+    arguments = ("--size", "2048", "--epochs", "1")
+    with Torchrun(tmp_path / "undisturbed", *arguments) as whole:
+        assert whole.wait() == 0, whole.text
+        (wanted,) = set(re.findall(r"trained \d+ steps: ([0-9a-f]{64})", whole.text))
+    with Torchrun(tmp_path / "signalled", *arguments) as run:
+        run.wait_for(EventKind.SAVE_COMMITTED)
+        os.kill(run.pids()[1], number)
+        assert run.wait() == 1, run.text
+        saved = max(found.entry.iteration for found in look_into(str(run.folder / "ckpt")).found)
+        if number == signal.SIGTERM:
+            assert "Preemption detected, saving checkpoint and exiting" in run.text
+            ended = [event for event in read(run.folder / "run") if event.kind == EventKind.SESSION_ENDED]
+            assert [event.data["exit_code"] for event in ended] == [75, 75]
+            assert {event.iteration for event in ended} == {saved}
+    with Torchrun(tmp_path / "signalled", *arguments) as again:
+        assert again.wait() == 0, again.text
+    assert f"loaded iteration {saved} " in again.text
+    (digest,) = set(re.findall(r"trained \d+ steps: ([0-9a-f]{64})", again.text))
+    assert digest == wanted
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_under_outlast_run_a_notice_to_one_rank_ends_the_job_with_75(tmp_path: Path) -> None:
+    """SIGTERM at rank 1's process alone: all ranks save the same step, and the job ends with 75, nothing lost."""
+    with Cluster(EXAMPLE, str(tmp_path), "--size", "20000", run_dir=tmp_path / "run", num_nodes=1) as cluster:
+        cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED, WITHIN_S)
+        os.kill(cluster.worker_pid(1), signal.SIGTERM)
+        codes = cluster.wait(WITHIN_S)
+        text = cluster.agents[0].output()
+    assert codes == [ExitReason.PREEMPTED], text
+    assert "Preemption detected, saving checkpoint and exiting" in text
+    (left,) = re.findall(r"stopping after iteration (\d+), on all ranks", text)
+    assert f"iteration {left} is saved, nothing is lost; exiting with code 75" in text
+    assert max(found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found) == int(left)
+
+
+def positions(folder: Path, case: str, every: int) -> str:
+    """Return what the comparison of all resumptions printed."""
+    command = [sys.executable, str(POSITIONS), str(folder), case, str(every)]
+    environment = {**os.environ, "OUTLAST_LOG_LEVEL": "error"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500, check=False)
+    assert result.returncode == 0, result.stderr + result.stdout
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_a_run_resumes_exactly_also_before_a_validation_and_between_epochs(tmp_path: Path) -> None:
+    """Hooks that run after a step, validations and epochs' ends are neither left out nor repeated, wherever the run
+    ends: killed, or ended by a signal before the validation that closes an epoch."""
+    assert positions(tmp_path, "validations", 5) == "validations 12 steps, 12 generations\n"
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("case", "steps", "generations"),
+    [
+        ("epochs", 18, 18),
+        ("steps", 15, 15),
+        ("validations", 12, 12),
+        ("validations-steps", 15, 15),
+        ("accumulation", 9, 9),
+        ("manual", 24, 12),
+        ("no-validation", 18, 18),
+        ("stateful", 18, 18),
+    ],
+)
+def test_a_run_resumes_exactly_from_every_step(tmp_path: Path, case: str, steps: int, generations: int) -> None:
+    """The same from each step, with max_epochs and max_steps, accumulation, several optimizers, a stateful loader."""
+    assert positions(tmp_path, case, 1) == f"{case} {steps} steps, {generations} generations\n"
+
+
+# -- refusals and settings: no training -------------------------------------------------------------------------------
+
+
+def trainer_of(*callbacks: Any, **options: Any) -> Any:
+    """Return a trainer for one process."""
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    return pl.Trainer(**{"accelerator": "cpu", "devices": 1, **quiet, **options}, callbacks=list(callbacks))
+
+
+def settings(trainer: Any) -> outlast.Config:
+    """Return the settings that a trainer's callbacks make together."""
+    hosted = [callback for callback in trainer.callbacks if isinstance(callback, adapter._HostedCallback)]
+    return adapter._merged(trainer, hosted)
+
+
+def test_what_contradicts_or_lacks_something_is_refused_by_name(tmp_path: Path) -> None:
+    """Each refusal is one line with the fault and the remedy."""
+    refused: list[tuple[Any, str]] = [
+        (lambda: settings(trainer_of(adapter.FaultToleranceCallback())), "autoresume=True.* has nowhere to save to"),
+        (lambda: settings(trainer_of(adapter.PreemptionCallback())), "PreemptionCallback has nowhere to save to"),
+        (lambda: adapter.PreemptionCallback(sig=4000), "sig=4000 is not a signal"),
+        (lambda: adapter.PreemptionCallback(sig=signal.SIGKILL), "SIGKILL"),
+        (adapter.LocalCheckpointCallback, "every_n_train_steps or train_time_interval"),
+        (lambda: adapter.LocalCheckpointCallback(0), "every_n_train_steps=0"),
+        (lambda: adapter.LocalCheckpointCallback(train_time_interval=timedelta(0)), "train_time_interval"),
+        (lambda: settings(trainer_of(adapter.LocalCheckpointCallback(5))), "has no local folder"),
+        (
+            lambda: adapter.StragglerDetectionCallback(calc_relative_gpu_perf=False, calc_individual_gpu_perf=False),
+            "calc",
+        ),
+        (lambda: adapter.StragglerDetectionCallback(gpu_relative_perf_threshold=7.0), "gpu_relative_perf_threshold"),
+        (lambda: adapter.FaultToleranceCallback(simulated_fault_params={"fault_typ": "random"}), "fault_type"),
+        (lambda: adapter.FaultToleranceCallback(simulated_fault_params={"fault_type": "random"}), "base_delay"),
+        (lambda: adapter.update_trainer_local_checkpoint_io(trainer_of(), tmp_path, replicaton=True), "replication"),
+        (lambda: adapter.HierarchicalCheckpointIO(None, object(), int), "local_ckpt_manager takes a LocalTier"),  # type: ignore[arg-type]
+        (
+            lambda: settings(
+                trainer_of(
+                    adapter.FaultToleranceCallback(config=config(tmp_path)),
+                    adapter.PreemptionCallback(config=config(tmp_path, seed=1)),
+                )
+            ),
+            "different config=",
+        ),
+        (
+            lambda: settings(
+                trainer_of(
+                    adapter.FaultToleranceCallback(autoresume=False, config=config(tmp_path)),
+                    adapter.PreemptionCallback(),
+                )
+            ),
+            "nowhere to save",
+        ),
+        (lambda: adapter._refuse(trainer_of(strategy="ddp_spawn", devices=2)), "DDPStrategy starts its ranks by"),
+    ]
+    for act, message in refused:
+        with pytest.raises(ConfigError, match=message) as caught:
+            act()
+        assert "\n" not in str(caught.value)
+
+
+def test_strategies_that_shard_state_are_refused_by_name() -> None:
+    """FSDP and the like are refused before anything is trained."""
+
+    class FSDPStrategy:
+        """Stands for Lightning's, which needs a GPU to be made."""
+
+    with pytest.raises(ConfigError, match=r"^strategy FSDPStrategy is not supported by .* use strategy='ddp'"):
+        adapter._refuse(types.SimpleNamespace(strategy=FSDPStrategy()))
+
+
+def test_the_callbacks_settings_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known names and defaults arrive in one config; what the user's config has besides stays."""
+    monkeypatch.delenv("OUTLAST_RUN_DIR", raising=False)
+    trainer = trainer_of(
+        adapter.FaultToleranceSectionsCallback(
+            simulated_fault_params=adapter.SimulatedFaultParams("rank_killed", 3.0, rank_to_fail=1),
+            exp_dir=tmp_path / "exp",
+            calculate_timeout=True,
+        ),
+        adapter.PreemptionCallback(signal.SIGUSR2, config=config(tmp_path, seed=5)),
+        adapter.StragglerDetectionCallback(stop_if_detected=True),
+        adapter.LocalCheckpointCallback(every_n_train_steps=7),
+    )
+    adapter.update_trainer_local_checkpoint_io(trainer, tmp_path / "fast", replication=False)
+    made = settings(trainer)
+    assert made.seed == 5
+    assert made.run_dir == str(tmp_path / "exp")
+    assert made.fault_tolerance is not None
+    assert made.fault_tolerance.given == {
+        "calc_ft_timeouts": True,
+        "simulate_fault": True,
+        "simulated_fault_type": "rank_killed",
+        "simulated_fault_rank": 1,
+        "simulated_fault_base_delay": 3.0,
+    }
+    assert made.preemption is not None
+    assert made.preemption.exit_signal == "SIGUSR2"
+    found = made.straggler_detection
+    assert found is not None
+    assert (found.report_time_interval, found.gpu_relative_perf_threshold, found.gpu_individual_perf_threshold) == (
+        300.0,
+        0.7,
+        0.7,
+    )
+    assert (found.num_gpu_perf_scores_to_print, found.stop_if_detected, found.confirmations) == (5, True, 1)
+    assert made.checkpoint is not None
+    assert made.checkpoint.local_directory == str(tmp_path / "fast" / "local_ckpt")
+    assert (made.checkpoint.non_persistent_save_interval, made.checkpoint.replication) == (7, False)
+    assert not made.checkpoint.async_save  # as the global save is
+
+
+def test_the_sampler_has_torchs_order_from_any_position() -> None:
+    """Same indices as DistributedSampler's, for every rank; from a position on the rest of them, then the next epoch
+    whole; its own state says where it is."""
+    from torch.utils.data.distributed import DistributedSampler
+
+    data = range(23)
+    for rank in range(3):
+        plain = DistributedSampler(data, 3, rank, seed=4)  # type: ignore[arg-type]
+        ours = adapter.ResumableDistributedSampler(data, 3, rank, seed=4)
+        for epoch in (0, 1):
+            plain.set_epoch(epoch)
+            ours.set_epoch(epoch)
+            assert list(ours) == list(plain)
+        iterator: Iterator[int] = iter(ours)
+        first = [next(iterator) for _ in range(3)]
+        other = adapter.ResumableDistributedSampler(data, 3, rank)
+        other.load_state_dict(ours.state_dict())
+        assert first + list(other) == list(plain)
+        assert list(other) == list(plain)
+        assert len(other) == len(plain)
+
+
+def test_one_rank_alone_needs_no_process_group() -> None:
+    """The sampler works without torch.distributed, where DistributedSampler does not."""
+    assert sorted(adapter.ResumableDistributedSampler(range(7))) == [*range(7)]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_the_pages_code_runs(tmp_path: Path) -> None:
+    """Every Python block of docs/lightning.md, in one process; each is known here. In the same process what the page
+    promises besides: fit() twice, validate() alone, NaN moves no weight, a ModelCheckpoint beside ours, the newest of
+    local, global and Lightning's own, a damaged copy is not loaded, scores in the loggers."""
+    blocks = python_blocks("lightning.md")
+    names = ["trainer.fit(", "StragglerDetectionCallback(report", "update_trainer_local", "sampler=Resum", "Stateful"]
+    assert len(blocks) == len(names)
+    for block, name in zip(blocks, names, strict=True):
+        assert name in block
+    (tmp_path / "outlast.toml").write_text('[checkpoint]\ndirectory = "ckpt"\nsave_interval = 2\n')
+    body = [
+        blocks[3],
+        blocks[4].replace("train_loader", "stateful_loader"),
+        blocks[0].replace('strategy="ddp", accelerator="cpu", devices=2', 'accelerator="cpu", devices=1'),
+        blocks[1],
+        blocks[2],
+    ]
+    script = PRELUDE + "\n".join(body) + CODA + LOCAL
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "checked local checkpoints and scores" in result.stdout
+
+
+PRELUDE = """
+import os
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+import outlast
+from outlast.integrations.lightning import *
+from outlast.integrations.lightning import get_iteration_from_checkpoint
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+        self.bad = False
+    def training_step(self, batch, index):
+        loss = self.net(batch).square().mean()
+        return loss * float("nan") if self.bad and index == 2 else loss
+    def validation_step(self, batch, index):
+        self.net(batch)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+dataset = torch.ones(24, 3)
+model = Model()
+val_loader = DataLoader(torch.ones(4, 3))
+folder = "fast"
+config = outlast.Config(checkpoint=outlast.CheckpointConfig(directory="other"))
+os.environ["FAULT_TOL_FINISHED_FLAG_FILE"] = "finished"
+"""
+CODA = """
+import pathlib
+assert pathlib.Path("finished").exists()
+assert {"step-2", "step-18"} <= set(os.listdir("ckpt")), os.listdir("ckpt")
+assert trainer.callbacks[0].session is None
+saved = []
+trainer.callbacks.append(type("Seen", (pl.Callback,), {"on_fit_end": lambda self, trainer, module: saved.append(
+    list(pathlib.Path("fast/local_ckpt").glob("*")))})())
+trainer.fit(model, train_loader)
+assert saved[0] and trainer.global_step == 6
+
+# A plain checkpoint of Lightning's tells its step, validate() opens no session, fit() again goes on.
+trainer.save_checkpoint("plain.ckpt")
+assert get_iteration_from_checkpoint("plain.ckpt") == 6
+trainer.validate(model, val_loader, verbose=False)
+trainer.fit_loop.max_epochs = 2
+trainer.fit(model, train_loader)
+assert trainer.global_step == 12, trainer.global_step
+# NaN moves no weight.
+bad = Model()
+bad.bad = True
+before = None
+class Keep(pl.Callback):
+    def on_train_batch_start(self, trainer, module, batch, index):
+        global before
+        before = module.net.weight.clone()
+own = outlast.Config(checkpoint=outlast.CheckpointConfig(directory="bad", save_interval=1))
+unlucky = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+                     callbacks=[FaultToleranceCallback(config=own), Keep()])
+try:
+    unlucky.fit(bad, train_loader)
+except outlast.OutlastError as error:
+    assert "the loss of step 3 is nan on rank 0" in str(error), error
+    assert torch.equal(before, bad.net.weight)
+    assert not pathlib.Path("bad/step-3").exists()
+else:
+    raise AssertionError("NaN went unnoticed")
+# A user's ModelCheckpoint beside ours, and a policy that ends the run.
+def policy(error):
+    assert isinstance(error, outlast.OutlastError)
+    return "ShutdownWorkload"
+own = outlast.Config(checkpoint=outlast.CheckpointConfig(directory="bad2", save_interval=1))
+beside = pl.callbacks.ModelCheckpoint("user", every_n_train_steps=2, save_top_k=-1)
+ended = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False,
+                   callbacks=[FaultToleranceSectionsCallback(exc_handling_policy=policy, config=own), beside])
+try:
+    ended.fit(bad, train_loader)
+except SystemExit as left:
+    assert left.code == 93, left.code
+assert os.listdir("user") == ["epoch=0-step=2.ckpt"], os.listdir("user")
+"""
+
+
+LOCAL = """
+import pathlib, shutil
+from datetime import timedelta
+class Counting(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+        self.begins = []
+    def on_train_batch_start(self, batch, index):
+        self.begins.append(self.trainer.global_step)
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def fit(steps, *callbacks, ckpt_path=None, local=None, **options):
+    model = Counting()
+    trainer = pl.Trainer(accelerator="cpu", max_steps=steps, logger=options.pop("logger", False),
+                         enable_checkpointing=False,
+                         enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks))
+    if local:
+        update_trainer_local_checkpoint_io(trainer, local)
+    trainer.fit(model, DataLoader(torch.ones(64, 4), batch_size=2), ckpt_path=ckpt_path)
+    return trainer, model.begins
+
+trainer, begins = fit(3)
+trainer.save_checkpoint("three.ckpt")
+trainer, begins = fit(5, LocalCheckpointCallback(2), local="quick")
+assert begins == [0, 1, 2, 3, 4], begins
+copies = sorted(str(p) for p in pathlib.Path("quick/local_ckpt").glob("*/*"))
+assert copies
+trainer, begins = fit(7, LocalCheckpointCallback(2), local="quick", ckpt_path="three.ckpt")
+assert begins == [5, 6], begins
+trainer, begins = fit(9, ckpt_path="three.ckpt")
+trainer.save_checkpoint("nine.ckpt")
+trainer, begins = fit(11, LocalCheckpointCallback(2), local="quick", ckpt_path="nine.ckpt")
+assert begins == [9, 10], begins
+trainer, begins = fit(12, LocalCheckpointCallback(2), local="quick", ckpt_path="nine.ckpt")
+assert begins == [11], begins
+# A damaged copy is not loaded: of what is left, the newest is.
+tiers = outlast.Config(checkpoint=outlast.CheckpointConfig(directory="global", save_interval=4))
+fit(6, FaultToleranceCallback(config=tiers), LocalCheckpointCallback(1), local="fast2")
+shutil.rmtree("global/step-6")
+(newest,) = pathlib.Path("fast2").rglob("step-6/*.safetensors")
+content = bytearray(newest.read_bytes())
+content[-1] ^= 1
+newest.write_bytes(content)
+_, begins = fit(8, FaultToleranceCallback(config=tiers), LocalCheckpointCallback(1), local="fast2")
+assert begins == [5, 6, 7], begins
+_, begins = fit(8, FaultToleranceCallback(config=tiers))  # complete already
+assert begins == [], begins
+# By the clock: after every step.
+timed = outlast.Config(checkpoint=outlast.CheckpointConfig(directory="global3"))
+fit(6, FaultToleranceCallback(config=timed), LocalCheckpointCallback(train_time_interval=timedelta(microseconds=1)),
+    local="fast3")
+assert [path for path in pathlib.Path("fast3").rglob("step-5")], os.listdir("fast3")
+# Scores of slow ranks reach the trainer's loggers.
+class Scores(pl.loggers.CSVLogger):
+    got = []
+    def log_metrics(self, metrics, step=None):
+        self.got.extend(metrics)
+fit(40, StragglerDetectionCallback(report_time_interval=0.01, num_gpu_perf_scores_to_print=0), logger=Scores("logs"))
+assert {f"gpu_individual_perf/{which}" for which in ("min", "median", "max")} <= set(Scores.got), Scores.got
+print("checked local checkpoints and scores")
+"""
+
+
+def test_leaving_reasons_have_the_documented_codes() -> None:
+    """The page's exit codes are the package's."""
+    assert (ExitReason.PREEMPTED, ExitReason.STRAGGLER, ExitReason.NO_PROGRESS) == (75, 18, 93)

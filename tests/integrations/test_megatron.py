@@ -1,0 +1,287 @@
+"""Megatron's settings become ours or are refused by name; its hooks do what the page says."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pages
+import pytest
+
+from outlast.config import InProcessRestartConfig
+from outlast.config import RerunStateMachineConfig as OwnRerunConfig
+from outlast.errors import ConfigError
+from outlast.integrations import megatron
+from outlast.monitor.rank_monitor import RankMonitor, open_monitor
+from outlast.runtime.board import RankState
+from outlast.testing import RankProcesses
+
+
+def bridge_ft(**changes: Any) -> SimpleNamespace:
+    """Return an object with the fields of Bridge's FaultToleranceConfig."""
+    values = {"enable_ft_package": False, "calc_ft_timeouts": False, "simulate_fault": False}
+    values |= {"simulated_fault_type": "random", "simulated_fault_rank": None, "simulated_fault_base_delay": 0}
+    return SimpleNamespace(**{**values, **changes})
+
+
+def test_a_container_becomes_a_sessions_settings() -> None:
+    """Sections of Bridge's names are taken over value by value; what only the model knows is left alone."""
+    local = {"non_persistent_ckpt_type": "local", "non_persistent_local_ckpt_dir": "/local", "replication": True}
+    container = SimpleNamespace(
+        checkpoint=SimpleNamespace(
+            save="/ckpt", load="/ckpt", save_interval=100, async_save=True, replication_jump=8,
+            fully_parallel_save=True, non_persistent_save_interval=10, **local,
+        ),
+        ft=bridge_ft(enable_ft_package=True, calc_ft_timeouts=True),
+        nvrx_straggler=megatron.NVRxStragglerDetectionConfig(enabled=True, stop_if_detected=True),
+        rerun_state_machine=megatron.RerunStateMachineConfig(),
+        inprocess_restart=megatron.InProcessRestartConfig(enabled=True, soft_timeout=50.0),
+        train=SimpleNamespace(exit_signal_handler=True, exit_signal=signal.SIGUSR1, exit_interval=7, train_iters=9),
+    )  # fmt: skip
+    config = megatron.outlast_config(container, run_dir="/run")
+    assert config.run_dir == "/run"
+    saved = config.checkpoint
+    assert saved is not None
+    assert (saved.directory, saved.load, saved.save_interval, saved.async_save) == ("/ckpt", None, 100, True)
+    assert (saved.local_directory, saved.non_persistent_save_interval) == ("/local", 10)
+    assert (saved.replication, saved.replication_jump, saved.most_recent_k) == (True, 8, -1)
+    assert config.fault_tolerance is not None
+    assert config.fault_tolerance.calc_ft_timeouts
+    assert config.straggler_detection is container.nvrx_straggler
+    assert config.rerun_state_machine is not None
+    assert config.rerun_state_machine.rerun_mode == "disabled"
+    assert OwnRerunConfig().rerun_mode == "validate_results"
+    assert config.in_process
+    assert config.preemption is not None
+    assert (config.preemption.exit_signal, config.preemption.exit_interval) == ("SIGUSR1", 7)
+
+
+def test_megatron_lms_arguments_become_a_sessions_settings() -> None:
+    """Its flat names are understood, those that differ from Bridge's too."""
+    args = argparse.Namespace(
+        save="/ckpt", save_interval=5, ckpt_format="torch_dist", rerun_mode="validate_results", tensor_model_parallel=8,
+        check_for_nan_in_loss_and_grad=False, inprocess_restart=True, inprocess_soft_timeout=50.0,
+        inprocess_hard_timeout=70.0, inprocess_active_world_size=4, exit_signal_handler=True, enable_ft_package=True,
+    )  # fmt: skip
+    config = megatron.outlast_config(args)
+    assert config.checkpoint is not None
+    assert config.checkpoint.save_interval == 5
+    assert config.rerun_state_machine is not None
+    assert not config.rerun_state_machine.check_for_nan_in_loss
+    restart = config.in_process_restart
+    assert restart is not None
+    assert (restart.enabled, restart.soft_timeout, restart.hard_timeout) == (True, 50.0, 70.0)
+    assert restart.active_world_size == 4
+    assert config.fault_tolerance is not None
+    assert config.fault_tolerance.enable_ft_package
+    off = megatron.outlast_config(argparse.Namespace(save=None))
+    assert off.checkpoint is None
+    assert not off.in_process
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"non_persistent_global_ckpt_dir": "/g"}, "non_persistent_global_ckpt_dir='/g' is not supported"),
+        ({"save": "/c", "non_persistent_ckpt_type": "global"}, "non_persistent_ckpt_type='global' is not supported"),
+        (
+            {"async_save": True, "ckpt_format": "zarr"},
+            "async_save works with ckpt_format='torch_dist' only, not 'zarr'",
+        ),
+        ({"save": "/c", "ckpt_format": "zarr"}, "ckpt_format='zarr' is not supported"),
+        ({"save": "/c", "most_recent_k": 1}, "most_recent_k=1 must be at least 2"),
+        ({"async_strategy": "magic"}, "async_strategy='magic' must be nvrx or mcore"),
+        ({"custom_manager_class": "a.B"}, "custom_manager_class='a.B' is not outlast's"),
+        ({"save": "/c", "replication": True, "replication_factor": 1}, "replication_factor=1 must be at least 2"),
+    ],
+)
+def test_what_a_checkpoint_setting_cannot_mean_is_refused_by_name(values: dict[str, Any], text: str) -> None:
+    """Each refusal is one line, with the setting and what to do, when the config is made."""
+    with pytest.raises(ConfigError, match=text):
+        megatron.CheckpointConfig(**values)
+
+
+def test_what_contradicts_itself_over_sections_is_refused() -> None:
+    """Fault tolerance needs a checkpoint; two detectors of slow ranks are one too many; an unknown field is named."""
+    with pytest.raises(ConfigError, match=r"ft\.enable_ft_package is on, but nothing is saved: set checkpoint\.save"):
+        megatron.outlast_config(SimpleNamespace(ft=bridge_ft(enable_ft_package=True)))
+    both = SimpleNamespace(
+        nvrx_straggler=megatron.NVRxStragglerDetectionConfig(enabled=True),
+        straggler=SimpleNamespace(log_straggler=True),
+    )
+    with pytest.raises(ConfigError, match="switch the older one off"):
+        megatron.outlast_config(both)
+    with pytest.raises(ConfigError, match=r"ft\.new_setting=3 has no counterpart in outlast"):
+        megatron.outlast_config(SimpleNamespace(ft=bridge_ft(new_setting=3)))
+    assert megatron.as_outlast(None, InProcessRestartConfig) is None
+
+
+RESTART = """
+import os
+from types import SimpleNamespace
+import torch, torch.distributed as dist
+from outlast.integrations.megatron import InProcessRestartConfig, maybe_wrap_for_inprocess_restart
+started_as = int(os.environ["RANK"])
+
+class Queue:
+    def close(self, abort=False):
+        print("queue closed", abort, flush=True)
+
+class GlobalState:
+    def __init__(self):
+        self._async_calls_queue, self.calls = Queue(), 0
+    def reset_for_restart(self):
+        print("state reset", flush=True)
+
+def pretrain(state, forward_step, store=None, inprocess_call_wrapper=None):
+    assert store is None and inprocess_call_wrapper is None
+    state.calls += 1
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if state.calls == 1 and dist.get_rank() == 0:
+        raise RuntimeError("example fault")
+    dist.all_reduce(total)
+    return state.calls, total.item()
+
+state = GlobalState()
+plain, store = maybe_wrap_for_inprocess_restart(pretrain, InProcessRestartConfig(enabled=False), state)
+assert plain is pretrain and store is None
+wrapped, store = maybe_wrap_for_inprocess_restart(pretrain, InProcessRestartConfig(enabled=True), state)
+print("returned", wrapped(state, None, store=store), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_wrap_restarts_the_function_and_lets_go_of_megatrons_state(tmp_path: Path) -> None:
+    """Rank 0 fails: both ranks' functions are called again, with Bridge's state reset and its queue closed once."""
+    (script := tmp_path / "train.py").write_text(RESTART)
+    with RankProcesses(script, world_size=2, directory=tmp_path / "logs") as ranks:
+        assert ranks.wait(timeout_s=120) == [0, 0], ranks.tails()
+        for rank in range(2):
+            output = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+            assert "returned (2, 4.0)" in output, output
+            assert output.count("state reset") == output.count("queue closed True") == 1, output
+
+
+def context(step: int = 0, ft: Any = None) -> SimpleNamespace:
+    """Return what Bridge gives to its hooks."""
+    state = SimpleNamespace(cfg=SimpleNamespace(ft=ft), train_state=SimpleNamespace(step=step), _async_calls_queue=None)
+    return SimpleNamespace(state=state)
+
+
+def seen(monitor: RankMonitor) -> RankState:
+    """Return what the node's watchdog sees of this worker."""
+    return monitor._board.read(0)
+
+
+def sections(monitor: RankMonitor) -> list[str]:
+    """Return the names of the open sections."""
+    return [one.name for one in seen(monitor).sections]
+
+
+class StandIn:
+    """Bridge's own manager, as far as ours calls it."""
+
+    def __init__(self, checkpoint_config: Any) -> None:
+        self.checkpointing_context: dict[str, Any] = {"config": checkpoint_config}
+
+    def save(self, ctx: Any, callback_manager: Any) -> None:
+        monitor = open_monitor()
+        assert monitor is not None
+        self.sections = sections(monitor)
+
+    def load(self, ctx: Any) -> tuple[int, int]:
+        return ctx.state.train_state.step, 1234
+
+    def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
+        if state._async_calls_queue is not None:
+            state._async_calls_queue.num -= 1
+
+
+@pytest.fixture
+def bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put stand-ins for the modules of Bridge that ours import."""
+    modules = {
+        "megatron.bridge": {},
+        "megatron.bridge.training": {},
+        "megatron.bridge.training.checkpointing": {"DefaultCheckpointManager": StandIn},
+        "megatron.bridge.training.inprocess_restart": {},
+        "megatron.bridge.training.callbacks": {"CallbackManager": Callbacks},
+    }
+    for name, values in modules.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent = importlib.import_module(name.rpartition(".")[0])
+        monkeypatch.setattr(parent, name.rpartition(".")[2], module, raising=False)
+
+
+class Callbacks:
+    """Bridge's CallbackManager, as far as ours calls it."""
+
+    def __init__(self) -> None:
+        self.called: dict[str, Any] = {}
+
+    def register(self, event_name: str, fn: Any) -> None:
+        self.called[event_name] = fn
+
+
+@pytest.mark.process
+def test_the_hooks_watch_steps_and_report_what_is_durable(bridge: None) -> None:
+    """A step, a save, a load are sections; an iteration is durable once it is saved, or its asynchronous save final."""
+    callbacks = megatron.BridgeCallback().register(Callbacks()).called
+    manager = megatron.BridgeCheckpointManager(SimpleNamespace(async_save=False))
+    assert manager.load(context(step=5)) == (5, 1234)
+    monitor = open_monitor()
+    assert monitor is not None
+    try:
+        assert seen(monitor).durable_iteration == 5
+        callbacks["on_train_start"](context(step=5))
+        callbacks["on_train_step_start"](context(step=5))
+        assert sections(monitor) == ["step"]
+        callbacks["on_train_step_end"](context(step=5))
+        assert (sections(monitor), seen(monitor).iteration) == ([], 6)
+        manager.save(context(step=6), None)
+        assert manager._default.sections == ["checkpointing"]
+        assert seen(monitor).durable_iteration == 6
+        manager.checkpoint_config.async_save = True
+        state = context(step=7).state
+        state._async_calls_queue = SimpleNamespace(num=2)
+        state._async_calls_queue.get_num_unfinalized_calls = lambda: state._async_calls_queue.num
+        for step in (7, 8):
+            manager.save(context(step=step), None)
+        assert seen(monitor).durable_iteration == 6
+        manager.finalize_async_saves(state)
+        assert seen(monitor).durable_iteration == 7
+        manager.finalize_async_saves(state, blocking=True, terminate=True)
+        assert seen(monitor).durable_iteration == 8
+        assert manager.checkpointing_context["config"] is manager.checkpoint_config
+        for event in ("on_eval_start", "on_eval_end", "on_train_end"):
+            callbacks[event](context())
+        with pytest.raises(ConfigError, match="leave BridgeCallback out"):
+            megatron.BridgeCallback().on_train_start(context(ft=bridge_ft(enable_ft_package=True)))
+    finally:
+        monitor.close()
+
+
+@pytest.mark.slow
+def test_the_pages_blocks_run(bridge: None) -> None:
+    """Every Python block of the page is executed, against stand-ins of Bridge's modules."""
+    for block in pages.python_blocks("megatron.md"):
+        namespace: dict[str, Any] = {"__name__": "page"}
+        sys.modules["page"] = ModuleType("page")
+        exec(block, namespace)
+        if "outlast_config" in namespace:
+            assert namespace["config"].checkpoint.directory == "/ckpt"
+        if "callbacks" in namespace:
+            assert set(namespace["callbacks"].called) >= {"on_train_step_start", "on_train_step_end"}
+        if "inprocess_restart" in namespace:
+            ours = megatron.maybe_wrap_for_inprocess_restart
+            assert namespace["inprocess_restart"].maybe_wrap_for_inprocess_restart is ours

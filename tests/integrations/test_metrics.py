@@ -1,0 +1,563 @@
+"""Figures reach the loggers of other people, read back with their own tools, and no logger holds a step."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import python_blocks
+
+import outlast
+from outlast.errors import ConfigError
+from outlast.integrations import metrics
+from outlast.integrations.metrics import MetricsRun
+from outlast.testing import Cluster
+
+WITHIN_S = 120.0
+RUN = MetricsRun(run_id="gpt", iteration=0)
+FIGURES = {
+    "outlast/step_time_s": 0.25,
+    "outlast/goodput": 0.5,
+    "outlast/incidents/hang": 2.0,
+    "outlast/gpu_relative_perf/min": 0.75,
+    "outlast/gpu_relative_perf/max": 1.0,
+}
+
+
+class Listed(metrics.BackgroundSink):
+    """Keeps what it gets; its write waits for a gate, and what is in ``refused`` raises."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls: list[Any] = []
+        self.refused: set[Any] = set()
+
+    def _do(self, what: Any) -> None:
+        self.gate.wait(WITHIN_S)
+        if what in self.refused:
+            raise OSError("no network,\nreally")
+        self.calls.append(what)
+
+    def _open(self, run: MetricsRun) -> None:
+        self._do(f"open {run.run_id} {run.iteration}")
+
+    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+        self._do(iteration)
+
+    def _close(self) -> None:
+        self._do("close")
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return what TensorBoard's own reader finds: steps and values by tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found.Reload()
+    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+# -- no step waits -------------------------------------------------------------------------------------------------
+
+
+def test_a_full_pipe_holds_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A sink that hangs in a write, as into a pipe that nobody reads, holds neither the loop nor the end; what finds no
+    room is dropped, counted and reported once, and another sink beside it gets everything."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading, writing = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), os.open(pipe, os.O_WRONLY)
+    try:
+        hanging = metrics.CallableSink(lambda figures, iteration: os.write(writing, b"x" * (1 << 20)), max_queued=8)
+        listed = Listed()
+        sinks = metrics.SeveralSinks(hanging, listed)
+        sinks.begin_run(RUN)
+        for iteration in range(1, 101):
+            sinks(FIGURES, iteration)
+        assert hanging.num_dropped >= 100 - 8 - 1
+        sinks.end_run(0.2)
+        assert listed.calls == ["open gpt 0", *range(1, 101), "close"]
+        told = [record.getMessage() for record in caplog.records if record.name == metrics.log.name]
+        assert [text for text in told if "does not keep up" in text] == [
+            "CallableSink does not keep up; figures are dropped, and training continues"
+        ]
+        assert any(text.startswith("CallableSink did not end within") for text in told)
+        assert f"CallableSink: {hanging.num_dropped} records of figures dropped" in "\n".join(told)
+    finally:
+        os.close(reading)  # the write ends with an error, and the thread with it
+        os.close(writing)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_sink_that_hangs_ends_no_session_late(tmp_path: Path) -> None:
+    """A whole session trains to its end beside a sink whose first write hangs."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import threading, torch, outlast\n"
+        "from outlast.integrations import metrics\n"
+        "sink = metrics.CallableSink(lambda figures, iteration: threading.Event().wait(), max_queued=4)\n"
+        "with outlast.init(outlast.Config(), log_metrics=sink) as run:\n"
+        "    print([*run.steps({'w': torch.zeros(1)}, total=50)][-1])\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "49\n"), done.stderr
+    assert "CallableSink did not end within 5 s, 4 records of figures are not written" in done.stderr
+    assert "CallableSink: 46 records of figures dropped" in done.stderr
+
+
+def test_a_sink_that_raises_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """One record that cannot be written is counted, reported in one line, and the next ones are written."""
+    sink = Listed()
+    sink.refused = {2, 3}
+    sink.begin_run(RUN)
+    for iteration in range(1, 6):
+        sink(FIGURES, iteration)
+    sink.end_run(WITHIN_S)
+    assert sink.calls == ["open gpt 0", 1, 4, 5, "close"]
+    assert (sink.num_failed, sink.num_dropped) == (2, 0)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    told = [line for line in told if line.startswith("Listed")]  # a sink of another test may still have been closing
+    assert told == [
+        "Listed failed (OSError: no network, really); training continues",
+        "Listed: 0 records of figures dropped, as it did not keep up, 2 records not written",
+    ]
+
+
+def test_a_sink_that_cannot_be_opened_is_tried_again_later() -> None:
+    """What comes before the next try is counted as not written; it is not tried again for each record."""
+    sink = Listed()
+    sink.refused = {"open gpt 0"}
+    sink.begin_run(RUN)
+    for iteration in range(1, 6):
+        sink(FIGURES, iteration)
+    sink.end_run(WITHIN_S)
+    assert (sink.calls, sink.num_failed) == ([], 5)
+
+
+def test_a_run_that_begins_again_waits_for_the_end_of_the_last() -> None:
+    """After a restart in process the sink is opened for the new place, after all of the old was written and closed."""
+    sink = Listed()
+    sink.gate.clear()
+    sink.begin_run(RUN)
+    sink(FIGURES, 1)
+    sink.end_run(0)
+    sink.begin_run(MetricsRun(run_id="gpt", iteration=7))
+    sink(FIGURES, 8)
+    sink.gate.set()
+    sink.end_run(WITHIN_S)
+    assert sink.calls == ["open gpt 0", 1, "close", "open gpt 7", 8, "close"]
+
+
+@pytest.mark.parametrize(("every_rank", "rank", "writes"), [(False, 0, True), (False, 1, False), (True, 1, True)])
+def test_rank_0_writes_or_each(every_rank: bool, rank: int, writes: bool) -> None:
+    """Rank 0 alone opens and writes a sink; with every_rank all do."""
+    sink = Listed(every_rank=every_rank)
+    sink.begin_run(MetricsRun(run_id="gpt", iteration=0, global_rank=rank, world_size=2))
+    sink(FIGURES, 1)
+    sink.end_run(WITHIN_S)
+    assert bool(sink.calls) == writes
+
+
+def test_a_sink_behind_a_callable_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sink that a script's own function calls learns its rank and run from the environment."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "gpt")
+    monkeypatch.setenv("RANK", "0")
+    sink = Listed()
+    sink(FIGURES, 11)
+    sink.end_run(WITHIN_S)
+    assert sink.calls == ["open gpt 10", 11, "close"]
+
+
+# -- the loggers ---------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_leaves_out_what_is_done_again(tmp_path: Path) -> None:
+    """Event files have each figure under its name; after a restart from iteration 2 TensorBoard shows 3 and 4 once."""
+    for begin, end, value in ((0, 4, 1.0), (2, 6, 2.0)):
+        sink = metrics.TensorBoardSink(tmp_path)
+        sink.begin_run(MetricsRun(run_id="gpt", iteration=begin))
+        for iteration in range(begin + 1, end + 1):
+            sink({**FIGURES, "outlast/step_time_s": value}, iteration)
+        sink.end_run(WITHIN_S)
+    found = scalars(tmp_path)
+    assert set(found) == set(FIGURES)
+    assert found["outlast/step_time_s"] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2), (6, 2)]
+
+
+def test_tensorboard_of_torch_alone_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without tensorboardX the writer of torch is taken, with a folder for each rank."""
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    sink = metrics.TensorBoardSink(tmp_path, every_rank=True)
+    sink.begin_run(MetricsRun(run_id="gpt", iteration=0, global_rank=3, world_size=4))
+    sink(FIGURES, 1)
+    sink.end_run(WITHIN_S)
+    assert sink._writer_type.__module__.startswith("torch.")
+    assert scalars(tmp_path / "rank-3")["outlast/goodput"] == [(1, 0.5)]
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=WITHIN_S) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+SERIES = {
+    'outlast_step_time_seconds{rank="1",run_id="gpt"} 0.25',
+    'outlast_goodput{rank="1",run_id="gpt"} 0.5',
+    'outlast_incidents{kind="hang",rank="1",run_id="gpt"} 2.0',
+    'outlast_gpu_relative_perf{rank="1",run_id="gpt",stat="min"} 0.75',
+    'outlast_gpu_relative_perf{rank="1",run_id="gpt",stat="max"} 1.0',
+    'outlast_iteration{rank="1",run_id="gpt"} 7.0',
+}
+
+
+def test_prometheus_shows_gauges_on_loopback_and_in_a_file(tmp_path: Path) -> None:
+    """The endpoint is on 127.0.0.1 and shows each figure with its unit and labels; the file has the same. After the end
+    nothing listens any more."""
+    sink = metrics.PrometheusSink(port=0, textfile=tmp_path / "outlast.prom", every_rank=True)
+    written = threading.Event()
+    flush = sink._flush
+    sink._flush = lambda: (flush(), written.set())  # type: ignore[method-assign, func-returns-value, assignment]
+    sink.begin_run(MetricsRun(run_id="gpt", iteration=6, global_rank=1, local_rank=1, world_size=2))
+    assert sink.url is None
+    sink(FIGURES, 7)
+    assert written.wait(WITHIN_S)
+    url = sink.url
+    assert url is not None
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", url)
+    shown = {line for line in read(url).splitlines() if not line.startswith("#")}
+    assert shown == SERIES
+    sink.end_run(WITHIN_S)
+    with pytest.raises(urllib.error.URLError):
+        read(url)
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = (tmp_path / "outlast-rank-1.prom").read_text()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert {(s.name, s.labels.get("stat") or s.labels.get("kind"), s.value) for s in samples} >= {
+        ("outlast_gpu_relative_perf", "min", 0.75),
+        ("outlast_incidents", "hang", 2.0),
+    }
+    assert len(samples) == len(SERIES)
+
+
+def test_prometheus_begins_again_in_the_same_registry() -> None:
+    """A restart in process, or a second session, registers no gauge twice."""
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    sink = metrics.PrometheusSink(registry=registry)
+    for _ in range(2):
+        sink.begin_run(RUN)
+        sink(FIGURES, 1)
+        sink.end_run(WITHIN_S)
+    assert sink.num_failed == 0
+
+
+def test_opentelemetry_records_gauges() -> None:
+    """Figures are gauges with units; kinds and statistics are attributes."""
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    reader = InMemoryMetricReader()
+    sink = metrics.OpenTelemetrySink(MeterProvider([reader]))
+    sink.begin_run(RUN)
+    sink(FIGURES, 7)
+    sink.end_run(WITHIN_S)
+    assert sink.num_failed == 0
+    data = reader.get_metrics_data()
+    assert data is not None
+    (scope,) = data.resource_metrics[0].scope_metrics
+    found = {
+        (metric.name, metric.unit, point.attributes.get("kind") or point.attributes.get("stat"), point.value)
+        for metric in scope.metrics
+        for point in metric.data.data_points
+    }
+    assert found == {
+        ("outlast.step_time", "s", None, 0.25),
+        ("outlast.goodput", "1", None, 0.5),
+        ("outlast.incidents", "1", "hang", 2.0),
+        ("outlast.gpu_relative_perf", "1", "min", 0.75),
+        ("outlast.gpu_relative_perf", "1", "max", 1.0),
+        ("outlast.iteration", "1", None, 7.0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (metrics.PrometheusSink, "shows its gauges nowhere; give it port, textfile or registry"),
+        (lambda: metrics.PrometheusSink(port=70000), "port=70000 is no port"),
+        (lambda: metrics.PrometheusSink(textfile="a.txt"), r"textfile='a.txt' must end with .prom"),
+        (lambda: metrics.PrometheusSink(port=0, address="here"), "address='here' is no IP address"),
+        (lambda: metrics.TensorBoardSink("a", max_queued=0), "max_queued=0 must be at least 1"),
+    ],
+)
+def test_wrong_values_are_refused_in_one_line(make: Any, remedy: str) -> None:
+    """What cannot work is refused when the sink is made."""
+    with pytest.raises(ConfigError, match=remedy):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("absent", "make", "extra"),
+    [
+        (
+            ("tensorboardX", "tensorboard", "torch.utils.tensorboard"),
+            lambda: metrics.TensorBoardSink("a"),
+            "tensorboard",
+        ),
+        (("wandb",), metrics.WandbSink, "wandb"),
+        (("mlflow",), metrics.MLflowSink, "mlflow"),
+        (("prometheus_client",), lambda: metrics.PrometheusSink(port=0), "prometheus"),
+        (("opentelemetry.metrics",), metrics.OpenTelemetrySink, "opentelemetry"),
+    ],
+)
+def test_a_missing_package_is_one_line_with_the_remedy(
+    absent: tuple[str, ...], make: Any, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sink whose package is not installed says so when it is made, with what to install."""
+    for name in absent:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        ImportError, match=rf"^\w+Sink needs \S+, which is not installed: pip install 'outlast\[{extra}\]'$"
+    ):
+        make()
+
+
+# -- in a run ------------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import os, signal, sys, torch, outlast
+from outlast.integrations import metrics
+
+folder = sys.argv[1]
+sink = metrics.TensorBoardSink(folder + "/tb")
+with outlast.init(folder + "/outlast.toml", log_metrics=metrics.SeveralSinks(sink)) as run:
+    torch.manual_seed(1)
+    weight = torch.zeros(1)
+    for iteration in run.steps({"weight": weight}, total=20):
+        weight += 1
+        if iteration == 13 and os.environ["OUTLAST_CYCLE"] == "0" and run.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+print("weight", weight.item(), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_killed_run_is_one_line_in_tensorboard(tmp_path: Path) -> None:
+    """Rank 1 of 2 is killed: TensorBoard has each iteration once, the restart and its cause, and a goodput that counts
+    the steps that still count only."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    (tmp_path / "outlast.toml").write_text(f'[checkpoint]\ndirectory = "{tmp_path}/ckpt"\nsave_interval = 5\n')
+    with Cluster(script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
+        assert cluster.wait(WITHIN_S) == [0], cluster.tails()
+        assert "weight 20.0" in cluster.agents[0].output()
+    found = scalars(tmp_path / "tb")
+    assert [step for step, _ in found["outlast/step_time_s"]] == [*range(1, 21)]
+    restarts = [value for _, value in found["outlast/restart_count"]]
+    assert restarts == sorted(restarts)
+    assert restarts[-1] == 1
+    assert found["outlast/incidents/worker_died"][-1] == (20, 1.0)
+    shares = [value for _, value in found["outlast/goodput"]]
+    assert all(0 < value <= 1 for value in shares)
+    steps_s = sum(value for _, value in found["outlast/step_time_s"])
+    assert shares[-1] < 1
+    assert steps_s > 0
+
+
+def test_goodput_continues_where_the_generation_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps took is saved with the state: a second session counts on from the steps that it resumes from, not from
+    those that were lost, and from the run's first start."""
+    from outlast.runtime.journal import Journal
+    from outlast.session.step import Goodput
+
+    now = {"wall": 1_000_000_000_000, "mono": 0}
+    monkeypatch.setattr("outlast.clock.wall_ns", lambda: now["wall"])
+    monkeypatch.setattr("outlast.clock.now_ns", lambda: now["mono"])
+
+    def start() -> Goodput:
+        journal = Journal(None, run_id="a", job="a", node="a", proc="a")
+        return Goodput(journal, None)
+
+    def wait(seconds: float) -> None:
+        for name in now:
+            now[name] += int(seconds * 1e9)
+
+    first = start()
+    assert first.share == 0
+    wait(10)
+    first.note_step(6)
+    assert first.share == pytest.approx(0.6)
+    saved = first.state_dict()
+    first.note_step(4)  # lost
+    wait(10)
+    second = start()
+    second.load_state_dict(saved)
+    assert second.share == pytest.approx(6 / 20)
+    wait(20)
+    second.note_step(14)
+    assert second.share == pytest.approx(20 / 40)
+    now["wall"] -= int(1e12)  # a clock that was set back
+    third = start()
+    third.load_state_dict(second.state_dict())
+    assert 0 <= third.share <= 1
+
+
+@pytest.mark.parametrize("number", range(len(python_blocks("metrics.md"))))
+def test_the_page_of_the_docs_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each Python block of the page works as it stands."""
+    monkeypatch.chdir(tmp_path)
+    block = python_blocks("metrics.md")[number]
+    namespace: dict[str, Any] = {}
+    if "port=9464" in block:
+        block = block.replace("9464", "0")
+    exec(compile(block, "metrics.md", "exec"), namespace)
+    if "run" in namespace:
+        namespace["run"].close()
+    sink = namespace.get("sink") or namespace["LinesSink"](tmp_path / "lines")
+    sink.begin_run(RUN)
+    sink(FIGURES, 1)
+    sink.end_run(WITHIN_S)
+    assert [one.num_failed for one in getattr(sink, "sinks", [sink])] == [0] * len(getattr(sink, "sinks", [sink]))
+    if "LinesSink" in namespace:
+        assert (tmp_path / "lines-0").read_text() == f"1 {FIGURES}\n"
+
+
+# -- packages that are not pinned here -----------------------------------------------------------------------------
+
+
+@pytest.mark.overlay
+def test_wandb_offline_has_every_figure(tmp_path: Path) -> None:
+    """Two jobs of a run write offline files whose history has every iteration, those done again too, and none is
+    refused as a step backwards."""
+    script = (
+        "import sys\nfrom outlast.integrations import metrics\n"
+        "sink = metrics.WandbSink(project='p', mode='offline', directory=sys.argv[1])\n"
+        "begin, end = map(int, sys.argv[2:])\n"
+        "sink.begin_run(metrics.MetricsRun(run_id='gpt', iteration=begin))\n"
+        "for iteration in range(begin + 1, end + 1):\n"
+        "    sink({'outlast/goodput': 0.5}, iteration)\n"
+        "sink.end_run(60)\n"
+        "assert (sink.num_failed, sink.num_dropped) == (0, 0)\n"
+    )
+    for begin, end in ((0, 4), (2, 6)):
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path), str(begin), str(end)],
+            capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    steps = [read_wandb(path) for path in sorted(tmp_path.rglob("*.wandb"))]
+    assert sorted(steps) == [[1, 2, 3, 4], [3, 4, 5, 6]]
+    assert all(path.name == "run-gpt.wandb" for path in tmp_path.rglob("*.wandb"))
+
+
+def read_wandb(path: Path) -> list[int]:
+    """Return the iterations in the history of an offline file: a log in the format of LevelDB, behind 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, whole, found = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if (1 << 15) - at % (1 << 15) < 7:  # too little is left of the block for a header
+            at += (1 << 15) - at % (1 << 15)
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # all of a record, or the last part of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            if record.WhichOneof("record_type") == "history":
+                values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                found.append(int(values["outlast/iteration"]))
+    return found
+
+
+@pytest.mark.overlay
+def test_wandb_without_a_network_ends_with_the_training(tmp_path: Path) -> None:
+    """W&B online, at an address where nobody listens: training goes to its end."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, outlast\nfrom outlast.integrations import metrics\n"
+        "sink = metrics.WandbSink(project='p', mode='online')\n"
+        "with outlast.init(outlast.Config(), log_metrics=sink) as run:\n"
+        "    print([*run.steps({'w': torch.zeros(1)}, total=50)][-1], flush=True)\n"
+    )
+    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, **nowhere},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "49\n"), done.stderr
+
+
+@pytest.mark.overlay
+def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs of a run are one run of MLflow, with every figure under its name and step."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    uri = f"file://{tmp_path}/mlruns"
+    for begin, end in ((0, 4), (2, 6)):
+        sink = metrics.MLflowSink(uri, experiment="pretraining")
+        sink.begin_run(MetricsRun(run_id="gpt", iteration=begin))
+        for iteration in range(begin + 1, end + 1):
+            sink(FIGURES, iteration)
+        sink.end_run(WITHIN_S)
+        assert (sink.num_failed, sink.num_dropped) == (0, 0)
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("pretraining")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.run_name == "gpt"
+    assert found.info.status == "FINISHED"
+    history = client.get_metric_history(found.info.run_id, "outlast/gpu_relative_perf/min")
+    assert sorted(point.step for point in history) == [1, 2, 3, 3, 4, 4, 5, 6]
+
+
+@pytest.mark.process
+def test_the_session_tells_a_sink_where_it_begins(tmp_path: Path) -> None:
+    """A sink in a script learns the run and the iteration that training continues from."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch, outlast\nfrom outlast.integrations import metrics\n"
+        "class Told(metrics.BackgroundSink):\n"
+        "    def _open(self, run): print('open', run.iteration, run.global_rank, flush=True)\n"
+        "    def _write(self, figures, iteration): print('wrote', iteration, sorted(figures)[0], flush=True)\n"
+        "    def _close(self): print('close', flush=True)\n"
+        "config = outlast.Config(checkpoint=outlast.CheckpointConfig(directory=sys.argv[1], save_interval=2))\n"
+        "with outlast.init(config, log_metrics=Told()) as run:\n"
+        "    for iteration in run.steps({'w': torch.zeros(1)}, total=int(sys.argv[2])):\n"
+        "        pass\n"
+    )
+    texts = []
+    for total in ("2", "3"):
+        done = subprocess.run(
+            [sys.executable, str(script), str(tmp_path / "ckpt"), total],
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout.splitlines())
+    assert texts[0][0] == "open 0 0"
+    assert texts[1][0] == "open 2 0"
+    assert texts[1][-1] == "close"
+    assert "wrote 3 outlast/goodput" in texts[1]
+    assert outlast.__name__ == "outlast"

@@ -1,0 +1,171 @@
+"""NVRx's asynchronous calls, detector of slow ranks and injected faults, as two real ranks use them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from outlast.errors import CheckpointError, ConfigError, OutlastError
+from outlast.integrations.nvrx import async_calls
+from outlast.integrations.nvrx.async_calls import AsyncCallsQueue, AsyncRequest
+from outlast.integrations.nvrx.fault_injection import WorkloadFault, dispatch_fault_injection
+from outlast.integrations.nvrx.straggler import CallableId, Detector, PerformanceReport, StragglerId
+from outlast.testing import RankProcesses
+
+SCRIPT = Path(__file__).with_name("nvrx_two_ranks.py")
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_two_ranks_agree() -> None:
+    """On two real ranks: a call is finalised on all or none, a failed one is said to have failed on all; the slow rank
+    is named by its kernels and its section; calculated timeouts are the same on all ranks."""
+    with RankProcesses("outlast.integrations.nvrx", str(SCRIPT), world_size=2, module=True) as ranks:
+        codes = ranks.wait(timeout_s=150)
+        assert codes == [0, 0], ranks.output(0) + ranks.output(1)
+        for rank in range(2):
+            assert ranks.output(rank).splitlines()[-1] == "ok"
+
+
+def test_three_failures_in_a_row_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Failed calls are logged while training goes on, the third in a row is raised; one that succeeds starts anew."""
+    calls = AsyncCallsQueue(persistent=False)
+
+    def fail() -> None:
+        raise OSError("full")
+
+    for number, work in enumerate([fail, fail, lambda: None, fail, fail]):
+        calls.schedule_async_request(AsyncRequest(work, (), []))
+        calls._calls[0].ended.wait(60)
+        assert calls.maybe_finalize_async_calls() == ([number] if number == 2 else [])
+    assert caplog.text.count("is given up, and what it wrote is not committed") == 4
+    calls.schedule_async_request(AsyncRequest(fail, (), []))
+    calls._calls[0].ended.wait(60)
+    with pytest.raises(CheckpointError, match="3 calls in a row failed"):
+        calls.maybe_finalize_async_calls()
+    calls.close()
+
+
+def test_a_call_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Waiting for a call has a bound, after which it counts as failed; closing with abort waits for nothing."""
+    monkeypatch.setattr(async_calls, "CALL_TIMEOUT_S", 0.05)
+    calls, may_end = AsyncCallsQueue(), threading.Event()
+    finalised: list[int] = []
+    calls.schedule_async_request(AsyncRequest(may_end.wait, (60,), [lambda: finalised.append(1)]))
+    with pytest.raises(CheckpointError, match=r"has not ended within 0.05 s"):
+        calls.maybe_finalize_async_calls(blocking=True)
+    calls.schedule_async_request(AsyncRequest(None, (), [lambda: finalised.append(2)]))
+    calls.close(abort=True)
+    assert "are not finalised, and what they wrote is not committed: 1" in caplog.text
+    may_end.set()
+    assert finalised == []
+    with pytest.raises(RuntimeError, match="add functions before that"):
+        AsyncRequest(None, (), []).freeze().add_finalize_fn(print)
+
+
+def test_thresholds_have_the_extensions_meaning() -> None:
+    """A score below the threshold makes a straggler, one at it does not; ranks without a score are none."""
+    report = PerformanceReport(
+        gpu_relative_perf_scores={0: 1.0, 1: 0.75, 2: 0.74, 3: float("nan")},
+        section_relative_perf_scores={"a": {0: 0.5}, "b": {0: 1.0}},
+        gpu_individual_perf_scores={1: 0.6},
+        section_individual_perf_scores={},
+        rank_to_node={0: "n0", 1: "n1", 2: "n2"},
+        local_section_summaries={},
+        local_kernel_summaries={},
+        generate_report_elapsed_time=1.0,
+        gather_on_rank0=True,
+        rank=0,
+    )
+    assert report.identify_stragglers() == {
+        "straggler_gpus_relative": {StragglerId(2, "n2")},
+        "straggler_gpus_individual": {StragglerId(1, "n1")},
+        "straggler_sections_relative": {"a": {StragglerId(0, "n0")}},
+        "straggler_sections_individual": {},
+    }
+
+
+def test_the_detector_refuses_what_it_cannot_do() -> None:
+    """Wrong values, calls out of order, and a callable that is not there are errors by name."""
+    with pytest.raises(RuntimeError, match="used without making one"):
+        Detector()
+    for call in (Detector.generate_report, Detector.is_interval_elapsed, Detector.detection_section("a").__enter__):
+        with pytest.raises(OutlastError, match="not initialised"):
+            call()
+    for wrong in ({"scores_to_compute": "fast"}, {"profiling_interval": 0}, {"report_time_interval": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            Detector.initialize(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="arg_filter_fn"):
+        CallableId(str, "upper", arg_filter_fn=bool)
+    Detector.initialize(gather_on_rank0=False)
+    try:
+        with pytest.raises(OutlastError, match="called before"):
+            Detector.initialize()
+        with pytest.raises(OutlastError, match="no such callable"):
+            Detector.wrap_callables([CallableId(sys, "nothing")])
+        for _ in range(2):
+            with Detector.detection_section(profile_cuda=False):
+                pass
+            with Detector.detection_section("kernels", profile_cuda=False):
+                pass
+        with pytest.raises(KeyError), Detector.detection_section("raises", profile_cuda=False):
+            raise KeyError
+        report = Detector.generate_report()
+        assert report is not None
+        (named,) = [name for name in report.local_section_summaries if name != "kernels"]
+        assert named.startswith(__file__)
+        assert report.section_individual_perf_scores["kernels"] == {0: 1.0}
+    finally:
+        Detector.shutdown()
+        Detector.shutdown()
+
+
+FAULTS = """
+import sys, time
+from nvidia_resiliency_ext.shared_utils.inject_fault import *
+try:
+    dispatch_fault_injection(Fault[sys.argv[1]], 0.0, lambda: print("now", flush=True))
+    while True:
+        maybe_raise_workload_exception()
+        time.sleep(0.01)
+except InjectedException:
+    clear_workload_exception()
+    maybe_raise_workload_exception()
+    print("raised", flush=True)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ("WORKLOAD_EXC", 0),
+        ("ASYNC_EXC", 0),
+        ("SIGNAL_EXC", 0),
+        ("SIGKILL", -9),
+        ("OS_ABORT", -6),
+    ],
+)
+def test_faults_happen(tmp_path: Path, fault: str, code: int) -> None:
+    """Each fault ends or interrupts the process in its way, after the callback."""
+    script = tmp_path / "fault.py"
+    script.write_text(FAULTS)
+    command = [sys.executable, "-m", "outlast.integrations.nvrx", str(script), fault]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.split() == ["now", "raised"] if code == 0 else ["now"]
+    assert f"the fault {fault} is injected on purpose" in done.stderr
+
+
+def test_faults_of_a_gpu_are_refused() -> None:
+    """What cannot be caused here is refused by name, with what to use instead."""
+    with pytest.raises(ConfigError, match=r"GPU_SLEEP is not supported.*Fault\.SIGSTOP"):
+        dispatch_fault_injection(WorkloadFault.GPU_SLEEP, 1.0, None)
+    with pytest.raises(ConfigError, match="delay=-1"):
+        dispatch_fault_injection(WorkloadFault.SIGKILL, -1, None)
+    with pytest.raises(ConfigError, match="is no fault"):
+        dispatch_fault_injection("SIGKILL", 1.0, None)  # type: ignore[arg-type]

@@ -1,0 +1,303 @@
+"""NVRx's client of fault tolerance over the engine: Megatron's calls, a hang, timeouts that are learned and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import outlast
+from outlast.config import Config, FaultToleranceConfig
+from outlast.errors import ConfigError
+from outlast.integrations.nvrx.fault_tolerance import (
+    NvrxFaultToleranceConfig,
+    RankMonitorClient,
+    RankMonitorClientError,
+    WorkloadAction,
+    WorkloadControlRequest,
+    dict_list_map_inplace,
+)
+from outlast.monitor import RankMonitor
+from outlast.monitor.rank_monitor import open_monitor
+
+LOOP = Path(__file__).with_name("nvrx_megatron_loop.py")
+OPTIONS = [
+    "--ft-rank_section_timeouts=setup:600,step:180,checkpointing:420",
+    "--ft-rank_out_of_section_timeout=300",
+]
+OUTLAST = ["outlast", "run", "--nproc-per-node=2"]
+SHIM = ["-m", "outlast.integrations.nvrx"]
+
+
+def launch(launcher: list[str], *arguments: str, folder: Path) -> tuple[int, str]:
+    """Run a launcher in a folder; return its exit code and output."""
+    with subprocess.Popen(
+        [sys.executable, "-m", *launcher, *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher ends its workers
+            output, _ = process.communicate(timeout=60)
+            raise AssertionError(f"the launcher did not end: {output}") from None
+    return process.returncode, output
+
+
+def digest(output: str) -> str:
+    """Return the weights' digest at the end of a run."""
+    found = re.search(r"trained \d+ to 20 (\w{64})", output)
+    assert found, output
+    return found[1]
+
+
+def calculated(folder: Path) -> dict[str, float]:
+    """Return the timeouts that a run has calculated, by section."""
+    state = json.loads((folder / "ckpt" / "ft_state.json").read_text())["current_timeouts"]["section"]
+    return {name: state["section"][name] for name in state["calculated_sections"]}
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_megatrons_calls_find_a_hang_with_learned_timeouts(tmp_path: Path) -> None:
+    """Timeouts are learned and written; the next run enforces them in place of the options', finds the rank that stops
+    in a step, restarts, and ends with the weights of the run that nothing happened to."""
+    code, output = launch(OUTLAST, "--run-dir=run", *OPTIONS, *SHIM, str(LOOP), "ckpt", "20", "none", folder=tmp_path)
+    assert code == 0, output
+    undisturbed = digest(output)
+    assert '{"setup": 600.0, "step": 180.0, "checkpointing": 420.0}' in output
+    learned = calculated(tmp_path)
+    assert set(learned) == {"step", "checkpointing"}
+    assert 2.5 <= learned["step"] < 180  # its longest step took half a second
+    (tmp_path / "ckpt" / "weights.pt").unlink()
+
+    code, output = launch(OUTLAST, "--run-dir=again", *OPTIONS, *SHIM, str(LOOP), "ckpt", "20", "stop", folder=tmp_path)
+    assert code == 0, output
+    assert f"section 'step' exceeded {learned['step']:.1f} s" in output
+    assert "rank 1 on node" in output
+    assert re.search(r"trained 15 to 20", output), "it did not go on from its checkpoint"
+    assert digest(output) == undisturbed
+    assert set(calculated(tmp_path)) == {"setup", "step", "checkpointing"}, "a load was seen, so setup is learned"
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+def test_learned_timeouts_hold_under_torchrun(tmp_path: Path) -> None:
+    """Under stock torchrun nothing is configured; timeouts that the client loads are enforced by the rank's guard."""
+    (tmp_path / "ckpt").mkdir()
+    section = {"section": {"step": 2.5}, "calculated_sections": ["step"]}
+    (tmp_path / "ckpt" / "ft_state.json").write_text(json.dumps({"current_timeouts": {"section": section}}))
+    launcher = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--monitor-interval=0.1",
+    ]
+    code, output = launch(launcher, *SHIM, str(LOOP), "ckpt", "20", "stop", folder=tmp_path)
+    assert code == 0, output
+    assert "section 'step' exceeded 2.5 s" in output
+    assert re.search(r"trained 15 to 20", output)
+
+
+LATE = """
+import os, sys, time
+import outlast
+from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient, WorkloadAction, WorkloadControlRequest
+from outlast.config import Config, FaultToleranceConfig
+
+client = RankMonitorClient()
+client.init_workload_monitoring()
+client.start_section("setup")
+config = Config(fault_tolerance=FaultToleranceConfig(rank_section_timeouts={"late": 0.7}))
+with outlast.init(config) as run:
+    client.end_section("setup")
+    if os.environ["OUTLAST_CYCLE"] == "0":
+        client.start_section("late")
+        time.sleep(3600)
+    if run.global_rank == 1:
+        client.send_workload_control_request(WorkloadControlRequest(WorkloadAction.ShutdownWorkload, "a test"))
+        raise RuntimeError("as it announced")
+    time.sleep(3600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_session_takes_the_client_along_and_a_request_ends_the_job(tmp_path: Path) -> None:
+    """A session that starts after the client shares its monitor, and its config is in force: a hang in the client's
+    section is found. A request to shut down ends the job with 93 at the next failure, restarts being left."""
+    script = tmp_path / "train.py"
+    script.write_text(LATE)
+    code, output = launch(OUTLAST, "--max-restarts=5", *SHIM, str(script), folder=tmp_path)
+    assert "section 'late' exceeded 0.7 s" in output
+    assert "differ from another rank's" not in output
+    assert code == 93, output
+    assert "the script asks: ShutdownWorkload (a test)" in output
+    assert "2 cycles" in output
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+def test_a_node_is_excluded_on_request(tmp_path: Path) -> None:
+    """After a request to exclude the node, the failure counts as the node's: the restart says so, and goes on."""
+    code, output = launch(OUTLAST, *OPTIONS, *SHIM, str(LOOP), "ckpt", "20", "exclude", folder=tmp_path)
+    assert code == 0, output
+    assert "the script asks: ExcludeThisNode (a test)" in output
+    assert "no spare waits for its slot" in output
+    assert re.search(r"trained 15 to 20", output)
+
+
+# -- in this process, without a launcher -------------------------------------------------------------------------------
+
+
+def test_calls_out_of_order_are_errors() -> None:
+    """What the extension refuses is refused: calls before init, a section twice or not open, too little seen."""
+    client = RankMonitorClient()
+    for call in (client.send_heartbeat, client.end_all_sections, client.calculate_and_set_hb_timeouts):
+        with pytest.raises(RankMonitorClientError, match="not initialised"):
+            call()
+    client.shutdown_workload_monitoring()  # harmless
+    client.init_workload_monitoring()
+    try:
+        with pytest.raises(RankMonitorClientError, match="called before"):
+            client.init_workload_monitoring()
+        with pytest.raises(RankMonitorClientError, match="'step' is not open"):
+            client.end_section("step")
+        client.start_section("step")
+        with pytest.raises(RankMonitorClientError, match="'step' is open already"):
+            client.start_section("step")
+        client.start_section("checkpointing")
+        client.end_section("step")  # they overlap
+        client.end_all_sections()
+        with pytest.raises(RankMonitorClientError, match="no rank has closed two heartbeats"):
+            client.calculate_and_set_hb_timeouts()
+        assert client.calculate_and_set_hb_timeouts(skip_if_not_ready=True) is False
+        with pytest.raises(RankMonitorClientError, match="no rank has closed setup"):
+            client.calculate_and_set_section_timeouts(["setup", "step"])
+        with pytest.raises(RankMonitorClientError, match="use outlast run"):
+            client.send_workload_control_request(WorkloadControlRequest(WorkloadAction.ExcludeThisNode))
+    finally:
+        client.shutdown_workload_monitoring()
+    assert open_monitor() is None
+
+
+def test_timeouts_are_calculated_merged_and_put_back() -> None:
+    """Longest time times safety factor, at least 1 s; a second calculation gives the mean; state_dict() is in the
+    extension's form, and a client that loads it, before or after its init, enforces the same."""
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    try:
+        assert client.section_timeouts is not None
+        assert client.section_timeouts.section == {}
+        client.load_state_dict(
+            {"current_timeouts": {"section": {"section": {"step": 9.0}, "calculated_sections": ["step"]}}}
+        )
+        for _ in range(3):
+            client.send_heartbeat()
+            client.start_section("step")
+            client.end_section("step")
+        assert client.calculate_and_set_section_timeouts(["step"]) is True
+        assert client.section_timeouts.section == {"step": 5.0}  # the mean of 9 and 1
+        assert client.section_timeouts.out_of_section == 1.0
+        assert client.section_timeouts.are_valid
+        assert client.section_timeouts.were_calculated
+        assert client.calculate_and_set_hb_timeouts() is True
+        assert client.hb_timeouts is not None
+        assert (client.hb_timeouts.initial, client.hb_timeouts.subsequent) == (1.0, 1.0)
+        state = json.loads(json.dumps(client.state_dict()))
+    finally:
+        client.shutdown_workload_monitoring()
+    assert state["current_timeouts"]["section"]["calculated_sections"] == ["step"]
+    other = RankMonitorClient()
+    other.load_state_dict(state)
+    other.init_workload_monitoring(num_warmup_iters=0)
+    try:
+        assert other.section_timeouts == client.section_timeouts
+        assert other.hb_timeouts == client.hb_timeouts
+        assert other.state_dict() == client.state_dict()
+    finally:
+        other.shutdown_workload_monitoring()
+
+
+def test_a_state_of_ours_is_accepted_and_one_of_nobodys_is_refused() -> None:
+    """ft_state.json of a run of outlast's can be loaded, too; anything else is one line with the remedy."""
+    ours = {"learned": {"sections": {"step": 7.0}, "heartbeat_s": 8.0, "initial_heartbeat_s": 9.0}}
+    nothing: dict[str, dict[str, float]] = {"before": {}, "seen": {}}
+    client = RankMonitorClient()
+    client.load_state_dict({"version": 1, "cycle": "a-0", **ours, **nothing})
+    client.init_workload_monitoring()
+    try:
+        assert client.section_timeouts is not None
+        assert client.section_timeouts.section == {"step": 7.0}
+        assert client.hb_timeouts is not None
+        assert client.hb_timeouts.subsequent == 8.0
+        with pytest.raises(ConfigError, match=r"remove ft_state.json"):
+            client.load_state_dict({"anything": 1})
+    finally:
+        client.shutdown_workload_monitoring()
+
+
+def test_client_and_session_share_a_monitor(tmp_path: Path) -> None:
+    """The client uses the session's monitor and leaves it open; a session that starts later takes over the client's,
+    with its open sections; where the session has ended the client has one of its own again."""
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    own = open_monitor()
+    client.start_section("setup")
+    config = Config(fault_tolerance=FaultToleranceConfig(safety_factor=3.0))
+    with outlast.init(config):
+        shared = open_monitor()
+        assert shared is not None
+        assert shared is not own
+        assert [section.name for section in shared._read_state().sections] == ["setup"]
+        client.shutdown_workload_monitoring()
+        assert shared is open_monitor()
+        assert shared._read_state().depth == 0
+        client = RankMonitorClient()
+        client.init_workload_monitoring()
+        assert shared is open_monitor()
+        assert client.cfg is not None
+        assert client.cfg.safety_factor == 3.0
+        client.start_section("step")
+        with pytest.raises(outlast.OutlastError, match="has a RankMonitor already"):
+            RankMonitor()  # somebody else's second one is refused as before
+    client.end_section("step")
+    assert open_monitor() not in (None, own, shared)
+    client.shutdown_workload_monitoring()
+    assert open_monitor() is None
+
+
+def test_settings_are_the_extensions(tmp_path: Path) -> None:
+    """The config class has the extension's fields and defaults, reads its YAML, refuses what has no meaning here."""
+    path = tmp_path / "ft.yaml"
+    path.write_text(
+        "model:\n  fault_tolerance:\n    rank_heartbeat_timeout: 60\n    rank_termination_signal: sigterm\n    x: 1\n"
+    )
+    config = NvrxFaultToleranceConfig.from_yaml_file(str(path))
+    assert (config.rank_heartbeat_timeout, config.initial_rank_heartbeat_timeout) == (60, 3600.0)
+    assert config.to_outlast().rank_termination_signal == "SIGTERM"
+    with pytest.raises(ConfigError, match="not used here: x"):
+        NvrxFaultToleranceConfig.from_yaml_file(str(path), ignore_not_recognized=False)
+    with pytest.raises(ConfigError, match=r"health\.network_interfaces"):
+        NvrxFaultToleranceConfig(pci_topo_file="/topology")
+    with pytest.raises(ConfigError, match="must be above 0"):
+        NvrxFaultToleranceConfig(rank_heartbeat_timeout=0)
+
+
+def test_nested_values_are_mapped_in_place() -> None:
+    """dict_list_map_inplace() keeps the containers and replaces what is in them."""
+    inner = [1, {"b": 2}]
+    outer = {"a": inner}
+    assert dict_list_map_inplace(lambda x: x + 1, outer) is outer
+    assert outer == {"a": [2, {"b": 3}]}
+    assert outer["a"] is inner

@@ -1,0 +1,234 @@
+"""NVRx's restart in process over the engine's: its documented way of use survives an exception and a killed rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+
+from outlast.errors import ConfigError, RestartAbort
+from outlast.integrations.nvrx import inprocess, ranks
+from outlast.policy.rank_assignment import Assignment, Member, assign
+from outlast.testing import RankProcesses
+
+SCRIPT = """
+import datetime, os, signal, sys, warnings
+from typing import Optional
+from outlast.integrations import nvrx
+nvrx.install()
+import nvidia_resiliency_ext.inprocess as inprocess
+import torch, torch.distributed as dist
+started_as = int(os.environ["RANK"])
+seconds = lambda number: datetime.timedelta(seconds=number)
+
+class Told(inprocess.abort.Abort):
+    def __call__(self, state):
+        assert isinstance(state, inprocess.state.FrozenState) and state.initial_rank == started_as
+        return state
+
+def finalized():
+    print("finalized", flush=True)
+
+class Checked(inprocess.health_check.HealthCheck):
+    def __call__(self, state):
+        print("raised", type(state.fn_exception).__name__, state.mode.name, flush=True)
+        return state
+
+@inprocess.Wrapper(
+    store_kwargs={"timeout": seconds(300), "port": int(os.environ["MASTER_PORT"]) + 2},
+    initialize=inprocess.Compose(
+        inprocess.initialize.RetryController(min_world_size=2),
+        inprocess.nested_restarter.NestedRestarterHandlingCompleted(),
+    ),
+    abort=inprocess.Compose(
+        inprocess.abort.AbortTransformerEngine(), inprocess.abort.AbortTorchDistributed(), Told(),
+        inprocess.nested_restarter.NestedRestarterHandlingStarting(),
+    ),
+    finalize=inprocess.finalize.ThreadedFinalize(timeout=seconds(10), fn=finalized),
+    health_check=inprocess.Compose(
+        inprocess.health_check.CudaHealthCheck(timeout=seconds(10)),
+        inprocess.health_check.FaultCounter(max_rank_faults=3), Checked(),
+    ),
+    completion=inprocess.nested_restarter.NestedRestarterFinalized(),
+    terminate=inprocess.nested_restarter.NestedRestarterAborted(),
+    rank_assignment=RANK_ASSIGNMENT,
+    soft_timeout=seconds(60), hard_timeout=seconds(90), heartbeat_timeout=seconds(60),
+)
+def train(base_store, total, call_wrapper: Optional[inprocess.CallWrapper] = None):
+    rank, world, call = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), call_wrapper.iteration
+    dist.init_process_group("gloo", store=dist.PrefixStore(str(call), base_store), rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    net = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for iteration in range(total):
+        with call_wrapper.atomic():
+            inputs = torch.randn(2, 4)
+        optimizer.zero_grad()
+        net(inputs).square().mean().backward()
+        optimizer.step()
+        if iteration == 3 and call == 0 and started_as == 2:
+            raise RuntimeError("example fault")
+        if iteration == 5 and call == 1 and started_as == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        call_wrapper.ping()
+    return world, call, rank, repr(model.weight.detach().sum().item())
+
+store = dist.TCPStore(
+    "127.0.0.1", int(os.environ["MASTER_PORT"]) + 1, is_master=started_as == 0, multi_tenant=True,
+    wait_for_workers=True, use_libuv=True,
+)
+print("returned", train(store, 10), flush=True)
+"""
+SHIFT = "inprocess.Compose(inprocess.rank_assignment.ActivateAllRanks(), inprocess.rank_assignment.ShiftRanks())"
+TREE = """inprocess.rank_assignment.Tree(layers=[
+    inprocess.rank_assignment.Layer(
+        min_ranks=3, max_ranks=3, flag=inprocess.rank_assignment.LayerFlag.RESERVE),
+    inprocess.rank_assignment.Layer(
+        min_ranks=1, max_ranks=4, key_or_fn=lambda _: "node", flag=inprocess.rank_assignment.LayerFlag.RESERVE),
+])"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize(("rule", "expected"), [(SHIFT, {0: 0, 2: 1, 3: 2}), (TREE, {0: 0, 2: 2, 3: 1})])
+def test_the_documented_use_survives_an_exception_and_a_killed_rank(
+    rule: str, expected: dict[int, int], tmp_path: Path
+) -> None:
+    """Of four ranks one raises, then another one is killed: the three that are left finish in the same processes, with
+    the ranks that the rule gives, and with equal weights. Plug-ins see what was raised, and where it was."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("RANK_ASSIGNMENT", rule))
+    with RankProcesses(script, world_size=4, directory=tmp_path / "logs") as processes:
+        codes = processes.wait(timeout_s=120)
+        outputs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in range(4)]
+        assert codes == [0, -9, 0, 0], processes.tails()
+    weights = set()
+    for started_as, rank in expected.items():
+        (line,) = [one for one in outputs[started_as].splitlines() if one.startswith("returned")]
+        world, call, now, weight = eval(line.removeprefix("returned "))
+        assert (world, call, now) == (3, 2, rank), line
+        weights.add(weight)
+        assert "finalized" in outputs[started_as] or "INACTIVE" in outputs[started_as]  # a spare had nothing to leave
+    assert len(weights) == 1
+    assert "raised RuntimeError ACTIVE" in outputs[2]
+    states = [line.partition("name=[InProcess] ")[2] for line in outputs[0].splitlines() if "InProcess]" in line]
+    begins, completes = "state=handling stage=starting", "state=handling stage=completed"
+    assert states == ["state=initialize", begins, completes, begins, completes, "state=finalized"]
+
+
+def member(initial: int, node: str, *, rank: int | None = None, alive: bool = True) -> Member:
+    """Return a member of a machine of two layers."""
+    labels = {"layer-0": "", "layer-1": node}
+    return Member(initial_rank=initial, node=node, rank=rank, alive=alive, labels=labels)
+
+
+def tree(*, least: int = 2, root: Any = None, **more: Any) -> ranks.LayeredTree:
+    """Return the rule of Megatron-Bridge: nodes of two ranks, all or none of which run the function."""
+    reserve = ranks.LayerFlag.RESERVE
+    layers = [
+        ranks.Layer(min_ranks=2, max_ranks=4, flag=reserve if root is None else root),
+        ranks.Layer(min_ranks=least, max_ranks=2, key_or_fn="node", flag=reserve),
+    ]
+    return ranks.LayeredTree(layers, **more)
+
+
+def ranks_after(rule: Callable[[Assignment], Assignment], members: Iterable[Member]) -> dict[int, int | None]:
+    """Return every living member's rank."""
+    return assign(rule, members, iteration=1, active_world_size=None)
+
+
+def test_a_tree_keeps_a_node_in_reserve_and_gives_up_a_broken_one() -> None:
+    """Of three nodes of two ranks the third is in reserve, and takes the ranks of one that lost one."""
+    nodes = "aabbcc"
+    begun = ranks_after(tree(), [member(one, node) for one, node in enumerate(nodes)])
+    assert begun == {0: 0, 1: 1, 2: 2, 3: 3, 4: None, 5: None}
+    after = [member(one, node, rank=begun[one], alive=one != 0) for one, node in enumerate(nodes)]
+    assert ranks_after(tree(), after) == {1: None, 2: 2, 3: 3, 4: 0, 5: 1}
+
+
+def test_without_a_reserve_the_last_rank_fills_the_gap_or_all_move_up() -> None:
+    """A layer's flag decides who fills a gap; what is left is closed in order; the filter has the last word."""
+    members = [member(one, node, rank=one, alive=one != 1) for one, node in enumerate("aabb")]
+    backfill, nothing = ranks.LayerFlag.RESERVE | ranks.LayerFlag.BACKFILL, ranks.LayerFlag(0)
+    assert ranks_after(tree(least=1, root=nothing), members) == {0: 0, 2: 1, 3: 2}
+    layers = [ranks.Layer(flag=backfill)]
+    assert ranks_after(ranks.LayeredTree(layers), members) == {0: 0, 2: 2, 3: 1}
+    halved = tree(least=1, root=nothing, world_size_filter=lambda size: size // 2 * 2)
+    assert ranks_after(halved, members) == {0: 0, 2: 1, 3: None}
+
+
+def test_a_tree_without_enough_ranks_ends_restarting() -> None:
+    """When no part of the machine has its least ranks, all stop with a reason."""
+    members = [member(one, node, rank=one, alive=one % 2 == 0) for one, node in enumerate("aabb")]
+    with pytest.raises(RestartAbort, match="2 ranks live"):
+        ranks_after(tree(), members)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"rank_filter": 1}, "rank_filter is not supported"),
+        ({"monitor_process_pidfile": "x"}, "monitor_process_pidfile is not supported"),
+        ({"store_factory": dict}, "store_factory=dict is not supported"),
+        ({"store_kwargs": {"prot": 1}}, "store_kwargs has prot"),
+        ({"soft_timeout": timedelta(seconds=90)}, "soft_timeout=90.0 must be smaller than hard_timeout=90.0"),
+        ({"abort": 3}, "abort=3 cannot be called"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(arguments: dict[str, Any], text: str) -> None:
+    """Every argument acts or is refused in one line."""
+    with pytest.raises(ConfigError, match=text):
+        inprocess.WrapperOfNVRx(**arguments)
+
+
+def test_a_rank_assignment_of_the_scripts_own_is_refused() -> None:
+    """A class for NVRx's context is refused where it is defined: that context does not exist."""
+    with pytest.raises(ConfigError, match="Mine is a rank assignment of your own"):
+
+        class Mine(ranks.AssignmentRule):
+            def __call__(self, assignment: Assignment) -> Assignment:
+                return assignment
+
+
+def test_disabled_the_function_is_called_as_it_is() -> None:
+    """With ``enabled=False`` nothing is protected, and nothing is started."""
+
+    def train(number: int) -> int:
+        return number
+
+    assert inprocess.WrapperOfNVRx(enabled=False)(train) is train
+
+
+def test_plug_ins_are_composed_from_right_to_left() -> None:
+    """``Compose(a, b)(x)`` is ``a(b(x))``; one that returns nothing hands on what it was given."""
+    composed = inprocess.ComposeFromRight(lambda x: f"a({x})", lambda x: None, lambda x: f"b({x})")
+    assert composed("x") == "a(b(x))"
+
+
+def test_parameters_are_found_by_their_annotation() -> None:
+    """A value replaces every parameter that is annotated with its class, alone, in a union, or as text."""
+
+    def fn(a: int, wrapper: Optional[inprocess.CallWrapper], other: inprocess.CallWrapper | None = None) -> None: ...  # noqa: UP045
+
+    assert inprocess.count_type_in_params(fn, inprocess.CallWrapper) == 2
+    given = object.__new__(inprocess.CallWrapper)
+    args, kwargs = inprocess.substitute_param_value(fn, (1,), {}, {inprocess.CallWrapper: given})
+    assert args == (1, given, given)
+    assert kwargs == {}
+    assert not inprocess.is_annotated(int, inprocess.CallWrapper)
+
+
+def test_a_finalize_that_does_not_return_or_fails_is_known() -> None:
+    """A ``ThreadedFinalize`` hands on what the function raised; after its time limit the rank cannot go on."""
+    import threading
+
+    never = threading.Event()
+    with pytest.raises(inprocess.RestartError, match="did not return within"):
+        inprocess.ThreadedFinalize(timedelta(seconds=0.01), never.wait)(None)
+    never.set()
+    with pytest.raises(ZeroDivisionError):
+        inprocess.ThreadedFinalize(timedelta(seconds=60), lambda: 1 / 0)(None)

@@ -1,0 +1,453 @@
+"""Hugging Face's Trainer with a session: it resumes bit for bit, judges a loss before it trains on it, and says no."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pages import python_blocks
+
+import outlast
+from outlast.checkpoint.catalogue.listing import look_into
+from outlast.config import RerunStateMachineConfig
+from outlast.errors import ConfigError, ExitReason
+from outlast.testing import Cluster, RankProcesses
+
+WITHIN_S = 240.0
+VARIANTS = Path(__file__).with_name("hf_variants.py")
+NO_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "transformers"
+
+
+@pytest.fixture(scope="module")
+def hf() -> Any:
+    """Return the variants; transformers is imported by the tests that need it here, not by who collects them."""
+    return importlib.import_module("hf_variants")
+
+
+# -- what is resumed -----------------------------------------------------------------------------------------------
+
+
+def check_variants(folder: Path, names: list[str], world_size: int) -> None:
+    """Play variants on so many ranks, and compare what each ended with."""
+    alone = [dict.fromkeys(NO_LAUNCHER)] if world_size == 1 else None
+    with RankProcesses(VARIANTS, str(folder), *names, world_size=world_size, environments=alone) as ranks:
+        codes = ranks.wait(timeout_s=600)
+        text = ranks.output(0)
+    assert codes == [0] * world_size, text
+    for rank in range(world_size):
+        results = json.loads((folder / f"rank-{rank}.json").read_text())
+        assert list(results) == names
+        for name, found in results.items():
+            assert found["whole"] == found["bare"], f"{name}: a session changed the training"
+            assert found["resumed"] == found["bare"], f"{name}: resumed, it is another training"
+            assert found["again"] == found["bare"], f"{name}: a training that is complete was changed"
+            assert found["steps again"] == []
+            began = found["steps resumed"][0]
+            assert 0 < began <= found["steps broken"][-1] + 1, name
+            assert found["steps resumed"] == [*range(began, found["bare"]["steps"])], name
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(700)
+def test_a_resumed_trainer_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """Broken off in an epoch, at an evaluation or after it, and resumed, a training ends with the weights, the logs and
+    the best metric of one without outlast, also where a loss was NaN once; one that was complete stays as it is."""
+    check_variants(tmp_path, ["masked", "epochs", "stopped_early", "struck"], 1)
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_kinds_of_trainings_resume(hf: Any, tmp_path: Path, world_size: int) -> None:
+    """The same for accumulation, loader workers, batches by length, streams, bf16, schedules that follow an evaluation,
+    models made anew and subclasses; on one rank and on two."""
+    check_variants(tmp_path, list(hf.VARIANTS), world_size)
+
+
+# -- faults, under launchers ---------------------------------------------------------------------------------------
+
+
+def settings(folder: Path, *lines: str) -> str:
+    """Write a config file, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    saves = ["[checkpoint]", f'directory = "{folder}/ckpt"', "save_interval = 5"]
+    (folder / "outlast.toml").write_text("\n".join([*lines, *saves]))
+    return str(folder / "outlast.toml")
+
+
+def plan(folder: Path, fault: str) -> str:
+    """Write a plan of one fault of rank 1, and return the setting that names it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.toml").write_text(
+        f'[[faults]]\nname = "fault"\nkind = "{fault}"\nrank = 1\niteration = 27\nsection = "step"\n'
+    )
+    return f'fault_plan = "{folder}/plan.toml"'
+
+
+def trained(text: str) -> set[str]:
+    """Return what the examples printed at their ends."""
+    return set(re.findall(r"trained \d+ steps: [0-9a-f]{64}", text))
+
+
+def run_example(name: str, folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> Cluster:
+    """Return the cluster that runs an example on two ranks under ``outlast run``."""
+    given = ["--max-restarts=3", *options]
+    return Cluster(EXAMPLES / name, *arguments, run_dir=folder / "run", num_nodes=1, options=given)
+
+
+def undisturbed(name: str, folder: Path, *arguments: str) -> str:
+    """Return what an example prints that nothing happens to."""
+    with run_example(name, folder, "--config", settings(folder), *arguments) as cluster:
+        codes, text = cluster.wait(WITHIN_S), cluster.agents[0].output()
+    assert codes == [0], text
+    (result,) = trained(text)
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(900)
+def test_the_trainer_survives_a_kill_and_a_notice_at_one_rank(tmp_path: Path) -> None:
+    """SIGTERM at rank 1 alone: both ranks leave with 75 and nothing is lost. Started again, rank 1 is killed: both
+    continue from the newest generation, and end with the weights of a run that nothing happened to."""
+    own = ["--output", str(tmp_path / "out")]
+    expected = undisturbed("train.py", tmp_path / "quiet", *own, "--max-steps", "40")
+    config = settings(tmp_path / "told")
+    with run_example("train.py", tmp_path / "told", "--config", config, *own, "--max-steps", "40") as cluster:
+        cluster.wait_for(lambda event: event.kind == "save_committed" and event.iteration == 5, WITHIN_S)
+        os.kill(cluster.worker_pid(1), signal.SIGTERM)
+        codes, text = cluster.wait(WITHIN_S), cluster.agents[0].output()
+    assert codes == [ExitReason.PREEMPTED], text
+    (left,) = set(re.findall(r"iteration (\d+) is saved, nothing is lost", text))
+    assert 5 <= int(left) < 27, text
+    config = settings(tmp_path / "told", plan(tmp_path / "told", "kill"))
+    with run_example("train.py", tmp_path / "told", "--config", config, *own, "--max-steps", "40") as cluster:
+        codes, text = cluster.wait(WITHIN_S), cluster.agents[0].output()
+    assert codes == [0], text
+    assert "rank 1 on node node-0" in text
+    assert "resuming from iteration 25" in text
+    assert trained(text) == {expected}
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["train.py", "accelerate_train.py"])
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_the_examples_end_as_undisturbed_ones(tmp_path: Path, name: str, fault: str) -> None:
+    """A rank that is killed or stopped costs the steps since the newest generation, with the Trainer and with a loop on
+    Accelerate: the weights are those of a run that nothing happened to."""
+    own = ["--output", str(tmp_path / "out"), "--max-steps", "40"] if name == "train.py" else ["--total", "40"]
+    expected = undisturbed(name, tmp_path / "quiet", *own)
+    timeouts = "[fault_tolerance]\nrank_section_timeouts = { step = 8, checkpointing = 30 }"
+    config = settings(tmp_path / fault, plan(tmp_path / fault, fault), timeouts)
+    with run_example(name, tmp_path / fault, "--config", config, *own) as cluster:
+        codes, text = cluster.wait(WITHIN_S), cluster.agents[0].output()
+    assert codes == [0], text
+    assert "resuming from iteration 25" in text
+    assert trained(text) == {expected}
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["train.py", "accelerate_train.py"])
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_stock_torchrun_restarts_to_the_same_weights(tmp_path: Path, name: str, fault: str) -> None:
+    """The same under torchrun, which knows nothing of outlast: a guard ends the rank that is stopped."""
+    own = ["--output", str(tmp_path / "out"), "--max-steps", "40"] if name == "train.py" else ["--total", "40"]
+    expected = undisturbed(name, tmp_path / "quiet", *own)
+    lines = [
+        f'run_dir = "{tmp_path}/run"',
+        plan(tmp_path / fault, fault),
+        "[fault_tolerance]",
+        "rank_section_timeouts = { step = 8, checkpointing = 30 }",
+    ]
+    config = settings(tmp_path / fault, *lines)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--monitor-interval=0.1", str(EXAMPLES / name), "--config", config, *own],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "faults").exists()
+    assert trained(done.stdout) == {expected}
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(900)
+def test_another_number_of_ranks_trains_to_the_end(tmp_path: Path) -> None:
+    """What two ranks trained, one rank continues, to the number of steps that is set then."""
+    own = ["--config", settings(tmp_path), "--output", str(tmp_path / "out"), "--max-steps"]
+    with RankProcesses(EXAMPLES / "train.py", *own, "18", world_size=2) as ranks:
+        codes, text = ranks.wait(WITHIN_S), ranks.output(0)
+    assert codes == [0, 0], text
+    alone = [dict.fromkeys(NO_LAUNCHER)]
+    with RankProcesses(EXAMPLES / "train.py", *own, "40", world_size=1, environments=alone) as ranks:
+        codes, text = ranks.wait(WITHIN_S), ranks.output(0)
+    assert codes == [0], text
+    assert "loaded iteration 18" in text
+    assert "an update takes 8 samples, it took 16: training continues after 18 updates of epoch 0" in text
+    assert "trained 40 steps" in text
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(900)
+def test_a_notice_at_one_rank_ends_both_with_75(tmp_path: Path) -> None:
+    """SIGTERM at rank 1 of two ranks without a launcher of ours: both exit with 75 after the same save."""
+    own = ["--config", settings(tmp_path), "--output", str(tmp_path / "out"), "--max-steps", "100000"]
+    with RankProcesses(EXAMPLES / "train.py", *own, world_size=2) as ranks:
+        ranks.next_line(0, WITHIN_S, containing="'loss':")
+        os.kill(ranks.pid(1), signal.SIGTERM)
+        codes, text = ranks.wait(WITHIN_S), ranks.output(0)
+    assert codes == [ExitReason.PREEMPTED] * 2, text
+    (left,) = set(re.findall(r"iteration (\d+) is saved, nothing is lost", text))
+    assert {found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found} >= {int(left)}
+
+
+# -- what is judged ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Put back what a session changes of this process."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def nan_trainer(
+    hf: Any, folder: Path, *, at: int, always: bool = False, accumulation: int = 1, **arguments: Any
+) -> Any:
+    """Return a trainer whose loss is NaN in a step."""
+    hf.VARIANTS["nan"] = {
+        "args": {"max_steps": 6, "gradient_accumulation_steps": accumulation, "logging_steps": 1},
+        "model": hf.bert,
+        "trainer": hf.SometimesNaN,
+    }
+    trainer = hf.make("nan", folder)
+    hf.SometimesNaN.seen = 0
+    trainer.nan_at, trainer.nan_always = at, always
+    return trainer
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_step_whose_loss_is_nan_once_is_computed_again(hf: Any, tmp_path: Path, accumulation: int) -> None:
+    """NaN in one micro-batch: the whole step is computed again, and weights and logs are those of a sound run."""
+    sound = nan_trainer(hf, tmp_path / "sound", at=-1, accumulation=accumulation)
+    sound.train()
+    struck = nan_trainer(hf, tmp_path / "struck", at=3, accumulation=accumulation)
+    hf.protect(struck, hf.config(tmp_path / "struck"))
+    struck.train()
+    assert hf.SometimesNaN.seen == 1
+    assert hf.outcome(struck)["weights"] == hf.outcome(sound)["weights"]
+    expected = [one["loss"] for one in sound.state.log_history if "loss" in one]
+    assert [one["loss"] for one in struck.state.log_history if "loss" in one] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_loss_that_stays_nan_moves_no_weight(hf: Any, tmp_path: Path) -> None:
+    """NaN again when it is computed again: all leave with 16 before the optimizer steps, the state is saved apart for
+    a diagnosis, and the newest generation that is loaded is one of before."""
+    trainer = nan_trainer(hf, tmp_path, at=3, always=True)
+    hf.protect(trainer, hf.config(tmp_path))
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == ExitReason.RESUME_TO_DISAMBIGUATE
+    trainer.train.__self__._run._saves.manager.close()
+    assert trainer.state.global_step == 3
+    assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
+    assert (tmp_path / "ckpt" / "suspect").is_dir()
+
+
+@pytest.mark.usefixtures("signals")
+def test_nothing_is_judged_where_that_is_off(hf: Any, tmp_path: Path) -> None:
+    """rerun_mode = disabled: the trainer's own step runs, and NaN is trained on, as without outlast."""
+    trainer = nan_trainer(hf, tmp_path, at=3, always=True)
+    off = RerunStateMachineConfig(rerun_mode="disabled")
+    hf.protect(trainer, hf.config(tmp_path, rerun_state_machine=off))
+    step = trainer.training_step
+    trainer.train()
+    assert trainer.training_step == step
+    assert not all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
+
+
+# -- what stays as it was, and what is refused ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("signals")
+def test_a_trainer_is_as_it_was_before_and_after(hf: Any, tmp_path: Path) -> None:
+    """Evaluation and prediction alone open no session; after train() the trainer's methods and callbacks are its own,
+    the session's figures are in its logs, and a second train() is protected with a directory of its own."""
+    trainer = hf.make("plain", tmp_path)
+    callbacks, methods = list(trainer.callback_handler.callbacks), {*vars(trainer)}
+    assert hf.protect(trainer, hf.config(tmp_path / "one")) is trainer
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert trainer.predict(hf.Sentences(4)).predictions.shape[0] == 4
+    assert not (tmp_path / "one").exists()
+    trainer.train()
+    logged = [one for one in trainer.state.log_history if "loss" in one]
+    assert all(one["outlast/step_time_s"] > 0 and one["outlast/restart_count"] == 0 for one in logged)
+    assert any("outlast/save_stall_s" in one for one in logged)
+    assert trainer.callback_handler.callbacks == callbacks
+    assert not {"evaluate", "log", "training_step", "_run_epoch"} & ({*vars(trainer)} - methods)
+    with pytest.raises(ConfigError, match="call protect\\(\\) again, with another"):
+        trainer.train()
+    hf.protect(trainer, hf.config(tmp_path / "two"))
+    assert trainer.train().global_step == 11
+    assert (tmp_path / "two" / "ckpt").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("signals")
+def test_a_checkpoint_of_the_trainer_begins_a_protected_run(hf: Any, tmp_path: Path) -> None:
+    """resume_from_checkpoint is used where this run has no generation yet, and not where it has one."""
+    args = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    hf.VARIANTS["own_saves"] = {"args": args, "model": hf.bert}
+    bare = hf.make("own_saves", tmp_path)
+    bare.train()
+    folder = str(tmp_path / "out" / "checkpoint-4")
+    seen = hf.BreakOff(7)
+    continued = hf.protect(hf.make("own_saves", tmp_path, seen), hf.config(tmp_path))
+    with pytest.raises(InterruptedError):
+        continued.train(resume_from_checkpoint=folder)
+    assert seen.began == [4, 5, 6, 7]
+    continued.train.__self__._run._saves.manager.close()
+    seen = hf.BreakOff(None)
+    resumed = hf.protect(hf.make("own_saves", tmp_path, seen), hf.config(tmp_path))
+    resumed.train(resume_from_checkpoint=folder)
+    assert seen.began == [6, 7]
+    assert hf.outcome(resumed)["weights"] == hf.outcome(bare)["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("signals")
+def test_the_page_does_what_it_shows(hf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every Python block of the page runs as it stands, on a small model; a path is all that is put in its place."""
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for number, block in enumerate(python_blocks("transformers.md")):
+        settings(tmp_path / str(number))
+        os.chdir(tmp_path / str(number))
+        made = hf.make("made_anew", tmp_path / str(number))
+        names = {"Trainer": hf.Trainer, "model": made.model, "args": made.args, "dataset": hf.Sentences()}
+        names["optimizer"] = torch.optim.AdamW(made.model.parameters())
+        names["schedule"] = torch.optim.lr_scheduler.ConstantLR(names["optimizer"])
+        exec(compile(block.replace("/shared", str(tmp_path)), f"block {number}", "exec"), names)
+        match number:
+            case 0:
+                assert names["trainer"].state.global_step == 8
+            case 1:
+                assert names["trainer"].train().global_step == 8
+                assert (tmp_path / "run-42").is_dir()
+            case 2:
+                assert names["run"].iteration == 100
+            case _:
+                pytest.fail("the page has a block that this test does not know")
+
+
+def test_what_cannot_be_protected_is_refused_by_name(hf: Any, tmp_path: Path) -> None:
+    """Each refusal is a ConfigError of one line that names the fault and the remedy, before anything is opened."""
+
+    def refused(trainer: Any, config: Any = None) -> str:
+        with pytest.raises(ConfigError) as caught:
+            hf.protect(trainer, config)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    trainer = hf.make("plain", tmp_path)
+    assert "takes a transformers.Trainer, not str" in refused("trainer")
+    assert "takes an outlast.Config or the path of a config file, not int" in refused(trainer, 3)
+    for name, value, text in (
+        ("enable_jit_checkpoint", True, "leave it off"),
+        ("auto_find_batch_size", True, "set per_device_train_batch_size"),
+    ):
+        setattr(trainer.args, name, value)
+        assert text in refused(trainer)
+        setattr(trainer.args, name, False)
+    for name, text in (("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")):
+        setattr(trainer, name, True)
+        assert text in refused(trainer)
+        setattr(trainer, name, False)
+    trainer._run_epoch = None
+    assert "has no Trainer._run_epoch" in refused(trainer)
+    del trainer._run_epoch
+    hf.protect(trainer, outlast.Config())
+    assert "protected already" in refused(trainer)
+    trainer.hp_search_backend = "optuna"
+    with pytest.raises(ConfigError, match="hyperparameter_search"):
+        trainer.train()
+
+
+TWO = """
+import os, sys, torch, transformers
+import outlast
+from outlast.integrations.transformers import protect
+
+folder, cycle = sys.argv[1], os.environ["OUTLAST_CYCLE"]
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 1)
+    def forward(self, rows, labels):
+        return {"loss": torch.nn.functional.mse_loss(self.layer(rows), labels)}
+
+class Killed(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        print(name, "cycle", cycle, "step", state.global_step, flush=True)
+        if (name, cycle, state.global_step) == ("second", "0", 6):
+            os.kill(os.getpid(), 9)
+
+drawn = torch.Generator().manual_seed(0)
+examples = [{"rows": torch.randn(4, generator=drawn), "labels": torch.zeros(1)} for _ in range(64)]
+for name in ("first", "second"):
+    args = transformers.TrainingArguments(
+        f"{folder}/out", max_steps=8, per_device_train_batch_size=4, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(Model(), args, train_dataset=examples, callbacks=[Killed()])
+    saves = outlast.CheckpointConfig(directory=f"{folder}/{name}", save_interval=2, async_save=False)
+    protect(trainer, outlast.Config(checkpoint=saves)).train()
+    print(name, "ended with", trainer.model.layer.weight.detach().tolist(), flush=True)
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+def test_two_protected_trainings_of_a_process_keep_apart(tmp_path: Path) -> None:
+    """Each has a directory of its own: the second begins at 0, and after a kill goes on from its own generation."""
+    script = tmp_path / "train.py"
+    script.write_text(TWO)
+    with Cluster(script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
+        codes = cluster.wait(240.0)
+        text = cluster.agents[0].output()
+    assert codes == [0], text
+    begins = [line.split() for line in text.splitlines() if line.startswith("second cycle")]
+    assert [(one[2], one[4]) for one in begins] == [*(("0", str(at)) for at in range(7)), ("1", "6"), ("1", "7")], text
+    weights = {line.partition("ended with ")[2] for line in text.splitlines() if "ended with [" in line}
+    assert len(weights) == 1, text
