@@ -59,6 +59,8 @@ _PYTHON_THAT_MAY_DIFFER = {"PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED",
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 _LEFT_COLD = {"outlast.health.node", "outlast.monitor.rank_guard"}
 """What starts fast."""
+_LEFT_OUT = ("ray", "bench", "demo", "integrations")
+"""Packages that import other frameworks, which read variables of the process (fsspec does), or many modules of ours."""
 _CHILDLESS = {"outlast.checkpoint.writer"}
 """What starts no Python process, and so needs no server."""
 
@@ -317,7 +319,7 @@ def _import_all() -> Preloaded:
     import torch.distributed.run  # noqa: F401
 
     for module in pkgutil.walk_packages(outlast.__path__, "outlast."):
-        if not module.name.endswith("__main__") and module.name.split(".")[1] not in ("ray", "bench", "demo"):
+        if not module.name.endswith("__main__") and module.name.split(".")[1] not in _LEFT_OUT:
             with contextlib.suppress(ImportError):  # an extra that is not installed
                 importlib.import_module(module.name)
     gc.collect()

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +65,8 @@ LOG_LEVEL = "OUTLAST_LOG_LEVEL"
 """Least level of the log: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
 LOG = "OUTLAST_LOG"
 """Form of the log: ``text`` or ``json``."""
+FINISHED_FLAG = "FAULT_TOL_FINISHED_FLAG_FILE"
+"""Path of a file that is made when a run has finished; NeMo-Run's job scripts set it, and look for the file."""
 
 
 def environ() -> dict[str, str]:
@@ -75,6 +77,11 @@ def environ() -> dict[str, str]:
 def postmortem_path() -> str | None:
     """Return where this worker records how it ends; ``None`` without ``outlast run``."""
     return os.environ.get(POSTMORTEM) or None
+
+
+def finished_flag_file() -> str | None:
+    """Return the file that is made when the run has finished; ``None`` = none is."""
+    return os.environ.get(FINISHED_FLAG) or None
 
 
 def interface() -> str | None:
@@ -315,6 +322,17 @@ class _NotedEnviron(os._Environ[str]):
     def __getitem__(self, key: str) -> str:
         self.reads.add(key)
         return super().__getitem__(key)
+
+    # Who goes through all variables (tqdm does, as torch imports it, for those that begin with its name) reads none.
+
+    def copy(self) -> dict[str, str]:
+        return {os.fsdecode(name): os.fsdecode(value) for name, value in self._data.items()}  # type: ignore[attr-defined]
+
+    def items(self) -> ItemsView[str, str]:
+        return self.copy().items()
+
+    def values(self) -> ValuesView[str]:
+        return self.copy().values()
 
 
 @contextmanager

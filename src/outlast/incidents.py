@@ -257,7 +257,7 @@ class EventKind(StrEnum):
     ``tensor``, ``element``, ``bit``, ``before``, ``after``."""
     NOTICE = "notice"
     """Worker or agent: shutdown requested; ``signal``, if it was one; worker: ``source``, ``reason``, ``deadline_s``
-    (seconds until the process is ended)."""
+    (seconds until the process is ended). Driver of a group of actors: Ray drains a node; the same, and ``ray_node``."""
     SESSION_ENDED = "session_ended"
     """Worker: ``exit_code``."""
 

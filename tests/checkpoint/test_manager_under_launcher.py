@@ -84,3 +84,43 @@ def test_what_led_to_an_invalid_result_is_skipped_without_a_session(tmp_path: Pa
     assert "ended with [12.0, 12.0, 12.0]" in text
     verdicts = [event.data["verdict"]["reason"] for event in cluster.events() if event.kind == EventKind.VERDICT]
     assert any("generation 2 (memory tier" in reason and "is distrusted" in reason for reason in verdicts), verdicts
+
+
+TWO = """
+import os, sys
+import torch
+import outlast
+
+folder, cycle = sys.argv[1], int(os.environ["OUTLAST_CYCLE"])
+for name in ("first", "second"):
+    saves = outlast.CheckpointConfig(directory=f"{folder}/{name}", save_interval=2, async_save=False)
+    with outlast.init(outlast.Config(checkpoint=saves)) as run:
+        state = {"weight": torch.zeros(3)}
+        for iteration in run.steps(state, total=6):
+            if iteration in (0, 2, 4):
+                print(name, "cycle", cycle, "at", iteration, flush=True)
+            if (name, iteration, cycle) == ("second", 4, 0):
+                os.kill(os.getpid(), 9)
+            state["weight"] += 1 if name == "first" else 10
+        print(name, "ended with", state["weight"].tolist(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_session_of_a_process_takes_nothing_of_the_first_ones_from_memory(tmp_path: Path) -> None:
+    """Two trainings in one script, each with a directory of its own: the second begins at 0, and after a kill each goes
+    on from its own generations."""
+    script = tmp_path / "script.py"
+    script.write_text(TWO)
+    with Cluster(script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
+        codes = cluster.wait(WITHIN_S)
+        text = cluster.agents[0].output()
+    assert codes == [0], text
+    begins = re.findall(r"(first|second) cycle (\d) at (\d)", text)
+    assert begins == [
+        *[("first", "0", at) for at in "024"],
+        *[("second", "0", at) for at in "024"],
+        ("second", "1", "4"),
+    ], text
+    assert text.count("first ended with [6.0, 6.0, 6.0]") == 2
+    assert "second ended with [60.0, 60.0, 60.0]" in text

@@ -93,6 +93,7 @@ class _Ranks:
             memory=True,
             token="many",
             run="run",
+            home="",
             node=nodes[0],
             nodes=nodes,
             leaders=tuple(range(0, WORLD, PER_NODE)),

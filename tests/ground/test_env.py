@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast import env
 from outlast.env import BOARD, NAMES, RUN_ID, WorkerEnv, clean_name, hostname, node_name, read_worker
 from outlast.errors import ConfigError
 
@@ -201,3 +203,16 @@ def test_slurm_says_how_often_it_started_the_job() -> None:
     """A job that was given back to the queue follows itself at once."""
     worker = read_worker({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"})
     assert (worker.allocation, worker.requeues) == ("7", 2)
+
+
+def test_going_through_the_environment_reads_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is looked up counts as read: a library that goes through all variables for its own is not noted."""
+    monkeypatch.setenv("SOME_NAME", "1")
+    with env.noting_reads() as read:
+        found = {name: value for name, value in os.environ.items() if name == "SOME_NAME"}
+        copied, values = os.environ.copy(), list(os.environ.values())
+        assert os.environ.get("OTHER_NAME") is None
+    assert found == {"SOME_NAME": "1"}
+    assert copied == dict(os.environ)
+    assert values == list(copied.values())
+    assert read == {"OTHER_NAME"}

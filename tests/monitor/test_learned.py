@@ -140,3 +140,16 @@ def test_ranks_that_save_at_once_lose_nothing(tmp_path: Path):
         assert ranks.wait(120) == [0, 0, 0], ranks.tails()
     assert LearnedTimeouts.load(tmp_path).learned.sections == {"step": 22.0}
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME, "ft_state.lock"]
+
+
+def test_a_file_of_nvidias_extension_is_read(tmp_path):
+    """Timeouts that NVIDIA's extension, or Megatron with it, calculated are in force; configured ones in its file are
+    not, and what is learned next is merged with them."""
+    sections = {"section": {"step": 30.0, "setup": 600.0}, "out_of_section": 9.0, "calculated_sections": ["step"]}
+    state = {"current_timeouts": {"section": {**sections, "is_out_of_section_calculated": False}}}
+    (tmp_path / FILE_NAME).write_text(json.dumps(state))
+    learned = LearnedTimeouts.load(tmp_path)
+    assert learned.learned == Learned(sections={"step": 30.0})
+    assert merge(learned, 5.0, cycle="a-0") == 20.0
+    learned.save()
+    assert LearnedTimeouts.load(tmp_path).learned.sections == {"step": 20.0}

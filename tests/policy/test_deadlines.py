@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.config import FaultToleranceConfig
-from outlast.policy.deadlines import BoardSection, Subject, Timeouts, deadlines, expired, wake_at_ns
+from outlast.policy.deadlines import BoardSection, Learned, Subject, Timeouts, deadlines, expired, override, wake_at_ns
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.runtime.board import RankState
 
@@ -294,3 +294,15 @@ def test_ranks_that_wait_in_a_wrapper_are_not_judged():
     """A spare, a rank that waits for the others to finish, and one that has left are never late."""
     for state in (InProcessState.SPARE, InProcessState.COMPLETED, InProcessState.LEFT):
         assert subjects(restarting(state, last_heartbeat_ns=S), ALL, 9999) == []
+
+
+def test_what_the_script_calculated_comes_first():
+    """Calculated timeouts stand in the place of configured ones and of defaults, also where none was configured."""
+    config = FaultToleranceConfig(rank_section_timeouts={"step": 180.0, "setup": 600.0})
+    timeouts = Timeouts.from_config(config, with_defaults=True)
+    mine = override(timeouts, Learned(sections={"step": 2.0, "other": 3.0}, out_of_section_s=4.0, heartbeat_s=5.0))
+    assert mine.sections == {"step": 2.0, "setup": 600.0, "other": 3.0}
+    assert (mine.out_of_section_s, mine.heartbeat_s) == (4.0, 5.0)
+    assert mine.initial_heartbeat_s == timeouts.initial_heartbeat_s
+    assert mine.defaults == {Subject.INITIAL_HEARTBEAT}
+    assert override(timeouts, Learned()) == timeouts

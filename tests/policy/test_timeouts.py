@@ -96,6 +96,16 @@ def test_section_that_hung_teaches_nothing():
     assert learned.out_of_section_s == 7.0
 
 
+def test_a_learned_time_between_heartbeats_that_was_exceeded_is_forgotten():
+    """A pause that was never seen before, such as the first validation, ends one cycle at most: then the configured
+    time counts again."""
+    earlier = Learned(heartbeat_s=1.1, initial_heartbeat_s=40.0)
+    learned = taught(earlier=earlier, faulted=[late(Subject.HEARTBEAT)])
+    assert learned.heartbeat_s is None
+    assert apply(Timeouts(heartbeat_s=300.0), learned).heartbeat_s == 300.0
+    assert taught(earlier=earlier, faulted=[late(Subject.SECTION, "step")]).heartbeat_s is not None
+
+
 def test_unnamed_sections_stay_measured_only():
     """A section that the config does not name, other than the three known ones, is not learned."""
     assert "eval" not in taught(configured=Timeouts()).sections

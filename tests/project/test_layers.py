@@ -63,12 +63,16 @@ MAX_THIN = 0
 @cache
 def sources() -> dict[str, ast.Module]:
     """Return every module of the package, by dotted name below ``outlast``."""
-    trees = {}
+    return {name: ast.parse(path.read_text(encoding="utf-8"), filename=str(path)) for name, path in paths().items()}
+
+
+def paths() -> dict[str, Path]:
+    """Return the file of every module."""
+    found = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(part for part in parts if part != "__init__")
-        trees[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    return trees
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
 
 
 def is_package(name: str) -> bool:
@@ -117,7 +121,7 @@ def top(name: str) -> str:
     return name.split(".")[0]
 
 
-MODULES = [name for name in sources() if name]  # the root re-exports lazily and belongs to no layer
+MODULES = [name for name in paths() if name]  # the root re-exports lazily and belongs to no layer
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -12,7 +12,7 @@ import pytest
 from outlast.errors import ConfigError, OutlastError
 from outlast.policy.recovery_point import Tier
 from outlast.runtime import board as layout
-from outlast.runtime.board import MAX_DEPTH, MAX_NAMES, OTHER, Board, LoadedCopy, RankPage
+from outlast.runtime.board import MAX_DEPTH, MAX_NAMES, OTHER, Board, EndRequest, LoadedCopy, RankPage
 
 
 @pytest.fixture
@@ -325,3 +325,19 @@ def test_snapshots_of_a_busy_writer_fit_together(board):
         writer.kill()
         writer.wait(10)
         writer.stdout.close()
+
+
+def test_calculated_timeouts_and_requests_are_read_until_the_worker_attaches_again(board, page):
+    """What a worker calculated, and what it asks of its launcher, stand on the page; a text that does not fit is
+    refused; another attachment clears both."""
+    assert board.timeouts(1) == ""
+    page.set_timeouts('{"a":1}')
+    page.set_timeouts('{"b":22}')
+    page.request(EndRequest.STOP)
+    assert board.timeouts(1) == '{"b":22}'
+    assert board.read(1).requested == EndRequest.STOP
+    with pytest.raises(ConfigError, match="calculate those of fewer sections"):
+        page.set_timeouts("x" * (layout.MAX_TIMEOUTS_BYTES + 1))
+    page.attach(pid=os.getpid(), global_rank=5, cycle=1)
+    assert board.timeouts(1) == ""
+    assert board.read(1).requested == EndRequest.NONE

@@ -100,11 +100,12 @@ def test_a_buffer_that_cannot_be_mapped_leaves_no_descriptor(monkeypatch: pytest
 def test_a_signal_that_cannot_be_handled_leaves_the_others_as_they_were() -> None:
     """Nothing is left of a watch that could not be made: no handler, no thread, no descriptor."""
     before, handler = num_open(), signal.getsignal(signal.SIGUSR1)
+    threads = set(threading.enumerate())
     for wrong in (signal.SIGKILL, 999):
         with pytest.raises(OutlastError, match="cannot be handled"):
             SignalWatch([signal.SIGUSR1, wrong], on_signal=Mock())
     assert signal.getsignal(signal.SIGUSR1) == handler
-    assert not [thread for thread in threading.enumerate() if thread.name == "outlast-signals"]
+    assert not set(threading.enumerate()) - threads
     assert num_open() == before
 
 

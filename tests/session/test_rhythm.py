@@ -96,3 +96,12 @@ def test_ranks_that_measure_differently_save_alike(
     """However differently long the ranks' steps are, all save after the same steps to the same tiers."""
     ranks = rhythms(4, save_interval=save, non_persistent_save_interval=near, rank_mttf_hours=0.1)
     train(ranks, 60, step_s=step_s, cost_s=cost_s)
+
+
+def test_one_rank_may_request_a_save() -> None:
+    """What one rank wants saved, all ranks save after the next step, once; beside the intervals the larger counts."""
+    ranks = rhythms(3, save_interval=10)
+    ranks[2].wanted = DueSave.NEAR
+    assert train(ranks, 5) == [(1, DueSave.NEAR)]
+    ranks[1].wanted = DueSave.NEAR
+    assert train(ranks, 5, start=9) == [(10, DueSave.ALL)]

@@ -160,6 +160,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema: int
     run: str
     topology: str
+    home: str = ""
+    """Names the directories of the session; another one of the same processes does not load it from memory."""
     world_size: int
     iteration: int
     attempt: str

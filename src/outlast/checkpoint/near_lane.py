@@ -265,6 +265,7 @@ class NearLane(Lane):
             schema=SCHEMA,
             run=self._places.run,
             topology=self._places.topology,
+            home=self._places.home,
             world_size=self._world_size,
             iteration=save.iteration,
             attempt=str(save.attempt),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import logging
 import os
 import secrets
@@ -146,6 +147,8 @@ class Places:
     token: str
     """Random; names this set of processes."""
     run: str
+    home: str
+    """Names the directories that are set; what lies in memory belongs to those that were set when it was saved."""
     node: str
     """This rank's node; unique."""
     nodes: tuple[str, ...]
@@ -226,8 +229,9 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         raise ConfigError(
             "replication=true, but nothing outlives a worker here: set local_directory, or start with outlast run"
         )
-    drawn = [data.decode().split(" ") for data in peers.gather(f"{secrets.token_hex(4)} {make_offer()}".encode())]
-    token, secret = drawn[0][0], _replication_key(config, [offer for _, offer in drawn])
+    offered = f"{secrets.token_hex(4)} {make_offer()} {home_digest(config)}"
+    drawn = [data.decode().split(" ") for data in peers.gather(offered.encode())]
+    (token, _, home), secret = drawn[0], _replication_key(config, [offer for _, offer, _ in drawn])
     probe = local.path / f".probe-{token}-{peers.rank}" if local is not None else None
     replicates = config.replication is not False and can_hold and peers.world_size > 1
     problem = ""
@@ -240,7 +244,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
             problem = f"local_directory={config.local_directory}: {error.strerror or error}"
         _raise(peers.find_first(problem))
         key = secret if replicates else None
-        seen, seen_local, seen_global = _look(directory, local, token, place, peers, writer, key)
+        seen, seen_local, seen_global = _look(directory, local, token, home, place, peers, writer, key)
         everyone = [from_json(data, _RankView) for data in peers.gather(msgspec.json.encode(seen))]
     finally:
         if probe is not None:
@@ -266,6 +270,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         memory=writer.outlives_worker,
         token=token,
         run=known_run if known_run is not None else f"run-{token}",
+        home=home,
         node=nodes[peers.rank],
         nodes=nodes,
         leaders=leaders,
@@ -282,6 +287,7 @@ def _look(
     directory: GlobalDirectory | None,
     local: Directory | None,
     token: str,
+    home: str,
     place: WorkerEnv,
     peers: Peers,
     writer: WriterClient,
@@ -313,7 +319,7 @@ def _look(
                 view.near.append(_evidence(seen_local, local.named_runs()))
         if writer.outlives_worker:
             held, _ = writer.ask(f.List(), f.Listed, timeout_s=SERVE_TIMEOUT_S)
-            manifests = [decode_manifest(one.manifest)[0] for one in held.generations]
+            manifests = [found for one in held.generations if (found := decode_manifest(one.manifest)[0]).home == home]
             view.generations.update(manifest.iteration for manifest in manifests)
             view.near += [RunEvidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
         if secret is not None:
@@ -355,6 +361,11 @@ def _replication_key(config: CheckpointConfig, offers: Sequence[str]) -> bytes:
         return _read_key(config.replication_key_file)
     keys = [accept_offer(offer, "replica port") for offer in offers]  # of all ranks: where one differs, all refuse
     return keys[0]
+
+
+def home_digest(config: CheckpointConfig) -> str:
+    """Return what two sessions of one process, with other directories each, do not share; rank 0's counts."""
+    return hashlib.sha256(f"{config.directory}\0{config.local_directory}".encode()).hexdigest()[:16]
 
 
 def _firsts(nodes: Sequence[str]) -> Iterator[int]:

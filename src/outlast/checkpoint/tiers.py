@@ -173,6 +173,8 @@ def _list_memory(mine: _Listing, places: Places, writer: WriterClient) -> None:
             check_manifest(manifest, places)
         except CheckpointError:
             continue  # of another run or arrangement; memory is not where anyone looks for those
+        if manifest.home != places.home:
+            continue  # of another session of these processes, which has other directories
         ranks = tuple(sorted(part.rank for part in generation.parts if part.part == SHARD_PART))
         parities = [part.rank for part in generation.parts if part.part == PARITY_PART]
         mine.held.append(_held(manifest, Tier.MEMORY, ranks, parities))

@@ -153,6 +153,10 @@ class RecoveryConfig:
     close_timeout: float = 10.0
     """Seconds in which actors have to be gone when the group is closed."""
 
+    drain_margin: float = 10.0
+    """Seconds before a node goes that Ray drains: a call that has not ended until then is interrupted, and the node's
+    actors are replaced. Between two calls they are replaced as soon as the notice has come and there are spares."""
+
     allow_shrink: bool = False
     """When no spare is left, continue at once with fewer data shards, from a generation of the global tier."""
 
@@ -167,7 +171,7 @@ class RecoveryConfig:
         require_finite(self)
         require_above_zero(self, "ping_interval", "ping_timeout", "examine_timeout", "start_timeout", "store_timeout")
         require_above_zero(self, "abort_timeout", "join_timeout", "collective_timeout", "close_timeout")
-        require_at_least(self, 0, "spare_wait")
+        require_at_least(self, 0, "spare_wait", "drain_margin")
         require_at_least(self, 1, "max_rounds", "max_recoveries")
         require(
             self.ping_interval < self.ping_timeout,

@@ -400,7 +400,7 @@ def end_children(children: Iterable[BaseProcess]) -> None:
 
 
 def _detach_loaders() -> None:
-    """Have the iterators of data loaders let go of their workers."""
+    """Detach the iterators of data loaders from their workers."""
     loading = sys.modules.get("torch.utils.data.dataloader")
     if loading is None:
         return

@@ -484,7 +484,7 @@ class WrappedRank:
             log.warning("the function failed on this rank in call %d", self._restart_count, exc_info=error)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Let go of the call that was entered last. Idempotent."""
+        """Release what the last call held. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is None:
             return

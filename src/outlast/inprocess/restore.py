@@ -183,7 +183,7 @@ class KeptTrainingState:
     # -- between calls -----------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Let go of the state, as the call has been left, and find out whether it is whole. Idempotent.
+        """Release the state after the call was left, and determine whether it is whole. Idempotent.
 
         Blocks: while it is digested, if it is whole.
         """
@@ -239,7 +239,7 @@ class KeptTrainingState:
         return self._iteration, "", digest
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release everything. Idempotent."""
         self.release()
         if self.page is not None:
             self.page.close()
@@ -467,7 +467,7 @@ class Restore:
         self._kept.release()
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release everything. Idempotent."""
         self._kept.close()
         self._forget_neighbours()
 

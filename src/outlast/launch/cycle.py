@@ -39,13 +39,13 @@ from outlast.launch.agent_events import HangSeen, WatchdogFailed
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.workers import InProcessRecovery, WorkerProcess
 from outlast.monitor.examination import examine
-from outlast.monitor.watchdog import HangReport, LearnedTimeouts, Watchdog, observe
+from outlast.monitor.watchdog import HangReport, LearnedTimeouts, Watchdog, enforceable, observe
 from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts, describe_hangs
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Distrusted, Load, tier_of_load
 from outlast.policy.rerun import Diagnosis, Replay
-from outlast.runtime.board import Board
+from outlast.runtime.board import Board, EndRequest
 from outlast.runtime.files import in_time, make_private_folder, open_private
 from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
@@ -167,6 +167,12 @@ class Cycle:
     """Where each setting of it comes from."""
     script_settings: str | None = None
     """What the script's config sets, as text; ``None`` while no rank has attached to the board."""
+    _settings_of: int = 0
+    """The local rank that they are of."""
+    calculated: str = ""
+    """The timeouts that the workers calculated themselves, as text."""
+    _before_calculated: Timeouts = field(default_factory=Timeouts)
+    """What would be enforced without them."""
     _differing: set[int] = field(default_factory=set)
     """Local ranks whose scripts set something else than the first one's."""
     over: bool = False
@@ -297,10 +303,11 @@ class Cycle:
             text = self.board.settings(local_rank)
             if text is None or text == self.script_settings:
                 continue
-            if self.script_settings is None:
-                self.script_settings = text
+            # A worker may attach without settings first, and again with those of its session: none differ from none.
+            if self.script_settings is None or (not self.script_settings and local_rank == self._settings_of):
+                self.script_settings, self._settings_of = text, local_rank
                 self._enforce(text)
-            elif local_rank not in self._differing:
+            elif text and local_rank not in self._differing:
                 self._differing.add(local_rank)
                 log.warning(
                     "the fault tolerance settings of local rank %d differ from another rank's, which are in "
@@ -336,7 +343,23 @@ class Cycle:
             return "learned" if getattr(timeouts, field) != getattr(configured, field) else source(name)
 
         self.timeouts, self._origins = timeouts, {name: origin(name) for name in FIELD_OF_SETTING}
+        self._before_calculated, self.calculated = timeouts, ""
         self.watchdog.enforce(timeouts, timeouts.describe(origin))
+        self.apply_calculated_timeouts()
+
+    def apply_calculated_timeouts(self) -> None:
+        """Enforce what the workers calculated themselves, if that has changed; the lowest local rank's counts."""
+        if self.over or self.watchdog is None or self.script_settings is None:
+            return
+        texts = (self.board.timeouts(local_rank) for local_rank in range(self.board.num_ranks))
+        text = next((text for text in texts if text != ""), "")
+        if text is None or text == self.calculated:
+            return  # while it changes: whoever changes it wakes the agent afterwards
+        self.calculated, before = text, self._before_calculated
+        self.timeouts = enforceable(before, text, rank=self._settings_of)
+        changed = {name for name, of in FIELD_OF_SETTING.items() if getattr(self.timeouts, of) != getattr(before, of)}
+        self._origins |= dict.fromkeys(changed, "calculated by the script")
+        self.watchdog.enforce(self.timeouts, self.timeouts.describe(self._origins.__getitem__))
 
     @property
     def is_plain(self) -> bool:
@@ -436,7 +459,9 @@ class Cycle:
 
         One that judged a result invalid is the cause, also where a peer that missed it was gone before it.
         """
-        if (other := self._describe_verdict() or self.in_process.unrecovered_loss) is not None:
+        if (other := self._describe_request() or self._describe_verdict()) is not None:
+            return other
+        if (other := self.in_process.unrecovered_loss) is not None:
             return other
         failing = self._failing()
         first = find_first(failing).rank
@@ -503,6 +528,22 @@ class Cycle:
         worker, code, diagnosis = first
         seers = [other for other in self.workers.values() if diagnosis and diagnosis.rank == other.global_rank]
         return self._describe_exit(seers[0] if seers else worker, code, diagnosis)
+
+    def _describe_request(self) -> Incident | None:
+        """Return the incident of a worker that asked what is to follow a failure; ``None`` = none did.
+
+        It counts although another worker may have failed: a request to stop comes before one to replace the node.
+        """
+        asked = ((self.board.read(worker.local_rank).requested, worker) for worker in self.workers.values())
+        requested, worker = max(asked, key=lambda one: one[0])
+        if requested == EndRequest.NONE:
+            return None
+        if requested == EndRequest.STOP:
+            return self._describe_exit(worker, ExitReason.NO_PROGRESS)
+        incident = self._describe_exit(worker, worker.exit_code or 1)
+        summary = f"rank {worker.global_rank} asked that its node is replaced"
+        evidence = {**incident.evidence, "summary": summary}
+        return msgspec.structs.replace(incident, kind=IncidentKind.NODE_UNHEALTHY, evidence=evidence)
 
     def _describe_exit(self, worker: WorkerProcess, exit_code: int, diagnosis: Diagnosis | None = None) -> Incident:
         state = self.board.read(worker.local_rank)

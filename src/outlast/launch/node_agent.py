@@ -210,6 +210,8 @@ class NodeAgent(SimpleElasticAgent):
         self._timers.fire()
         if cycle is not None and cycle.script_settings is None:
             self._take_settings(cycle)  # whatever else looked may have read the datagram of a worker that attached
+        elif cycle is not None:
+            cycle.apply_calculated_timeouts()
 
     def _on_worker_event(self, event: ZygoteReady | Started | FailedToStart | Exited | Cleared | None) -> None:
         match event:

@@ -63,6 +63,8 @@ class Checked:
     is_alone: bool
     """There is one agent, which nobody else looks for."""
     join_timeout_s: float
+    resolve_timeout_s: float
+    """How long no host of the endpoints may be known at the start."""
     any_command: bool
     """The agents' commands may differ."""
     notes: tuple[str, ...]
@@ -166,7 +168,7 @@ def check_values(argv: Sequence[str]) -> Checked:
         f"{name('node_rank')}={args.node_rank} is no rank of {count(max_nodes, 'node')}; write a number from 0 to "
         f"{max_nodes - 1}, or leave it out",
     )
-    join_timeout_s, any_command, ignored = _parse_conf(args.rdzv_conf, name("rdzv_conf"))
+    timeouts, any_command, ignored = _parse_conf(args.rdzv_conf, name("rdzv_conf"))
     return Checked(
         command=command,
         config=config,
@@ -175,7 +177,8 @@ def check_values(argv: Sequence[str]) -> Checked:
         max_nodes=max_nodes,
         endpoints="localhost:0" if alone else _check_endpoints(command, num_slots),
         is_alone=alone,
-        join_timeout_s=join_timeout_s,
+        join_timeout_s=timeouts.get("join_timeout", timeouts.get("timeout", 600.0)),
+        resolve_timeout_s=timeouts.get("resolve_timeout", 0.0),
         any_command=any_command,
         notes=tuple(filter(None, (command.hint, _describe_spares(num_slots, max_nodes), ignored))),
     )
@@ -396,8 +399,8 @@ def _describe_spares(num_slots: int, max_nodes: int) -> str | None:
     )
 
 
-def _parse_conf(text: str, option: str) -> tuple[float, bool, str | None]:
-    """Return the join timeout of ``--rdzv-conf``, whether commands may differ, and a line on what else it holds.
+def _parse_conf(text: str, option: str) -> tuple[dict[str, float], bool, str | None]:
+    """Return the timeouts of ``--rdzv-conf``, whether commands may differ, and a line on what else it holds.
 
     Quotes around the whole may have come through from a script or a YAML file; torchrun takes them, too.
     """
@@ -414,7 +417,7 @@ def _parse_conf(text: str, option: str) -> tuple[float, bool, str | None]:
             _require(value in ("0", "1"), f"{option}: any_command={value!r} is neither 0 nor 1; write any_command=1")
             any_command = value == "1"
             continue
-        if name not in ("join_timeout", "timeout"):
+        if name not in ("join_timeout", "timeout", "resolve_timeout"):
             others.append(name)
             continue
         try:
@@ -422,9 +425,9 @@ def _parse_conf(text: str, option: str) -> tuple[float, bool, str | None]:
         except ValueError:
             raise ConfigError(f"{option}: {name}={value!r} is no number of seconds; write {name}=600, say") from None
         _require(values[name] > 0, f"{option}: {name}={value} must be above 0 seconds")
-    ignored = f"{option}: {', '.join(others)}: without effect; outlast's rendezvous knows join_timeout and any_command"
-    join_timeout_s = values.get("join_timeout", values.get("timeout", 600.0))
-    return join_timeout_s, any_command, ignored if others else None
+    known = "join_timeout, resolve_timeout and any_command"
+    ignored = f"{option}: {', '.join(others)}: without effect; outlast's rendezvous knows {known}"
+    return values, any_command, ignored if others else None
 
 
 def _source_of_run_dir(command: RunCommand, config: Config) -> str:

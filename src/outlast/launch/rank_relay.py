@@ -39,6 +39,10 @@ log = logging.getLogger(__name__)
 _BACKLOG = 512
 _FULL_S = 0.1
 """How long nobody is accepted once there are no descriptors left."""
+_JOIN_S = 30.0
+"""How long a connection may take to name its rank: a guard does it at once, unless it is stopped."""
+_MAX_NEWCOMERS = 1024
+"""Connections that have not named their rank; one more closes the oldest."""
 
 GuardLink = SelectedChannel[ToRelay]
 
@@ -94,6 +98,8 @@ class RankRelay:
         self._accepts_again_s: float | None = None
         self._links: set[GuardLink] = set()
         """All of them: also those that have not joined, or whose cycle is over."""
+        self._newcomers: dict[GuardLink, float] = {}
+        """Until when those that have not joined may do so; the oldest is first."""
         self._term = 0
         self._cycle: int | None = None
         self._calls: dict[int, _RelayedCall] = {}
@@ -127,6 +133,7 @@ class RankRelay:
     def deadline_s(self) -> float | None:
         """When to call :meth:`serve`, whatever comes."""
         due = [self._accepts_again_s] if self._accepts_again_s is not None else []
+        due += [*self._newcomers.values()][:1]
         due += [rank.until_s for call in self._calls.values() for rank in call.ranks.values() if rank.until_s]
         return min(due, default=None)
 
@@ -141,6 +148,8 @@ class RankRelay:
         if self._accepts_again_s is not None and now_s >= self._accepts_again_s:
             self._accepts_again_s = None
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        for link in [link for link, until_s in self._newcomers.items() if now_s >= until_s]:
+            self._drop(link, TimeoutError(f"it named no rank for {_JOIN_S:g} s"))
         for call in self._calls.values():
             for rank in call.ranks.values():
                 if rank.until_s is not None and now_s >= rank.until_s:
@@ -216,9 +225,14 @@ class RankRelay:
                 connection.close()
                 continue
             channel: BufferedChannel[ToRelay] = BufferedChannel(connection, ToRelay)
-            self._links.add(GuardLink(self._selector, channel, self._on_newcomer, self._drop))
+            link = GuardLink(self._selector, channel, self._on_newcomer, self._drop)
+            self._links.add(link)
+            self._newcomers[link] = clock.now_s() + _JOIN_S
+            if len(self._newcomers) > _MAX_NEWCOMERS:
+                self._drop(next(iter(self._newcomers)), ConnectionAbortedError("too many have not named their rank"))
 
     def _on_newcomer(self, link: GuardLink, came: list[ToRelay]) -> None:
+        del self._newcomers[link]
         join = came[0]
         if not isinstance(join, JoinRelay) or join.cycle != self._cycle:
             log.debug("a guard was refused: it is of no rank of cycle %s", self._cycle)
@@ -298,6 +312,7 @@ class RankRelay:
         if error is not None:
             log.debug("a guard's connection ended before it joined: %s", error)
         self._links.discard(link)
+        self._newcomers.pop(link, None)
         link.close()
 
     def _give(self, rank: _RelayedRank, link: GuardLink, order: p.Order, frame: bytes) -> None:

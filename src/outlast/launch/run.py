@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -186,6 +187,8 @@ def _ended_unjudged(events: Sequence[Event]) -> bool:
 
 
 log = logging.getLogger(__name__)
+_RESOLVE_AGAIN_S, _RESOLVE_REMIND_S = 1.0, 10.0
+"""How often hosts that are not known are looked up again, and how often the log says so."""
 
 PRELOAD = (
     "torch",
@@ -225,7 +228,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
     startup = _StartUp()
     remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is refused before all else
     identity = _identify(options)
-    _check_endpoints(parse_endpoints(options.endpoints), identity)
+    _check_endpoints(parse_endpoints(options.endpoints), identity, options.resolve_timeout_s)
     if identity.key.source is KeySource.RUN_ID:
         log.warning(
             "the run key is derived from the run's id: that keeps other runs out, not attackers; give all agents the "
@@ -357,13 +360,36 @@ def _identify(options: RunOptions) -> JobIdentity:
     )
 
 
-def _check_endpoints(endpoints: Sequence[Endpoint], identity: JobIdentity) -> None:
+def _check_endpoints(endpoints: Sequence[Endpoint], identity: JobIdentity, resolve_timeout_s: float) -> None:
     """Refuse endpoints that lead nowhere; an agent would wait there in silence until ``join_timeout``.
+
+    Args:
+        endpoints: Where the agents meet.
+        identity: The run, as its coordinator must know it.
+        resolve_timeout_s: How long no host may be known yet: in Kubernetes a name exists once its pod has started.
 
     Raises:
         ConfigError: No host of theirs is known, or what answers at one is no coordinator of this run.
 
-    Blocks: about 0.01 s where all is well or nobody listens yet; some seconds where names or hosts do not answer.
+    Blocks: about 0.01 s where all is well or nobody listens yet; some seconds where names or hosts do not answer; up to
+    ``resolve_timeout_s`` more where no host is known.
+    """
+    until_s, told_s = clock.now_s() + resolve_timeout_s, clock.now_s()
+    while unknown := _find_unknown(endpoints, identity):
+        left_s = until_s - clock.now_s()
+        if left_s <= 0:
+            raise ConfigError(f"--rdzv-endpoint: no such host: {', '.join(unknown)}; check the name")
+        if clock.now_s() - told_s >= _RESOLVE_REMIND_S:
+            told_s = clock.now_s()
+            log.info("waiting for the name of a host: %s; gives up in %.0f s", ", ".join(unknown), left_s)
+        threading.Event().wait(min(_RESOLVE_AGAIN_S, left_s))
+
+
+def _find_unknown(endpoints: Sequence[Endpoint], identity: JobIdentity) -> list[str]:
+    """Return the hosts that are not known, and why, if none is known.
+
+    Raises:
+        ConfigError: What answers at one is no coordinator of this run.
     """
     unknown = []
     for endpoint in endpoints:
@@ -379,8 +405,7 @@ def _check_endpoints(endpoints: Sequence[Endpoint], identity: JobIdentity) -> No
             raise ConfigError(
                 f"--rdzv-endpoint={endpoint}: {found.value}, no agent of a run; name a free port, or end that program"
             )
-    if unknown and len(unknown) == len(endpoints):
-        raise ConfigError(f"--rdzv-endpoint: no such host: {', '.join(unknown)}; check the name")
+    return unknown if len(unknown) == len(endpoints) else []
 
 
 def _run_with_torch_events(agent: NodeAgent, event_log_handler: str) -> None:

@@ -164,7 +164,8 @@ _BORROWED = {
 _REWORDED = {
     "help": "Show this help.",
     "rdzv_backend": "static, c10d and outlast all mean outlast's own rendezvous.",
-    "rdzv_conf": "join_timeout=SECONDS: how long agents wait for each other; default 600. any_command=1: the agents' "
+    "rdzv_conf": "join_timeout=SECONDS: how long agents wait for each other; default 600. resolve_timeout=SECONDS: how "
+    "long no host of --rdzv-endpoint may be known at the start; default 0. any_command=1: the agents' "
     "commands may differ.",
     "standalone": "One node, alone: no endpoint is needed, and the run has a new name.",
     "monitor_interval": "Without effect: a worker's end is noticed at once.",

@@ -31,7 +31,7 @@ from outlast import logs
 from outlast.config.launching import FaultToleranceConfig
 from outlast.decoding import from_json
 from outlast.monitor.examination import examine
-from outlast.monitor.watchdog import HangReport, Watchdog
+from outlast.monitor.watchdog import HangReport, Watchdog, enforceable
 from outlast.policy.causes import find_culprit
 from outlast.policy.deadlines import Timeouts
 from outlast.runtime.board import Board
@@ -325,13 +325,19 @@ class HangWatch:
     def __init__(self, task: HangWatchTask, board: Board, worker: int) -> None:
         self._task, self._board, self._worker = task, board, worker
         self._config = FaultToleranceConfig.from_json(task.config)
+        self._timeouts = Timeouts.from_config(self._config)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
 
-    def run(self, line: int) -> None:
-        """Watch until the worker is gone, or has closed the line (a descriptor)."""
+    def _enforceable(self) -> Timeouts | None:
+        """Return what is to be enforced; ``None`` while it changes: a message that it has changed is still to come."""
+        text = self._board.timeouts(0)
+        return None if text is None else enforceable(self._timeouts, text, rank=self._task.rank)
+
+    def run(self, line: socket.socket) -> None:
+        """Watch until the worker is gone, or has closed the line."""
         watchdog = Watchdog(
             self._board,
-            Timeouts.from_config(self._config),
+            self._enforceable() or self._timeouts,
             node=self._task.node,
             on_hang=self.end_worker,
             on_error=lambda _: os.eventfd_write(self._wake, 1),
@@ -340,7 +346,9 @@ class HangWatch:
         poll = select.poll()
         for watched in (self._worker, self._wake, line):
             poll.register(watched, select.POLLIN)
-        poll.poll()
+        while {fd for fd, _ in poll.poll()} == {line.fileno()} and line.recv(1):  # it says that they have changed
+            if (timeouts := self._enforceable()) is not None:
+                watchdog.enforce(timeouts, f"calculated: {timeouts.describe()}")
         if watchdog.stop():
             self._board.close()
             os.close(self._wake)
@@ -386,7 +394,7 @@ def run_duty(task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> No
     board = Board.open(f"/proc/self/fd/{fds[0]}")
     os.close(fds[0])
     try:
-        HangWatch(from_json(task, HangWatchTask), board, pidfd).run(line.fileno())
+        HangWatch(from_json(task, HangWatchTask), board, pidfd).run(line)
     finally:
         os.close(pidfd)
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import msgspec
+
 from outlast import logs
 from outlast.config.launching import FaultToleranceConfig
 from outlast.config.sources import merge_under
@@ -22,8 +24,8 @@ from outlast.monitor import stacks
 from outlast.monitor.examination import Responder
 from outlast.monitor.rank_guard import GuardDuty, HangWatchTask
 from outlast.monitor.watchdog import LearnedTimeouts, observe
-from outlast.policy.deadlines import STANDARD, STEP, Timeouts
-from outlast.runtime.board import Board, RankState, agent_address
+from outlast.policy.deadlines import STANDARD, STEP, Learned, Timeouts, override
+from outlast.runtime.board import Board, EndRequest, RankState, agent_address
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +105,13 @@ class RankMonitor:
         self, env: WorkerEnv, config: FaultToleranceConfig | None, run_dir: str | os.PathLike[str] | None
     ) -> None:
         global _open_monitor
-        if _open_monitor is not None and _open_monitor.pid == os.getpid():
-            raise OutlastError("this process has a RankMonitor already; use that one, or close() it first")
+        replaced = open_monitor()
+        if replaced is not None:
+            if replaced._on_replaced is None:
+                raise OutlastError("this process has a RankMonitor already; use that one, or close() it first")
+            replaced.close()
+        self._on_replaced: Callable[[RankMonitor], None] | None = None
+        self._calculated: Learned | None = None
         self.env = env
         logs.configure_worker(self.env.global_rank, self.env.node)
         folder = run_dir if run_dir is not None else self.env.run_dir
@@ -143,8 +150,16 @@ class RankMonitor:
             child = -1
         else:
             child = self._start_watch()
+        self._responder = self._respond(child)
+        _open_monitor = self
+        atexit.register(self.close)
+        if replaced is not None and replaced._on_replaced is not None:
+            replaced._on_replaced(self)
+
+    def _respond(self, child: int) -> Responder:
+        local_rank = self._page.local_rank
         try:
-            self._responder = Responder(
+            responder = Responder(
                 self._board.token,
                 local_rank,
                 record=self._page.set_collectives,
@@ -156,9 +171,8 @@ class RankMonitor:
                 f"another process answers for local rank {local_rank} of this node already ({error}); "
                 "each worker needs a LOCAL_RANK of its own"
             ) from error
-        self._responder.start()
-        _open_monitor = self
-        atexit.register(self.close)
+        responder.start()
+        return responder
 
     # -- sections and heartbeats ---------------------------------------------------------------------------
 
@@ -295,11 +309,23 @@ class RankMonitor:
             except OSError as error:
                 log.debug("the agent was not woken by local rank %d: %s", self.env.local_rank, error)
 
+    def _enforce(self, calculated: Learned) -> None:
+        self._page.set_timeouts(msgspec.json.encode(calculated).decode())
+        self._calculated = calculated
+        if self.env.board is not None:
+            self._wake_agent()
+        elif self._watch is not None:
+            self._watch.line.send(b"\1")
+        elif (child := self._start_watch()) >= 0:
+            self._responder.stop()
+            self._responder = self._respond(child)
+
     # -- without an agent ----------------------------------------------------------------------------------
 
     def _start_watch(self) -> int:
         """Have the guard watch, if there is something to enforce; return what is readable at its end, or -1."""
-        if self._timeouts.smallest_s() is None:
+        timeouts = self._timeouts if self._calculated is None else override(self._timeouts, self._calculated)
+        if timeouts.smallest_s() is None:
             off = self.config.given.get("enable_ft_package") is False
             why = "enable_ft_package is off" if off else "no timeout is set"
             log.log(self._level, "%s is not watched: %s", self._who(), why)
@@ -344,6 +370,38 @@ class RankMonitor:
 
     def _who(self) -> str:
         return f"rank {self.env.global_rank} (node {self.env.node}, pid {os.getpid()}, cycle {self.env.cycle})"
+
+
+def open_monitor() -> RankMonitor | None:
+    """Return the monitor that this process has, if it has one."""
+    return _open_monitor if _open_monitor is not None and _open_monitor.pid == os.getpid() else None
+
+
+def enforce(monitor: RankMonitor, calculated: Learned) -> None:
+    """Enforce timeouts that the script calculated from now on; they come before configured and learned ones.
+
+    What ``calculated`` leaves out stays as it is configured. The last call counts, also for what it leaves out. Under
+    an agent all ranks of a node have the same timeouts: give the same on all ranks.
+
+    Raises:
+        ConfigError: There are too many.
+    """
+    monitor._enforce(calculated)
+
+
+def yield_to_next(monitor: RankMonitor, callback: Callable[[RankMonitor], None]) -> None:
+    """Let a later monitor of this process take the place of this one, which is closed then.
+
+    Args:
+        monitor: The one that yields.
+        callback: Called with the later one, once that is attached, in its thread.
+    """
+    monitor._on_replaced = callback
+
+
+def request_at_failure(monitor: RankMonitor, wanted: EndRequest) -> None:
+    """Ask the launcher for something in case that a worker fails from now on; the last request counts."""
+    monitor._page.request(wanted)
 
 
 class PlacedRankMonitor(RankMonitor):

@@ -188,6 +188,60 @@ class _LearnedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What has been seen of that cycle so far: its nodes may report one after the other."""
 
 
+class _NvrxHeartbeats(msgspec.Struct, frozen=True, kw_only=True):
+    initial: float | None = None
+    subsequent: float | None = None
+    were_calculated: bool | None = None
+
+
+class _NvrxSections(msgspec.Struct, frozen=True, kw_only=True):
+    section: dict[str, float | None] = {}
+    out_of_section: float | None = None
+    calculated_sections: list[str] = []
+    is_out_of_section_calculated: bool = False
+
+
+class _NvrxTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    heartbeat: _NvrxHeartbeats = _NvrxHeartbeats()
+    section: _NvrxSections = _NvrxSections()
+
+
+class _NvrxState(msgspec.Struct, frozen=True, kw_only=True):
+    """What NVIDIA's extension, and Megatron with it, write into a file of the same name."""
+
+    current_timeouts: _NvrxTimeouts
+
+    def learned(self) -> Learned:
+        beats, sections = self.current_timeouts.heartbeat, self.current_timeouts.section
+        known = {name: sections.section.get(name) for name in sections.calculated_sections}
+        return Learned(
+            sections={name: seconds for name, seconds in known.items() if seconds is not None},
+            out_of_section_s=sections.out_of_section if sections.is_out_of_section_calculated else None,
+            initial_heartbeat_s=beats.initial if beats.were_calculated else None,
+            heartbeat_s=beats.subsequent if beats.were_calculated else None,
+        )
+
+
+def read_learned(data: bytes) -> Learned:
+    """Return the timeouts in what a run, or NVIDIA's extension, keeps in ``ft_state.json``.
+
+    Raises:
+        msgspec.DecodeError: It is neither.
+    """
+    return _parse(data).learned
+
+
+def _parse(data: bytes) -> _LearnedState:
+    try:
+        return from_json(data, _LearnedState)
+    except msgspec.ValidationError as error:
+        try:
+            learned = from_json(data, _NvrxState).learned()
+        except msgspec.ValidationError:
+            raise error from None
+        return _LearnedState(version=_VERSION, learned=learned, cycle="", before=learned, seen=Observation())
+
+
 def observe(states: Iterable[RankState]) -> Observation:
     """Return the longest durations that the ranks of a board have had."""
     return policy.combine(
@@ -306,10 +360,27 @@ class LearnedTimeouts:
         in_time(run_dir, merge, _MERGE_S)
 
 
+def enforceable(timeouts: Timeouts, text: str, *, rank: int) -> Timeouts:
+    """Return timeouts with those in their place that a worker wrote on the board.
+
+    Args:
+        timeouts: What is configured, and learned.
+        text: What :meth:`outlast.runtime.board.Board.timeouts` returned.
+        rank: Whose they are, for the log.
+    """
+    if not text:
+        return timeouts
+    try:
+        return policy.override(timeouts, from_json(text.encode(), Learned))
+    except msgspec.DecodeError as error:
+        log.warning("the timeouts that local rank %d calculated are not enforced: %s", rank, error)
+        return timeouts
+
+
 def _read(path: Path) -> _LearnedState:
     nothing = _LearnedState(version=_VERSION, learned=Learned(), cycle="", before=Learned(), seen=Observation())
     try:
-        state = from_json(path.read_bytes(), _LearnedState)
+        state = _parse(path.read_bytes())
         if state.version == _VERSION:
             return state
         why = f"its format is {state.version}, and only {_VERSION} is supported"

@@ -360,7 +360,9 @@ def learn(
             and ``checkpointing``; any other stays measured and not enforced.
         safety_factor: A timeout is the longest duration times this.
         finished: The cycle came to its orderly end, as the time outside sections needs.
-        faulted: Timeouts that were exceeded in the cycle; nothing is learned about them.
+        faulted: Timeouts that were exceeded in the cycle; nothing is learned about them. A learned time between
+            heartbeats is forgotten then: what comes rarely between two steps, such as a validation, may not have been
+            among what it was learned from, and must not end every cycle.
     """
     faulted = list(faulted)
     bad_sections = {one.section for one in faulted if one.subject == Subject.SECTION}
@@ -374,7 +376,7 @@ def learn(
     for name in {*STANDARD, *configured.sections} - bad_sections:
         if name in seen.longest_s and _is_trusted(name, seen):
             sections[name] = value(seen.longest_s[name], earlier.sections.get(name))
-    changes: dict[str, float] = {}
+    changes: dict[str, float | None] = {}
     used = [name for name in STANDARD if seen.counts.get(name)]
     all_trusted = STEP in used and all(_is_trusted(name, seen) and name not in bad_sections for name in used)
     if finished and all_trusted and "" in seen.longest_s and Subject.OUT_OF_SECTION not in bad:
@@ -382,7 +384,9 @@ def learn(
     whole_start = not seen.counts.get(SETUP) or _is_trusted(SETUP, seen)  # a load is part of the way to the first one
     if seen.initial_heartbeat_s > 0 and whole_start and Subject.INITIAL_HEARTBEAT not in bad:
         changes["initial_heartbeat_s"] = value(seen.initial_heartbeat_s, earlier.initial_heartbeat_s)
-    if seen.num_heartbeats > MIN_ITERATIONS and Subject.HEARTBEAT not in bad:
+    if Subject.HEARTBEAT in bad:
+        changes["heartbeat_s"] = None
+    elif seen.num_heartbeats > MIN_ITERATIONS:
         changes["heartbeat_s"] = value(seen.heartbeat_gap_s, earlier.heartbeat_s)
     return msgspec.structs.replace(earlier, sections=sections, **changes)
 
@@ -414,6 +418,26 @@ def apply(configured: Timeouts, learned: Learned) -> Timeouts:
         out_of_section_s=choose(configured.out_of_section_s, learned.out_of_section_s),
         heartbeat_s=heartbeat,
         initial_heartbeat_s=initial,
+    )
+
+
+def override(timeouts: Timeouts, calculated: Learned) -> Timeouts:
+    """Return timeouts with those that the worker calculated itself in their place, configured or not."""
+    replaced = {
+        Subject.HEARTBEAT: calculated.heartbeat_s is not None,
+        Subject.INITIAL_HEARTBEAT: calculated.initial_heartbeat_s is not None,
+    }
+
+    def choose(set_s: float | None, calculated_s: float | None) -> float | None:
+        return set_s if calculated_s is None else calculated_s
+
+    return replace(
+        timeouts,
+        sections={**timeouts.sections, **calculated.sections},
+        out_of_section_s=choose(timeouts.out_of_section_s, calculated.out_of_section_s),
+        heartbeat_s=choose(timeouts.heartbeat_s, calculated.heartbeat_s),
+        initial_heartbeat_s=choose(timeouts.initial_heartbeat_s, calculated.initial_heartbeat_s),
+        defaults=frozenset(subject for subject in timeouts.defaults if not replaced.get(subject)),
     )
 
 

@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from types import MappingProxyType
 
 import msgspec
@@ -54,12 +55,12 @@ OTHER = "(other)"
 PAGE_BYTES = 8192
 
 MAGIC = int.from_bytes(b"OUTLBRD1", "little")
-VERSION = 5
+VERSION = 6
 # Words of the header page.
 H_MAGIC, H_VERSION, H_RANKS, H_TOKEN = range(4)
 # Words of a rank's page.
 DONE, PID, RANK, CYCLE, ATTACHED, FINISHED, ITERATION, DURABLE, REPORTS, RESTORED = range(10)
-BEAT, FIRST_BEAT, NUM_BEATS, LONGEST_GAP, COLLECTIVES = range(10, 15)
+BEAT, FIRST_BEAT, NUM_BEATS, LONGEST_GAP, COLLECTIVES, REQUESTED = range(10, 16)
 DEPTH, ENTRIES, ENTRIES_AT_ITERATION, LEFT, LONGEST_OUTSIDE, NUM_NAMES, LEAVING, PROMISES = range(16, 24)
 STACK = 24  # MAX_DEPTH x (name | ordinal << 8, start)
 BEGUN = STACK + 2 * MAX_DEPTH
@@ -84,7 +85,12 @@ PROTECTION_LENGTH = SETTINGS_LENGTH + 1
 PROTECTION = PROTECTION_LENGTH + 1
 PROTECTION_WORDS = 64
 MAX_PROTECTION_BYTES = 8 * PROTECTION_WORDS
-SETTINGS = PROTECTION + PROTECTION_WORDS
+# Timeouts that the worker calculated itself, as text; the same way, but it may change while it is read.
+TIMEOUTS_LENGTH = PROTECTION + PROTECTION_WORDS
+TIMEOUTS = TIMEOUTS_LENGTH + 1
+TIMEOUTS_WORDS = 256
+MAX_TIMEOUTS_BYTES = 8 * TIMEOUTS_WORDS
+SETTINGS = TIMEOUTS + TIMEOUTS_WORDS
 PAGE_WORDS = PAGE_BYTES // 8
 MAX_SETTINGS_BYTES = 8 * (PAGE_WORDS - SETTINGS)
 HOT = struct.Struct(f"={HOT_WORDS}q")
@@ -93,6 +99,16 @@ _MAX_FAULTS = 8
 _MAX_SUMMARY = 500
 _encoder = msgspec.msgpack.Encoder()
 _get_ident = threading.get_ident
+
+
+class EndRequest(IntEnum):
+    """What a worker asks of its launcher, in case that a worker fails."""
+
+    NONE = 0
+    REPLACE_NODE = 1
+    """A spare takes this node's slot."""
+    STOP = 2
+    """No worker is restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +172,7 @@ class RankPage:
         for at in set(range(IN_PROCESS)).difference(kept):
             words[at] = 0
         self._reset()
-        words[SETTINGS_LENGTH] = words[PROTECTION_LENGTH] = 0
+        words[SETTINGS_LENGTH] = words[PROTECTION_LENGTH] = words[TIMEOUTS_LENGTH] = 0
         words[PID], words[RANK], words[CYCLE] = pid, global_rank, cycle
         words[COLLECTIVES] = -1
         if DURABLE not in kept:
@@ -180,6 +196,22 @@ class RankPage:
         data = text.encode()[:MAX_PROTECTION_BYTES]
         _put_text(self._words, PROTECTION, data)
         self._words[PROTECTION_LENGTH] = len(data)
+
+    def set_timeouts(self, text: str) -> None:
+        """Say which timeouts this worker calculated; they come before those of every config.
+
+        Raises:
+            ConfigError: The text is longer than :data:`MAX_TIMEOUTS_BYTES`.
+        """
+        data = text.encode()
+        if len(data) > MAX_TIMEOUTS_BYTES:
+            raise ConfigError(
+                f"the calculated timeouts have {len(data)} bytes, more than the {MAX_TIMEOUTS_BYTES} that can be "
+                "enforced; calculate those of fewer sections"
+            )
+        self._words[TIMEOUTS_LENGTH] = 0
+        _put_text(self._words, TIMEOUTS, data)
+        self._words[TIMEOUTS_LENGTH] = len(data)
 
     # -- hot path ------------------------------------------------------------------------------------------
 
@@ -340,6 +372,10 @@ class RankPage:
         """Say with which exit code, other than 0, this process is about to end."""
         self._words[LEAVING] = exit_code
 
+    def request(self, wanted: EndRequest) -> None:
+        """Say what the launcher is to do once a worker fails."""
+        self._words[REQUESTED] = wanted
+
     def set_collectives(self, count: int) -> None:
         """Record how many collectives this rank has entered; -1 = not known."""
         self._words[COLLECTIVES] = count
@@ -372,6 +408,7 @@ class RankState(RankFacts):
     """Which one, if known."""
     leaving_with: int = 0
     """Exit code that the worker announced; 0 = none."""
+    requested: EndRequest = EndRequest.NONE
     num_heartbeats: int = 0
     num_entries: int = 0
     """Sections entered in this cycle."""
@@ -500,6 +537,16 @@ class Board:
         page = self.page(local_rank)
         return _text(page, PROTECTION, page[PROTECTION_LENGTH], MAX_PROTECTION_BYTES)
 
+    def timeouts(self, local_rank: int) -> str | None:
+        """Return the timeouts that a worker calculated, empty where it has none; ``None``: it is changing them."""
+        page = self.page(local_rank)
+
+        def read() -> str:
+            return _text(page, TIMEOUTS, page[TIMEOUTS_LENGTH], MAX_TIMEOUTS_BYTES)
+
+        text = read()
+        return text if text == read() else None
+
     def retire(self, local_rank: int) -> None:
         """Note that the worker of a rank ended as it should: nothing is enforced on it any more."""
         self.page(local_rank)[FINISHED] = 1
@@ -594,6 +641,7 @@ def _decode(local_rank: int, words: tuple[int, ...], whole: bytes, *, torn: bool
         restored=bool(words[RESTORED]),
         loaded=loaded,
         leaving_with=words[LEAVING],
+        requested=EndRequest(words[REQUESTED] if words[REQUESTED] in _REQUESTS else 0),
         attached_ns=attached,
         last_heartbeat_ns=words[BEAT],
         num_heartbeats=words[NUM_BEATS],
@@ -636,6 +684,9 @@ class MarkChanged(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     restart_count: int
     state: InProcessState
     faults: tuple[InProcessFault, ...] = ()
+
+
+_REQUESTS = frozenset(EndRequest)
 
 
 def agent_address(token: int) -> bytes:

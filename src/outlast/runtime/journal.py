@@ -61,6 +61,8 @@ class Journal:
         self.run_id, self.job, self.node, self.proc = run_id, job, node, proc
         self.cycle: int | None = None
         """Written into every event that does not name another."""
+        self.opened_wall_ns, self.opened_ns = clock.wall_ns(), clock.now_ns()
+        """When it was opened, by the wall clock and the monotonic one."""
         self.incidents = Counter[str]()
         """Incidents that this process wrote, by kind."""
         self.path: Path | None = None
@@ -152,7 +154,7 @@ class _JournalWriter:
             raise error
 
     def _begin(self) -> None:
-        """Begin with an empty queue and without a thread: a forked child has none of its parent's."""
+        """Begin with an empty queue and without a thread: a forked child inherits no thread."""
         self._owner = os.getpid()
         self._changed = threading.Condition()
         self._lines: deque[bytes] = deque()

@@ -76,6 +76,8 @@ class SaveSchedule:
         self._chosen: dict[DueSave, int] = {}
         self._step_s = 0.0
         self._num_timed = -1  # the first step of a cycle warms up
+        self.wanted = DueSave.NOTHING
+        """What this rank has all ranks save after the next step, whatever the intervals say."""
 
     @property
     def is_automatic(self) -> bool:
@@ -101,7 +103,7 @@ class SaveSchedule:
             iteration: Number of optimizer steps done once the step has ended.
             cost_s: What a save cost training lately, in seconds; ``None`` = there was none yet.
         """
-        due = DueSave.NOTHING
+        due, self.wanted = self.wanted, DueSave.NOTHING
         for kind, interval in self._intervals.items():
             if interval == "auto" and self._decides and iteration - self._saved_at[kind] >= self._between(kind, cost_s):
                 due = max(due, kind)

@@ -85,6 +85,7 @@ def init(
         log_metrics: Called with figures by name and the number of optimizer steps done, for a logger such as W&B or
             TensorBoard: on each rank that gives one, in the thread of the training loop, at the end of every step and
             after every save. The documentation lists the names. If it raises, that is logged once; training continues.
+            ``outlast.integrations.metrics`` has ready ones, which never hold the loop.
 
     Returns:
         The session; use it as a context manager, or call :meth:`Session.close`, to end it before the process
@@ -142,6 +143,7 @@ class Session:
         self._state: Mapping[str, Any] = {}
         self._stack = ExitStack()
         self._is_closed = False
+        self._has_failed = False
         self._scope = InProcessScope(config)
         self._place = place = read_place(config, self._scope)
         self.run_dir = place.run_dir
@@ -155,6 +157,7 @@ class Session:
             with self._scope.undivided():
                 self._open_alone()
             self._progress = ProgressReporter(self._scope, self._monitor, self._journal, place, log_metrics)
+            self._stack.callback(self._end_metrics)
             with self._section("setup"):
                 self._open_together()
             self._faults = arm_configured(config, self._monitor.config, place, self._journal)
@@ -162,7 +165,12 @@ class Session:
                 self._monitor.call_in(name, partial(self._inject_faults, name))
             self._step_consensus = StepConsensus(self._consensus, self._preemption, self._saves, self._slow_ranks)
             self._attempts = Attempts(
-                config.rerun_state_machine, place, self._journal, consensus=self._step_consensus, faults=self._faults
+                config.rerun_state_machine,
+                place,
+                self._journal,
+                consensus=self._step_consensus,
+                faults=self._faults,
+                goodput=self._progress.goodput,
             )
             self._scope.on_leave(self._attempts.close)
             watches_signals = self._preemption.watches_signals
@@ -335,6 +343,7 @@ class Session:
             if self._slow_ranks is not None:
                 self._slow_ranks.detector.watch(state)
         self._phase = _Phase.BETWEEN
+        self._progress.begin_run(self._iteration)
         return self._iteration
 
     def begin_step(self) -> None:
@@ -427,6 +436,31 @@ class Session:
             self._phase = _Phase.STOPPING
         self._progress.log_step(self._iteration, took_s, figures)
         return self._decision
+
+    def heartbeat(self) -> None:
+        """Send a heartbeat between two steps or within one, where they are far apart, as in a long validation.
+
+        Collective: no.
+        Blocks: never.
+        """
+        self._scope.ping()
+        self._monitor.heartbeat()
+
+    def request_save(self, *, near: bool = False) -> None:
+        """Request that all ranks save after the step that begins next, by a clock for instance.
+
+        Args:
+            near: To memory, local tier and replicas alone, instead of to all tiers.
+
+        Raises:
+            OutlastError: There is nowhere to save to.
+
+        Collective: no; one rank's request suffices.
+        Blocks: never.
+        """
+        if self._saves is None:
+            raise OutlastError("there is nowhere to save to; give outlast.init() a checkpoint.directory")
+        self._saves.schedule.wanted = DueSave.NEAR if near else DueSave.ALL
 
     def save_due(self, state: Mapping[str, Any]) -> SaveHandle | None:
         """Save what the newest decision says is due now; nothing if nothing is. It does not end the process.
@@ -681,9 +715,14 @@ class Session:
             self._is_closed = True
             self._stack.close()
 
+    def _end_metrics(self) -> None:
+        """Have figures written that are not yet; after the peers have noticed that this rank leaves."""
+        self._progress.end_run(is_orderly=not (self._has_failed or self._scope.is_active))
+
     def _abort(self, error: BaseException) -> None:
         """Close everything, since an exception ends the session."""
-        if not isinstance(error, SystemExit) and (kept := postmortem.recorder()) is not None:
+        self._has_failed = not isinstance(error, SystemExit)
+        if self._has_failed and (kept := postmortem.recorder()) is not None:
             kept.exception(error)  # before peers notice that this rank is gone
         self._let_go()
 

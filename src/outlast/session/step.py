@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from outlast import clock
 from outlast.decoding import from_json
@@ -42,6 +42,75 @@ LogMetrics = Callable[[dict[str, float], int], object]
 """Takes figures by name, and the number of optimizer steps done."""
 PROGRESS_EVERY_NS = 5_000_000_000
 """A rank writes a PROGRESS event at most this often."""
+SINK_CLOSE_S = 5.0
+"""How long the end of a session waits for a sink to write what it still has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsRun:
+    """The run whose figures a sink gets."""
+
+    run_id: str
+    """Names the run; the same in every job of it."""
+    iteration: int
+    """Number of optimizer steps from which training continues; figures of later ones may come a second time."""
+    global_rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+
+@runtime_checkable
+class MetricsSink(Protocol):
+    """A ``log_metrics`` that learns where a run begins and when it ends.
+
+    Thread: that of the training loop; nothing of it may block.
+    """
+
+    def __call__(self, figures: dict[str, float], iteration: int) -> object:
+        """Take figures by name, and the number of optimizer steps done."""
+
+    def begin_run(self, run: MetricsRun) -> object:
+        """Learn the run, once it is known from which iteration it continues; again after a restart in process."""
+
+    def end_run(self, timeout_s: float) -> object:
+        """Write what is left, and wait for that up to ``timeout_s`` seconds; 0 = do not wait."""
+
+
+class Goodput:
+    """Measure the share of a run's time, since its first start, that went into steps which still count.
+
+    What steps took is saved with each generation. So the time of steps that were lost, and are done again, counts once,
+    over all restarts and jobs of the run.
+
+    Args:
+        journal: Tells when this session began.
+        began_wall_ns: The run's first start, as far as the journal knows; ``None`` = with this session.
+    """
+
+    def __init__(self, journal: Journal, began_wall_ns: int | None) -> None:
+        self._journal = journal
+        self._began_wall_ns = min(journal.opened_wall_ns, began_wall_ns or journal.opened_wall_ns)
+        self._steps_s = 0.0
+
+    @property
+    def share(self) -> float:
+        """What it is now, from 0 to 1."""
+        session_ns = clock.now_ns() - self._journal.opened_ns
+        run_s = (self._journal.opened_wall_ns - self._began_wall_ns + session_ns) / 1e9
+        return min(1.0, self._steps_s / run_s) if run_s > 0 else 0.0
+
+    def note_step(self, took_s: float) -> None:
+        """Count a step that was done."""
+        self._steps_s += took_s
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next process continues from."""
+        return {"steps_s": self._steps_s, "began_wall_ns": self._began_wall_ns}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        self._steps_s = float(state["steps_s"])
+        self._began_wall_ns = min(self._began_wall_ns, int(state["began_wall_ns"]))
 
 
 class ProgressReporter:
@@ -71,8 +140,29 @@ class ProgressReporter:
         self._wrote_progress_ns: int | None = None
         self._has_raised = False
         self._earlier_incidents = Counter[str]()
+        began_wall_ns: int | None = None
         if log_metrics is not None and place.run_dir is not None:
-            self._earlier_incidents = _incidents_of_launchers(Path(place.run_dir))
+            self._earlier_incidents, began_wall_ns = _read_earlier(Path(place.run_dir), place.global_rank)
+        self.goodput = Goodput(journal, began_wall_ns)
+        """The share of the run's time that its steps took."""
+
+    def begin_run(self, iteration: int) -> None:
+        """Tell a sink that training continues from ``iteration``."""
+        if isinstance(self._log_metrics, MetricsSink):
+            place = self._place
+            run = MetricsRun(
+                run_id=place.run_id,
+                iteration=iteration,
+                global_rank=place.global_rank,
+                local_rank=place.local_rank,
+                world_size=place.world_size,
+            )
+            self._call(self._log_metrics.begin_run, run)
+
+    def end_run(self, *, is_orderly: bool) -> None:
+        """Have a sink write what it still has. Blocks: up to :data:`SINK_CLOSE_S`, if the session ends in order."""
+        if isinstance(self._log_metrics, MetricsSink):
+            self._call(self._log_metrics.end_run, SINK_CLOSE_S if is_orderly else 0.0)
 
     def begin_step(self) -> None:
         """Report that a step begins."""
@@ -96,7 +186,9 @@ class ProgressReporter:
         if self._wrote_progress_ns is None or now_ns - self._wrote_progress_ns >= PROGRESS_EVERY_NS:
             self._wrote_progress_ns = now_ns
             self._journal.write(EventKind.PROGRESS, rank=self._place.global_rank, iteration=iteration)
-        return (now_ns - self._began_ns) / 1e9
+        took_s = (now_ns - self._began_ns) / 1e9
+        self.goodput.note_step(took_s)
+        return took_s
 
     def log_step(self, iteration: int, took_s: float, report: dict[str, float]) -> None:
         """Hand a step's figures to the logger.
@@ -112,6 +204,7 @@ class ProgressReporter:
             "step_time_s": took_s,
             "restart_count": float(self._place.cycle),
             "in_process_restart_count": float(self._place.call),
+            "goodput": self.goodput.share,
             **report,
         }
         for kind, number in (self._earlier_incidents + self._journal.incidents).items():
@@ -120,10 +213,12 @@ class ProgressReporter:
 
     def log(self, iteration: int, figures: dict[str, float]) -> None:
         """Hand figures to the logger, ``outlast/`` before each name; one that raises is reported once."""
-        if self._log_metrics is None:
-            return
+        if self._log_metrics is not None:
+            self._call(self._log_metrics, {f"outlast/{name}": value for name, value in figures.items()}, iteration)
+
+    def _call(self, what: Callable[..., object], *arguments: object) -> None:
         try:
-            self._log_metrics({f"outlast/{name}": value for name, value in figures.items()}, iteration)
+            what(*arguments)
         except Exception as error:  # a logger's trouble must not end training
             if not self._has_raised:
                 log.warning("log_metrics failed (%s: %s); training continues", type(error).__name__, error)
@@ -131,17 +226,24 @@ class ProgressReporter:
             self._has_raised = True
 
 
-def _incidents_of_launchers(run_dir: Path) -> Counter[str]:
-    """Return how many incidents of each kind the run had, as its agents recorded them.
+def _read_earlier(run_dir: Path, rank: int) -> tuple[Counter[str], int | None]:
+    """Return how many incidents of each kind the run had, as its agents recorded them, and when it began.
 
-    Ranks record incidents of their own too, beside all else that they do: their files may be large, and are left out.
+    Ranks record incidents of their own too, beside all else that they do: their files may be large. Of this rank's the
+    first line is read, which says when a run without agents began.
     """
-    counts = Counter[str]()
+    counts, began = Counter[str](), list[int]()
     for path in (run_dir / "journal").glob("*.jsonl"):
         if not re.search(r"-rank-\d+$", path.stem):
             events, _ = decode_events(path.read_bytes())
             counts.update(str(event.data["incident"]["kind"]) for event in events if event.kind == EventKind.INCIDENT)
-    return counts
+        elif path.stem.endswith(f"-rank-{rank}"):
+            with path.open("rb") as file:
+                events, _ = decode_events(file.readline(1 << 16))
+        else:
+            continue
+        began += [event.wall_ns for event in events[:1]]
+    return counts, min(began, default=None)
 
 
 QUESTIONS = ("stop", "save", "report", "refused")
@@ -328,6 +430,7 @@ class Attempts:
         journal: Where findings are written.
         consensus: How the ranks agree.
         faults: Faults that a test injects into results; ``None`` = none.
+        goodput: What steps took, which is saved together with the attempts' own state.
 
     Thread: that of the training loop.
     """
@@ -343,11 +446,12 @@ class Attempts:
         *,
         consensus: StepConsensus,
         faults: ArmedFaults | None,
+        goodput: Goodput,
     ) -> None:
         from outlast.numerics.rerun_machine import machine_for
 
         self._machine: RerunStateMachine = machine_for(place, journal, config=config, agree=consensus.agree)
-        self._faults = faults
+        self._faults, self._goodput = faults, goodput
         self._is_used = False
         self._state: Mapping[str, Any] = {}
         self.replay: Replay | None = from_json(place.replay, Replay) if place.replay and place.call == 0 else None
@@ -404,11 +508,13 @@ class Attempts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next process resumes from."""
-        return {"rerun": self._machine.state_dict()}
+        return {"rerun": self._machine.state_dict(), "goodput": self._goodput.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what :meth:`state_dict` returned."""
         self._machine.load_state_dict(state["rerun"])
+        if (goodput := state.get("goodput")) is not None:  # saved by an earlier version
+            self._goodput.load_state_dict(goodput)
 
     def close(self) -> None:
         """Release what the machine holds."""

@@ -141,6 +141,11 @@ class KernelTimes:
         """Whether the profiler traces the current step."""
         return self._profile is not None
 
+    @property
+    def times_s(self) -> dict[str, list[float]]:
+        """The single times that :meth:`take` will summarise, by kernel."""
+        return self._times_s
+
     def start(self) -> None:
         """Begin to trace. A profiler that cannot start, as another one runs, is logged once and not tried again."""
         if self._is_off or self._profile is not None:
