@@ -15,6 +15,7 @@ help:
 	@echo "make demo-ray    train actors on Ray through killed, stopped and raising ones, and prove the result"
 	@echo "make test    lint, types, docs, tests: some ten minutes on two cores"
 	@echo "make test-faults    the long campaigns of faults that make test runs samples of: before a release"
+	@echo "make test-integrations    the adapters on packages that clash with the pinned ones, each extra alone"
 	@echo "make test-torch TORCH=2.8.0    launcher, checkpoints, sessions, restarts in process on another torch (gigabytes)"
 	@echo "make test-gpu    what needs a GPU"
 	@echo "make setup   only make $(VENV), with pinned packages"
@@ -38,6 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) torch==2.13.0
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable '.[dev,docs,stacks,yaml]'
+	$(PIP) --no-deps megatron-core==0.16.1
 	@touch $(STAMP)
 
 # The tests start a real Slurm of three nodes, in a temporary folder and as their own children; nothing is configured.
@@ -59,14 +61,35 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# Two processes run tests beside each other: most of the time a test waits.
+# Six processes run tests beside each other on two cores: most of the time a test waits.
 unit: setup slurm
 	@$(BIN)/python -m compileall -q src
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=10
+	$(BIN)/python -m pytest -n 6 --dist loadscope --no-loadscope-reorder --durations=10
 
 test-faults: setup slurm
 	@$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest -m campaign -n 2 --dist loadscope --no-loadscope-reorder --durations=10
+
+# Packages that clash with the pinned ones lie in an environment over $(VENV), which sees that one's packages, too. NVIDIA's
+# extension lies apart: tests that compare with it put the folder on their path.
+OVERLAY := .venv-integrations
+OVERLAY_STAMP := $(OVERLAY)/.installed
+OVERLAY_PIP = $(OVERLAY)/bin/python -m pip install --quiet --disable-pip-version-check
+$(OVERLAY_STAMP): $(STAMP)
+	@$(OVERLAY)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(OVERLAY)
+	@echo "installing packages that clash with the pinned ones into $(OVERLAY)"
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(OVERLAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/under.pth"
+	$(OVERLAY_PIP) nemo-run==0.11.1 leptonai==0.27.3 wandb==0.31.0 mlflow-skinny==3.17.2 kubernetes-validate==1.37.0
+	$(OVERLAY_PIP) --constraint constraints.txt gcsfs gcp-storage-emulator==2026.7.19 'ray[default]'
+	$(OVERLAY_PIP) --no-deps megatron-bridge==0.3.1
+	$(OVERLAY_PIP) --no-deps --upgrade --target $(OVERLAY)/nvrx nvidia-resiliency-ext==0.4.1
+	@touch $(OVERLAY_STAMP)
+
+test-integrations: slurm $(OVERLAY_STAMP)
+	@$(BIN)/python -m compileall -q src
+	$(OVERLAY)/bin/python -m pytest -m 'overlay or campaign' -n 2 --dist loadscope --no-loadscope-reorder --durations=10 \
+	  tests/integrations tests/examples tests/ray tests/dcp/test_gcs.py
 
 # In an environment of its own, with the packages' pins but torch's. TORCH_PYTHON names another interpreter.
 TORCH ?= 2.8.0
@@ -112,6 +135,7 @@ bench: setup
 	$(BIN)/outlast bench numerics
 	$(BIN)/outlast bench straggler
 	$(BIN)/outlast bench ray
+	$(BIN)/outlast bench adapters
 
 # Alone, without what they ask for: that would replace torch by one with CUDA. What is needed of it is here already.
 bench-peers: setup
@@ -123,7 +147,7 @@ bench-peers: setup
 	$(BIN)/outlast bench replica
 
 # The committed results that the docs' figures come from. Leave the machine alone meanwhile; install the peers first.
-BENCHES := heartbeat restart inprocess rendezvous save load replica commit numerics straggler ray
+BENCHES := heartbeat restart inprocess rendezvous save load replica commit numerics straggler ray adapters
 bench-results: setup
 	@mkdir -p docs/results
 	@for bench in $(BENCHES); do \

@@ -35,6 +35,7 @@ from outlast.config import (
 from outlast.config.base import describe_fields
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, IncidentKind, Rung
+from outlast.integrations.kubernetes import KubernetesJob, as_yaml
 from outlast.launch.run_parser import describe_options, option_name, takes_value
 from outlast.status import report
 
@@ -162,7 +163,48 @@ def _text(text: str) -> str:
 def load_results() -> dict[str, dict[str, Any]]:
     """Return the committed results, by benchmark."""
     found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json")))
-    return {result["bench"]: result for result in found}
+    return {result["bench"]: result for result in found if "bench" in result}
+
+
+def integrations_table() -> str:
+    """Return the adapters whose page is there, and the versions that they were run with."""
+    matrix = json.loads((DOCS / "results" / "integrations.json").read_text(encoding="utf-8"))
+    versions = dict(pins())
+    rows = []
+    for one in matrix["adapters"]:
+        if not (DOCS / one["page"]).exists():
+            continue
+        ran = [f"{name} {versions[name.lower().replace('_', '-')]}" for name in one.get("pinned", ())]
+        ran += [one[key] for key in ("not_pinned",) if key in one]
+        ran += [f"{name} {version}" for name, version in one.get("beside", {}).items()]
+        ran += [one[key] for key in ("not_run",) if key in one]
+        extra = f"`{one['extra']}`" if one["extra"] else "-"
+        rows.append([f"[{one['title']}]({one['page']})", one["what"], extra, "; ".join(ran)])
+    when = f"Run {matrix['date']}, Python {matrix['python']}, torch {versions['torch']}, CPU and gloo."
+    return _table(["stack", "what outlast has for it", "extra", "run with"], rows) + f"\n{when}\n"
+
+
+def kubernetes_manifest() -> str:
+    """Return the manifest that the page on Kubernetes shows the command of."""
+    job = KubernetesJob(
+        command=("train.py", "--lr", "3e-4"),
+        name="gpt",
+        image="registry/train:1",
+        run_claim="runs",
+        nnodes="4:5",
+        gpus_per_node=8,
+        memory="1Ti",
+        run_key_secret="gpt-run-key",
+    )
+    return f"```yaml\n{as_yaml(job.manifests())}```\n"
+
+
+def pins() -> Iterable[tuple[str, str]]:
+    """Yield name and version of each package that constraints.txt pins."""
+    for line in (DOCS.parent / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        name, equals, version = line.partition("==")
+        if equals:
+            yield name.strip().lower().replace("_", "-"), version.strip()
 
 
 def find_bar(name: str) -> dict[str, Any] | None:
@@ -271,6 +313,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "headline-figures": lambda: comparison_table(HEADLINES),
     "all-figures": all_figures_table,
     "machines": machines_text,
+    "integrations": integrations_table,
+    "kubernetes-manifest": kubernetes_manifest,
     **{name: partial(settings_table, cls) for name, cls in CONFIGS.items()},
     "run-options": options_table,
     "exit-codes": lambda: words_table(ExitReason, "reason", value="code"),
