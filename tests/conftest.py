@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import fork_server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: threads that spin help nobody here
 SLOW_S = 5.0
+_DEADLINE = "outlast-deadline"
 _TOGETHER = ("ray", "slurm")
 """Folders whose tests share one cluster: one process of pytest-xdist runs them all."""
 
@@ -52,6 +55,23 @@ class _ByModule(LoadScopeScheduling):
         folder = Path(module).parent.name
         return folder if folder in _TOGETHER else module
 
+    def remove_node(self, node: Any) -> str | None:
+        """Give to others what a process that died has left, without the modules that it had finished.
+
+        Those would be handed out as work that holds no test, for which a process with one test left waits for ever.
+        """
+        of_node = self.assigned_work[node]
+        for scope in [scope for scope, tests in of_node.items() if all(tests.values())]:
+            del of_node[scope]
+        return super().remove_node(node)
+
+    def schedule(self) -> None:
+        """Give a process that replaces a dead one two modules: with a single test it would wait for the next one."""
+        replaces = self.collection is not None
+        super().schedule()
+        for node in self.nodes if replaces else ():
+            self._reschedule(node)
+
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByModule:
     """Say which process runs what."""
@@ -85,6 +105,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with fork_server.cold() if item.get_closest_marker("cold") else contextlib.nullcontext():
         return (yield)
+
+
+@pytest.fixture(autouse=True)
+def no_listener_left_behind() -> Iterator[None]:
+    """Fail a test that leaves this process listening for notices: its deadline would end the process, minutes later."""
+    yield
+    signals = sys.modules.get("outlast.preemption.signals")
+    left = [*(signals._open if signals else ()), *(one for one in threading.enumerate() if one.name == _DEADLINE)]
+    assert not left, f"close the session's ShutdownListener: {left}"
 
 
 @pytest.fixture(autouse=True)

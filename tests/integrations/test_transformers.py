@@ -276,7 +276,9 @@ def test_a_loss_that_stays_nan_moves_no_weight(hf: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as left:
         trainer.train()
     assert left.value.code == ExitReason.RESUME_TO_DISAMBIGUATE
-    trainer.train.__self__._run._saves.manager.close()
+    run = trainer.train.__self__._run
+    run._saves.manager.close()
+    run._preemption._listener.close()  # it outlives the session, as the process is to end
     assert trainer.state.global_step == 3
     assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
     assert (tmp_path / "ckpt" / "suspect").is_dir()
