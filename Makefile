@@ -8,7 +8,7 @@ CODE := src tests examples docs
 PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml nvidia-ml-py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup slurm test test-torch test-faults test-gpu lint types unit docs demo demo-ray bench bench-peers bench-results format clean
+.PHONY: help setup slurm test test-torch test-faults test-gpu lint types collected unit docs demo demo-ray bench bench-peers bench-results format clean
 
 help:
 	@echo "make demo    train through slow, hung and killed ranks, lost nodes and a preemption, and prove the result"
@@ -52,7 +52,14 @@ slurm:
 	$$sudo apt-get update -qq && \
 	$$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null
 
-test: lint types docs unit
+test: setup
+	@$(MAKE) --no-print-directory -j2 lint types docs collected
+	@$(MAKE) --no-print-directory unit
+
+# pytest compiles each test module anew, for its assertions: here once, and not in each of the six processes.
+collected: setup
+	@$(BIN)/python -m compileall -q src
+	-@$(BIN)/python -m pytest --collect-only -q >/dev/null
 
 lint: setup
 	$(BIN)/ruff check $(CODE)

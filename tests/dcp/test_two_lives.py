@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -123,20 +123,29 @@ class Place:
         return dict(found)
 
 
-@contextmanager
-def _place(kind: str, tmp_path: Path) -> Iterator[Place]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server for all tests of this module, known to what runs in this process."""
+    running = S3Server("bucket", tmp_path_factory.mktemp("s3") / "record")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in running.environment.items():
+                patch.setenv(name, value)
+            # In this process fsspec was imported before: it has read its variables already.
+            patch.setitem(fsspec.config.conf, "s3", {"endpoint_url": running.endpoint})
+            yield running
+    finally:
+        running.kill()
+
+
+@pytest.fixture
+def place(tmp_path: Path, server: S3Server, request: pytest.FixtureRequest) -> Iterator[Place]:
+    """A directory of the kind that the test is given, else in the store."""
     with ExitStack() as stack:
-        if kind == "posix":
+        if getattr(request, "param", "s3") == "posix":
             yield Place(os.fspath(tmp_path / "place"), {}, stack)
-            return
-        server = S3Server("bucket", tmp_path / "record")
-        stack.callback(server.kill)
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        # In this process fsspec was imported before: it has read its variables already.
-        patch.setitem(fsspec.config.conf, "s3", {"endpoint_url": server.endpoint})
-        yield Place(f"s3://bucket/run-{server.port}", server.environment, stack)  # a store is opened once a process
+        else:
+            yield Place(f"s3://bucket/{tmp_path.name}", server.environment, stack)
 
 
 def _check_kept(place: Place, first: Life, second: Life) -> None:
@@ -154,117 +163,110 @@ def _found(life: Life) -> dict[int, float]:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["posix", "s3"])
+@pytest.mark.parametrize("place", ["posix", "s3"], indirect=True)
 @pytest.mark.parametrize("displaces", [True, False])
-def test_a_life_stopped_between_its_check_and_its_commit_commits_nothing_later(
-    tmp_path: Path, kind: str, displaces: bool
-) -> None:
+def test_a_life_stopped_between_its_check_and_its_commit_commits_nothing_later(place: Place, displaces: bool) -> None:
     """It continues after another life took over and, in one case, has committed the very same iteration: it is
     refused with a line that names its successor, ends, and all that the successor committed is there."""
-    with _place(kind, tmp_path) as place:
-        first = place.live(point="checkpoint.fenced", at=2)
-        first.wait_for("committed", 2)
-        first.wait_until_stopped()
-        second = place.live()
-        second.wait_for("found")
-        if displaces:
-            second.wait_for("committed", 3)
-            first.go_on()
-            assert "was taken over by" in first.wait_for("refused")["refused"]
-            second.wait_for("committed", 2)
-        else:
-            second.stop()
-            first.go_on()
-            assert "was taken over by" in first.wait_for("refused")["refused"]
-            second.go_on()
-            second.wait_for("committed", 3)
-        assert (first.finish(), second.finish()) == (75, 0)
-        assert list(first.committed()) == [1, 2]
-        _check_kept(place, first, second)
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["posix", "s3"])
-def test_a_life_stopped_before_it_deletes_deletes_nothing_that_its_successor_has(tmp_path: Path, kind: str) -> None:
-    """It is about to delete its oldest generation; what its successor found and committed is there afterwards."""
-    with _place(kind, tmp_path) as place:
-        first = place.live(point="checkpoint.retire", at=0, keep=2)
-        first.wait_for("committed", 2)
-        first.wait_until_stopped()
-        second = place.live()
-        second.wait_for("committed", 2)
+    first = place.live(point="checkpoint.fenced", at=2)
+    first.wait_for("committed", 2)
+    first.wait_until_stopped()
+    second = place.live()
+    second.wait_for("found")
+    if displaces:
+        second.wait_for("committed", 3)
         first.go_on()
         assert "was taken over by" in first.wait_for("refused")["refused"]
-        assert (first.finish(), second.finish()) == (75, 0)
-        assert place.contents() == {**_found(second), **second.committed()}
-        assert set(_found(second)) >= {2, 3}
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["posix", "s3"])
-def test_a_life_beside_a_living_one_is_refused(tmp_path: Path, kind: str) -> None:
-    """The later one writes nothing, says who has the directory, and ends; the earlier one goes on."""
-    with _place(kind, tmp_path) as place:
-        first = place.live()
-        first.wait_for("committed")
-        second = place.live()
-        assert "is in use by" in second.wait_for("refused")["refused"]
-        assert second.finish() == 75
-        first.wait_for("committed", 2)
-        assert first.finish() == 0
-        assert place.contents() == first.committed()
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["posix", "s3"])
-def test_a_life_stopped_before_it_replaces_a_generation_replaces_nothing_later(tmp_path: Path, kind: str) -> None:
-    """It is about to replace what it committed last when another life takes over, which finds that generation: it is
-    still there afterwards, as found, and the format's own index still names its files."""
-    with _place(kind, tmp_path) as place:
-        first = place.live(point="checkpoint.fenced", at=3, times=2)
-        first.wait_for("committed", 3)
-        first.wait_until_stopped()
-        second = place.live()
-        second.wait_for("found")
+        second.wait_for("committed", 2)
+    else:
         second.stop()
         first.go_on()
         assert "was taken over by" in first.wait_for("refused")["refused"]
         second.go_on()
-        second.wait_for("committed", 2)
-        assert (first.finish(), second.finish()) == (75, 0)
-        assert first.committed() == {1: 1001.125, 2: 1002.0}
-        _check_kept(place, first, second)
-        _check_indexes(place)
+        second.wait_for("committed", 3)
+    assert (first.finish(), second.finish()) == (75, 0)
+    assert list(first.committed()) == [1, 2]
+    _check_kept(place, first, second)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["posix", "s3"], indirect=True)
+def test_a_life_stopped_before_it_deletes_deletes_nothing_that_its_successor_has(place: Place) -> None:
+    """It is about to delete its oldest generation; what its successor found and committed is there afterwards."""
+    first = place.live(point="checkpoint.retire", at=0, keep=2)
+    first.wait_for("committed", 2)
+    first.wait_until_stopped()
+    second = place.live()
+    second.wait_for("committed", 2)
+    first.go_on()
+    assert "was taken over by" in first.wait_for("refused")["refused"]
+    assert (first.finish(), second.finish()) == (75, 0)
+    assert place.contents() == {**_found(second), **second.committed()}
+    assert set(_found(second)) >= {2, 3}
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["posix", "s3"], indirect=True)
+def test_a_life_beside_a_living_one_is_refused(place: Place) -> None:
+    """The later one writes nothing, says who has the directory, and ends; the earlier one goes on."""
+    first = place.live()
+    first.wait_for("committed")
+    second = place.live()
+    assert "is in use by" in second.wait_for("refused")["refused"]
+    assert second.finish() == 75
+    first.wait_for("committed", 2)
+    assert first.finish() == 0
+    assert place.contents() == first.committed()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["posix", "s3"], indirect=True)
+def test_a_life_stopped_before_it_replaces_a_generation_replaces_nothing_later(place: Place) -> None:
+    """It is about to replace what it committed last when another life takes over, which finds that generation: it is
+    still there afterwards, as found, and the format's own index still names its files."""
+    first = place.live(point="checkpoint.fenced", at=3, times=2)
+    first.wait_for("committed", 3)
+    first.wait_until_stopped()
+    second = place.live()
+    second.wait_for("found")
+    second.stop()
+    first.go_on()
+    assert "was taken over by" in first.wait_for("refused")["refused"]
+    second.go_on()
+    second.wait_for("committed", 2)
+    assert (first.finish(), second.finish()) == (75, 0)
+    assert first.committed() == {1: 1001.125, 2: 1002.0}
+    _check_kept(place, first, second)
+    _check_indexes(place)
 
 
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("ends", ["killed", "stopped"])
-def test_a_save_cut_short_before_the_formats_own_index_is_whole(tmp_path: Path, replaces: bool, ends: str) -> None:
+def test_a_save_cut_short_before_the_formats_own_index_is_whole(place: Place, replaces: bool, ends: str) -> None:
     """A life on S3 ends between the manifest, which commits a generation, and the format's own index: the next life
     finds the new generation, and puts the index right; the ended one, should it continue, does not undo that."""
-    with _place("s3", tmp_path) as place:
-        first = place.live(point="checkpoint.indexed", at=3 if replaces else 2, times=2)
-        first.wait_for("committed", 3 if replaces else 2)
-        first.wait_until_stopped()
-        if ends == "killed":
-            first.close()
-        second = place.live()
-        assert dict(second.wait_for("found")["found"])[2] == (1002.125 if replaces else 1002.0)
-        _check_indexes(place, [1, 2])
-        second.wait_for("committed")
-        if ends == "stopped":
-            first.go_on()
-            first.wait_for("refused")
-            assert first.finish() == 75
-        second.wait_for("committed")
-        assert second.finish() == 0
-        _check_kept(place, first, second)
-        _check_indexes(place)
+    first = place.live(point="checkpoint.indexed", at=3 if replaces else 2, times=2)
+    first.wait_for("committed", 3 if replaces else 2)
+    first.wait_until_stopped()
+    if ends == "killed":
+        first.close()
+    second = place.live()
+    assert dict(second.wait_for("found")["found"])[2] == (1002.125 if replaces else 1002.0)
+    _check_indexes(place, [1, 2])
+    second.wait_for("committed")
+    if ends == "stopped":
+        first.go_on()
+        first.wait_for("refused")
+        assert first.finish() == 75
+    second.wait_for("committed")
+    assert second.finish() == 0
+    _check_kept(place, first, second)
+    _check_indexes(place)
 
 
 def _check_indexes(place: Place, iterations: Sequence[int] = ()) -> None:
@@ -277,36 +279,35 @@ def _check_indexes(place: Place, iterations: Sequence[int] = ()) -> None:
         assert (len(data), digests(data)) == (entry.num_bytes, entry.chunks), f"generation {iteration}"
 
 
-def _stop_at_random(kind: str, tmp_path: Path, seed: int) -> None:
+def _stop_at_random(place: Place, seed: int) -> None:
     chance = random.Random(seed)
-    with _place(kind, tmp_path) as place:
-        first = place.live(times=chance.randint(1, 2))
-        first.wait_for("committed", chance.randint(1, 4))
-        for _ in range(chance.randrange(20_000)):  # somewhere in a save
-            pass
-        first.stop()
-        second = place.live()
-        second.wait_for("found")
-        second.wait_for("committed", chance.randint(1, 3))
-        first.go_on()
-        first.wait_for("refused")
-        second.wait_for("committed")
-        assert (first.finish(), second.finish()) == (75, 0)
-        _check_kept(place, first, second)
+    first = place.live(times=chance.randint(1, 2))
+    first.wait_for("committed", chance.randint(1, 4))
+    for _ in range(chance.randrange(20_000)):  # somewhere in a save
+        pass
+    first.stop()
+    second = place.live()
+    second.wait_for("found")
+    second.wait_for("committed", chance.randint(1, 3))
+    first.go_on()
+    first.wait_for("refused")
+    second.wait_for("committed")
+    assert (first.finish(), second.finish()) == (75, 0)
+    _check_kept(place, first, second)
 
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "seed"), [("posix", 0), ("posix", 1), ("s3", 2)])
-def test_lives_stopped_at_random_moments_lose_nothing(tmp_path: Path, kind: str, seed: int) -> None:
+@pytest.mark.parametrize(("place", "seed"), [("posix", 0), ("posix", 1), ("s3", 2)], indirect=["place"])
+def test_lives_stopped_at_random_moments_lose_nothing(place: Place, seed: int) -> None:
     """What the stopped one had committed is found by the other, whose commits stay; no generation is a mix."""
-    _stop_at_random(kind, tmp_path, seed)
+    _stop_at_random(place, seed)
 
 
 @pytest.mark.process
 @pytest.mark.campaign
-@pytest.mark.parametrize("kind", ["posix", "s3"])
+@pytest.mark.parametrize("place", ["posix", "s3"], indirect=True)
 @pytest.mark.parametrize("seed", range(100, 120))
-def test_many_lives_stopped_at_random_moments_lose_nothing(tmp_path: Path, kind: str, seed: int) -> None:
+def test_many_lives_stopped_at_random_moments_lose_nothing(place: Place, seed: int) -> None:
     """As above, many times."""
-    _stop_at_random(kind, tmp_path, seed)
+    _stop_at_random(place, seed)

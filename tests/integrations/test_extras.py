@@ -118,8 +118,8 @@ def test_what_needs_no_framework_imports_none() -> None:
     assert done.stdout.splitlines() == [f"{name} []" for name in plain]
 
 
+@pytest.mark.campaign
 @pytest.mark.cold
-@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("adapter", WITH_FRAMEWORK)
 def test_an_adapter_imports_its_own_framework_alone(adapter: str) -> None:

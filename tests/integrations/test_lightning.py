@@ -32,6 +32,8 @@ class _Imported:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks all that a module holds what it is
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 
 
