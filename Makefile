@@ -52,11 +52,10 @@ slurm:
 	$$sudo apt-get update -qq && \
 	$$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null
 
-test: setup
-	@$(MAKE) --no-print-directory -j2 lint types docs collected
-	@$(MAKE) --no-print-directory unit
+test: setup slurm
+	@$(MAKE) --no-print-directory -j2 lint types docs unit
 
-# pytest compiles each test module anew, for its assertions: here once, and not in each of the six processes.
+# pytest compiles each test module for its assertions: here once, and not in each of the six processes of `unit`.
 collected: setup
 	@$(BIN)/python -m compileall -q src
 	-@$(BIN)/python -m pytest --collect-only -q >/dev/null
@@ -69,8 +68,7 @@ types: setup
 	$(BIN)/mypy
 
 # Six processes run tests beside each other on two cores: most of the time a test waits.
-unit: setup slurm
-	@$(BIN)/python -m compileall -q src
+unit: setup slurm collected
 	$(BIN)/python -m pytest -n 6 --dist loadscope --no-loadscope-reorder --durations=10
 
 test-faults: setup slurm

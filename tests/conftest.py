@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -20,7 +21,6 @@ import fork_server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: threads that spin help nobody here
 SLOW_S = 5.0
-_DEADLINE = "outlast-deadline"
 _TOGETHER = ("ray", "slurm")
 """Folders whose tests share one cluster: one process of pytest-xdist runs them all."""
 
@@ -39,6 +39,17 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         fork_server.install()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Keep the garbage collector away from the objects of several thousand tests, now and later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -112,7 +123,10 @@ def no_listener_left_behind() -> Iterator[None]:
     """Fail a test that leaves this process listening for notices: its deadline would end the process, minutes later."""
     yield
     signals = sys.modules.get("outlast.preemption.signals")
-    left = [*(signals._open if signals else ()), *(one for one in threading.enumerate() if one.name == _DEADLINE)]
+    ending = [one for one in threading.enumerate() if one.name == "outlast-deadline"]
+    for one in ending:
+        one.join(60)  # of a listener that was closed just now
+    left = [*(signals._open if signals else ()), *(one for one in ending if one.is_alive())]
     assert not left, f"close the session's ShutdownListener: {left}"
 
 

@@ -23,6 +23,7 @@ from outlast.checkpoint.shard import digests
 HERE = Path(__file__).parent
 PATIENCE_S = 100
 KEEP_ALL = -1
+_S3_IN_CAMPAIGNS = pytest.param("s3", marks=pytest.mark.campaign)
 
 
 class Life:
@@ -163,8 +164,11 @@ def _found(life: Life) -> dict[int, float]:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["posix", "s3"], indirect=True)
-@pytest.mark.parametrize("displaces", [True, False])
+@pytest.mark.parametrize(
+    ("place", "displaces"),
+    [("posix", True), ("posix", False), ("s3", True), pytest.param("s3", False, marks=pytest.mark.campaign)],
+    indirect=["place"],
+)
 def test_a_life_stopped_between_its_check_and_its_commit_commits_nothing_later(place: Place, displaces: bool) -> None:
     """It continues after another life took over and, in one case, has committed the very same iteration: it is
     refused with a line that names its successor, ends, and all that the successor committed is there."""
@@ -191,7 +195,7 @@ def test_a_life_stopped_between_its_check_and_its_commit_commits_nothing_later(p
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["posix", "s3"], indirect=True)
+@pytest.mark.parametrize("place", ["posix", _S3_IN_CAMPAIGNS], indirect=True)
 def test_a_life_stopped_before_it_deletes_deletes_nothing_that_its_successor_has(place: Place) -> None:
     """It is about to delete its oldest generation; what its successor found and committed is there afterwards."""
     first = place.live(point="checkpoint.retire", at=0, keep=2)
@@ -223,7 +227,7 @@ def test_a_life_beside_a_living_one_is_refused(place: Place) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["posix", "s3"], indirect=True)
+@pytest.mark.parametrize("place", ["posix", _S3_IN_CAMPAIGNS], indirect=True)
 def test_a_life_stopped_before_it_replaces_a_generation_replaces_nothing_later(place: Place) -> None:
     """It is about to replace what it committed last when another life takes over, which finds that generation: it is
     still there afterwards, as found, and the format's own index still names its files."""
@@ -245,7 +249,7 @@ def test_a_life_stopped_before_it_replaces_a_generation_replaces_nothing_later(p
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("replaces", [pytest.param(False, marks=pytest.mark.campaign), True])
 @pytest.mark.parametrize("ends", ["killed", "stopped"])
 def test_a_save_cut_short_before_the_formats_own_index_is_whole(place: Place, replaces: bool, ends: str) -> None:
     """A life on S3 ends between the manifest, which commits a generation, and the format's own index: the next life

@@ -32,7 +32,7 @@ class _Imported:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # pytest asks all that a module holds what it is
+        if name.startswith("__") or name == "_mock_name":  # pytest asks all that a module holds what it is
             raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 

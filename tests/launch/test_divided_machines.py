@@ -288,7 +288,7 @@ def test_machine_whose_link_goes_down_is_replaced(machines: Machines, number: in
     machines.check_weights(least_steps=done)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(1, 20))])
 def test_network_breaks_at_random_moments(machines: Machines, seed: int) -> None:
     """Divided into two or three at random, healed or not in between: never do two worlds train, and in the end one
     finishes."""

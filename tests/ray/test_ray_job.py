@@ -29,10 +29,14 @@ ray.shutdown()
 SUBMIT = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
 
 
-def submit(port: int, checkpoints: Path, iterations: int, environment: dict[str, str]) -> str:
-    """Submit the example with its runtime environment, and return what the job printed once it has succeeded."""
+def submit(name: str, port: int, folder: Path, checkpoints: Path, iterations: int, environment: dict[str, str]) -> str:
+    """Submit the example with its runtime environment, and return what the job wrote once it has succeeded.
+
+    That is read from the job's own log: what the command prints of it lacks the last lines where the job ends first.
+    """
     job = ["python", "train.py", "--checkpoints", str(checkpoints), "--iterations", str(iterations)]
     place = ["--address", f"http://127.0.0.1:{port}", "--runtime-env", "runtime_env.yaml", "--working-dir", "."]
+    place += ["--submission-id", name]
     done = subprocess.run(
         [*SUBMIT, *place, "--", *job],
         cwd=EXAMPLE,
@@ -43,7 +47,7 @@ def submit(port: int, checkpoints: Path, iterations: int, environment: dict[str,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return (folder / "session_latest" / "logs" / f"job-driver-{name}.log").read_text()
 
 
 def test_a_job_that_is_submitted_again_continues(tmp_path: Path) -> None:
@@ -64,9 +68,9 @@ def test_a_job_that_is_submitted_again_continues(tmp_path: Path) -> None:
         assert head.stdin is not None
         assert head.stdout is not None
         assert head.stdout.readline() == "ready\n"
-        first = submit(port, tmp_path / "run", 3, environment)
+        first = submit("first", port, folder, tmp_path / "run", 3, environment)
         assert "trained from iteration 0 to 3, 0 recoveries" in first
-        second = submit(port, tmp_path / "run", 5, environment)
+        second = submit("second", port, folder, tmp_path / "run", 5, environment)
         assert "trained from iteration 3 to 5, 0 recoveries" in second
     finally:
         head.communicate("", timeout=60)

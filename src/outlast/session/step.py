@@ -143,6 +143,11 @@ class ProgressReporter:
         began_wall_ns: int | None = None
         if log_metrics is not None and place.run_dir is not None:
             self._earlier_incidents, began_wall_ns = _read_earlier(Path(place.run_dir), place.global_rank)
+        self._num_counted = -1
+        self._counts = {
+            "outlast/restart_count": float(place.cycle),
+            "outlast/in_process_restart_count": float(place.call),
+        }
         self.goodput = Goodput(journal, began_wall_ns)
         """The share of the run's time that its steps took."""
 
@@ -200,16 +205,18 @@ class ProgressReporter:
         """
         if self._log_metrics is None:
             return
+        seen = self._journal.incidents
+        if seen.total() != self._num_counted:
+            self._num_counted = seen.total()
+            counted = (self._earlier_incidents + seen).items()
+            self._counts |= {f"outlast/incidents/{kind}": float(number) for kind, number in counted}
         figures = {
-            "step_time_s": took_s,
-            "restart_count": float(self._place.cycle),
-            "in_process_restart_count": float(self._place.call),
-            "goodput": self.goodput.share,
-            **report,
+            "outlast/step_time_s": took_s,
+            "outlast/goodput": self.goodput.share,
+            **self._counts,
+            **{f"outlast/{name}": value for name, value in report.items()},
         }
-        for kind, number in (self._earlier_incidents + self._journal.incidents).items():
-            figures[f"incidents/{kind}"] = float(number)
-        self.log(iteration, figures)
+        self._call(self._log_metrics, figures, iteration)
 
     def log(self, iteration: int, figures: dict[str, float]) -> None:
         """Hand figures to the logger, ``outlast/`` before each name; one that raises is reported once."""
