@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -141,27 +142,51 @@ def test_random_numbers_come_again() -> None:
         assert draw() == drawn
 
 
-def test_number_that_numpy_keeps_is_not_lost() -> None:
-    """numpy draws normally distributed numbers in pairs and keeps one; a snapshot between the two knows of it."""
+@pytest.mark.parametrize(
+    ("seed", "draw"), [(np.random.seed, np.random.randn), (random.seed, lambda: random.gauss(0, 1))]
+)
+def test_number_that_is_kept_is_not_lost(seed: Callable[[int], object], draw: Callable[[], float]) -> None:
+    """Normally distributed numbers are drawn in pairs and one is kept; a snapshot between the two knows of it."""
     snapshot = RandomSnapshot()
-    np.random.seed(5)
-    np.random.randn()
+    seed(5)
+    draw()
     snapshot.take()
-    kept = np.random.randn()
+    kept = draw()
     snapshot.take()
-    fresh = np.random.randn()
+    fresh = draw()
     snapshot.restore()
-    assert np.random.randn() == fresh != kept
+    assert draw() == fresh != kept
 
 
-def test_snapshot_of_unused_numbers_is_the_same() -> None:
-    """While numpy's generator is not used, a snapshot costs no copy of it; once it is, the copy is new."""
+@pytest.mark.parametrize(
+    ("name", "seed", "draw"), [("numpy", np.random.seed, np.random.rand), ("python", random.seed, random.random)]
+)
+def test_snapshot_of_unused_numbers_is_the_same(
+    name: str, seed: Callable[[int], object], draw: Callable[[], float]
+) -> None:
+    """While a generator is not used, a snapshot costs no copy of it; once it is, the copy is new."""
     snapshot = RandomSnapshot()
-    np.random.seed(5)
+    seed(5)
     snapshot.take()
-    first = snapshot.state["numpy"]
+    first = snapshot.state[name]
     snapshot.take()
-    assert snapshot.state["numpy"] is first
-    np.random.rand()
+    assert snapshot.state[name] is first
+    draw()
     snapshot.take()
-    assert snapshot.state["numpy"] is not first
+    assert snapshot.state[name] is not first
+    seed(5)
+    snapshot.take()
+    drawn = draw()
+    snapshot.restore()
+    assert draw() == drawn
+
+
+def test_a_generator_that_lies_elsewhere_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an interpreter keeps the state of python's generator elsewhere, each snapshot asks for it."""
+    monkeypatch.setattr("outlast.runtime.device.object", type("wide", (), {"__basicsize__": 24}), raising=False)
+    snapshot = RandomSnapshot()
+    snapshot.take()
+    first = snapshot.state["python"]
+    snapshot.take()
+    assert snapshot.state["python"] == first
+    assert snapshot.state["python"] is not first

@@ -487,7 +487,7 @@ class Rewinder:
     def begin(self) -> None:
         """Remember what there is at the beginning of a run.
 
-        Blocks: never; costs about 10 us, 50 ns for each parameter, 0.2 us for each buffer, and a copy of the buffers
+        Blocks: never; costs about 5 us, 50 ns for each parameter, 0.2 us for each buffer, and a copy of the buffers
         that runs change.
         """
         self.random.take()
@@ -545,6 +545,8 @@ class Rewinder:
         self._copies, self._sources = [copy for copy, _ in pairs], [tensor for _, tensor in pairs]
 
     def _copy(self, buffers: list[_WatchedBuffer]) -> None:
+        if not buffers:
+            return
         with torch.no_grad():
             for buffer in buffers:
                 assert buffer.copy is not None

@@ -81,6 +81,9 @@ class RerunDecision:
         return None if code is None else int(code)
 
 
+_GO_ON = RerunDecision()
+
+
 class RerunStateMachine:
     """Judge the results of every step, and run a step with an invalid one again.
 
@@ -121,7 +124,7 @@ class RerunStateMachine:
         journal: Journal | None,
     ) -> None:
         self.config = config or RerunStateMachineConfig()
-        self.decision = RerunDecision()
+        self.decision = _GO_ON
         """What follows the last step whose runs are over."""
         self._place, self._journal = place, journal
         self._device = device_name(place.device or place.node, place.local_rank)
@@ -215,7 +218,7 @@ class RerunStateMachine:
                 self._begin_second_run()
                 return True
             self._validation.count_differences()
-        self._end_step(RerunDecision())
+        self._end_step(_GO_ON)
         return False
 
     def validate(
@@ -381,7 +384,7 @@ class RerunStateMachine:
                 reason = "the step was run again, and training continues with the newer run"
                 journal_diagnosis(self._journal, self._place, diagnosis, Verdict(rung=Rung.RERUN_STEP, reason=reason))
             self._state = transition.state
-            self._end_step(RerunDecision(diagnosis=diagnosis))
+            self._end_step(_GO_ON if diagnosis is None else RerunDecision(diagnosis=diagnosis))
             return False
         own = None
         if judged is not None and mine == outcome:

@@ -115,24 +115,34 @@ class StepValidation:
         self, value: Any, what: str, *, rejects: Callable[[float], bool] | None, message: str, tolerance: float
     ) -> None:
         """Judge one number; one on a device is judged when the run ends."""
-        call, self._num_calls = self._num_calls, self._num_calls + 1
-
-        def judge(number: float) -> None:
-            if self.injector.strikes(self._state, self._iteration, call):
-                number = math.nan
-            why, fatal = self._reject_by_settings(what, number) if self._rejects else (None, True)
-            if self._rejects and rejects is not None and (why is None or not fatal) and rejects(number):
-                why, fatal = message, True
-            self._take(call, what, number, why, fatal=fatal, tolerance=tolerance)
-
+        how = self._num_calls, what, rejects, message, tolerance
+        self._num_calls += 1
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise ValueError(f"{what} has {value.numel()} elements; validate one number, such as its mean")
             value = value.detach()
-            if value.device.type != "cpu":
-                self._pending.append((value, judge))
+            if not value.is_cpu:
+                self._pending.append((value, lambda number: self._judge(number, *how)))
                 return
-        judge(float(value))
+        self._judge(float(value), *how)
+
+    def _judge(
+        self,
+        number: float,
+        call: int,
+        what: str,
+        rejects: Callable[[float], bool] | None,
+        message: str,
+        tolerance: float,
+    ) -> None:
+        if self.injector.strikes(self._state, self._iteration, call):
+            number = math.nan
+        why, fatal = self._reject_by_settings(what, number) if self._rejects else (None, True)
+        if self._rejects and rejects is not None and (why is None or not fatal) and rejects(number):
+            why, fatal = message, True
+        if why is None and self._rejects and not self._expected:
+            return  # as nearly all are
+        self._take(call, what, number, why, fatal=fatal, tolerance=tolerance)
 
     def take_result(
         self,
@@ -167,6 +177,8 @@ class StepValidation:
         Args:
             same_batch: Whether the run had the batches of the run before; without them nothing is cleared.
         """
+        if not self._judged and not self._expected:
+            return None
         for call, first in self._expected.items():
             known = self._judged.get(call)
             unreached = known is None or known.rejected is not first

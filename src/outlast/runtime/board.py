@@ -316,10 +316,11 @@ class RankPage:
 
     def leave(self, name: str | None = None) -> bool:
         """Leave the innermost section, or the innermost one of this name; return whether one was open."""
-        if _get_ident() != self._owner:
+        stack = self._stack
+        if _get_ident() != self._owner or not stack:
             return False
-        index = self._stack[-1][0] if name is None and self._stack else self._names.get(name or "", -1)
-        if all(entry[0] != index for entry in self._stack):
+        index = stack[-1][0] if name is None else self._names.get(name, -1)
+        if stack[-1][0] != index and all(entry[0] != index for entry in stack):
             return False
         self.shut(index)
         return True
