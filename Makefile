@@ -52,6 +52,7 @@ slurm:
 	$$sudo apt-get update -qq && \
 	$$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null
 
+# Two parts at a time; the tests begin last, so that their summary is what ends the output.
 test: setup slurm
 	@$(MAKE) --no-print-directory -j2 lint types docs unit
 
@@ -171,6 +172,3 @@ clean:
 	rm -rf $(VENV) .venv-torch-* build dist site .mypy_cache .ruff_cache .hypothesis outlast-runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
-
-# `make test` runs its parts one after another, tests last, so that their summary is what ends the output.
-.NOTPARALLEL:
