@@ -111,6 +111,25 @@ def test_a_stopped_rank_is_found_and_replaced(tmp_path: Path, undisturbed: str) 
     assert digest == undisturbed
 
 
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_a_lost_nodes_rank_goes_on_at_a_spare(tmp_path: Path, undisturbed: str) -> None:
+    """Two nodes of one rank and a spare: a node is lost in the middle of an epoch; the weights are the same."""
+    (tmp_path / "plan.toml").write_text(fault("sleep", 10) + "\nduration_s = 100\n")
+    told = [str(tmp_path), "--plan", str(tmp_path / "plan.toml")]
+    nodes: dict[str, Any] = {"num_nodes": 2, "num_spares": 1, "nproc_per_node": 1, "options": ["--max-restarts=3"]}
+    with Cluster(EXAMPLE, *told, run_dir=tmp_path / "run", **nodes) as cluster:
+        lost = cluster.wait_for(EventKind.FAULT_SIMULATED, WITHIN_S)
+        assert lost is not None
+        cluster.agent(lost.node).kill()
+        codes = cluster.wait(WITHIN_S)
+        text = "".join(agent.output() for agent in cluster.agents)
+    assert sorted(codes) == [-9, 0, 0], text
+    assert int(re.findall(r"loaded iteration (\d+) in", text)[0]) in (4, 8), text
+    assert set(digests(text)) == {undisturbed}
+
+
 class Torchrun:
     """The example under stock torchrun, which restarts nothing."""
 
@@ -416,6 +435,23 @@ def test_the_pages_code_runs(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "checked local checkpoints and scores" in result.stdout
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+def test_the_readmes_code_runs(tmp_path: Path) -> None:
+    """The README's lines for Lightning, as they stand but for the number of ranks, train and save."""
+    (block,) = [one for one in python_blocks("../README.md") if "pl.Trainer" in one]
+    alone = block.replace('strategy="ddp"', 'accelerator="cpu", devices=1, max_epochs=1, logger=False')
+    assert alone != block
+    (tmp_path / "outlast.toml").write_text('[checkpoint]\ndirectory = "ckpt"\nsave_interval = 2\n')
+    script = PRELUDE + alone + "trainer.fit(Model(), train_loader)\nprint(trainer.global_step)\n"
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    iterations = [found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found]
+    assert max(iterations) == int(result.stdout.splitlines()[-1]) > 0
 
 
 PRELUDE = """

@@ -21,6 +21,7 @@ import outlast
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.config import RerunStateMachineConfig
 from outlast.errors import ConfigError, ExitReason
+from outlast.incidents import EventKind
 from outlast.testing import Cluster, RankProcesses
 
 WITHIN_S = 240.0
@@ -157,6 +158,29 @@ def test_the_examples_end_as_undisturbed_ones(tmp_path: Path, name: str, fault: 
     with run_example(name, tmp_path / fault, "--config", config, *own) as cluster:
         codes, text = cluster.wait(WITHIN_S), cluster.agents[0].output()
     assert codes == [0], text
+    assert "resuming from iteration 25" in text
+    assert trained(text) == {expected}
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["train.py", "accelerate_train.py"])
+def test_a_lost_nodes_rank_goes_on_at_a_spare(tmp_path: Path, name: str) -> None:
+    """Two nodes of one rank and a spare: a node is lost; the weights are those of a run that nothing happened to."""
+    own = ["--output", str(tmp_path / "out"), "--max-steps", "40"] if name == "train.py" else ["--total", "40"]
+    expected = undisturbed(name, tmp_path / "quiet", *own)
+    config = settings(tmp_path / "lost", plan(tmp_path / "lost", "sleep"))
+    with (tmp_path / "lost" / "plan.toml").open("a") as file:
+        file.write("duration_s = 100\n")
+    nodes: dict[str, Any] = {"num_nodes": 2, "num_spares": 1, "nproc_per_node": 1, "options": ["--max-restarts=3"]}
+    with Cluster(EXAMPLES / name, "--config", config, *own, run_dir=tmp_path / "run", **nodes) as cluster:
+        lost = cluster.wait_for(EventKind.FAULT_SIMULATED, WITHIN_S)
+        assert lost is not None
+        cluster.agent(lost.node).kill()
+        codes = cluster.wait(WITHIN_S)
+        text = "".join(agent.output() for agent in cluster.agents)
+    assert sorted(codes) == [-9, 0, 0], text
     assert "resuming from iteration 25" in text
     assert trained(text) == {expected}
 
@@ -369,6 +393,12 @@ def test_the_page_does_what_it_shows(hf: Any, tmp_path: Path, monkeypatch: pytes
                 assert names["run"].iteration == 100
             case _:
                 pytest.fail("the page has a block that this test does not know")
+    (block,) = [one for one in python_blocks("../README.md") if "protect(trainer" in one]
+    settings(tmp_path / "readme")
+    os.chdir(tmp_path / "readme")
+    trainer = hf.make("made_anew", tmp_path / "readme")
+    exec(compile(block, "README.md", "exec"), {"trainer": trainer})
+    assert trainer.state.global_step == 8
 
 
 def test_what_cannot_be_protected_is_refused_by_name(hf: Any, tmp_path: Path) -> None:

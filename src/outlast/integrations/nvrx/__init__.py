@@ -46,6 +46,7 @@ _RULES = (
 )
 _STATE = ("FrozenState=FrozenWrapperState", "Mode", "State=FrozenWrapperState")
 _NESTED = tuple(f"NestedRestarter{name}" for name in ("Aborted", "Finalized", "HandlingCompleted", "HandlingStarting"))
+_LIGHTNING = "outlast.integrations.lightning"
 _STRAGGLER = {
     f"{__name__}.straggler": ("CallableId", "Detector", "Report=PerformanceReport", "Statistic", "StragglerId"),
 }
@@ -89,6 +90,16 @@ MODULES: dict[str, Mapping[str, Sequence[str]]] = {
     "inprocess.state": {_RANKS: _STATE},
     "inprocess.terminate": {_INPROCESS: ("Terminate=StatePlugin",)},
     "inprocess.wrap": {_INPROCESS: ("CallWrapper", "Wrapper=WrapperOfNVRx")},
+    "ptl_resiliency": {
+        _LIGHTNING: (
+            *("FaultToleranceCallback", "FaultToleranceSectionsCallback", "SimulatedFaultParams"),
+            "StragglerDetectionCallback",
+        ),
+    },
+    "ptl_resiliency.fault_tolerance_callback": {_LIGHTNING: ("FaultToleranceCallback", "SimulatedFaultParams")},
+    "ptl_resiliency.fault_tolerance_sections_callback": {_LIGHTNING: ("FaultToleranceSectionsCallback",)},
+    "ptl_resiliency.local_checkpoint_callback": {_LIGHTNING: ("HierarchicalCheckpointIO", "LocalCheckpointCallback")},
+    "ptl_resiliency.straggler_det_callback": {_LIGHTNING: ("StragglerDetectionCallback",)},
     "shared_utils.inject_fault": {
         f"{__name__}.fault_injection": (
             *("Fault=WorkloadFault", "InjectedException", "clear_workload_exception", "dispatch_fault_injection"),
