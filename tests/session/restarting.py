@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import outlast
 from outlast import inprocess
+from outlast.preemption.signals import SignalWatch
 
 folder, options = sys.argv[1], json.loads(sys.argv[2])
 FAULT, AT, ON = options.get("fault", ""), options.get("at", 7), options.get("on", 1)
@@ -61,11 +63,17 @@ least = {}
 
 
 def open_files():
-    """Return what this process's descriptors refer to, for a failed test's message."""
+    """Return what this process's descriptors refer to; a socket with its family, its own name and its peer's."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
+            name = os.readlink(f"/proc/self/fd/{number}")
+            if name.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(number))) as copy:
+                    name = f"socket {copy.family.name} {copy.type.name} {copy.getsockname()!r}"
+                    with contextlib.suppress(OSError):
+                        name += f" to {copy.getpeername()!r}"
+            found.append(name)
     return sorted(found)
 
 
@@ -102,6 +110,15 @@ def fail_once(optimizer, *_):
 def digest(model):
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
+
+if options.get("closes_slowly"):  # whoever leaves for a peer that has failed is interrupted there
+    restore_handlers = SignalWatch._restore
+
+    def restore_slowly(watch):
+        restore_handlers(watch)
+        time.sleep(0.2)
+
+    SignalWatch._restore = restore_slowly
 
 config = outlast.InProcessRestartConfig(
     active_world_size=options.get("active"), granularity="rank", soft_timeout=60, hard_timeout=90

@@ -163,7 +163,8 @@ def test_twenty_restarts_leave_nothing_behind(tmp_path: Path, num_faults: int) -
     weights are those of two ranks without any fault, and no save that was under way is said to have failed."""
     total = num_faults + 10
     calm = Played(tmp_path / "calm", 2, {"total": total})
-    played = Played(tmp_path / "faults", 2, {"fault": "raise", "num_faults": num_faults, "total": total})
+    options = {"fault": "raise", "num_faults": num_faults, "total": total, "closes_slowly": True}
+    played = Played(tmp_path / "faults", 2, options)
     assert played.codes == [0] * 2, played.tails
     assert played.ends == calm.ends
     assert IncidentKind.SAVE_FAILED not in played.incidents, played.tails

@@ -518,7 +518,7 @@ class Session:
                 if self._refusal is None:
                     raise
                 self._leave_refused()
-        self._preemption.close()
+        self._end_notices()
         self._end(ExitReason.FINISHED)
 
     def leave(self, state: Mapping[str, Any]) -> NoReturn:
@@ -553,7 +553,7 @@ class Session:
             self._saves.manager.finish_staging()  # the script may now change what is being copied
         self._monitor.end_all_sections()
         self._monitor.promise_heartbeats(False)
-        self._preemption.close()
+        self._end_notices()
         self._phase = _Phase.OVER
 
     # -- within a step ---------------------------------------------------------------------------------------------
@@ -641,7 +641,8 @@ class Session:
         if self._saves is not None:
             with self._section("checkpointing"):
                 self._saves.manager.wait()
-            self._saves.manager.close()
+            with self._scope.undivided():
+                self._saves.manager.close()
         self._let_go()
         if self._owns_world and is_initialised():
             import torch.distributed as dist
@@ -708,6 +709,11 @@ class Session:
         if config.health is not None and config.health.process_group_interval and place.world_size > 1:
             self._liveness = RankLiveness(config.health, place, self._journal)
             self._stack.callback(self._liveness.close)
+
+    def _end_notices(self) -> None:
+        """Let signals end this process again; as a whole, since what is half closed is never closed."""
+        with self._scope.undivided():
+            self._preemption.close()
 
     def _let_go(self) -> None:
         """Close everything that closes without waiting for a peer. Idempotent."""
