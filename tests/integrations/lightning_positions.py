@@ -92,13 +92,13 @@ class Manual(Model):
 
 
 class Signal(pl.Callback):
-    """Ask the process to leave in a step."""
+    """Ask the process to leave in a step, given by how many batches have moved a weight before it."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, num_before):
+        self.num_before = num_before
 
     def on_train_batch_start(self, trainer, *_):
-        if trainer.global_step + 1 == self.step:
+        if trainer.fit_loop.epoch_loop._batches_that_stepped == self.num_before:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -164,7 +164,7 @@ def train_here(folder, case, signal_at):
             FaultToleranceCallback(config=outlast.Config(checkpoint=saves, run_dir=str(folder / "run"))),
             PreemptionCallback(),
             EarlyStopping("val", patience=50, strict=False),
-            *([Signal(signal_at)] if signal_at else []),
+            *([] if signal_at is None else [Signal(signal_at)]),
         ],
         **options,
     )
@@ -199,7 +199,7 @@ def main():
             print("differs:", name, resumed, wanted, rest[:2], flush=True)
         if number + 3 >= len(saved):
             continue  # a notice that is seen in the last step changes nothing any more
-        left, _, before = train(root / f"left-{name}", case, signal_at=rest[0][0])
+        left, _, before = train(root / f"left-{name}", case, signal_at=rest[0][1])
         code, resumed, rest = train(root / f"left-{name}", case)
         if (left, code, resumed) != (75, 0, wanted) or before + rest != seen:
             print("differs after a notice:", name, left, code, resumed, wanted, before[-2:], rest[:2], flush=True)

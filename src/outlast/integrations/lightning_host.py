@@ -165,6 +165,7 @@ class TrainerState:
             "place": str(self.place),
             "checkpoint": checkpoint,
             "fetch_random": self.fetch_random if self.place == Place.BATCH else None,
+            "callback_metrics": {name: value.detach().clone() for name, value in _metrics(trainer).items()},
             "world_size": trainer.world_size,
         }
 
@@ -200,8 +201,6 @@ class TrainerState:
             for part in ("total", "current"):  # the next epoch is not begun yet
                 epochs[part] = {**epochs[part], "ready": epochs[part]["started"]}
             zeros = dict.fromkeys(batches["current"], 0)
-            loops["state_dict"] = {**loops["state_dict"]}
-            loops["state_dict"].pop("combined_loader", None)  # the next epoch's iterators are new ones
             loops["epoch_loop.batch_progress"] = {**batches, "current": zeros, "is_last_batch": False}
         elif self.place == Place.BATCH:
             batches = loops["epoch_loop.batch_progress"]
@@ -212,6 +211,12 @@ class TrainerState:
         if self.place != Place.EPOCH and self.loader_states:
             loops["state_dict"] = {**loops["state_dict"], "combined_loader": self.loader_states}
         return loops
+
+
+def _metrics(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return what was logged last, by name; the public property computes running means, with all ranks."""
+    found: dict[str, torch.Tensor] = trainer._logger_connector._callback_metrics
+    return found
 
 
 def _are_same(one: Any, other: Mapping[str, Any]) -> bool:
@@ -344,6 +349,9 @@ class TrainerHost:
 
         def place_loaders() -> None:
             del loop._load_combined_loader_states
+            if self._place == Place.EPOCH:  # with the state of the epoch before, a loader's next iterator is the next's
+                loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
+                loop._combined_loader_states_to_load = []
             original()
             self._place_loaders()
 
@@ -359,7 +367,10 @@ class TrainerHost:
         self.take_signals()
         self._warn_of_loaders()
         loaded, loop = self._own.loaded, self._trainer.fit_loop.epoch_loop
-        if loaded is None or self._place == Place.EPOCH:
+        if loaded is None:
+            return
+        _metrics(self._trainer).update(loaded["callback_metrics"])  # early stopping may look before the next validation
+        if self._place == Place.EPOCH:
             return
         if self._place == Place.VALIDATION:
             loop.val_loop.restarting = False
