@@ -88,7 +88,7 @@ class Manual(Model):
 
     def configure_optimizers(self):
         first = torch.optim.AdamW(self.net[0].parameters(), lr=1e-2)
-        return [first, torch.optim.SGD(self.net[2].parameters(), lr=1e-2)]
+        return [first, torch.optim.SGD(self.net[2].parameters(), lr=1e-4)]
 
 
 class Signal(pl.Callback):
@@ -187,6 +187,9 @@ def main():
         (path.name for path in (root / "undisturbed" / "ckpt").glob("step-*")), key=lambda name: int(name[5:])
     )
     print(case, wanted[1], "steps,", len(saved), "generations", flush=True)
+    for name in saved:
+        if not json.loads((root / "undisturbed" / "ckpt" / name / "manifest.json").read_text())["manifest"]["finite"]:
+            print("not finite:", name)
     for number, name in enumerate(saved[:-1]):
         if (number + 1) % every:
             continue

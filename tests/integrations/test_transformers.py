@@ -175,9 +175,8 @@ def test_a_lost_nodes_rank_goes_on_at_a_spare(tmp_path: Path, name: str) -> None
         file.write("duration_s = 100\n")
     nodes: dict[str, Any] = {"num_nodes": 2, "num_spares": 1, "nproc_per_node": 1, "options": ["--max-restarts=3"]}
     with Cluster(EXAMPLES / name, "--config", config, *own, run_dir=tmp_path / "run", **nodes) as cluster:
-        lost = cluster.wait_for(EventKind.FAULT_SIMULATED, WITHIN_S)
-        assert lost is not None
-        cluster.agent(lost.node).kill()
+        cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED and event.iteration == 25, WITHIN_S)
+        cluster.agent(next(event.node for event in cluster.events() if event.rank == 1)).kill()
         codes = cluster.wait(WITHIN_S)
         text = "".join(agent.output() for agent in cluster.agents)
     assert sorted(codes) == [-9, 0, 0], text

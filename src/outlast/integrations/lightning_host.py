@@ -44,6 +44,10 @@ log = logging.getLogger(__name__)
 IterationOf: TypeAlias = Callable[[Any], int]
 """Takes the path of one of Lightning's checkpoints, and returns the number of optimizer steps that it has done."""
 _PREEMPTED = "Preemption detected, saving checkpoint and exiting"
+_BITS = "outlast_bits_of"
+"""Key of a tensor's type, where its bits stand in its place."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element."""
 _HPARAMS = ("hyper_parameters", "hparams_name", "hparams_type")
 
 
@@ -161,11 +165,12 @@ class TrainerState:
             for prefix in ("", "datamodule_"):
                 checkpoint.pop(prefix + name, None)
         checkpoint["loops"] = {"fit_loop": self._position(checkpoint["loops"]["fit_loop"])}
+        checkpoint["callbacks"] = _without_infinite(checkpoint["callbacks"])
         return {
             "place": str(self.place),
             "checkpoint": checkpoint,
             "fetch_random": self.fetch_random if self.place == Place.BATCH else None,
-            "callback_metrics": {name: value.detach().clone() for name, value in _metrics(trainer).items()},
+            "callback_metrics": _without_infinite({**_metrics(trainer)}),
             "world_size": trainer.world_size,
         }
 
@@ -177,6 +182,7 @@ class TrainerState:
         """Give what was loaded to the trainer, whose module and optimizers are loaded already."""
         assert self.loaded is not None
         trainer, checkpoint = self._trainer, self.loaded["checkpoint"]
+        checkpoint["callbacks"] = _with_infinite(checkpoint["callbacks"])
         checkpoint.setdefault("state_dict", trainer.lightning_module.state_dict())
         checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
         connector = trainer._checkpoint_connector
@@ -211,6 +217,28 @@ class TrainerState:
         if self.place != Place.EPOCH and self.loader_states:
             loops["state_dict"] = {**loops["state_dict"], "combined_loader": self.loader_states}
         return loops
+
+
+def _without_infinite(state: Any) -> Any:
+    """Return a state with the bits of tensors that hold NaN or infinite numbers in their place.
+
+    A best score is infinite until there is one. Only weights and optimizers say whether a generation is worth loading.
+    """
+    if isinstance(state, torch.Tensor) and state.is_floating_point() and not state.isfinite().all():
+        bits = state.detach().contiguous().view(_INTEGERS[state.element_size()])
+        return {_BITS: str(state.dtype).removeprefix("torch."), "bits": bits}
+    if type(state) is dict:
+        return {key: _without_infinite(value) for key, value in state.items()}
+    return [_without_infinite(value) for value in state] if type(state) is list else state
+
+
+def _with_infinite(state: Any) -> Any:
+    """Return what :func:`_without_infinite` was given."""
+    if type(state) is dict:
+        if _BITS in state:
+            return state["bits"].view(getattr(torch, state[_BITS]))
+        return {key: _with_infinite(value) for key, value in state.items()}
+    return [_with_infinite(value) for value in state] if type(state) is list else state
 
 
 def _metrics(trainer: Any) -> dict[str, torch.Tensor]:
@@ -369,7 +397,7 @@ class TrainerHost:
         loaded, loop = self._own.loaded, self._trainer.fit_loop.epoch_loop
         if loaded is None:
             return
-        _metrics(self._trainer).update(loaded["callback_metrics"])  # early stopping may look before the next validation
+        _metrics(self._trainer).update(_with_infinite(loaded["callback_metrics"]))  # early stopping may look before the next validation
         if self._place == Place.EPOCH:
             return
         if self._place == Place.VALIDATION:
