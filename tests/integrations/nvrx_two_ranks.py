@@ -11,7 +11,8 @@ import torch.distributed as dist
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
 
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, PeerLost
+from outlast.integrations.nvrx import async_calls
 
 
 def fail() -> None:
@@ -20,6 +21,8 @@ def fail() -> None:
 
 def check_async_calls(rank: int) -> None:
     """A call is finalised when it has ended on all ranks, on none if it failed on one; what is staged is used."""
+    if rank == 0:
+        AsyncCallsQueue()  # as a rank has made that was there before a restart: ranks need not have equally many
     calls, may_end, done = AsyncCallsQueue(), threading.Event(), []
     calls.warmup_persistent_caller(rank)
     staged = []
@@ -74,6 +77,20 @@ def check_async_calls(rank: int) -> None:
     calls.close()  # once more does no harm
     AsyncRequest(lambda: done.append("ran"), (), [lambda: done.append("finalised")]).execute_sync()
     assert done[-2:] == ["ran", "finalised"]
+
+
+def check_a_lost_peer(rank: int) -> None:
+    """Who waits without a collective for a rank that does not come gets an error of this package within the limit."""
+    limits = async_calls.CALL_TIMEOUT_S, async_calls._MARGIN_S
+    async_calls.CALL_TIMEOUT_S, async_calls._MARGIN_S = 1.0, 0.5
+    calls = AsyncCallsQueue()
+    calls.schedule_async_request(AsyncRequest(None, (), []))
+    if rank == 0:
+        with pytest.raises(PeerLost, match=r"did not come to the end of asynchronous call 0 within 1.5 s"):
+            calls.maybe_finalize_async_calls(blocking=True, no_dist=True)
+    calls.close(abort=True)
+    async_calls.CALL_TIMEOUT_S, async_calls._MARGIN_S = limits
+    dist.barrier()
 
 
 class Step:
@@ -146,6 +163,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     check_async_calls(rank)
+    check_a_lost_peer(rank)
     check_straggler(rank)
     check_client(rank)
     dist.barrier()

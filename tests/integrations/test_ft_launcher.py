@@ -84,7 +84,10 @@ def test_every_setting_is_taken_in_every_spelling(spelling: str, form: str) -> N
         ("--ft-param-log_level 10", "--log-level=debug", ""),
         ("--ignore-missing-fault-tol-cfg", "", ""),
         ("--ft-rank_termination_signal=SIGKILL", "", ""),
+        ("--ft-rank_termination_signal=9", "", ""),
+        ("--ft-rank_termination_signal kill", "", ""),
         ("--ft-rank_termination_signal SIGTERM", "", "is ended with SIGKILL"),
+        ("--ft-rank_termination_signal 15", "", "is ended with SIGKILL"),
         ("--restart-policy=any-failed", "", ""),
         ("--ft-restart-policy min-healthy", "", "--ft-restart-policy (every failure ends the cycle on all nodes)"),
         ("--ft-workload_check_interval 5", "", "--ft-workload_check_interval (a hang is noticed"),
@@ -212,6 +215,7 @@ def test_sources_count_in_their_order(tmp_path: Path) -> None:
         "OUTLAST_FT_RANK_HEARTBEAT_TIMEOUT": "30",
         "OUTLAST_FT_RANK_OUT_OF_SECTION_TIMEOUT": "3",
         "OUTLAST_FT_CALC_FT_TIMEOUTS": "true",
+        "OUTLAST_FT_RANK_SECTION_TIMEOUTS": "setup:600,step:",
         "OUTLAST_FT_MIN_NODES": "",
     }
     assert settings(f"--ft-cfg-path={path}", "--ft-rank_heartbeat_timeout=40", environment=variables) == {
@@ -219,6 +223,7 @@ def test_sources_count_in_their_order(tmp_path: Path) -> None:
         "rank_out_of_section_timeout": 3.0,
         "rank_heartbeat_timeout": 40.0,
         "calc_ft_timeouts": True,
+        "rank_section_timeouts": {"setup": 600.0, "step": None},
     }
     with pytest.raises(ConfigError, match=r"OUTLAST_FT_SAFETY_FAKTOR.*OUTLAST_FT_SAFETY_FACTOR"):
         settings(environment={"OUTLAST_FT_SAFETY_FAKTOR": "3"})
@@ -233,6 +238,23 @@ def test_our_own_config_file_is_passed_on(tmp_path: Path) -> None:
     translation = translate([f"--ft-cfg-path={path}", "train.py"], {})
     assert translation.arguments == (f"--config={path}", "train.py")
     assert check_values(translation.arguments).layers.config.rank_heartbeat_timeout == 60.0
+
+
+def test_a_scripts_own_file_is_no_config_of_ours(tmp_path: Path) -> None:
+    """Whatever a YAML has beside its section, under names of ours too, is the script's; no section is none; both are
+    said. One that has nothing but what outlast knows is ours."""
+    path = tmp_path / "train.yaml"
+    path.write_text("fault_tolerance: {safety_factor: 2}\ncheckpoint: {every: 100}\nmodel: gpt\n")
+    assert settings(f"--ft-cfg-path={path}") == {"safety_factor": 2.0}
+    (note,) = translate([f"--ft-cfg-path={path}", "train.py"], {}).notes
+    assert "only its section fault_tolerance is used; not a setting here: checkpoint" in note
+    path.write_text("model: {size: 3}\ncheckpoint: {directory: x}\n")
+    line = [f"--ft-cfg-path={path}", "--ft-rank_heartbeat_timeout=40"]
+    assert settings(*line) == {"rank_heartbeat_timeout": 40.0}
+    (note,) = translate([*line, "train.py"], {}).notes
+    assert f"{path} has no section fault_tolerance; nothing of it is used" in note
+    path.write_text("checkpoint: {directory: x}\nfault_tolerance: {safety-factor: 2}\ntrain: {lr: 1}\n")
+    assert translate([f"--ft-cfg-path={path}", "train.py"], {}).arguments == (f"--config={path}", "train.py")
 
 
 def test_a_value_in_a_file_is_refused_with_its_place(tmp_path: Path) -> None:
@@ -258,27 +280,35 @@ def test_a_file_that_is_not_there_may_be_none() -> None:
 
 
 @pytest.mark.parametrize("in_slurm", [False, True])
-def test_the_flag_file_is_for_what_must_not_be_tried_again(tmp_path: Path, in_slurm: bool) -> None:
+def test_the_flag_file_is_for_what_must_not_be_tried_again(
+    tmp_path: Path, in_slurm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is made for 0, 17, 19 and 93, for no other code; 75 counts as no failure in a Slurm job."""
     for code in (0, 1, 2, 16, 17, 18, 19, 75, 93, 143):
-        flag = tmp_path / f"flag-{code}"
-        variables = {"FAULT_TOL_FINISHED_FLAG_FILE": str(flag), **({"SLURM_JOB_ID": "7"} if in_slurm else {})}
-        assert settle_exit(code, variables) == (0 if code == 75 and in_slurm else code)
+        flag = tmp_path / f"folder-{code}" / "flag"
+        monkeypatch.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(flag))
+        if in_slurm:
+            monkeypatch.setenv("SLURM_JOB_ID", "7")
+        assert settle_exit(code) == (0 if code == 75 and in_slurm else code)
         assert flag.exists() == (code in (0, 17, 19, 93))
-        assert settle_exit(code, {"SLURM_JOB_ID": "7"}) == code
+        monkeypatch.delenv("FAULT_TOL_FINISHED_FLAG_FILE")
+        assert settle_exit(code) == code
 
 
-def test_an_unfit_node_does_not_end_a_job_that_can_do_without(tmp_path: Path) -> None:
+def test_an_unfit_node_does_not_end_a_job_that_can_do_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there may be spares the others continue: no flag for 19. One that cannot be made changes no exit code."""
     flag = tmp_path / "flag"
-    variables = {"FAULT_TOL_FINISHED_FLAG_FILE": str(flag)}
-    assert settle_exit(19, variables, others_may_continue=True) == 19
+    monkeypatch.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(flag))
+    assert settle_exit(19, others_may_continue=True) == 19
     assert not flag.exists()
-    assert settle_exit(17, {"FAULT_TOL_FINISHED_FLAG_FILE": str(tmp_path / "no" / "flag")}) == 17
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(tmp_path / "file" / "flag"))
+    assert settle_exit(17) == 17
 
 
 def test_shims_are_written_once(tmp_path: Path) -> None:
-    """An executable file; a second call changes nothing, and says so; one of another interpreter is replaced."""
+    """An executable file; a second call changes nothing, and says so; one of another interpreter is replaced. The line
+    for the shell takes any folder."""
     folder = tmp_path / "new" / "shims"
     invoked = CliRunner().invoke(cli, ["shims", str(folder)], standalone_mode=False)
     assert f"{folder / NAME}: written" in invoked.output
@@ -289,6 +319,9 @@ def test_shims_are_written_once(tmp_path: Path) -> None:
     assert told == {"folder": str(folder), "shims": [{"path": str(folder / NAME), "changed": False}]}
     assert (folder / NAME).stat().st_mtime_ns == before.st_mtime_ns
     text = (folder / NAME).read_text()
+    spaced = tmp_path / "with space"
+    invoked = CliRunner().invoke(cli, ["shims", str(spaced)], standalone_mode=False)
+    assert f"export PATH='{spaced}':\"$PATH\"" in invoked.output
     (folder / NAME).write_text(text.replace("exec ", "exec /another"))
     (folder / NAME).chmod(0o644)
     assert write_shims(folder)[0].changed

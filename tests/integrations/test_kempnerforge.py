@@ -22,21 +22,29 @@ rank = dist.get_rank()
 log_job_info()
 assert check_nccl_health(timeout_sec=60.0)
 weight = torch.nn.Parameter(torch.ones(1))
+model = torch.nn.Module()
+model.weight = weight
 optimizer = torch.optim.SGD([weight], lr=0.1)
 detector = NaNDetector(action="skip", max_consecutive=3)
 with ShutdownHandler(timeout_sec=100.0) as handler:
+    assert not handler.shutdown_requested and handler.signal_received is None
     stepped, step = [], 0
     while not handler.should_shutdown():
         loss = weight.sum() * (math.nan if step == 2 and rank == 1 else 1.0)
         loss.backward()
-        if detector.check_loss(loss, step, optimizer):
+        if step == 3 and rank == 0:
+            weight.grad.fill_(math.inf)
+        if detector.check_loss(loss, step, optimizer) and detector.check_gradients(model, step):
             optimizer.step()
             stepped.append(step)
         optimizer.zero_grad()
         step += 1
         if step == 5:
             print("at step 5", flush=True)
-    assert stepped == [one for one in range(step) if one != 2], stepped
+    assert stepped == [one for one in range(step) if one not in (2, 3)], stepped
+    assert handler.shutdown_requested
+    assert (handler.signal_received is not None) == (rank == 1)
+    assert (detector.state.total_nans, detector.state.nan_steps) == (1, [2])
     steps = [None, None]
     dist.all_gather_object(steps, step)
     assert steps[0] == steps[1], steps
@@ -51,7 +59,8 @@ sys.exit(75)
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_one_ranks_signal_and_one_ranks_nan_count_on_all_ranks(number: int, tmp_path: Path) -> None:
-    """A step that is NaN on one rank is skipped on both; a signal to one rank has both leave after the same step."""
+    """A step whose loss or gradient is NaN on one rank is skipped on both; a signal to one rank has both leave after
+    the same step."""
     (script := tmp_path / "train.py").write_text(LOOP)
     with RankProcesses(script, world_size=2, directory=tmp_path / "logs") as ranks:
         ranks.wait_for("at step 5", timeout_s=120, ranks=range(2))
@@ -60,25 +69,77 @@ def test_one_ranks_signal_and_one_ranks_nan_count_on_all_ranks(number: int, tmp_
 
 
 def test_the_detector_raises_where_it_should() -> None:
-    """``raise`` raises at once; any action ends the run at the limit; what is not an action is refused."""
+    """``raise`` raises at once; any other action says that a loss is bad, so that a script leaves the step out, and
+    ends the run at the limit; what is not an action is refused."""
     with pytest.raises(NotFinite):
         kempnerforge.NaNDetector(action="raise").check_loss(float("inf"), 1)
-    detector = kempnerforge.NaNDetector(max_consecutive=2)
-    assert detector.check_loss(float("nan"), 1)
-    assert detector.consecutive_count == 1
-    with pytest.raises(NotFinite) as caught:
-        detector.check_loss(torch.tensor(float("nan")), 2)
-    assert isinstance(caught.value, SystemExit)
-    assert caught.value.code == 17
+    for action in ("warn", "skip"):
+        detector = kempnerforge.NaNDetector(action=action, max_consecutive=2)
+        assert detector.check_loss(0.5, 0)
+        assert not detector.check_loss(float("nan"), 1)
+        assert detector.consecutive_count == 1
+        assert not detector.should_rollback
+        with pytest.raises(NotFinite) as caught:
+            detector.check_loss(torch.tensor(float("nan")), 2)
+        assert isinstance(caught.value, SystemExit)
+        assert caught.value.code == 17
+        assert detector.should_rollback
     with pytest.raises(ConfigError, match="'retry'"):
         kempnerforge.NaNDetector(action="retry")
+
+
+def test_the_detector_keeps_what_it_has_seen() -> None:
+    """``state`` has the numbers of bad steps and the last good loss, until it is reset; without a limit nothing is to
+    be rolled back."""
+    detector = kempnerforge.NaNDetector(max_consecutive=0, max_history=1)
+    assert detector.check_loss(torch.tensor([1.0, 2.0]), 3)
+    for step in (4, 5):
+        assert not detector.check_loss(float("inf"), step)
+    assert detector.state == kempnerforge.NaNState(
+        consecutive_nans=2, total_nans=2, last_good_loss=1.5, last_good_step=3, nan_steps=[4]
+    )
+    assert not detector.should_rollback
+    detector.reset()
+    assert (detector.state, detector.consecutive_count) == (kempnerforge.NaNState(), 0)
+
+
+@pytest.mark.parametrize("action", ["warn", "skip", "raise"])
+def test_a_gradient_that_is_not_finite_is_told(action: str) -> None:
+    """``check_gradients`` says so with each action, or raises; it counts no bad loss, and ``skip`` drops gradients."""
+    model = torch.nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.bias.grad is not None
+    detector = kempnerforge.NaNDetector(action=action, max_consecutive=1)
+    assert detector.check_gradients(model, 0)
+    assert detector.check_gradients(torch.nn.Module(), 0)
+    model.bias.grad.fill_(float("nan"))
+    if action == "raise":
+        with pytest.raises(NotFinite, match="gradients of rank 0"):
+            detector.check_gradients(model, 1)
+    else:
+        assert not detector.check_gradients(model, 1)
+    assert detector.state == kempnerforge.NaNState()
+    assert (model.weight.grad is None) == (action != "warn")
 
 
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_health_of_a_machine_without_gpus_is_that_of_its_cpu() -> None:
-    """Where there is no GPU its arithmetic is checked, in another process."""
-    assert kempnerforge.check_gpu_health()
+    """Where there is no GPU its arithmetic is checked, in another process; it is logged where asked."""
+    assert kempnerforge.log_health_status()
+
+
+def test_a_process_alone_is_healthy_and_in_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a process group there is nobody to ask; without Slurm there is no job, and none that was re-queued."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("SLURM_JOBID", raising=False)
+    assert kempnerforge.check_nccl_health()
+    assert not kempnerforge.is_slurm_job()
+    assert not kempnerforge.is_slurm_requeue()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert kempnerforge.is_slurm_job()
+    assert kempnerforge.is_slurm_requeue()
 
 
 def test_a_handler_that_is_not_registered_hears_nothing() -> None:

@@ -167,6 +167,63 @@ def test_whatever_is_asked_for_is_whole(
     assert yaml.safe_load(as_yaml(made).split("\n---\n")[0]) == made[0]
 
 
+NO_STRINGS = [
+    re.compile(rule)
+    for rule in (
+        r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+",  # YAML 1.2
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        r"~|null|Null|NULL|true|True|TRUE|false|False|FALSE|",
+        r"y|Y|yes|Yes|YES|n|N|no|No|NO|on|On|ON|off|Off|OFF|<<|=",  # YAML 1.1
+        r"[-+]?(0b[0-1_]+|0[0-7_]+|0o[0-7_]+|0x[0-9a-fA-F_]+|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)",
+        r"[-+]?([0-9][0-9_]*)?\.[0-9._]*([eE][-+]?[0-9]+)?",
+        r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt \t].*)?",
+    )
+]
+
+
+def plain_strings(node: yaml.Node, value: Any) -> Iterator[str]:
+    """Return the strings of a value that a document has without quotes."""
+    if isinstance(value, dict):
+        assert isinstance(node, yaml.MappingNode)
+        for (key_node, value_node), (key, one) in zip(node.value, value.items(), strict=True):
+            yield from (*plain_strings(key_node, key), *plain_strings(value_node, one))
+    elif isinstance(value, list):
+        assert isinstance(node, yaml.SequenceNode)
+        for one_node, one in zip(node.value, value, strict=True):
+            yield from plain_strings(one_node, one)
+    elif isinstance(value, str):
+        assert isinstance(node, yaml.ScalarNode)
+        assert node.value == value
+        if node.style is None:
+            yield value
+
+
+UNLIKE_STRINGS = ("3e-4", "1e5", "0o17", "0x_1", "1_0", "y", "n", "No", "ON", "~", ".inf", "-.INF", ".nan", "1:30", "=")
+
+
+@settings(max_examples=200)
+@given(
+    words=st.lists(
+        st.one_of(
+            st.sampled_from(UNLIKE_STRINGS),
+            st.text("0123456789+-.eExXoObBtT_:~yYnNuUlLaAsSfFiI", max_size=6),
+            st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20),
+        ),
+        max_size=5,
+    ),
+)
+def test_no_parser_takes_a_string_for_something_else(words: list[str]) -> None:
+    """What is an argument or a variable is a string for YAML 1.1 and 1.2 alike: what stands without quotes matches none
+    of their rules for numbers, truth values, null and dates."""
+    env = tuple(f"V{number}={word}" for number, word in enumerate(words))
+    made = KubernetesJob(**GIVEN | {"command": ("train.py", *words), "env": env}).manifests()
+    text = as_yaml(made)
+    assert list(yaml.safe_load_all(text)) == made
+    plain = list(plain_strings(yaml.compose(text), made[0]))
+    assert "train.py" in plain
+    assert [one for one in plain if any(rule.fullmatch(one) for rule in NO_STRINGS)] == []
+
+
 def test_exit_codes_lead_where_they_should() -> None:
     """Each exit code of the table meets the rule of the Job that it needs: a finished run succeeds, a requested
     shutdown is not counted, what needs a person ends all, and the rest is counted."""
@@ -281,6 +338,21 @@ def test_a_pytorch_job_hands_sigterm_on(tmp_path: Path) -> None:
         ({"min_nodes": 2}, "min_nodes=2 must be from 1 to the 1 of nnodes=1"),
         ({"volumes": ("data:/data",)}, "volumes: 'data:/data' is not in the form"),
         ({"volumes": ("claim:data:/runs",)}, "volumes: /runs has a volume already"),
+        ({"volumes": ("claim:data:/data//x/", "claim:b:/data/./x")}, "volumes: /data/x has a volume already"),
+        ({"volumes": ("claim:data:/a/../b",)}, "volumes: 'claim:data:/a/../b' is not in the form"),
+        ({"volumes": ("claim:data:/",)}, "volumes: 'claim:data:/' is not in the form"),
+        ({"mount_path": "/dev/./shm/"}, "mount_path='/dev/shm' is taken in the container"),
+        ({"mount_path": "//"}, "mount_path='/' is taken in the container"),
+        ({"mount_path": "/etc/outlast-run-key"}, "mount_path='/etc/outlast-run-key' is taken"),
+        ({"cpus": "8", "resources": ("cpu=4",)}, "resources: 'cpu=4' stands beside cpus=8; leave one of them out"),
+        ({"memory": "1Gi", "resources": ("memory=4",)}, "resources: 'memory=4' stands beside memory=1Gi"),
+        (
+            {"gpus_per_node": 8, "gpu_resource": "amd.com/gpu", "resources": ("amd.com/gpu=4",)},
+            "resources: 'amd.com/gpu=4' stands beside gpus_per_node=8",
+        ),
+        ({"resources": ("a/b=1", "a/b=2")}, "resources: 'a/b=2' stands beside a/b=1"),
+        ({"node_selector": ("a=1", "a=2")}, "node_selector: a is there twice"),
+        ({"shutdown_grace": 1e300}, "shutdown_grace=1e+300 must be a number of seconds"),
         ({"env": ("A",)}, "env: 'A' is not in the form NAME=VALUE"),
         ({"env": ("A=1", "A=2")}, "env: A is there twice"),
         ({"node_selector": ("a b=c",)}, "node_selector: 'a b=c' is not in the form"),
@@ -303,6 +375,23 @@ def test_wrong_values_are_refused_by_name(wrong: dict[str, Any], text: str) -> N
     with pytest.raises(ConfigError, match=re.escape(text)) as refused:
         KubernetesJob(**GIVEN | wrong)
     assert "\n" not in str(refused.value)
+
+
+def test_paths_and_seconds_are_written_plainly() -> None:
+    """A path is written as Kubernetes compares it, and a long grace in whole seconds, no fewer than were asked for."""
+    job = KubernetesJob(
+        **GIVEN,
+        mount_path="//srv/./runs/",
+        volumes=("claim:data:/data//x/",),
+        shutdown_grace=1234567.5,
+        working_dir="/w/",
+    )
+    pod = pod_of(job.manifests())
+    (container,) = pod["containers"]
+    assert [one["mountPath"] for one in container["volumeMounts"]] == ["/dev/shm", "/srv/runs", "/data/x"]
+    assert container["workingDir"] == "/w"
+    assert {"--run-dir=/srv/runs/gpt", "--ft-shutdown-grace=1234568"} <= set(container["args"])
+    assert pod["terminationGracePeriodSeconds"] == 1234598
 
 
 def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
@@ -335,6 +424,11 @@ LEAST = ("--image=registry/train:1", "--run-claim=runs")
         ((*LEAST, "--", "--max-restarts=-1", "train.py"), "--max-restarts=-1 must not be negative"),
         ((*LEAST, "--gpus-per-node=a", "--", "train.py"), "is not a whole number"),
         ((*LEAST, "--name=a_b", "--", "train.py"), "--name='a_b' is no name for Kubernetes"),
+        (
+            (*LEAST, "--cpus=8", "--resource=cpu=4", "--", "train.py"),
+            "--resource: 'cpu=4' stands beside --cpus=8; leave one of them out",
+        ),
+        ((*LEAST, "--mount-path=/dev/shm", "--", "train.py"), "--mount-path='/dev/shm' is taken"),
         ((*LEAST, "-o", "/nowhere/job.yaml", "--", "train.py"), "/nowhere/job.yaml is not written"),
     ],
 )

@@ -6,6 +6,8 @@ import argparse
 import importlib
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,10 +15,11 @@ from typing import Any
 import pages
 import pytest
 
-from outlast.config import InProcessRestartConfig
+from outlast.config import InProcessRestartConfig, PreemptionConfig
 from outlast.config import RerunStateMachineConfig as OwnRerunConfig
-from outlast.errors import ConfigError
+from outlast.errors import CheckpointError, ConfigError
 from outlast.integrations import megatron
+from outlast.integrations.nvrx.async_calls import AsyncCallsQueue, AsyncRequest
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor
 from outlast.runtime.board import RankState
 from outlast.testing import RankProcesses
@@ -94,7 +97,15 @@ def test_megatron_lms_arguments_become_a_sessions_settings() -> None:
             "async_save works with ckpt_format='torch_dist' only, not 'zarr'",
         ),
         ({"save": "/c", "ckpt_format": "zarr"}, "ckpt_format='zarr' is not supported"),
-        ({"save": "/c", "most_recent_k": 1}, "most_recent_k=1 must be at least 2"),
+        ({"most_recent_k": 1}, "most_recent_k=1 must be at least 2"),
+        ({"load": "/c"}, "load='/c' has no effect, as nothing is saved: set save, or leave load out"),
+        ({"non_persistent_ckpt_type": "global"}, "non_persistent_ckpt_type='global' is not supported"),
+        (
+            {"non_persistent_ckpt_type": "in_memory", "non_persistent_save_interval": 5},
+            "non_persistent_save_interval=5 has no effect, as nothing is saved",
+        ),
+        ({"replication": True}, "replication=True has no effect, as nothing is saved"),
+        ({"ckpt_format": "zarr"}, "ckpt_format='zarr' is not supported"),
         ({"async_strategy": "magic"}, "async_strategy='magic' must be nvrx or mcore"),
         ({"custom_manager_class": "a.B"}, "custom_manager_class='a.B' is not outlast's"),
         ({"save": "/c", "replication": True, "replication_factor": 1}, "replication_factor=1 must be at least 2"),
@@ -119,6 +130,44 @@ def test_what_contradicts_itself_over_sections_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ft\.new_setting=3 has no counterpart in outlast"):
         megatron.outlast_config(SimpleNamespace(ft=bridge_ft(new_setting=3)))
     assert megatron.as_outlast(None, InProcessRestartConfig) is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"ckpt_step": 100},
+        {"finetune": True},
+        {"pretrained_checkpoint": "/p"},
+        {"exit_on_missing_checkpoint": True},
+        {"save_optim": False},
+        {"load_rng": False},
+        {"no_load_optim": True},
+    ],
+)
+def test_what_would_resume_otherwise_is_refused(values: dict[str, Any]) -> None:
+    """A checkpoint setting that changes what is resumed is not dropped, from Bridge or Megatron-LM; its default is."""
+    (name, value), unchanged = next(iter(values.items())), {"no_load_optim": None, "finetune": False, "ckpt_step": None}
+    text = f"checkpoint.{name}={value!r} has no counterpart"
+    for one in (
+        argparse.Namespace(save="/c", **values),
+        SimpleNamespace(checkpoint=SimpleNamespace(save="/c", **values)),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            megatron.outlast_config(one)
+    assert megatron.outlast_config(argparse.Namespace(save="/c", **unchanged)).checkpoint is not None
+
+
+def test_our_own_sections_are_read() -> None:
+    """Sections may be ours, which have slots: Megatron's form of a checkpoint's settings, and what a session takes."""
+    preemption = PreemptionConfig(preempt_time=30.0)
+    container = SimpleNamespace(checkpoint=megatron.CheckpointConfig(save="/c", save_interval=3), train=preemption)
+    config = megatron.outlast_config(container)
+    assert config.checkpoint is not None
+    assert (config.checkpoint.directory, config.checkpoint.save_interval) == ("/c", 3)
+    assert config.preemption is preemption
+    assert megatron.outlast_config(SimpleNamespace(checkpoint=config.checkpoint)).checkpoint is config.checkpoint
+    with pytest.raises(ConfigError, match=r"ft\.directory='/c' has no counterpart"):
+        megatron.as_outlast(config.checkpoint, megatron.FaultToleranceConfig, "ft")
 
 
 RESTART = """
@@ -173,7 +222,7 @@ def test_the_wrap_restarts_the_function_and_lets_go_of_megatrons_state(tmp_path:
 def context(step: int = 0, ft: Any = None) -> SimpleNamespace:
     """Return what Bridge gives to its hooks."""
     state = SimpleNamespace(cfg=SimpleNamespace(ft=ft), train_state=SimpleNamespace(step=step), _async_calls_queue=None)
-    return SimpleNamespace(state=state)
+    return SimpleNamespace(state=state, work=lambda: None)
 
 
 def seen(monitor: RankMonitor) -> RankState:
@@ -196,13 +245,17 @@ class StandIn:
         monitor = open_monitor()
         assert monitor is not None
         self.sections = sections(monitor)
+        if (queue := ctx.state._async_calls_queue) is not None:
+            queue.schedule_async_request(AsyncRequest(ctx.work, (), []))
 
     def load(self, ctx: Any) -> tuple[int, int]:
         return ctx.state.train_state.step, 1234
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
         if state._async_calls_queue is not None:
-            state._async_calls_queue.num -= 1
+            state._async_calls_queue.maybe_finalize_async_calls(blocking)
+            if terminate:
+                state._async_calls_queue.close()
 
 
 @pytest.fixture
@@ -235,7 +288,8 @@ class Callbacks:
 
 @pytest.mark.process
 def test_the_hooks_watch_steps_and_report_what_is_durable(bridge: None) -> None:
-    """A step, a save, a load are sections; an iteration is durable once it is saved, or its asynchronous save final."""
+    """A step, a save, a load are sections; an iteration is durable once it is saved, or found; after the training
+    nothing is enforced, and another training in the process is watched anew."""
     callbacks = megatron.BridgeCallback().register(Callbacks()).called
     manager = megatron.BridgeCheckpointManager(SimpleNamespace(async_save=False))
     assert manager.load(context(step=5)) == (5, 1234)
@@ -251,24 +305,78 @@ def test_the_hooks_watch_steps_and_report_what_is_durable(bridge: None) -> None:
         manager.save(context(step=6), None)
         assert manager._default.sections == ["checkpointing"]
         assert seen(monitor).durable_iteration == 6
-        manager.checkpoint_config.async_save = True
-        state = context(step=7).state
-        state._async_calls_queue = SimpleNamespace(num=2)
-        state._async_calls_queue.get_num_unfinalized_calls = lambda: state._async_calls_queue.num
-        for step in (7, 8):
-            manager.save(context(step=step), None)
-        assert seen(monitor).durable_iteration == 6
-        manager.finalize_async_saves(state)
-        assert seen(monitor).durable_iteration == 7
-        manager.finalize_async_saves(state, blocking=True, terminate=True)
-        assert seen(monitor).durable_iteration == 8
         assert manager.checkpointing_context["config"] is manager.checkpoint_config
         for event in ("on_eval_start", "on_eval_end", "on_train_end"):
+            assert not seen(monitor).finished
             callbacks[event](context())
+        assert seen(monitor).finished
+        callbacks["on_train_start"](context(step=6))
+        later = open_monitor()
+        assert later is not None
+        assert not seen(later).finished
         with pytest.raises(ConfigError, match="leave BridgeCallback out"):
             megatron.BridgeCallback().on_train_start(context(ft=bridge_ft(enable_ft_package=True)))
     finally:
-        monitor.close()
+        if (open_one := open_monitor()) is not None:
+            open_one.close()
+
+
+@pytest.mark.process
+def test_only_what_was_finalized_is_durable(bridge: None) -> None:
+    """A call that fails is not reported, whether it was waited for or not; the next good one is, and no earlier."""
+    queue, may_end = AsyncCallsQueue(), threading.Event()
+    manager = megatron.BridgeCheckpointManager(SimpleNamespace(async_save=True))
+    state = SimpleNamespace(_async_calls_queue=queue, train_state=SimpleNamespace(step=0))
+
+    def save(step: int, work: Callable[[], Any]) -> None:
+        state.train_state.step = step
+        manager.save(SimpleNamespace(state=state, work=work))
+
+    def fail() -> None:
+        raise OSError("full")
+
+    try:
+        save(1, lambda: None)
+        monitor = open_monitor()
+        assert monitor is not None
+        durable_before = seen(monitor).durable_iteration
+        manager.finalize_async_saves(state, blocking=True)
+        assert seen(monitor).durable_iteration == 1 != durable_before
+        save(2, fail)
+        while queue.get_num_unfinalized_calls():  # the failure is logged, and training goes on
+            manager.finalize_async_saves(state)
+        assert seen(monitor).durable_iteration == 1
+        save(3, fail)
+        with pytest.raises(CheckpointError):
+            manager.finalize_async_saves(state, blocking=True)
+        save(4, lambda: may_end.wait(60))
+        manager.finalize_async_saves(state)
+        assert seen(monitor).durable_iteration == 1
+        may_end.set()
+        manager.finalize_async_saves(state, blocking=True, terminate=True)
+        assert seen(monitor).durable_iteration == 4
+    finally:
+        may_end.set()
+        queue.close(abort=True)
+        if (open_one := open_monitor()) is not None:
+            open_one.close()
+
+
+@pytest.mark.process
+def test_a_session_may_take_the_place_of_the_hooks_monitor(bridge: None) -> None:
+    """A monitor that comes later takes over: an open step goes on in it, and it is not finished by the hooks."""
+    callbacks = megatron.BridgeCallback().register(Callbacks()).called
+    callbacks["on_train_start"](context())
+    callbacks["on_train_step_start"](context())
+    later = RankMonitor()
+    try:
+        callbacks["on_eval_start"](context())
+        assert sections(later) == ["step", "evaluation"]
+        callbacks["on_eval_end"](context())
+        callbacks["on_train_end"](context())
+        assert (sections(later), seen(later).finished) == ([], False)
+    finally:
+        later.close()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from outlast.errors import ConfigError
 from outlast.integrations import metrics
 from outlast.integrations.metrics import MetricsRun
 from outlast.testing import Cluster
+from outlast.testing.ranks import free_port
 
 WITHIN_S = 120.0
 RUN = MetricsRun(run_id="gpt", iteration=0)
@@ -179,6 +181,55 @@ def test_a_sink_behind_a_callable_works(monkeypatch: pytest.MonkeyPatch) -> None
     assert sink.calls == ["open gpt 10", 11, "close"]
 
 
+def test_a_sink_behind_a_callable_is_written_at_exit(tmp_path: Path) -> None:
+    """Where a script's own function calls the sink, nobody ends it: the end of the process does, and waits."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import atexit, threading\nfrom outlast.integrations import metrics\n"
+        "gate = threading.Event()\n"
+        "class Gated(metrics.BackgroundSink):\n"
+        "    def _open(self, run): gate.wait()\n"
+        "    def _write(self, figures, iteration): print('wrote', iteration, flush=True)\n"
+        "    def _close(self): print('close', flush=True)\n"
+        "sink = Gated()\n"
+        "for iteration in (1, 2):\n"
+        "    (lambda figures, iteration: sink(figures, iteration))({'a': 1.0}, iteration)\n"
+        "atexit.register(gate.set)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "wrote 1\nwrote 2\nclose\n"), done.stderr
+
+
+def test_sys_exit_within_a_sink_ends_no_thread() -> None:
+    """A function that calls sys.exit() loses that record, and the next ones are written."""
+    seen = []
+
+    def function(figures: dict[str, float], iteration: int) -> None:
+        if iteration == 1:
+            sys.exit(3)
+        seen.append(iteration)
+
+    sink = metrics.CallableSink(function)
+    sink.begin_run(RUN)
+    for iteration in (1, 2, 3):
+        sink(FIGURES, iteration)
+    sink.end_run(WITHIN_S)
+    assert (seen, sink.num_failed) == ([2, 3], 1)
+
+
+def test_a_sink_whose_writes_fail_for_long_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was open is closed, and opened as for a run that continues from before the next record."""
+    monkeypatch.setattr(metrics, "RETRY_S", 0.0)
+    sink = Listed()
+    sink.refused = {3}
+    sink.begin_run(RUN)
+    for iteration in range(1, 6):
+        sink(FIGURES, iteration)
+    sink.end_run(WITHIN_S)
+    assert sink.calls == ["open gpt 0", 1, 2, "close", "open gpt 3", 4, 5, "close"]
+    assert sink.num_failed == 1
+
+
 # -- the loggers ---------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +314,194 @@ def test_prometheus_begins_again_in_the_same_registry() -> None:
         sink(FIGURES, 1)
         sink.end_run(WITHIN_S)
     assert sink.num_failed == 0
+
+
+def test_prometheus_takes_the_port_of_one_that_is_still_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second session's sink waits for the first one's, which nobody waited for, and then listens at the same port."""
+    port = free_port()
+    first, second = metrics.PrometheusSink(port=port), metrics.PrometheusSink(port=port)
+    gate, flushed = threading.Event(), threading.Event()
+    close = first._close
+    monkeypatch.setattr(first, "_close", lambda: (gate.wait(WITHIN_S), close()))
+    monkeypatch.setattr(first, "_flush", flushed.set)
+    monkeypatch.setattr(metrics, "CLOSING_S", WITHIN_S)
+    first.begin_run(RUN)
+    first(FIGURES, 1)
+    assert flushed.wait(WITHIN_S)
+    first.end_run(0)
+    shown = threading.Event()
+    monkeypatch.setattr(second, "_flush", shown.set)
+    second.begin_run(RUN)
+    second(FIGURES, 2)
+    assert not shown.wait(0.2)
+    gate.set()
+    assert shown.wait(WITHIN_S)
+    assert 'outlast_iteration{run_id="gpt"} 2.0' in read(f"http://127.0.0.1:{port}/metrics")
+    second.end_run(WITHIN_S)
+    assert (first.num_failed, second.num_failed) == (0, 0)
+
+
+def test_prometheus_shows_the_newest_figures_during_a_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came too soon after the file was written is in it once that is allowed, though no further step comes."""
+    monkeypatch.setattr(metrics, "_TEXTFILE_S", 1.0)
+    path = tmp_path / "outlast.prom"
+    sink = metrics.PrometheusSink(textfile=path)
+    first, second = threading.Event(), threading.Event()
+    client = sink._client
+
+    class Client:
+        Gauge = client.Gauge
+
+        @staticmethod
+        def write_to_textfile(name: str, registry: Any) -> None:
+            client.write_to_textfile(name, registry)
+            first.set()
+            if 'outlast_iteration{run_id="gpt"} 2.0' in path.read_text():
+                second.set()
+
+    sink._client = Client
+    sink.begin_run(RUN)
+    sink(FIGURES, 1)
+    assert first.wait(WITHIN_S)
+    sink(FIGURES, 2)
+    assert second.wait(WITHIN_S)
+    sink.end_run(WITHIN_S)
+
+
+def test_prometheus_shows_the_other_figures_of_a_record() -> None:
+    """A gauge that cannot be shown, since the registry has its name already, takes no other one along."""
+    from prometheus_client import CollectorRegistry, Gauge
+
+    registry = CollectorRegistry()
+    Gauge("outlast_step_time_seconds", "another's", registry=registry)
+    sink = metrics.PrometheusSink(registry=registry)
+    flushed = threading.Event()
+    sink._flush = flushed.set  # type: ignore[method-assign]
+    sink.begin_run(RUN)
+    sink(FIGURES, 7)
+    assert flushed.wait(WITHIN_S)
+    assert registry.get_sample_value("outlast_iteration", {"run_id": "gpt"}) == 7
+    assert registry.get_sample_value("outlast_goodput", {"run_id": "gpt"}) == 0.5
+    sink.end_run(WITHIN_S)
+    assert sink.num_failed == 1
+
+
+def test_prometheus_refuses_a_rank_that_has_no_port_as_the_run_begins() -> None:
+    """A port to which the local rank cannot be added is named; the sinks beside it begin, and no step raises."""
+    sink, listed = metrics.PrometheusSink(port=65535, every_rank=True), Listed(every_rank=True)
+    several = metrics.SeveralSinks(sink, listed)
+    with pytest.raises(ConfigError, match="port=65535 leaves no port to local rank 1, which would have 65536"):
+        several.begin_run(MetricsRun(run_id="gpt", iteration=0, global_rank=1, local_rank=1, world_size=2))
+    several(FIGURES, 1)
+    several.end_run(WITHIN_S)
+    assert listed.calls == ["open gpt 0", 1, "close"]
+    sink.begin_run(MetricsRun(run_id="gpt", iteration=0))
+    sink.end_run(WITHIN_S)
+
+
+class Wandb:
+    """As much of wandb as a sink calls; a run that is finished takes nothing more."""
+
+    class Run:
+        def __init__(self, owner: Wandb, given: dict[str, Any]) -> None:
+            self.owner, self.given, self.logged, self.is_over = owner, given, list[int](), False
+
+        def define_metric(self, name: str, **options: Any) -> None:
+            assert not self.is_over
+
+        def log(self, figures: dict[str, float]) -> None:
+            assert not self.is_over, "the run is finished"
+            self.logged.append(int(figures["outlast/iteration"]))
+
+        def finish(self) -> None:
+            self.owner.gate.wait(WITHIN_S)
+            self.is_over, self.owner.run = True, None
+
+    def __init__(self) -> None:
+        self.run: Wandb.Run | None = None
+        self.gate = threading.Event()
+        self.runs: list[Wandb.Run] = []
+
+    def init(self, **given: Any) -> Run:
+        self.run = self.Run(self, {name: value for name, value in given.items() if value is not None})
+        self.runs.append(self.run)
+        return self.run
+
+
+def test_wandb_takes_no_run_that_another_sink_is_finishing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sink of a second session waits until the first one's run is finished, and logs to one of its own."""
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(metrics, "CLOSING_S", WITHIN_S)
+    first, second = metrics.WandbSink(), metrics.WandbSink()
+    first.begin_run(RUN)
+    first(FIGURES, 1)
+    first.end_run(0)
+    second.begin_run(MetricsRun(run_id="gpt", iteration=1))
+    second(FIGURES, 2)
+    wandb.gate.set()
+    second.end_run(WITHIN_S)
+    assert [run.logged for run in wandb.runs] == [[1], [2]]
+    assert [run.given for run in wandb.runs] == [{"id": "gpt", "name": "gpt", "resume": "allow"}] * 2
+
+
+@pytest.mark.parametrize("run_id", ["default", "none"])
+def test_wandb_continues_no_run_that_has_no_id(
+    run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an id of the run W&B draws one, and one line says that a restart begins another run; an id of the
+    script's own is taken."""
+    wandb = Wandb()
+    wandb.gate.set()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for options in ({}, {"every_rank": True}, {"settings": {"id": "mine", "resume": "allow"}}):
+        sink = metrics.WandbSink(**options)  # type: ignore[arg-type]
+        for _ in range(2):
+            sink.begin_run(MetricsRun(run_id=run_id, iteration=0))
+            sink(FIGURES, 1)
+            sink.end_run(WITHIN_S)
+        assert sink.num_failed == 0
+    given = [run.given for run in wandb.runs]
+    assert given == [{}, {}, {"name": "rank-0"}, {"name": "rank-0"}, *[{"id": "mine", "resume": "allow"}] * 2]
+    told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    text = "WandbSink: the run has no id, so that a restart begins another one there; give it an id (--rdzv-id)"
+    assert told == [text] * 2
+
+
+def test_mlflow_continues_no_run_that_has_no_id(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an id of the run none is looked for, and none gets a tag by which it would be found."""
+    calls: list[Any] = []
+
+    class Client:
+        def __init__(self, tracking_uri: str | None) -> None: ...
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*words: Any, **named: Any) -> Any:
+                calls.append((name, named))
+                info = types.SimpleNamespace(run_id="drawn")
+                return [] if name == "search_runs" else types.SimpleNamespace(experiment_id="0", info=info)
+
+            return call
+
+    now = types.SimpleNamespace(get_current_time_millis=lambda: 0)
+    fake = types.SimpleNamespace(
+        MlflowClient=Client,
+        utils=types.SimpleNamespace(time=now),
+        entities=types.SimpleNamespace(Metric=lambda *values: values),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    for run_id in ("none", "gpt"):
+        sink = metrics.MLflowSink()
+        sink.begin_run(MetricsRun(run_id=run_id, iteration=0))
+        sink(FIGURES, 1)
+        sink.end_run(WITHIN_S)
+        assert sink.num_failed == 0
+    made = [named for name, named in calls if name == "create_run"]
+    assert made == [{"tags": {}, "run_name": None}, {"tags": {"outlast.run_id": "gpt"}, "run_name": "gpt"}]
+    assert [name for name, _ in calls].count("search_runs") == 1
+    assert "MLflowSink: the run has no id" in caplog.text
 
 
 def test_opentelemetry_records_gauges() -> None:

@@ -164,13 +164,14 @@ def test_no_exit_handler_means_no_signal(nemo: Any, plugins: Any) -> None:
 
 
 def test_an_executor_gets_the_launcher(nemo: Any, plugins: Any) -> None:
-    """Launcher, retries, and what the launcher has no field for; doing so twice is the same as once."""
+    """Launcher, retries, and what the launcher has no field for; doing so twice is the same as once. Timeouts may be
+    written as for ft_launcher, where nothing stands for none."""
     for executor in (nemo.LocalExecutor(), nemo.SlurmExecutor(account="a")):
-        for _ in range(2):
+        for timeouts in ({"step": 3.0, "a b": None}, "step:3,a b:"):
             plugins.FaultTolerancePlugin(
                 num_in_job_restarts=0,
                 num_job_retries_on_failure=5,
-                rank_section_timeouts={"step": 3, "a b": None},
+                rank_section_timeouts=timeouts,
                 rank_out_of_section_timeout=9,
                 shims="/shared/shims",
             ).setup(nemo.Partial(plain), executor)
@@ -182,7 +183,7 @@ def test_an_executor_gets_the_launcher(nemo: Any, plugins: Any) -> None:
         assert executor.env_vars == {
             "OUTLAST_FT_ENABLE_FT_PACKAGE": "true",
             "OUTLAST_FT_CALC_FT_TIMEOUTS": "true",
-            "OUTLAST_FT_RANK_SECTION_TIMEOUTS": "'step:3,a b:none'" if is_slurm else "step:3,a b:none",
+            "OUTLAST_FT_RANK_SECTION_TIMEOUTS": "'step:3.0,a b:none'" if is_slurm else "step:3.0,a b:none",
             "OUTLAST_FT_RANK_OUT_OF_SECTION_TIMEOUT": "9",
             "PET_MAX_RESTARTS": "0",
             "PATH": "/shared/shims:$PATH" if is_slurm else "/shared/shims",

@@ -22,8 +22,9 @@ SCRIPT = Path(__file__).with_name("nvrx_two_ranks.py")
 @pytest.mark.slow
 @pytest.mark.process
 def test_two_ranks_agree() -> None:
-    """On two real ranks: a call is finalised on all or none, a failed one is said to have failed on all; the slow rank
-    is named by its kernels and its section; calculated timeouts are the same on all ranks."""
+    """On two real ranks: a call is finalised on all or none, a failed one is said to have failed on all, also where one
+    has made more queues than the other; a peer that does not come is an error in time; the slow rank is named by its
+    kernels and its section; calculated timeouts are the same on all ranks."""
     with RankProcesses("outlast.integrations.nvrx", str(SCRIPT), world_size=2, module=True) as ranks:
         codes = ranks.wait(timeout_s=150)
         assert codes == [0, 0], ranks.output(0) + ranks.output(1)

@@ -129,6 +129,23 @@ sys.exit(7)
 """
 
 
+@pytest.mark.cold
+@pytest.mark.process
+def test_a_safe_path_stays_as_it_is(tmp_path: Path) -> None:
+    """With ``python -P`` the script's folder is not searched, and no other entry is lost."""
+    (tmp_path / "train.py").write_text("import sys; print(*sys.path, sep='\\n')\n")
+    outputs = []
+    for launcher in (
+        ["-P", "-c", "import sys; print(*sys.path, sep='\\n')"],
+        ["-P", "-m", "outlast.integrations.nvrx", str(tmp_path / "train.py")],
+    ):
+        command = [sys.executable, *launcher]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout.splitlines())
+    assert outputs[0] == outputs[1]
+
+
 @pytest.mark.parametrize("target", [["{}/train.py"], ["-m", "train"]])
 def test_a_script_runs_unchanged(tmp_path: Path, target: list[str]) -> None:
     """``python -m outlast.integrations.nvrx train.py`` is ``python train.py``, where the extension is found."""

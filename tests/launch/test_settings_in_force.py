@@ -322,6 +322,18 @@ def test_a_script_that_contradicts_an_option_keeps_the_options(
     assert enforced(cycle).initial_heartbeat_s == 100.0
 
 
+def test_calculated_timeouts_that_cannot_be_read_name_their_rank(
+    make_cycle: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line says which rank wrote them, whichever rank's config is in force."""
+    cycle = make_cycle()
+    attach(cycle, FaultToleranceConfig(rank_heartbeat_timeout=7.0))
+    monkeypatch.setattr(cycle.board, "timeouts", ["", "{"].__getitem__)
+    cycle.apply_calculated_timeouts()
+    assert "the timeouts that local rank 1 calculated are not enforced" in caplog.text
+    assert enforced(cycle).heartbeat_s == 7.0
+
+
 def test_learned_timeouts_take_the_place_of_defaults(
     make_cycle: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outlast.numerics.replay import Rewinder
-from outlast.runtime.device import RandomSnapshot
+from outlast.runtime.device import RandomSnapshot, capture_random, restore_random
 
 
 class Counting(torch.nn.Module):
@@ -158,6 +158,53 @@ def test_number_that_is_kept_is_not_lost(seed: Callable[[int], object], draw: Ca
     assert draw() == fresh != kept
 
 
+def set_with_kept(name: str, kept: float | None) -> None:
+    """Set a generator to the words that it has, with another number kept for the next call."""
+    if name == "python":
+        random.setstate((*random.getstate()[:2], kept))
+    else:
+        np.random.set_state((*np.random.get_state()[:3], int(kept is not None), kept or 0.0))
+
+
+@pytest.mark.parametrize("name", ["python", "numpy"])
+@pytest.mark.parametrize(("before", "after"), [(None, 0.25), (0.25, None), (0.25, 0.5), (0.25, 0.25)])
+def test_a_kept_number_that_was_set_is_seen(name: str, before: float | None, after: float | None) -> None:
+    """A state set to the same words with another number kept, as by restore_random() or by a script, is a new one."""
+    snapshot, draw = RandomSnapshot(), {"python": lambda: random.gauss(0, 1), "numpy": np.random.randn}[name]
+    (random.seed if name == "python" else np.random.seed)(5)
+    set_with_kept(name, before)
+    snapshot.take()
+    set_with_kept(name, after)
+    snapshot.take()
+    drawn = [draw(), draw()]
+    snapshot.restore()
+    assert [draw(), draw()] == drawn
+    if after is not None:
+        assert drawn[0] == after
+
+
+@pytest.mark.parametrize("first", ["gauss", "words"])
+def test_going_back_and_forth_is_seen(first: str) -> None:
+    """States that were captured are set in turns, with the same words and with and without a kept number."""
+    random.seed(5)
+    np.random.seed(5)
+    random.gauss(0, 1)
+    np.random.randn()
+    kept = capture_random()
+    random.gauss(0, 1)
+    np.random.randn()
+    used = capture_random()
+    snapshot = RandomSnapshot()
+    for state in (kept, used, kept) if first == "gauss" else (used, kept, used):
+        restore_random(state)
+        snapshot.take()
+        drawn = random.gauss(0, 1), float(np.random.randn())
+        snapshot.restore()
+        assert (random.gauss(0, 1), float(np.random.randn())) == drawn
+        restore_random(state)
+        assert (random.gauss(0, 1), float(np.random.randn())) == drawn
+
+
 @pytest.mark.parametrize(
     ("name", "seed", "draw"), [("numpy", np.random.seed, np.random.rand), ("python", random.seed, random.random)]
 )
@@ -190,3 +237,13 @@ def test_a_generator_that_lies_elsewhere_is_asked(monkeypatch: pytest.MonkeyPatc
     snapshot.take()
     assert snapshot.state["python"] == first
     assert snapshot.state["python"] is not first
+
+
+def test_a_kept_number_that_lies_elsewhere_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where numpy keeps the number for a next call elsewhere, each snapshot asks for the state."""
+    monkeypatch.setattr("outlast.runtime.device._keeps_number_within", lambda: False)
+    snapshot = RandomSnapshot()
+    snapshot.take()
+    first = snapshot.state["numpy"]
+    snapshot.take()
+    assert snapshot.state["numpy"] is not first

@@ -179,8 +179,9 @@ def test_replicas_that_differ_stop_the_loop_and_are_not_saved(tmp_path: Path) ->
 def session(folder: Path, **settings: Any) -> Iterator[outlast.Session]:
     """Open a session of one rank here; what it changes of this process is put back."""
     log_metrics: Callable[[dict[str, float], int], object] | None = settings.pop("log_metrics", None)
+    tiers: dict[str, Any] = settings.pop("tiers", {})
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
-    checkpoint = outlast.CheckpointConfig(directory=str(folder / "ckpt"), save_interval=2, async_save=False)
+    checkpoint = outlast.CheckpointConfig(directory=str(folder / "ckpt"), save_interval=2, async_save=False, **tiers)
     made = outlast.Config(checkpoint=checkpoint, run_dir=str(folder / "run"), **settings)
     run = outlast.init(made, log_metrics=log_metrics)
     try:
@@ -234,6 +235,27 @@ def test_a_decision_says_what_is_due(tmp_path: Path) -> None:
     with session(tmp_path) as run:
         assert run.restore(again) == run.iteration == 5
         assert again["weight"].item() == 5
+
+
+@pytest.mark.parametrize("has_near", [False, True])
+def test_a_requested_save_goes_as_far_as_was_asked(tmp_path: Path, has_near: bool) -> None:
+    """Of several requests the larger counts, in whatever order they come; where nothing near keeps a save, a request
+    for one there is a save to all tiers."""
+    state = {"weight": torch.zeros(1)}
+    found = []
+    tiers = {"local_directory": str(tmp_path / "local")} if has_near else {}
+    with session(tmp_path, tiers=tiers) as run:
+        run.restore(state)
+        for requests in ([True], [], [False, True], [], [True, False], [], []):
+            for near in requests:
+                run.request_save(near=near)
+            run.begin_step()
+            state["weight"] += 1
+            found.append(run.end_step().save)
+            assert (run.save_due(state) is not None) == (found[-1] is not None)
+            assert (run.iteration in generations(tmp_path)) == (found[-1] == "all")
+        run.finish(state)
+    assert found == ["near" if has_near else "all", "all", "all", "all", "all", "all", None]
 
 
 def test_a_notice_is_a_decision_to_stop(tmp_path: Path) -> None:

@@ -189,3 +189,48 @@ def test_in_process_needs_a_wrapped_function() -> None:
 
     with pytest.raises(ConfigError, match=r"@outlast\.inprocess\.Wrapper"):
         init(Config(in_process=True))
+
+
+WITH_SINK = """
+import sys, threading, torch, outlast
+from outlast import inprocess
+from outlast.integrations import metrics
+
+
+class Slow(metrics.BackgroundSink):
+    def _open(self, run): pass
+    def _write(self, figures, iteration): pass
+
+    def _close(self):
+        threading.Event().wait(1.5)
+        print("written", flush=True)
+
+
+sessions = []
+
+
+@inprocess.Wrapper(outlast.InProcessRestartConfig(granularity="rank"))
+def train():
+    sessions.append(outlast.init(outlast.Config(in_process=True), log_metrics=Slow()))
+    for iteration in sessions[-1].steps({"weight": torch.zeros(1)}, total=3):
+        pass
+    if sys.argv[1] == "closes":
+        sessions[-1].close()
+    print("returned", flush=True)
+
+
+train()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("how", "lines"), [("closes", "written returned"), ("returns", "returned written")])
+def test_a_session_that_ends_in_order_has_its_figures_written(tmp_path: Path, how: str, lines: str) -> None:
+    """A sink that needs longer for its last than an exit waits gets the time, whether the function closes the session
+    or leaves that to the process's end."""
+    script = tmp_path / "train.py"
+    script.write_text(WITH_SINK)
+    with RankProcesses(script, how, world_size=1, directory=tmp_path / "out") as ranks:
+        assert ranks.wait(timeout_s=PATIENCE_S) == [0], ranks.tails()
+        text = ranks.tails()
+    assert " ".join(re.findall(r"^(written|returned)$", str(text), re.MULTILINE)) == lines, text

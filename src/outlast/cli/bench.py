@@ -198,5 +198,5 @@ def adapters() -> None:
     """What a trainer's adapter costs a step.
 
     How much longer a step of Lightning's Trainer and of Hugging Face's takes with the adapter when nothing is wrong:
-    two ranks on CPU, beside the bare framework. Needs outlast[lightning] and outlast[transformers].
+    one rank and two, on CPU, beside the bare framework. Needs outlast[lightning] and outlast[transformers].
     """

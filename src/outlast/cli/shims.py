@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ def shims(folder: str, as_json: bool) -> int:
         return int(ExitReason.FINISHED)
     for shim in written:
         click.echo(f"{shim.path}: {'written' if shim.changed else 'is there already'}")
-    click.echo(f'export PATH={os.path.abspath(folder)}:"$PATH"')
+    click.echo(f'export PATH={shlex.quote(os.path.abspath(folder))}:"$PATH"')
     return int(ExitReason.FINISHED)
 
 
@@ -56,10 +57,9 @@ def _launch(argv: list[str]) -> None:
     if argv and argv[0] in ("-h", "--help"):
         click.echo(USAGE, nl=False)
         return
-    environment = env.environ()
-    translation = translate(argv, environment)
+    translation = translate(argv, env.environ())
 
     def settle(options: RunOptions, code: int) -> int:
-        return settle_exit(code, environment, others_may_continue=options.max_nodes > options.num_slots)
+        return settle_exit(code, others_may_continue=options.max_nodes > options.num_slots)
 
     launch_and_exit(translation.arguments, notes=translation.notes, settle=settle)

@@ -16,17 +16,20 @@ import logging
 import os
 import re
 import shlex
+import signal
 import sys
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outlast import env
 from outlast.config import Config, FaultToleranceConfig
-from outlast.config.base import from_mapping, parse_text
+from outlast.config.base import KNOWN_NAMES, from_mapping, parse_text
 from outlast.config.sources import ft_option, load_values
 from outlast.errors import ConfigError, ExitReason
+from outlast.integrations.hosted_session import touch_finished_flag
 from outlast.launch.run_parser import make_parser, words_before_script
 
 if TYPE_CHECKING:
@@ -36,12 +39,19 @@ log = logging.getLogger(__name__)
 
 CFG_PATH = "FAULT_TOL_CFG_PATH"
 """A config file; one that is not there is none: NeMo-Run sets it and writes no file."""
-FINISHED_FLAG = "FAULT_TOL_FINISHED_FLAG_FILE"
-"""The file by which batch scripts know that a job must not go back to the queue."""
 SETTING = "OUTLAST_FT_"
 """``OUTLAST_FT_RANK_SECTION_TIMEOUTS`` is ``--ft-rank-section-timeouts`` for whoever cannot change the command line."""
 NAME = "ft_launcher"
 
+
+def _keys_of_sections() -> Iterator[tuple[str, frozenset[str] | None]]:
+    for name, hint in typing.get_type_hints(Config).items():
+        kinds = [kind for kind in (hint, *typing.get_args(hint)) if is_dataclass(kind)]
+        yield name, frozenset(field.name for field in fields(kinds[0])) if kinds else None
+
+
+_SECTIONS = dict(_keys_of_sections())
+"""What a config file of ours may have, and what each of its sections may; ``None``: it is no section."""
 _FIELDS = tuple(field.name for field in fields(FaultToleranceConfig))
 _HINTS = typing.get_type_hints(FaultToleranceConfig)
 _OPTION_OF_PATH = "PET_FT_CFG_PATH"
@@ -127,8 +137,8 @@ class _Line:
         words = [word, *rest[: length - 1]]
         if "rdzv_id" in typed:
             self.run_id_at = len(self.words)
-        if setting == "rank-section-timeouts":  # theirs takes nothing for none
-            words[-1] = re.sub(r":\s*(?=,|$)", ":none", words[-1])
+        if setting == "rank-section-timeouts":
+            words[-1] = with_none_written(words[-1])
         self.words += words
         return len(words)
 
@@ -147,9 +157,12 @@ class _Line:
 
     def leave_out(self, setting: str, name: str, value: str) -> None:
         """Note a setting that has no counterpart, unless its value is what happens here anyway."""
-        as_here = {"restart-policy": "any-failed", "rank-termination-signal": "SIGKILL", "enable-nic-monitor": "FALSE"}
-        usual = as_here.get(setting)
-        if usual is not None and value.upper() == usual.upper():
+        as_here = {
+            "restart-policy": ("ANY-FAILED",),
+            "rank-termination-signal": ("SIGKILL", "KILL", str(int(signal.SIGKILL)), "SIGNALS.SIGKILL"),
+            "enable-nic-monitor": ("FALSE",),
+        }
+        if value.strip().upper() in as_here.get(setting, ()):
             return
         instead = {
             "restart-policy": "every failure ends the cycle on all nodes",
@@ -218,9 +231,15 @@ def _read_config_file(line: _Line, environment: Mapping[str, str]) -> None:
         return
     values, _ = load_values(path)
     section = find_section(values)
-    if section is None or values.keys() & {field.name for field in fields(Config)} - {"fault_tolerance"}:
-        line.words.append(f"--config={path}")  # ours: outlast run checks it
+    if _is_ours(path, values):
+        line.words.append(f"--config={path}")  # outlast run checks it
         return
+    if section is None:
+        line.notes.append(f"{NAME}: {path} has no section fault_tolerance; nothing of it is used")
+        return
+    if others := sorted(values.keys() & _SECTIONS.keys() - {"fault_tolerance"}):
+        listed = ", ".join(others)
+        line.notes.append(f"{NAME}: {path}: only its section fault_tolerance is used; not a setting here: {listed}")
     given: dict[str, Any] = {}
     unknown = []
     for key, value in section.items():
@@ -242,6 +261,29 @@ def _read_config_file(line: _Line, environment: Mapping[str, str]) -> None:
     line.words += [_as_option(name, getattr(checked, name), path) for name in given]
 
 
+def _is_ours(path: str, values: Mapping[str, Any]) -> bool:
+    """Return whether a config file is one of outlast: it has more than fault tolerance, and nothing that is not ours.
+
+    A script's own file may have a section ``fault_tolerance`` beside a ``checkpoint`` of its own. Theirs is YAML.
+    """
+    if Path(path).suffix.lower() not in (".yaml", ".yml"):
+        return True
+    known: Mapping[str, Collection[str] | None] = {**_SECTIONS, **dict.fromkeys(KNOWN_NAMES.keys() - _SECTIONS.keys())}
+
+    def is_known(name: str, value: Any) -> bool:
+        inner = known.get(name, ())
+        keys = {str(key).replace("-", "_") for key in value} if isinstance(value, Mapping) else set()
+        return name in known and (inner is None or keys <= set(inner))
+
+    named = {str(key).replace("-", "_"): value for key, value in values.items()}
+    return named.keys() != {"fault_tolerance"} and all(is_known(name, value) for name, value in named.items())
+
+
+def with_none_written(timeouts: str) -> str:
+    """Return timeouts of sections, ``name:seconds,...``, with ``none`` where theirs has nothing for it."""
+    return re.sub(r":\s*(?=,|$)", ":none", timeouts)
+
+
 def _read_environment(line: _Line, environment: Mapping[str, str]) -> None:
     """Add the settings that variables give."""
     for variable in sorted(environment):
@@ -252,7 +294,10 @@ def _read_environment(line: _Line, environment: Mapping[str, str]) -> None:
             near = _near(name)
             hint = f"did you mean {SETTING}{near.upper()}?" if near else "unset it"
             raise ConfigError(f"{variable}: there is no such setting; {hint}")
-        value = parse_text(_HINTS[name], environment[variable], where=variable)
+        text = environment[variable]
+        if name == "rank_section_timeouts":
+            text = with_none_written(text)
+        value = parse_text(_HINTS[name], text, where=variable)
         line.words.append(_as_option(name, value, variable))
 
 
@@ -329,7 +374,7 @@ All others: outlast run --help.
 """
 
 
-def settle_exit(code: int, environment: Mapping[str, str], *, others_may_continue: bool = False) -> int:
+def settle_exit(code: int, *, others_may_continue: bool = False) -> int:
     """Tell a batch script of ``ft_launcher`` what a job came to; return the exit code for it.
 
     Such a script puts the job back into the queue unless the flag file is there, and counts it as failed if the exit
@@ -339,22 +384,19 @@ def settle_exit(code: int, environment: Mapping[str, str], *, others_may_continu
 
     Args:
         code: The job's exit code.
-        environment: The process's.
         others_may_continue: The job can do without this node, so what is wrong with the node alone does not end it.
     """
-    flag = environment.get(FINISHED_FLAG)
-    if not flag:
+    flag = env.finished_flag_file()
+    if flag is None:
         return code
     final = {ExitReason.FINISHED, ExitReason.FAILED_VALIDATION, ExitReason.NO_PROGRESS}
     if not others_may_continue:
         final.add(ExitReason.UNHEALTHY_NODE)
     if code in final:
-        try:
-            Path(flag).touch()
+        touch_finished_flag()
+        if os.path.exists(flag):
             log.info("%s made: this job is not to go back to the queue (exit code %d)", flag, code)
-        except OSError as error:
-            log.warning("%s cannot be made (%s): the job may go back to the queue", flag, error.strerror or error)
-    elif code == ExitReason.PREEMPTED and "SLURM_JOB_ID" in environment:
+    elif code == ExitReason.PREEMPTED and "SLURM_JOB_ID" in env.environ():
         log.info("exit code 75 becomes 0, without %s: the job goes back to the queue, and counts as no failure", flag)
         return int(ExitReason.FINISHED)
     return code

@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from outlast.errors import NotFinite
 from outlast.health.devices import check_gpu
 from outlast.health.probing import has_failed
 from outlast.health.process_group import check_process_group
@@ -20,15 +23,19 @@ from outlast.numerics.nonfinite import NonFiniteDetector
 from outlast.preemption.listener import ShutdownListener
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.process_groups import current_place, is_initialised
-from outlast.runtime.slurm_job import SLURMInfo, get_slurm_info, log_job_info
+from outlast.runtime.slurm_job import SLURMInfo, get_slurm_info, is_requeued, log_job_info
 
 __all__ = [
     "NaNDetector",
+    "NaNState",
     "SLURMInfo",
     "ShutdownHandler",
     "check_gpu_health",
     "check_nccl_health",
     "get_slurm_info",
+    "is_slurm_job",
+    "is_slurm_requeue",
+    "log_health_status",
     "log_job_info",
     "resolve_resume_path",
 ]
@@ -62,6 +69,24 @@ class ShutdownHandler:
         self.timeout_sec = timeout_sec
         self._listener: ShutdownListener | None = None
         self._consensus: Consensus | None = None
+        self._is_agreed = False
+        self._signal: signal.Signals | None = None
+
+    @property
+    def shutdown_requested(self) -> bool:
+        """Whether this process was signalled, or :meth:`should_shutdown` has said that any rank was.
+
+        It may differ between ranks: leave the loop by :meth:`should_shutdown`.
+        """
+        return self._is_agreed or self.signal_received is not None
+
+    @property
+    def signal_received(self) -> signal.Signals | None:
+        """The signal that this process got first; ``None``: it got none."""
+        notice = self._listener.first if self._listener is not None else None
+        if notice is not None and notice.signal is not None:
+            self._signal = signal.Signals(notice.signal)
+        return self._signal
 
     def register(self) -> None:
         """Listen from now on. Idempotent.
@@ -86,10 +111,13 @@ class ShutdownHandler:
             return mine
         if self._consensus is None:
             self._consensus = Consensus(["shutdown"], world_size=world_size, timeout_s=_AGREE_S)
-        return any(self._consensus.agree([int(mine)]))
+        is_agreed = any(self._consensus.agree([int(mine)]))
+        self._is_agreed = self._is_agreed or is_agreed
+        return is_agreed
 
     def finish(self) -> None:
         """Listen no longer, and cancel the limit: everything is saved. Idempotent."""
+        self._signal = self.signal_received
         listener, self._listener = self._listener, None
         consensus, self._consensus = self._consensus, None
         if listener is not None:
@@ -107,6 +135,22 @@ class ShutdownHandler:
         self.finish()
 
 
+@dataclass(slots=True, kw_only=True)
+class NaNState:
+    """What a detector has seen so far."""
+
+    consecutive_nans: int = 0
+    """Bad steps in a row."""
+    total_nans: int = 0
+    """Bad steps."""
+    last_good_loss: float = float("inf")
+    """This rank's loss of the last step that was good on all ranks."""
+    last_good_step: int = 0
+    """The number of that step."""
+    nan_steps: list[int] = field(default_factory=list)
+    """Numbers of bad steps, the first ``max_history``."""
+
+
 class NaNDetector:
     """Look for a loss that is NaN or infinite on any rank, and have all ranks do the same about it.
 
@@ -114,14 +158,18 @@ class NaNDetector:
         action: ``warn``: log it; ``skip``: log it, and drop the optimizers' gradients, so that no weight moves;
             ``raise``: raise ``outlast.errors.NotFinite``.
         max_consecutive: Bad steps in a row of which the last ends the run, with exit code 17; 0 = no limit.
+        max_history: Numbers of bad steps that :attr:`state` keeps.
 
     Raises:
         ConfigError: The action is unknown, or the limit negative.
     """
 
-    def __init__(self, action: str = "warn", max_consecutive: int = 5) -> None:
-        self.action, self.max_consecutive = action, max_consecutive
+    def __init__(self, action: str = "warn", max_consecutive: int = 5, max_history: int = 100) -> None:
+        self.action, self.max_consecutive, self.max_history = action, max_consecutive, max_history
+        self.state = NaNState()
+        """What was seen since the start, or the last :meth:`reset`; the same on all ranks, but for the loss."""
         self._detector = NonFiniteDetector(action=action, max_consecutive=max_consecutive, check_gradients=False)
+        self._gradients = NonFiniteDetector(action=action, max_consecutive=0, check_gradients=True)
 
     def check_loss(
         self,
@@ -137,7 +185,8 @@ class NaNDetector:
             optimizers: Whose gradients ``skip`` drops; without them leave the step out yourself.
 
         Returns:
-            Whether the optimizer should step, the same on all ranks.
+            Whether it is finite on all ranks, whatever the action is; the same on all ranks. Where it is not, leave
+            the optimizer's step out.
 
         Raises:
             NotFinite: It is not finite, and the action is ``raise``, or the limit is reached; on all ranks.
@@ -146,27 +195,82 @@ class NaNDetector:
         Collective: all ranks of the default group, once a step.
         Blocks: until all ranks have come.
         """
-        return self._detector.check(loss, optimizers, iteration=step).should_step
+        try:
+            found = self._detector.check(loss, optimizers, iteration=step)
+        except NotFinite as error:
+            self._note_bad(error.iteration)
+            raise
+        if not found.finite:
+            self._note_bad(found.iteration)
+            return False
+        self.state.consecutive_nans = 0
+        self.state.last_good_loss, self.state.last_good_step = _as_number(loss), found.iteration
+        return True
+
+    def check_gradients(self, model: torch.nn.Module, step: int | None = None) -> bool:
+        """Judge the gradients of a model, before the optimizer's step; they are not counted in :attr:`state`.
+
+        Args:
+            model: With ``skip`` it loses its gradients where they are bad.
+            step: Its number, for the log.
+
+        Returns:
+            Whether they are finite on all ranks; the same on all ranks.
+
+        Raises:
+            NotFinite: They are not, and the action is ``raise``; on all ranks.
+            PeerLost: A peer is gone, or did not come in time.
+
+        Collective: all ranks of the default group.
+        Blocks: until all ranks have come.
+        """
+        parameters = list(model.parameters()) or [torch.nn.Parameter(torch.empty(0))]
+        holder = torch.optim.SGD(parameters, lr=0.0)  # it never steps: the detector takes gradients from optimizers
+        return self._gradients.check(None, holder, iteration=step).finite
 
     @property
     def consecutive_count(self) -> int:
         """Bad steps in a row so far."""
         return self._detector.num_consecutive
 
+    @property
+    def should_rollback(self) -> bool:
+        """Whether the limit of bad steps in a row is reached: the run ends there, unless the script catches that."""
+        return 0 < self.max_consecutive <= self._detector.num_consecutive
+
+    def reset(self) -> None:
+        """Forget what was seen, for instance after an earlier checkpoint was loaded; on all ranks alike."""
+        self.state, self._detector.num_consecutive = NaNState(), 0
+
     def close(self) -> None:
         """Leave; peers that wait for this rank fail. Idempotent."""
         self._detector.close()
+        self._gradients.close()
+
+    def _note_bad(self, step: int | None) -> None:
+        self.state.consecutive_nans = self._detector.num_consecutive
+        self.state.total_nans += 1
+        if step is not None and len(self.state.nan_steps) < self.max_history:
+            self.state.nan_steps.append(step)
+
+
+def _as_number(loss: torch.Tensor | float) -> float:
+    if not isinstance(loss, torch.Tensor):
+        return float(loss)
+    local = loss.detach()
+    return float((local.to_local() if isinstance(local, DTensor) else local).float().mean())
 
 
 def check_nccl_health(timeout_sec: float = 10.0) -> bool:
     """Return whether all ranks answer, over a group of its own; which do not is logged.
 
-    Raises:
-        ConfigError: ``torch.distributed`` is not initialised.
+    Without a process group there is nobody to ask: ``True``.
 
-    Collective: all ranks of the default group.
+    Collective: all ranks of the default group, where there is one.
     Blocks: up to about twice ``timeout_sec``.
     """
+    if not is_initialised():
+        return True
     result = check_process_group(timeout_sec)
     if has_failed((result,)):
         log.error("%s", result.describe())
@@ -190,3 +294,27 @@ def check_gpu_health(device: int | torch.device | None = None) -> bool:
         if has_failed((result,)):
             log.error("%s", result.describe())
     return not has_failed(results)
+
+
+def log_health_status(device: int | torch.device | None = None) -> bool:
+    """Return what :func:`check_gpu_health` does, and log it in one line.
+
+    Blocks: as that.
+    """
+    is_healthy = check_gpu_health(device)
+    what = "all GPUs" if device is None else f"GPU {device}"
+    if is_healthy:
+        log.info("health of %s: HEALTHY", what)
+    else:
+        log.warning("health of %s: UNHEALTHY; the lines above say what failed", what)
+    return is_healthy
+
+
+def is_slurm_job() -> bool:
+    """Return whether this process belongs to a Slurm job."""
+    return get_slurm_info() is not None
+
+
+def is_slurm_requeue() -> bool:
+    """Return whether its job ran before and was re-queued; outside of Slurm it was not."""
+    return is_requeued()

@@ -40,6 +40,9 @@ _QUALIFIED = re.compile(rf"({_SUBDOMAIN.pattern}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{{0
 _VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 _QUANTITY = re.compile(r"(\d+(\.\d+)?)(m|k|[MGTPE]|[KMGTPE]i)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLAIN = re.compile(r"(--|/)?[A-Za-z]([A-Za-z0-9._/=,:-]*[A-Za-z0-9])?")
+_WORDS = frozenset(["y", "yes", "n", "no", "on", "off", "true", "false", "null"])
+"""What some version of YAML takes for something else than a string, in any case."""
 _POD_NAME_END = len("-abcde")
 _TRANSLATE = """trap 'kill -TERM "$p" 2>/dev/null' TERM INT
 "$@" & p=$!
@@ -123,7 +126,7 @@ class KubernetesJob:
     it does not shrink."""
 
     shutdown_grace: float = 60.0
-    """Seconds that workers get to save after a notice (``--ft-shutdown-grace``); the pod has 30 more."""
+    """Seconds that workers get to save after a notice (``--ft-shutdown-grace``), rounded up; the pod has 30 more."""
 
     join_timeout: int = 3600
     """Seconds for which agents wait for each other: pods may be pending for long."""
@@ -173,6 +176,7 @@ class KubernetesJob:
             f"kind={self.kind!r} is not JobSet, TrainJob or PyTorchJob",
         )
         _ = self.num_nodes
+        self._check_paths()
         self._check_names()
         self._check_numbers()
         self._check_lists()
@@ -182,10 +186,6 @@ class KubernetesJob:
             bool(self.image.strip()) and " " not in self.image,
             f"image={self.image!r} is no image; write for example registry/train:1",
         )
-        for name in ("mount_path", "working_dir"):
-            path = getattr(self, name)
-            good = path is None or (path.startswith("/") and ":" not in path and ".." not in PurePosixPath(path).parts)
-            require(good, f"{name}={path!r} must be an absolute path, without ':' and '..'")
         _ = self._outlast_words
         nproc = self.nproc_per_node
         require(
@@ -195,6 +195,33 @@ class KubernetesJob:
         for option, typed in given_options(self.command).items():
             if option in _OURS:
                 raise ConfigError(f"{typed} is made from {_OURS[option]}; leave it out of what outlast run gets")
+
+    def _check_paths(self) -> None:
+        """Check the paths, and write them as Kubernetes compares them."""
+        for name in ("mount_path", "working_dir"):
+            path = getattr(self, name)
+            require(path is None or _is_path(path), f"{name}={path!r} must be an absolute path, without ':' and '..'")
+            if path is not None:
+                object.__setattr__(self, name, _normal(path))
+        require(
+            self.mount_path not in ("/", "/dev/shm", KEY_FOLDER),
+            f"mount_path={self.mount_path!r} is taken in the container; name another folder, such as /runs",
+        )
+        volumes = []
+        for one in self.volumes:
+            kind, _, rest = one.partition(":")
+            name, _, path = rest.partition(":")
+            good = kind in ("claim", "configmap", "secret") and _is_path(path) and _normal(path) != "/"
+            require(
+                good, f"volumes: {one!r} is not in the form claim:NAME:/path, configmap:NAME:/path or secret:NAME:/path"
+            )
+            _check_subdomain("volumes", name)
+            volumes.append(f"{kind}:{name}:{_normal(path)}")
+        object.__setattr__(self, "volumes", tuple(volumes))
+        taken = {"/dev/shm", self.mount_path, KEY_FOLDER}
+        for path in (one.split(":", 2)[2] for one in self.volumes):
+            require(path not in taken, f"volumes: {path} has a volume already; name another path")
+            taken.add(path)
 
     def _check_names(self) -> None:
         longest = (
@@ -231,9 +258,7 @@ class KubernetesJob:
     def _check_numbers(self) -> None:
         require(0 < self.port < 65536, f"port={self.port} is no port; take one above 1023, such as 29400")
         require(self.num_endpoints >= 1, f"num_endpoints={self.num_endpoints} must be at least 1")
-        require(
-            0 <= self.shutdown_grace < math.inf, f"shutdown_grace={self.shutdown_grace} must be a number of seconds"
-        )
+        require(0 <= self.shutdown_grace < 1 << 31, f"shutdown_grace={self.shutdown_grace} must be a number of seconds")
         fewest = self.min_nodes
         require(
             fewest is None or 1 <= fewest <= self.num_nodes,
@@ -251,17 +276,24 @@ class KubernetesJob:
             require(not given, f"{', '.join(given)}: a PyTorchJob has no such limit; leave it out")
 
     def _check_lists(self) -> None:
+        own = {"cpu": "cpus", "memory": "memory", self.gpu_resource: "gpus_per_node"}
+        given = {key: f"{name}={value}" for key, name in own.items() if (value := getattr(self, name)) is not None}
         for one in self.resources:
             key, equals, value = one.partition("=")
+            require(key not in given, f"resources: {one!r} stands beside {given.get(key)}; leave one of them out")
+            given[key] = one
             require(
                 bool(equals) and _is_qualified(key),
                 f"resources: {one!r} is not in the form key=quantity, such as rdma/ib=1",
             )
             _check_quantity(f"resources: {key}", value)
+        labels = set[str]()
         for one in self.node_selector:
             key, equals, value = one.partition("=")
             good = bool(equals) and _is_qualified(key) and _VALUE.fullmatch(value) is not None
             require(good, f"node_selector: {one!r} is not in the form key=value of a label")
+            require(key not in labels, f"node_selector: {key} is there twice; leave one out")
+            labels.add(key)
         for one in self.tolerations:
             key, _, value = one.partition("=")
             good = _is_qualified(key) and _VALUE.fullmatch(value) is not None
@@ -275,20 +307,6 @@ class KubernetesJob:
                 name not in ("NODE_NAME", "OUTLAST_RUN_KEY"),
                 f"env: {name} is not set here; for a run key take run_key_secret",
             )
-        taken = {"/dev/shm", self.mount_path.rstrip("/") or "/", KEY_FOLDER}
-        for one in self.volumes:
-            kind, _, rest = one.partition(":")
-            name, colon, path = rest.partition(":")
-            good = (
-                kind in ("claim", "configmap", "secret") and bool(colon) and re.fullmatch(r"/[^:]+", path) is not None
-            )
-            require(
-                good, f"volumes: {one!r} is not in the form claim:NAME:/path, configmap:NAME:/path or secret:NAME:/path"
-            )
-            _check_subdomain("volumes", name)
-            path = path.rstrip("/")
-            require(path not in taken, f"volumes: {path} has a volume already; name another path")
-            taken.add(path)
 
     # -- what is derived -------------------------------------------------------------------------------------------
 
@@ -351,7 +369,7 @@ class KubernetesJob:
                 words.append("--node-rank=$(JOB_COMPLETION_INDEX)")
         if not self.share_nodes:
             words.append("--node-name=$(NODE_NAME)")
-        words.append(f"--ft-shutdown-grace={self.shutdown_grace:g}")
+        words.append(f"--ft-shutdown-grace={math.ceil(self.shutdown_grace)}")
         if self.min_nodes is not None:
             words.append(f"--ft-min-nodes={self.min_nodes}")
         words += [f"--rdzv-id={run_id}", f"--run-dir={PurePosixPath(self.mount_path) / run_id}"]
@@ -528,6 +546,9 @@ class KubernetesJob:
 def as_yaml(manifests: list[dict[str, Any]]) -> str:
     """Return manifests as YAML documents.
 
+    A string stands without quotes only where no parser can take it for something else: PyYAML follows YAML 1.1 and
+    kubectl's parser a mixture, for which ``3e-4`` is a number.
+
     Raises:
         ConfigError: PyYAML is not installed.
     """
@@ -539,7 +560,7 @@ def as_yaml(manifests: list[dict[str, Any]]) -> str:
         ) from None
 
     class YamlWithoutAnchors(yaml.SafeDumper):
-        """Writes no anchors, and indents the items of lists."""
+        """Writes no anchors, indents the items of lists, and quotes."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
@@ -547,6 +568,11 @@ def as_yaml(manifests: list[dict[str, Any]]) -> str:
         def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
             super().increase_indent(flow, False)
 
+        def represent_text(self, data: str) -> yaml.ScalarNode:
+            is_plain = _PLAIN.fullmatch(data) is not None and data.lower() not in _WORDS
+            return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if is_plain else '"')
+
+    YamlWithoutAnchors.add_representer(str, YamlWithoutAnchors.represent_text)
     return yaml.dump_all(manifests, Dumper=YamlWithoutAnchors, sort_keys=False, width=1 << 16, allow_unicode=True)
 
 
@@ -562,6 +588,15 @@ def _toleration(one: str) -> dict[str, str]:
 
 def _is_qualified(key: str) -> bool:
     return _QUALIFIED.fullmatch(key) is not None and len(key.rpartition("/")[0]) <= 253
+
+
+def _is_path(path: str) -> bool:
+    return path.startswith("/") and ":" not in path and ".." not in PurePosixPath(path).parts
+
+
+def _normal(path: str) -> str:
+    """Return a path without what is there twice or means nothing: ``//``, ``/.``, and a ``/`` at its end."""
+    return "/" + str(PurePosixPath(path)).lstrip("/")
 
 
 def _check_subdomain(name: str, value: str | None) -> None:

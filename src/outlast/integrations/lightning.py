@@ -25,7 +25,8 @@ if importlib.util.find_spec("lightning") is None:
     )
 
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -99,6 +100,8 @@ class _HostedCallback(Callback):
             hosted = [callback for callback in trainer.callbacks if isinstance(callback, _HostedCallback)]
             if hosted[0] is self:
                 self._host = _open_host(trainer, hosted)
+                # First in each hook: others begin with what was restored, and count no step that is not in it.
+                trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the newest generation."""
@@ -312,7 +315,8 @@ class StragglerDetectionCallback(_HostedCallback):
         profiling_interval: Time one of so many steps.
         logger_name: Logger of the reports.
         confirmations: Reports in a row in which a rank must be slow. 1 is NVRx's meaning; more tells noise apart.
-        config: As for :class:`FaultToleranceCallback`.
+        config: As for :class:`FaultToleranceCallback`. Where it has ``[straggler_detection]``, that holds, but for what
+            is given here with another value than its default.
 
     Raises:
         ConfigError: A value is wrong.
@@ -355,7 +359,9 @@ class StragglerDetectionCallback(_HostedCallback):
     def _adapt(self, config: Config, trainer: Any) -> Config:
         if config.straggler_detection is None:
             return dataclasses.replace(config, straggler_detection=StragglerDetectionConfig(**self._detection))
-        changed = dataclasses.replace(config.straggler_detection, **self._detection)
+        usual = StragglerDetectionCallback()._detection
+        named = {name: value for name, value in self._detection.items() if value != usual.get(name)}
+        changed = dataclasses.replace(config.straggler_detection, **{"enabled": True, **named})
         return dataclasses.replace(config, straggler_detection=changed)
 
 
@@ -559,7 +565,8 @@ def _refuse(trainer: Any) -> None:
     """Raise if a trainer cannot be protected.
 
     Raises:
-        ConfigError: Its strategy is another than DDP and a single device, or it starts processes of its own.
+        ConfigError: Its strategy is another than DDP and a single device, it starts processes of its own, or it
+            searches for a batch size or learning rate as it fits.
     """
     strategy = trainer.strategy
     name = type(strategy).__name__
@@ -573,17 +580,32 @@ def _refuse(trainer: Any) -> None:
             f"{name} starts its ranks by {type(strategy.launcher).__name__}, which nothing can restart; start the "
             "script with outlast run or torchrun, and use strategy='ddp'"
         )
+    if trainer.world_size > 1 and isinstance(strategy.cluster_environment, LightningEnvironment):
+        raise ConfigError(
+            f"Lightning itself started the {trainer.world_size} ranks, which nothing can restart, and after the script "
+            "made its samplers for one; start it with outlast run or torchrun"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, BatchSizeFinder | LearningRateFinder):
+            raise ConfigError(
+                f"{type(callback).__name__} searches anew at each start, and moves the trainer meanwhile; search once "
+                "before fit(), with lightning.pytorch.tuner.Tuner, and set what it found"
+            )
 
 
 def _open_host(trainer: Any, callbacks: Sequence[_HostedCallback]) -> TrainerHost:
     """Open the session of a trainer."""
     _refuse(trainer)
+    config = _merged(trainer, callbacks)
+    if trainer.fast_dev_run and config.checkpoint is not None:
+        logging.getLogger(__name__).warning("fast_dev_run is on: nothing is saved or restored")
+        config = dataclasses.replace(config, checkpoint=None)
     detection = next((one for one in callbacks if isinstance(one, StragglerDetectionCallback)), None)
     checkpoint_io = trainer.strategy.checkpoint_io
     is_hierarchical = isinstance(checkpoint_io, HierarchicalCheckpointIO)
     return TrainerHost(
         trainer,
-        _merged(trainer, callbacks),
+        config,
         logs_scores=detection is not None and detection.logs and bool(trainer.loggers),
         names_setup=any(isinstance(one, FaultToleranceSectionsCallback) for one in callbacks),
         local_interval_s=next((one.interval_s for one in callbacks if isinstance(one, LocalCheckpointCallback)), None),
@@ -598,6 +620,7 @@ def _merged(trainer: Any, callbacks: Sequence[_HostedCallback]) -> Config:
         ConfigError: Several callbacks were given different ones, or one needs what another switches off.
     """
     given = [callback._config for callback in callbacks if callback._config is not None]
+    given = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in given]
     if any(one != given[0] for one in given):
         raise ConfigError("two callbacks of outlast were given different config=; give it to one of them")
     config = hosted_config(given[0] if given else None)

@@ -25,6 +25,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
@@ -34,7 +35,7 @@ from outlast import clock
 from outlast.config import Config
 from outlast.errors import ConfigError, ExitReason, OutlastError
 from outlast.integrations.hosted_session import KeptRandom, clear_finished_flag, touch_finished_flag
-from outlast.preemption.signals import SignalWatch
+from outlast.monitor.rank_monitor import open_monitor
 from outlast.runtime.device import capture_random
 from outlast.runtime.process_groups import current_place
 from outlast.session.session import init
@@ -149,6 +150,8 @@ class TrainerState:
         """Random numbers before the batch that is fetched already."""
         self.loader_states: list[dict[str, Any]] = []
         """States of loaders that have one, before that batch."""
+        self.has_stopped = False
+        """Whether training ended before its last step, by early stopping for instance."""
         self.loaded: dict[str, Any] | None = None
         """What was saved, if something was loaded."""
 
@@ -171,6 +174,8 @@ class TrainerState:
             "checkpoint": checkpoint,
             "fetch_random": self.fetch_random if self.place == Place.BATCH else None,
             "callback_metrics": _without_infinite({**_metrics(trainer)}),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "has_stopped": self.has_stopped,
             "world_size": trainer.world_size,
         }
 
@@ -194,11 +199,24 @@ class TrainerState:
         connector.restore_lr_schedulers()
         connector._loaded_checkpoint, connector._ckpt_path = {}, None  # what fit(ckpt_path=...) loaded is older
         loop = trainer.fit_loop
-        loop.load_state_dict(checkpoint["loops"]["fit_loop"])
+        loops = checkpoint["loops"]["fit_loop"]
+        if self.loaded["place"] != Place.EPOCH:
+            _scale(loops["epoch_loop.batch_progress"], self.loaded["world_size"], trainer.world_size)
+        loop.load_state_dict(loops)
+        trainer.should_stop = trainer.should_stop or self.loaded.get("has_stopped", False)
         if self.loaded["place"] == Place.EPOCH:
             # Lightning takes what ended with an epoch for the middle of one if max_steps is set.
             loop.epoch_loop.restarting = False
             loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+
+    def continue_accumulation(self) -> None:
+        """Accumulate as many batches as before, where a callback sets that as an epoch begins."""
+        trainer = self._trainer
+        if self.loaded is None or self.loaded["place"] == Place.EPOCH:
+            return
+        if any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks):
+            usual = trainer.accumulate_grad_batches
+            trainer.accumulate_grad_batches = self.loaded.get("accumulate_grad_batches", usual)
 
     def _position(self, loops: dict[str, Any]) -> dict[str, Any]:
         """Return the loops' progress as it is between two steps."""
@@ -217,6 +235,13 @@ class TrainerState:
         if self.place != Place.EPOCH and self.loader_states:
             loops["state_dict"] = {**loops["state_dict"], "combined_loader": self.loader_states}
         return loops
+
+
+def _scale(batches: dict[str, Any], world_size: int, new_world_size: int) -> None:
+    """Have an epoch's position count batches of another number of ranks: those that are done for sure, and not all."""
+    if world_size != new_world_size and not batches["is_last_batch"]:
+        for name, number in batches["current"].items():
+            batches["current"][name] = max(0, (number + 1) * world_size // new_world_size - 1) if number else 0
 
 
 def _without_infinite(state: Any) -> Any:
@@ -276,6 +301,32 @@ class _LooseModule:
         self._module.load_state_dict(state, strict=False)
 
 
+class _LateOptimizer:
+    """An optimizer whose groups may be others until all callbacks have begun, as with ``BackboneFinetuning``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._late: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load it now if its groups are the optimizer's."""
+        groups = [len(group["params"]) for group in self._optimizer.param_groups]
+        if groups == [len(group["params"]) for group in state["param_groups"]]:
+            self._optimizer.load_state_dict(state)
+        else:
+            self._late = state
+
+    def finish_loading(self) -> None:
+        """Load what could not be loaded before."""
+        state, self._late = self._late, None
+        if state is not None:
+            self._optimizer.load_state_dict(state)
+
+
 class TrainerHost:
     """One session of one trainer, and where both are.
 
@@ -311,9 +362,9 @@ class TrainerHost:
         if TrainerHost._have_finished:
             clear_finished_flag()
         self.session = init(config, log_metrics=self._log_scores if logs_scores else None)
-        found = signal.getsignal(signal.SIGTERM)
-        self._handler: Any = found if isinstance(getattr(found, "__self__", None), SignalWatch) else None
+        self._handler = signal.getsignal(signal.SIGTERM)
         self._setup: AbstractContextManager[None] | None = None
+        self._evaluation: AbstractContextManager[None] | None = None
         if names_setup:
             self._setup = self.session.section("setup")
             self._setup.__enter__()
@@ -324,6 +375,7 @@ class TrainerHost:
         self._iteration_of = iteration_of
         self._state: dict[str, Any] = {}
         self._own = TrainerState(trainer)
+        self._optimizers: list[_LateOptimizer] = []
         self._random = KeptRandom()
         self._pending: StepDecision | None = None
         self._is_open = self._is_done = False
@@ -352,7 +404,8 @@ class TrainerHost:
         module = trainer.lightning_module
         self._state = {"model": module if module.strict_loading else _LooseModule(module), "trainer": self._own}
         if trainer.optimizers:
-            self._state["optimizers"] = {str(number): one for number, one in enumerate(trainer.optimizers)}
+            self._optimizers = [_LateOptimizer(one) for one in trainer.optimizers]
+            self._state["optimizers"] = {str(number): one for number, one in enumerate(self._optimizers)}
         given = trainer._checkpoint_connector._ckpt_path
         self.session.restore(self._state)
         if (loaded := self._own.loaded) is None:
@@ -387,17 +440,20 @@ class TrainerHost:
 
     def take_signals(self) -> None:
         """Put back the handler of SIGTERM that Lightning has replaced: its own ends one rank alone, saving nothing."""
-        if self._handler is not None and signal.getsignal(signal.SIGTERM) != self._handler:
+        if self._handler is not None and signal.getsignal(signal.SIGTERM) != self._handler:  # None: it is not python's
             signal.signal(signal.SIGTERM, self._handler)
 
     def training_starts(self) -> None:
         """Put Lightning's loops where training continues."""
         self.take_signals()
+        for optimizer in self._optimizers:
+            optimizer.finish_loading()
         self._warn_of_loaders()
         loaded, loop = self._own.loaded, self._trainer.fit_loop.epoch_loop
         if loaded is None:
             return
-        _metrics(self._trainer).update(_with_infinite(loaded["callback_metrics"]))  # early stopping may look before the next validation
+        # Early stopping may look at them before the next validation.
+        _metrics(self._trainer).update(_with_infinite(loaded.get("callback_metrics", {})))
         if self._place == Place.EPOCH:
             return
         if self._place == Place.VALIDATION:
@@ -425,6 +481,7 @@ class TrainerHost:
         if self._setup is not None:
             setup, self._setup = self._setup, None
             setup.__exit__(None, None, None)
+        self._own.continue_accumulation()
         if self._random.is_kept:
             self._random.put_back()
         if self._pending is not None:
@@ -477,15 +534,24 @@ class TrainerHost:
             self._own.loader_states = self._trainer.fit_loop._combined_loader._state_dicts()
 
     def validation_starts(self) -> None:
-        """Leave, if all ranks agreed to; put back the random numbers of a run that left here."""
+        """Leave, if all ranks agreed to; put back the random numbers of a run that left here, and begin the section."""
         if self._pending is not None and self._pending.stop:
             self._act(Place.VALIDATION)
         if self._place == Place.VALIDATION:
             self._random.put_back()
         self.session.heartbeat()
+        if self._is_open and (monitor := open_monitor()) is not None:  # within accumulated gradients
+            monitor.end_section("step")
+        self._evaluation = self.session.section("evaluation")
+        self._evaluation.__enter__()
 
     def validation_ends(self) -> None:
-        """Note the random numbers after a validation, where a save follows it."""
+        """Go on with the step that the validation interrupted; note the random numbers, where a save follows."""
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is not None:
+            evaluation.__exit__(None, None, None)
+        if self._is_open and (monitor := open_monitor()) is not None:
+            monitor.start_section("step")
         if self._pending is not None:
             self._own.fetch_random = capture_random()
 
@@ -501,6 +567,7 @@ class TrainerHost:
             self._is_open = False
             self._pending = self.session.end_step(is_last=True)
         self._own.place, self._is_done = Place.EPOCH, True
+        self._own.has_stopped = bool(self._trainer.should_stop)
         if self._pending is not None and self._pending.stop:
             self._announce(self._pending)
         self.session.finish(self._state)

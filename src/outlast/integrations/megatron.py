@@ -34,7 +34,7 @@ from outlast.config import (
 from outlast.config.base import require
 from outlast.errors import ConfigError
 from outlast.inprocess.rank import Wrapper
-from outlast.monitor.rank_monitor import RankMonitor, open_monitor
+from outlast.monitor.rank_monitor import RankMonitor, open_monitor, yield_to_next
 
 if importlib.util.find_spec("megatron") is None:
     raise ImportError(
@@ -138,8 +138,13 @@ class MegatronCheckpointConfig:
             not self.async_save or self.ckpt_format == "torch_dist",
             f"async_save works with ckpt_format='torch_dist' only, not {self.ckpt_format!r}",
         )
-        if self.save is not None or self.non_persistent_local_ckpt_dir is not None:
+        if self._saves_somewhere:
             self.to_outlast()  # its checks
+            return
+        self._make("unset")  # the same checks
+        for name in ("load", "non_persistent_save_interval", "non_persistent_ckpt_type", "replication"):
+            text = f"{name}={getattr(self, name)!r} has no effect, as nothing is saved: set save, or leave {name} out"
+            require(getattr(self, name) in (None, 0, False, "None"), text)
 
     def to_outlast(self) -> ours.CheckpointConfig | None:
         """Return ours; ``None`` when nothing is saved.
@@ -147,11 +152,16 @@ class MegatronCheckpointConfig:
         Raises:
             ConfigError: A value has no counterpart, or contradicts another.
         """
-        if self.save is None and self.non_persistent_local_ckpt_dir is None:
-            return None
+        return self._make(self.save) if self._saves_somewhere else None
+
+    @property
+    def _saves_somewhere(self) -> bool:
+        return self.save is not None or self.non_persistent_local_ckpt_dir is not None
+
+    def _make(self, directory: str | None) -> ours.CheckpointConfig:
         kind = self.non_persistent_ckpt_type
         return ours.CheckpointConfig(
-            directory=self.save,
+            directory=directory,
             load=self.load if self.load != self.save else None,
             save_interval=self.save_interval or 0,
             most_recent_k=self.most_recent_k if self.most_recent_k is not None else -1,
@@ -189,6 +199,12 @@ _PREEMPTION = (
 )
 _OF_LM = {"check_for_nan_in_loss_and_grad": "check_for_nan_in_loss"}
 """Megatron-LM's names of settings that Bridge calls otherwise."""
+_RESUMES_OTHERWISE: Mapping[str, bool | None] = {
+    **{"ckpt_step": None, "finetune": False, "pretrained_checkpoint": None, "exit_on_missing_checkpoint": False},
+    **{"save_optim": True, "save_rng": True, "load_optim": True, "load_rng": True},
+    **{"no_save_optim": False, "no_save_rng": False, "no_load_optim": False, "no_load_rng": False},  # Megatron-LM's
+}
+"""Settings of checkpoints that say what is resumed, and the value of each that means what a session does."""
 
 
 def outlast_config(megatron: Any, *, run_dir: str | None = None) -> Config:
@@ -197,26 +213,24 @@ def outlast_config(megatron: Any, *, run_dir: str | None = None) -> Config:
     Args:
         megatron: Bridge's ``ConfigContainer``, or anything with sections of its names (``checkpoint``, ``ft``,
             ``nvrx_straggler``, ``rerun_state_machine``, ``inprocess_restart``, ``train``), each an object with Bridge's
-            fields; or the ``argparse.Namespace`` of Megatron-LM.
+            fields, or one of ours; or the ``argparse.Namespace`` of Megatron-LM. ``checkpoint`` and ``train`` hold
+            more than a session's settings: what else is in them is left to the training, unless it changes what is
+            resumed.
         run_dir: The run directory.
 
     Raises:
-        ConfigError: A setting of these sections has no counterpart here, or contradicts another.
+        ConfigError: A setting has no counterpart here, or contradicts another.
     """
     sections = _sections_of(megatron) if isinstance(megatron, argparse.Namespace) else megatron
     found: dict[str, Any] = {
         name: as_outlast(getattr(sections, name, None), kind, name) for name, kind in _SECTIONS.items()
     }
-    checkpoint = _known(getattr(sections, "checkpoint", None), MegatronCheckpointConfig)
-    saved = MegatronCheckpointConfig(**checkpoint).to_outlast()
+    saved = _read_checkpoint(getattr(sections, "checkpoint", None))
     straggler, older = found["nvrx_straggler"], getattr(sections, "straggler", None)
     if straggler is not None and straggler.enabled and getattr(older, "log_straggler", False):
         raise ConfigError("nvrx_straggler.enabled and straggler.log_straggler are both on; switch the older one off")
     if found["ft"] is not None and found["ft"].enable_ft_package and saved is None:
         raise ConfigError("ft.enable_ft_package is on, but nothing is saved: set checkpoint.save")
-    preemption = _known(getattr(sections, "train", None), None, _PREEMPTION)
-    if (number := preemption.get("exit_signal")) is not None and not isinstance(number, str):
-        preemption["exit_signal"] = signal.Signals(number).name
     return Config(
         run_dir=run_dir,
         checkpoint=saved,
@@ -224,8 +238,32 @@ def outlast_config(megatron: Any, *, run_dir: str | None = None) -> Config:
         straggler_detection=straggler,
         rerun_state_machine=found["rerun_state_machine"],
         in_process_restart=found["inprocess_restart"],
-        preemption=PreemptionConfig(**preemption) if preemption else None,
+        preemption=_read_preemption(getattr(sections, "train", None)),
     )
+
+
+def _read_checkpoint(section: Any) -> ours.CheckpointConfig | None:
+    if isinstance(section, ours.CheckpointConfig):
+        return section
+    values = _values(section)
+    for name, usual in _RESUMES_OTHERWISE.items():
+        if (value := values.get(name, usual)) is not None and value != usual:
+            raise ConfigError(
+                f"checkpoint.{name}={value!r} has no counterpart in outlast, which resumes all of the newest good "
+                f"generation; leave {name} out"
+            )
+    known = [field.name for field in dataclasses.fields(MegatronCheckpointConfig)]
+    return MegatronCheckpointConfig(**{name: values[name] for name in known if name in values}).to_outlast()
+
+
+def _read_preemption(section: Any) -> PreemptionConfig | None:
+    if isinstance(section, PreemptionConfig):
+        return section
+    values = _values(section)
+    given = {name: values[name] for name in _PREEMPTION if name in values}
+    if (number := given.get("exit_signal")) is not None and not isinstance(number, str):
+        given["exit_signal"] = signal.Signals(number).name
+    return PreemptionConfig(**given) if given else None
 
 
 def as_outlast(section: Any, kind: type[C], name: str = "") -> C | None:
@@ -242,8 +280,7 @@ def as_outlast(section: Any, kind: type[C], name: str = "") -> C | None:
     if section is None or isinstance(section, kind):
         return section
     known = {field.name for field in dataclasses.fields(cast(Any, kind)) if field.init}
-    values = dict(section) if isinstance(section, Mapping) else dict(vars(section))
-    defaults = _defaults(section)
+    values, defaults = _values(section), _defaults(section)
     for field, value in values.items():
         if field not in known and not field.startswith("_") and value != defaults.get(field):
             where = f"{name}." if name else ""
@@ -257,14 +294,14 @@ def _defaults(section: Any) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(section)}
 
 
-def _known(section: Any, kind: type | None, names: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return those values of a section that a class, or the names, know; the others are the training's own."""
-    if section is None:
-        return {}
-    if kind is not None:
-        names = tuple(field.name for field in dataclasses.fields(kind))
-    values = section if isinstance(section, Mapping) else vars(section)
-    return {name: values[name] for name in names if name in values}
+def _values(section: Any) -> dict[str, Any]:
+    """Return the values of a section by name; of ``None``: none."""
+    if section is None or isinstance(section, Mapping):
+        return dict(section or {})
+    if not dataclasses.is_dataclass(section):
+        return dict(vars(section))
+    fields = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    return {**fields, **getattr(section, "__dict__", {})}  # also what was set without being a field
 
 
 def _sections_of(args: argparse.Namespace) -> argparse.Namespace:
@@ -277,8 +314,9 @@ def _sections_of(args: argparse.Namespace) -> argparse.Namespace:
     def pick(kind: type) -> dict[str, Any]:
         return {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
 
+    resumed = {name: values[name] for name in _RESUMES_OTHERWISE if name in values}
     return argparse.Namespace(
-        checkpoint=pick(MegatronCheckpointConfig),
+        checkpoint={**pick(MegatronCheckpointConfig), **resumed},
         ft=pick(FaultToleranceConfig) or None,
         rerun_state_machine=pick(ours.RerunStateMachineConfig) or None,
         inprocess_restart={name: value for name, value in restart.items() if value is not None},
@@ -294,8 +332,9 @@ def maybe_wrap_for_inprocess_restart(
 ) -> tuple[Callable[P, R | None], None]:
     """Return a training function that is restarted in process, and no store, as none is needed.
 
-    In place of the function of this name in Megatron-Bridge and Megatron-LM. Each call of the function meets at a store
-    of its own, through ``MASTER_ADDR`` and ``MASTER_PORT``; rank 0 may die, too.
+    In place of the function of this name in Megatron-Bridge (Megatron-LM's is called without a config, and is not
+    replaced by this one). Each call of the function meets at a store of its own, through ``MASTER_ADDR`` and
+    ``MASTER_PORT``; rank 0 may die, too.
 
     Args:
         train_fn: The function, such as Bridge's ``_pretrain``. Process groups are made in it.
@@ -337,10 +376,18 @@ def maybe_wrap_for_inprocess_restart(
 # -- Bridge's loop -------------------------------------------------------------------------------------------------
 
 
+_made: RankMonitor | None = None
+"""The monitor that was made here."""
+
+
 def _own_monitor(config: FaultToleranceConfig | None = None, run_dir: str | None = None) -> RankMonitor:
-    """Return the process's monitor; where there is none, make one."""
+    """Return the process's monitor; where there is none, make one, whose place a session may take later."""
+    global _made
     there = open_monitor()
-    return there if there is not None else RankMonitor(config, run_dir)
+    if there is None:
+        there = _made = RankMonitor(config, run_dir)
+        yield_to_next(there, lambda later: log.debug("the session's monitor takes the place of the hooks'"))
+    return there
 
 
 _EVENTS = (
@@ -363,6 +410,10 @@ class BridgeCallback:
 
     def __init__(self, config: FaultToleranceConfig | None = None, run_dir: str | None = None) -> None:
         self._config, self._run_dir = config, run_dir
+        self._section: str | None = None
+        """The one that is open."""
+        self._used: RankMonitor | None = None
+        self._is_finished = False
 
     def register(self, manager: Any) -> Any:
         """Register it with Bridge's ``CallbackManager``, which is returned."""
@@ -381,29 +432,52 @@ class BridgeCallback:
             raise ConfigError(
                 "cfg.ft.enable_ft_package is on, so that Bridge watches its steps; leave BridgeCallback out"
             )
-        self._monitor = _own_monitor(self._config, self._run_dir)
-        self._monitor.set_iteration(context.state.train_state.step)
+        if self._is_finished and _made is not None and _made is open_monitor():
+            _made.close()  # of an earlier training: it watches no longer
+        self._section, self._is_finished = None, False
+        self._monitor().set_iteration(context.state.train_state.step)
 
     def on_train_step_start(self, context: Any) -> None:
         """Begin the section."""
-        self._monitor.start_section("step")
+        self._start("step")
 
     def on_train_step_end(self, context: Any) -> None:
         """End it; Bridge counts the step after this."""
-        self._monitor.end_section("step")
-        self._monitor.set_iteration(context.state.train_state.step + 1)
+        self._end("step")
+        self._monitor().set_iteration(context.state.train_state.step + 1)
 
     def on_eval_start(self, context: Any) -> None:
         """Begin the section."""
-        self._monitor.start_section("evaluation")
+        self._start("evaluation")
 
     def on_eval_end(self, context: Any) -> None:
         """End it."""
-        self._monitor.end_section("evaluation")
+        self._end("evaluation")
 
     def on_train_end(self, context: Any) -> None:
-        """Watch no longer."""
-        self._monitor.end_all_sections()
+        """Watch no longer: what follows may take as long as it takes. A session's monitor watches until that ends."""
+        monitor = self._monitor()
+        monitor.end_all_sections()
+        if monitor is _made:
+            monitor.finish()
+        self._section, self._is_finished = None, True
+
+    def _monitor(self) -> RankMonitor:
+        """Return the process's monitor; the open section is opened in one that has taken the place of another."""
+        there = _own_monitor(self._config, self._run_dir)
+        if there is not self._used:
+            self._used = there
+            if self._section is not None:
+                there.start_section(self._section)
+        return there
+
+    def _start(self, name: str) -> None:
+        self._monitor().start_section(name)
+        self._section = name
+
+    def _end(self, name: str) -> None:
+        self._monitor().end_section(name)
+        self._section = None
 
 
 class BridgeCheckpointManager:
@@ -426,8 +500,10 @@ class BridgeCheckpointManager:
         checkpointing = importlib.import_module("megatron.bridge.training.checkpointing")
         self.checkpoint_config = checkpoint_config
         self._default = checkpointing.DefaultCheckpointManager(checkpoint_config)
-        self._pending: list[int] = []
-        """Iterations whose asynchronous saves are not finalized yet."""
+        self._queue: Any = None
+        """Bridge's queue of asynchronous saves, once something was put into it."""
+        self._pending: dict[int, int] = {}
+        """Iterations whose asynchronous saves are not finalized yet, by the numbers of their calls."""
 
     @property
     def checkpointing_context(self) -> Any:
@@ -438,11 +514,15 @@ class BridgeCheckpointManager:
         """Save as Bridge does."""
         monitor = _own_monitor()
         monitor.report_progress()
+        before = getattr(getattr(ctx.state, "_async_calls_queue", None), "call_idx", -1)
         with monitor.section("checkpointing"):
             self._default.save(ctx, callback_manager)
-        self._pending.append(int(ctx.state.train_state.step))
+        iteration, queue = int(ctx.state.train_state.step), getattr(ctx.state, "_async_calls_queue", None)
         if not self.checkpoint_config.async_save:
-            self._commit()
+            monitor.set_durable_iteration(iteration)
+        elif queue is not None and queue.call_idx > before:
+            self._follow(queue)
+            self._pending[queue.call_idx] = iteration
 
     def load(self, ctx: Any) -> tuple[int, int]:
         """Load as Bridge does; return the iteration, and the floating point operations so far."""
@@ -460,12 +540,26 @@ class BridgeCheckpointManager:
         """Finalize as Bridge does."""
         with _own_monitor().section("checkpointing") if blocking else contextlib.nullcontext():
             self._default.finalize_async_saves(state, blocking=blocking, terminate=terminate)
-        queue = getattr(state, "_async_calls_queue", None)
-        self._commit(keep=0 if queue is None or terminate else queue.get_num_unfinalized_calls())
 
-    def _commit(self, keep: int = 0) -> None:
-        """Report what was saved, but for the newest ``keep``."""
-        done = self._pending[: len(self._pending) - keep]
-        if done:
-            _own_monitor().set_durable_iteration(done[-1])
-            del self._pending[: len(done)]
+    def _follow(self, queue: Any) -> None:
+        """Have a queue report what it finalizes, whoever asks it to; calls that failed are never reported."""
+        if queue is self._queue:
+            return
+        self._queue, self._pending = queue, {}
+        finalize = queue.maybe_finalize_async_calls
+
+        @functools.wraps(finalize)
+        def finalize_and_report(*args: Any, **kwargs: Any) -> list[int]:
+            finalized: list[int] = finalize(*args, **kwargs)
+            if queue is self._queue:
+                self._report(finalized)
+            return finalized
+
+        queue.maybe_finalize_async_calls = finalize_and_report
+
+    def _report(self, finalized: list[int]) -> None:
+        durable = [self._pending[number] for number in finalized if number in self._pending]
+        if durable:
+            _own_monitor().set_durable_iteration(max(durable))
+            newest = max(finalized)  # calls end in their order: older ones have failed
+            self._pending = {number: iteration for number, iteration in self._pending.items() if number > newest}

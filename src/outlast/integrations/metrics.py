@@ -22,6 +22,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,11 @@ log = logging.getLogger(__name__)
 MAX_QUEUED = 1024
 """Records (the figures of a step, or of a save) that wait for a sink; further ones are dropped."""
 RETRY_S = 30.0
-"""A sink that could not be opened is tried again after so long."""
+"""A sink that could not be opened is tried again after so long; one whose writes fail for so long is opened anew."""
 EXIT_S = 0.5
 """How long the end of the process waits for sinks that nobody waited for, as after an exception."""
+CLOSING_S = 10.0
+"""How long a sink waits for an earlier one of its kind that is still closing."""
 _TEXTFILE_S = 5.0
 
 
@@ -57,7 +60,8 @@ class BackgroundSink(ABC):
     """Hand figures on in a thread, so that no step waits for them. Subclass it for a logger of your own.
 
     A subclass has :meth:`_open`, :meth:`_write`, :meth:`_flush` and :meth:`_close`; all of them run in the sink's
-    thread, and may block and raise. An exception is logged once.
+    thread, and may block and raise. An exception is logged once. One whose writes all fail for 30 s is closed and
+    opened again.
 
     Args:
         every_rank: All ranks write, each to a place of its own, instead of rank 0 alone.
@@ -68,6 +72,9 @@ class BackgroundSink(ABC):
 
     Thread: that of the training loop.
     """
+
+    _is_alone = False
+    """Whether two of its type are not open at the same time: they would have the same port, or the same run."""
 
     def __init__(self, *, every_rank: bool = False, max_queued: int = MAX_QUEUED) -> None:
         if max_queued < 1:
@@ -84,7 +91,9 @@ class BackgroundSink(ABC):
         self._turn = threading.Lock()
         self._is_ending = threading.Event()
         self._run: MetricsRun | None = None
-        self._has_told_full = self._has_told_failed = False
+        self._flush_due_s: float | None = None
+        """When :meth:`_flush` is to be called although nothing new was written; ``None`` = it is not."""
+        self._has_told_full = self._has_told_failed = self._has_told_no_id = False
 
     # -- the training loop's side ----------------------------------------------------------------------------------
 
@@ -92,6 +101,8 @@ class BackgroundSink(ABC):
         """Take figures. Blocks: never."""
         if self._run is None:  # behind a callable of the script's, which passes figures alone
             place = env.read_worker()
+            atexit.unregister(self.end_run)
+            atexit.register(self.end_run, EXIT_S)  # no session ends it
             self.begin_run(
                 MetricsRun(
                     run_id=place.run_id,
@@ -113,13 +124,19 @@ class BackgroundSink(ABC):
         self._wake.set()
 
     def begin_run(self, run: MetricsRun) -> None:
-        """Start to write, on the ranks that do."""
+        """Start to write, on the ranks that do.
+
+        Raises:
+            ConfigError: The sink cannot work on this rank.
+        """
         if self._thread is not None:
             self.end_run(0.0)
         self._run = run
+        self._check(run)
         if run.global_rank == 0 or self.every_rank:
             self._is_ending, self._wake, self._queue = threading.Event(), threading.Event(), deque()
-            work = _SinkThread(self, run, self._queue, self._wake, self._is_ending)
+            earlier = _still_closing(type(self)) if self._is_alone else []
+            work = _SinkThread(self, run, self._queue, self._wake, self._is_ending, earlier)
             self._thread = threading.Thread(target=work.run, name=f"outlast-{type(self).__name__}", daemon=True)
             self._thread.start()
 
@@ -132,11 +149,11 @@ class BackgroundSink(ABC):
         self._wake.set()
         self._run = None
         if timeout_s <= 0:
-            _LEFT.append(thread)
+            _LEFT.append((type(self), thread))
             return
         thread.join(timeout_s)
         if thread.is_alive():
-            _LEFT.append(thread)
+            _LEFT.append((type(self), thread))
             lost = f", {count(len(self._queue), 'record')} of figures are not written" if self._queue else ""
             log.warning("%s did not end within %g s%s", self.name, timeout_s, lost)
         if self.num_dropped or self.num_failed:
@@ -147,6 +164,9 @@ class BackgroundSink(ABC):
     def name(self) -> str:
         """What the log calls it."""
         return type(self).__name__
+
+    def _check(self, run: MetricsRun) -> None:  # noqa: B027  most sinks work on all ranks
+        """Check that it can work on this rank, as the run begins; in the thread of the training loop."""
 
     # -- the thread's side -----------------------------------------------------------------------------------------
 
@@ -164,24 +184,50 @@ class BackgroundSink(ABC):
     def _close(self) -> None:  # noqa: B027  not each sink has something open
         """Close it."""
 
-    def _tell_failure(self, error: Exception) -> None:
+    def _tell_no_id(self, run: MetricsRun) -> None:
+        if not self._has_told_no_id:
+            self._has_told_no_id = True
+            text = "%s: the run has no id, so that a restart begins another one there; give it an id (--rdzv-id)"
+            log.log(logging.WARNING if run.global_rank == 0 else logging.DEBUG, text, self.name)
+
+    def _tell_failure(self, error: BaseException) -> None:
         if not self._has_told_failed:
             self._has_told_failed = True
             log.warning("%s failed (%s: %s); training continues", self.name, type(error).__name__, _line(error))
 
 
-_LEFT: list[threading.Thread] = []
+_LEFT: list[tuple[type[BackgroundSink], threading.Thread]] = []
+"""The threads of sinks that ended without being waited for, or took too long."""
+
+
+def _still_closing(kind: type[BackgroundSink]) -> list[threading.Thread]:
+    """Return the threads of sinks of a type that have ended, but are not closed yet."""
+    _LEFT[:] = [(of, thread) for of, thread in _LEFT if thread.is_alive()]
+    return [thread for of, thread in _LEFT if of is kind]
 
 
 @atexit.register
 def _wait_at_exit() -> None:
-    until_s = clock.now_s() + EXIT_S
-    for thread in _LEFT:
+    _join([thread for _, thread in _LEFT], EXIT_S)
+
+
+def _join(threads: list[threading.Thread], timeout_s: float) -> None:
+    """Wait for threads. Blocks: up to ``timeout_s`` seconds, for all together."""
+    until_s = clock.now_s() + timeout_s
+    for thread in threads:
         thread.join(max(0.0, until_s - clock.now_s()))
 
 
 class _SinkThread:
     """What the thread of a sink does for one run; a later run's thread has a queue of its own.
+
+    Args:
+        sink: The sink.
+        run: The run.
+        queue: What is to be written.
+        wake: Set when there is more, or the run ends.
+        is_ending: Set when the run ends.
+        earlier: Threads of other sinks, which must have ended before this one is opened.
 
     Thread: the sink's own.
     """
@@ -193,9 +239,12 @@ class _SinkThread:
         queue: deque[tuple[dict[str, float], int]],
         wake: threading.Event,
         is_ending: threading.Event,
+        earlier: list[threading.Thread],
     ) -> None:
         self._sink, self._of, self._queue, self._wake, self._is_ending = sink, run, queue, wake, is_ending
+        self._earlier = earlier
         self._is_open = False
+        self._failing_since_s: float | None = None
         self._tried_s: float | None = None
 
     def run(self) -> None:
@@ -205,7 +254,8 @@ class _SinkThread:
 
     def _write_all(self) -> None:
         while not (self._is_ending.is_set() and not self._queue):
-            self._wake.wait()
+            due_s = self._sink._flush_due_s if self._is_open else None
+            self._wake.wait(None if due_s is None else max(0.0, due_s - clock.now_s()))
             self._wake.clear()
             while self._queue:
                 self._hand_on()
@@ -215,22 +265,33 @@ class _SinkThread:
             self._try(self._sink._close)
 
     def _hand_on(self) -> None:
-        if not self._is_open:
-            if self._tried_s is not None and clock.now_s() - self._tried_s < RETRY_S:
-                self._queue.popleft()
-                self._sink.num_failed += 1
-                return
-            self._tried_s = clock.now_s()
-            self._is_open = self._try(lambda: self._sink._open(self._of))
         figures, iteration = self._queue[0]
-        if not (self._is_open and self._try(lambda: self._sink._write(figures, iteration))):
+        if self._is_open and self._failing_since_s is not None and clock.now_s() - self._failing_since_s >= RETRY_S:
+            self._try(self._sink._close)
+            self._is_open, self._tried_s = False, None
+            self._of = replace(self._of, iteration=max(0, iteration - 1))
+        if not self._is_open:
+            self._open()
+        if self._is_open and self._try(lambda: self._sink._write(figures, iteration)):
+            self._failing_since_s = None
+        else:
             self._sink.num_failed += 1
+            if self._is_open and self._failing_since_s is None:
+                self._failing_since_s = clock.now_s()
         self._queue.popleft()  # now: until then it is not written
+
+    def _open(self) -> None:
+        if self._tried_s is not None and clock.now_s() - self._tried_s < RETRY_S:
+            return
+        _join(self._earlier, CLOSING_S)
+        self._earlier = []
+        self._tried_s, self._failing_since_s, self._sink._flush_due_s = clock.now_s(), None, None
+        self._is_open = self._try(lambda: self._sink._open(self._of))
 
     def _try(self, what: Callable[[], object]) -> bool:
         try:
             what()
-        except Exception as error:  # a logger's trouble must not end training
+        except BaseException as error:  # a logger's trouble, sys.exit() too, ends neither training nor this thread
             log.debug("%s failed", self._sink.name, exc_info=True)
             self._sink._tell_failure(error)
             return False
@@ -253,9 +314,19 @@ class SeveralSinks:
             sink(figures, iteration)
 
     def begin_run(self, run: MetricsRun) -> None:
-        """Begin all of them."""
+        """Begin all of them.
+
+        Raises:
+            ConfigError: One of them cannot work here; the others begin.
+        """
+        refused: ConfigError | None = None
         for sink in self.sinks:
-            sink.begin_run(run)
+            try:
+                sink.begin_run(run)
+            except ConfigError as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
 
     def end_run(self, timeout_s: float = 5.0) -> None:
         """End all of them. Blocks: up to ``timeout_s`` seconds, for all together."""
@@ -343,7 +414,7 @@ class TensorBoardSink(BackgroundSink):
 
 
 class WandbSink(BackgroundSink):
-    """Log to a run of Weights & Biases, which a restarted job continues.
+    """Log to a run of Weights & Biases, which a restarted job continues if outlast's run has an id.
 
     Figures have ``outlast/iteration`` as their axis, not W&B's own step, which must never go back: after a restart from
     an earlier generation the iterations that are done again are logged again, and none is refused. A run that is active
@@ -352,7 +423,7 @@ class WandbSink(BackgroundSink):
     Args:
         project: As ``wandb.init`` has it, and so the next ones; ``None`` = W&B's own settings.
         entity: The team or user.
-        name: What the run is called; ``None`` = the id of outlast's run.
+        name: What the run is called; ``None`` = the id of outlast's run, and without one what W&B draws.
         group: The group of runs; ``None`` = the id of outlast's run with ``every_rank``, else none.
         mode: ``online``, ``offline`` or ``disabled``; ``None`` = W&B's own settings (``WANDB_MODE``). Where nodes have
             no network, take ``offline``, and ``wandb sync`` later.
@@ -365,6 +436,8 @@ class WandbSink(BackgroundSink):
         ImportError: ``wandb`` is not installed; the line says how to install it.
         ConfigError: A value is out of range.
     """
+
+    _is_alone = True
 
     def __init__(
         self,
@@ -393,13 +466,14 @@ class WandbSink(BackgroundSink):
     def _open(self, run: MetricsRun) -> None:
         self._wandb_run, self._is_own = self._wandb.run, False
         if self._wandb_run is None:
-            own = f"{run.run_id}-rank-{run.global_rank}" if self.every_rank else run.run_id
-            names = {
-                "id": re.sub(r"[/\\#?%:]", "-", own),  # W&B takes none of these
-                "name": self._name or own,
-                "group": self._group or (run.run_id if self.every_rank else None),
-                "resume": "allow",
-            }
+            own = _own_name(run, each=self.every_rank)
+            names = {"name": self._name or own, "group": self._group}
+            if _has_id(run):
+                names["id"] = re.sub(r"[/\\#?%:]", "-", own or "")  # W&B takes none of these
+                names["group"] = self._group or (run.run_id if self.every_rank else None)
+                names["resume"] = "allow"
+            elif "id" not in self._settings:
+                self._tell_no_id(run)
             self._wandb_run, self._is_own = self._wandb.init(**{**names, **self._settings}), True
         self._wandb_run.define_metric("outlast/iteration", hidden=True)
         self._wandb_run.define_metric("outlast/*", step_metric="outlast/iteration")
@@ -413,14 +487,16 @@ class WandbSink(BackgroundSink):
 
 
 class MLflowSink(BackgroundSink):
-    """Log to a run of MLflow, which a restarted job continues: it is found by the tag ``outlast.run_id``.
+    """Log to a run of MLflow, which a restarted job continues if outlast's run has an id.
+
+    It is found by the tag ``outlast.run_id``.
 
     Iterations that are done again after a restart are there twice, with the same step; MLflow keeps both.
 
     Args:
         tracking_uri: A server, or a folder; ``None`` = MLflow's own settings (``MLFLOW_TRACKING_URI``).
         experiment: Its name; it is made where it does not exist.
-        run_name: ``None`` = the id of outlast's run.
+        run_name: ``None`` = the id of outlast's run, and without one what MLflow draws.
         every_rank: All ranks log, each to a run of its own, instead of rank 0 alone.
         max_queued: Records that may wait.
 
@@ -428,6 +504,8 @@ class MLflowSink(BackgroundSink):
         ImportError: ``mlflow`` is not installed; the line says how to install it.
         ConfigError: A value is out of range.
     """
+
+    _is_alone = True
 
     def __init__(
         self,
@@ -446,16 +524,20 @@ class MLflowSink(BackgroundSink):
 
     def _open(self, run: MetricsRun) -> None:
         client = self._mlflow.MlflowClient(tracking_uri=self._tracking_uri)
-        own = f"{run.run_id}-rank-{run.global_rank}" if self.every_rank else run.run_id
+        own = _own_name(run, each=self.every_rank)
         found = client.get_experiment_by_name(self._experiment)
         experiment_id = client.create_experiment(self._experiment) if found is None else found.experiment_id
-        quoted = own.replace("'", "")
-        runs = client.search_runs([experiment_id], f"tags.`outlast.run_id` = '{quoted}'", max_results=1)
+        tags, runs = {}, []
+        if own is not None and _has_id(run):
+            tags["outlast.run_id"] = quoted = own.replace("'", "")
+            runs = client.search_runs([experiment_id], f"tags.`outlast.run_id` = '{quoted}'", max_results=1)
+        else:
+            self._tell_no_id(run)
         if runs:
             self._mlflow_run_id = runs[0].info.run_id
             client.update_run(self._mlflow_run_id, status="RUNNING")
         else:
-            made = client.create_run(experiment_id, tags={"outlast.run_id": quoted}, run_name=self._run_name or own)
+            made = client.create_run(experiment_id, tags=tags, run_name=self._run_name or own)
             self._mlflow_run_id = made.info.run_id
         self._client = client
 
@@ -492,6 +574,8 @@ class PrometheusSink(BackgroundSink):
         ConfigError: There is nowhere to show the gauges, or a value is out of range.
     """
 
+    _is_alone = True
+
     def __init__(
         self,
         *,
@@ -527,6 +611,17 @@ class PrometheusSink(BackgroundSink):
         self._wrote_s: float | None = None
         self._file = self._textfile
 
+    def _check(self, run: MetricsRun) -> None:
+        port = self._port_of(run)
+        if port is not None and port >= 65536:
+            raise ConfigError(
+                f"port={self._port} leaves no port to local rank {run.local_rank}, which would have {port}; "
+                "give PrometheusSink() a smaller one"
+            )
+
+    def _port_of(self, run: MetricsRun) -> int | None:
+        return self._port + run.local_rank if self._port and self.every_rank else self._port
+
     def _open(self, run: MetricsRun) -> None:
         self._labels = {"run_id": run.run_id} | ({"rank": str(run.global_rank)} if self.every_rank else {})
         if self._textfile is not None and self.every_rank:
@@ -534,28 +629,40 @@ class PrometheusSink(BackgroundSink):
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
         if self._port is not None and self._server is None:
-            port = self._port + run.local_rank if self._port and self.every_rank else self._port
-            self._server, _ = self._client.start_http_server(port, self._address, self.registry)
+            self._server, _ = self._client.start_http_server(self._port_of(run), self._address, self.registry)
             host = f"[{self._address}]" if ":" in self._address else self._address
             self.url = f"http://{host}:{self._server.server_port}/metrics"
             log.info("figures for Prometheus are at %s", self.url)
 
     def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+        failure: Exception | None = None
         for name, value in {**figures, "outlast/iteration": float(iteration)}.items():
-            base, label, text = _split(name)
-            gauge = re.sub(r"[^a-zA-Z0-9_:]", "_", re.sub(r"_s$", "_seconds", base))
-            labels = self._labels | ({label: text} if label else {})
-            if gauge not in self._gauges:
-                self._gauges[gauge] = self._client.Gauge(
-                    gauge, f"outlast's figure {base}", list(labels), registry=self.registry
-                )
-            self._gauges[gauge].labels(**labels).set(value)
+            try:
+                self._set(name, value)
+            except Exception as error:  # noqa: BLE001 - the other figures are shown all the same
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _set(self, name: str, value: float) -> None:
+        base, label, text = _split(name)
+        gauge = re.sub(r"[^a-zA-Z0-9_:]", "_", re.sub(r"_s$", "_seconds", base))
+        labels = self._labels | ({label: text} if label else {})
+        if gauge not in self._gauges:
+            self._gauges[gauge] = self._client.Gauge(
+                gauge, f"outlast's figure {base}", list(labels), registry=self.registry
+            )
+        self._gauges[gauge].labels(**labels).set(value)
 
     def _flush(self) -> None:
-        now_s = clock.now_s()
-        if self._file is not None and (self._wrote_s is None or now_s - self._wrote_s >= _TEXTFILE_S):
-            self._wrote_s = now_s
-            self._client.write_to_textfile(str(self._file), self.registry)
+        if self._file is None:
+            return
+        now_s, self._flush_due_s = clock.now_s(), None
+        if self._wrote_s is not None and now_s - self._wrote_s < _TEXTFILE_S:
+            self._flush_due_s = self._wrote_s + _TEXTFILE_S
+            return
+        self._wrote_s = now_s
+        self._client.write_to_textfile(str(self._file), self.registry)
 
     def _close(self) -> None:
         if self._file is not None:
@@ -613,6 +720,17 @@ class OpenTelemetrySink(BackgroundSink):
             flush()
 
 
+def _has_id(run: MetricsRun) -> bool:
+    """Return whether somebody, or a launcher, has given the run an id; else unrelated runs have the same."""
+    return run.run_id not in ("", "default", "none")
+
+
+def _own_name(run: MetricsRun, *, each: bool) -> str | None:
+    """Return what a rank's run is called by default; ``None`` = nothing that would tell it from others."""
+    words = [run.run_id] * _has_id(run) + [f"rank-{run.global_rank}"] * each
+    return "-".join(words) or None
+
+
 def _split(name: str) -> tuple[str, str, str]:
     """Return a figure's name without the part that is a label, that label, and its value; both empty = it has none."""
     base, _, last = name.rpartition("/")
@@ -639,5 +757,5 @@ def _require(module: str, extra: str, what: str) -> Any:
         ) from error
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:500]

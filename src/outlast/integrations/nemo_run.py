@@ -21,7 +21,7 @@ from typing import Any
 from outlast.config import FaultToleranceConfig
 from outlast.config.base import parse_text
 from outlast.errors import ConfigError
-from outlast.integrations.ft_launcher import SETTING, as_option_value, render_shim, write_shims
+from outlast.integrations.ft_launcher import SETTING, as_option_value, render_shim, with_none_written, write_shims
 
 try:
     import nemo_run
@@ -120,9 +120,8 @@ class FaultTolerancePlugin(nemo_run.Plugin):
         }
         if isinstance(self.rank_section_timeouts, str):
             hint = typing.get_type_hints(FaultToleranceConfig)["rank_section_timeouts"]
-            values["rank_section_timeouts"] = parse_text(
-                hint, self.rank_section_timeouts, where="rank_section_timeouts"
-            )
+            text = with_none_written(self.rank_section_timeouts)
+            values["rank_section_timeouts"] = parse_text(hint, text, where="rank_section_timeouts")
         heartbeats = _given(self, "initial_rank_heartbeat_timeout", "rank_heartbeat_timeout")
         checked = FaultToleranceConfig(**values, **heartbeats)
         executor.launcher = nemo_run.FaultTolerance(max_restarts=self.num_in_job_restarts, **heartbeats)

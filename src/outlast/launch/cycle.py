@@ -351,12 +351,12 @@ class Cycle:
         """Enforce what the workers calculated themselves, if that has changed; the lowest local rank's counts."""
         if self.over or self.watchdog is None or self.script_settings is None:
             return
-        texts = (self.board.timeouts(local_rank) for local_rank in range(self.board.num_ranks))
-        text = next((text for text in texts if text != ""), "")
+        texts = ((rank, self.board.timeouts(rank)) for rank in range(self.board.num_ranks))
+        local_rank, text = next(((rank, text) for rank, text in texts if text != ""), (0, ""))
         if text is None or text == self.calculated:
             return  # while it changes: whoever changes it wakes the agent afterwards
         self.calculated, before = text, self._before_calculated
-        self.timeouts = enforceable(before, text, rank=self._settings_of)
+        self.timeouts = enforceable(before, text, rank=local_rank)
         changed = {name for name, of in FIELD_OF_SETTING.items() if getattr(self.timeouts, of) != getattr(before, of)}
         self._origins |= dict.fromkeys(changed, "calculated by the script")
         self.watchdog.enforce(self.timeouts, self.timeouts.describe(self._origins.__getitem__))

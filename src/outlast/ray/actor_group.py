@@ -442,7 +442,8 @@ class ActorGroup:
         Nothing is done while there are too few spares elsewhere, or where the state cannot be had elsewhere: training
         then continues until the node goes.
         """
-        for node in sorted(self._pool.draining, key=self._pool.draining.get):  # type: ignore[arg-type]
+        draining = self._pool.draining  # another thread replaces it
+        for node in sorted(draining, key=draining.__getitem__):
             members = self._current.members
             leaving = [rank for rank, actor in members.items() if actor.node == node]
             if not leaving or node in self._staying:

@@ -219,6 +219,7 @@ class DrainNotices:
         if ask is None:
             log.warning("this version of Ray does not report which nodes it drains: actors stay there until they die")
             return
+        told: dict[str, int] = {}
         while not self._closing.wait(_DRAIN_POLL_S):
             try:
                 found: dict[str, int] = ask()
@@ -227,10 +228,16 @@ class DrainNotices:
                 continue
             known = self.nodes
             self.nodes = {
-                # Asked once: the deadline is of another clock, which may be set.
-                node: known.get(node, clock.now_s() + clock.seconds_until(epoch_ms / 1e3) if epoch_ms else math.inf)
+                # Converted once, unless Ray reports another one: the deadline is of another clock, which may be set.
+                node: known[node] if told.get(node) == epoch_ms else _ends_s(epoch_ms)
                 for node, epoch_ms in found.items()
             }
+            told = found
+
+
+def _ends_s(epoch_ms: int) -> float:
+    """Return a deadline that Ray reports on the monotonic clock."""
+    return clock.now_s() + clock.seconds_until(epoch_ms / 1e3) if epoch_ms else math.inf
 
 
 def describe_drain(ends_s: float) -> str:

@@ -49,7 +49,7 @@ from outlast.runtime.device import training_device
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import connect_world, is_initialised, settle
 from outlast.session.checks import RankLiveness, ReplicaWatch, SlowRanks
-from outlast.session.environment import announce_session, read_place, seed_random_numbers
+from outlast.session.environment import announce_session, has_near_tier, read_place, seed_random_numbers
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.session.preemption import Preemption
 from outlast.session.saves import OWN_STATE, DueSave, Saves, restore, saved_state, unwrap_ddp
@@ -143,7 +143,7 @@ class Session:
         self._state: Mapping[str, Any] = {}
         self._stack = ExitStack()
         self._is_closed = False
-        self._has_failed = False
+        self._has_failed = self._is_exiting = False
         self._scope = InProcessScope(config)
         self._place = place = read_place(config, self._scope)
         self.run_dir = place.run_dir
@@ -449,8 +449,11 @@ class Session:
     def request_save(self, *, near: bool = False) -> None:
         """Request that all ranks save after the step that begins next, by a clock for instance.
 
+        Of several requests before that step the larger counts.
+
         Args:
-            near: To memory, local tier and replicas alone, instead of to all tiers.
+            near: To memory, local tier and replicas alone, instead of to all tiers; where there are none of these, it
+                is a save to all tiers.
 
         Raises:
             OutlastError: There is nowhere to save to.
@@ -460,7 +463,9 @@ class Session:
         """
         if self._saves is None:
             raise OutlastError("there is nowhere to save to; give outlast.init() a checkpoint.directory")
-        self._saves.schedule.wanted = DueSave.NEAR if near else DueSave.ALL
+        is_near = near and has_near_tier(self._saves.manager.config, self._place)
+        schedule = self._saves.schedule
+        schedule.wanted = max(schedule.wanted, DueSave.NEAR if is_near else DueSave.ALL)
 
     def save_due(self, state: Mapping[str, Any]) -> SaveHandle | None:
         """Save what the newest decision says is due now; nothing if nothing is. It does not end the process.
@@ -723,7 +728,8 @@ class Session:
 
     def _end_metrics(self) -> None:
         """Have figures written that are not yet; after the peers have noticed that this rank leaves."""
-        self._progress.end_run(is_orderly=not (self._has_failed or self._scope.is_active))
+        is_being_left = self._scope.is_left and not self._is_exiting  # a call that was left long ago holds nobody
+        self._progress.end_run(is_orderly=not (self._has_failed or is_being_left))
 
     def _abort(self, error: BaseException) -> None:
         """Close everything, since an exception ends the session."""
@@ -733,6 +739,7 @@ class Session:
         self._let_go()
 
     def _at_exit(self) -> None:
+        self._is_exiting = True
         if self._saves is not None and not self._is_closed and self._phase not in (_Phase.OPENED, _Phase.OVER):
             log.warning("the session ended in the middle of a step; saves that were not committed are lost")
         self._let_go()

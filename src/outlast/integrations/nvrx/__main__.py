@@ -27,7 +27,8 @@ def main() -> None:
     if not os.path.exists(target):
         sys.stderr.write(f"{target} does not exist\n{USAGE}\n")
         sys.exit(2)
-    sys.path[0] = os.path.dirname(os.path.realpath(target))
+    if not sys.flags.safe_path:  # else python puts no folder there
+        sys.path[0] = os.path.dirname(os.path.realpath(target))
     runpy.run_path(target, run_name="__main__")
 
 

@@ -1,7 +1,7 @@
 """``nvidia_resiliency_ext.checkpointing.async_ckpt.core``: calls beside training that all ranks finalise alike.
 
-A call runs in a thread of this process, one after the other. The extension starts a process for it; a thread copies
-nothing, leaves nothing behind when the rank is killed, and needs nothing that can be pickled.
+A call runs in a thread of this process. The extension starts a process for it; a thread copies nothing, leaves nothing
+behind when the rank is killed, and needs nothing that can be pickled.
 
 A call is finalised once it has ended well on *all* ranks, and on none otherwise. The extension finalises a call whose
 process has died, too, and so commits a checkpoint that lacks a part.
@@ -12,10 +12,13 @@ from __future__ import annotations
 import atexit
 import logging
 import queue
+import secrets
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +26,7 @@ import torch.distributed as dist
 
 from outlast import clock
 from outlast.decoding import from_json
-from outlast.errors import CheckpointError, OutlastError
+from outlast.errors import CheckpointError, OutlastError, PeerLost
 from outlast.integrations.nvrx.exchange import WorldExchange
 from outlast.runtime.process_groups import is_initialised
 
@@ -31,6 +34,8 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3600.0
 """Seconds after which a call that still runs counts as failed."""
+_MARGIN_S = 60.0
+"""Seconds beyond that within which the other ranks have said so."""
 MAX_FAILURES = 3
 """Calls in a row that may fail before that is an error in a call that does not wait."""
 
@@ -154,6 +159,8 @@ class _ScheduledCall:
     began_ns: int = field(default_factory=clock.now_ns)
     ended: threading.Event = field(default_factory=threading.Event)
     error: str = ""
+    place: str = ""
+    """Where the ranks tell each other of it, in the store of the world."""
     is_posted: bool = False
 
     def run(self) -> None:
@@ -176,15 +183,14 @@ class _ScheduledCall:
 
 
 class AsyncCallsQueue:
-    """Runs requests beside training, in the order in which they come.
+    """Runs requests beside training, and finalises them in the order in which they come.
 
     Args:
-        persistent: Keep the thread that runs them from one request to the next, until :meth:`close`.
+        persistent: One thread runs the requests, one after the other, until :meth:`close`; otherwise each has a thread
+            of its own, and begins at once.
 
     Thread: that of the training loop.
     """
-
-    _num_queues = 0
 
     def __init__(self, persistent: bool = True) -> None:
         self.persistent = persistent
@@ -195,8 +201,11 @@ class AsyncCallsQueue:
         self._thread: threading.Thread | None = None
         self._exchange = WorldExchange("the end of an asynchronous call", 2 * CALL_TIMEOUT_S)
         self._num_failures = 0
-        self._number = AsyncCallsQueue._num_queues
-        AsyncCallsQueue._num_queues += 1
+        self._token = ""
+        """What this queue's places in the store of the world begin with."""
+        self._world: weakref.ref[Any] | None = None
+        """The world that it was drawn in."""
+        self._num_placed = 0
         atexit.register(self._warn)
 
     def warmup_persistent_caller(self, rank: int | None = None, **process_options: Any) -> None:
@@ -221,10 +230,12 @@ class AsyncCallsQueue:
 
         Raises:
             Exception: What staging (``preload_fn``) raised; nothing is scheduled then.
+            PeerLost: A peer left, or did not come in time; in the first call in a world alone.
 
         Collective: all ranks, with requests of the same kind.
-        Blocks: while it is staged.
+        Blocks: while it is staged; the first call in a world, until all ranks have come.
         """
+        place = self._agree_place()
         number = self.call_idx + 1
         given = async_request._asdict()
         request = AsyncRequest(**{name: given[name] for name in AsyncRequest._fields if name in given})
@@ -234,7 +245,7 @@ class AsyncCallsQueue:
                 raise OutlastError("preload_fn gives the second argument of async_fn, which has fewer: give two")
             arguments[1] = request.preload_fn()
         self.call_idx = number
-        call = _ScheduledCall(number, request.freeze()._replace(call_idx=number), tuple(arguments))
+        call = _ScheduledCall(number, request.freeze()._replace(call_idx=number), tuple(arguments), place=place)
         self._calls.append(call)
         self._start()
         self._work.put(call)
@@ -328,20 +339,44 @@ class AsyncCallsQueue:
             )
             self._thread.start()
 
+    def _agree_place(self) -> str:
+        """Return a place in the store of the world for another call, the same on all ranks.
+
+        Ranks may have made different numbers of queues (a rank that came later has made fewer), and a store may still
+        hold what an earlier world put there. So the places of a queue begin with a word that is drawn once in a world.
+        """
+        if not is_initialised() or dist.get_world_size() == 1:
+            return ""
+        if self._world is None or self._world() is not dist.group.WORLD:
+            self._token = self._exchange.gather(secrets.token_hex(8), str)[0]
+            self._world, self._num_placed = weakref.ref(dist.group.WORLD), 0
+        self._num_placed += 1
+        return f"outlast/async/{self._token}/{self._num_placed}"
+
     def _look(self, call: _ScheduledCall, mine: _AsyncCallStatus, blocking: bool) -> list[_AsyncCallStatus]:
         """Return what the ranks have written into the store of the world, this one's included."""
         if not is_initialised() or dist.get_world_size() == 1:
             return [mine]
+        if not call.place:
+            raise OutlastError(
+                f"asynchronous call {call.idx} was scheduled before init_process_group(); finalise it without no_dist"
+            )
         store = dist.distributed_c10d._get_default_store()
-        place = f"outlast/async/{self._number}/{call.idx}"
-        if mine.ended and not call.is_posted:
-            call.is_posted = True
-            store.set(f"{place}/{dist.get_rank()}", msgspec.json.encode(mine).decode())
-        keys = [f"{place}/{rank}" for rank in range(dist.get_world_size())]
-        if blocking:
-            store.wait(keys)  # bounded by the store's timeout
-        missing = _AsyncCallStatus(call_idx=call.idx, ended=False)
-        return [from_json(store.get(key), _AsyncCallStatus) if store.check([key]) else missing for key in keys]
+        keys = [f"{call.place}/{rank}" for rank in range(dist.get_world_size())]
+        limit_s = CALL_TIMEOUT_S + _MARGIN_S
+        try:
+            if mine.ended and not call.is_posted:
+                store.set(keys[dist.get_rank()], msgspec.json.encode(mine).decode())
+                call.is_posted = True
+            if blocking:
+                store.wait(keys, timedelta(seconds=limit_s))
+            missing = _AsyncCallStatus(call_idx=call.idx, ended=False)
+            return [from_json(store.get(key), _AsyncCallStatus) if store.check([key]) else missing for key in keys]
+        except RuntimeError as error:
+            raise PeerLost(
+                f"a peer left, or did not come to the end of asynchronous call {call.idx} within {limit_s:g} s "
+                f"({error}); its own log or the launcher's report says why"
+            ) from error
 
     def _warn(self) -> None:
         if self._calls:

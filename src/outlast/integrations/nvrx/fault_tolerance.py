@@ -23,6 +23,7 @@ from outlast import clock
 from outlast.config import FaultToleranceConfig
 from outlast.config.sources import load_values
 from outlast.errors import ConfigError, OutlastError
+from outlast.integrations.ft_launcher import find_section
 from outlast.integrations.nvrx.exchange import WorldExchange
 from outlast.monitor.rank_monitor import RankMonitor, enforce, open_monitor, request_at_failure, yield_to_next
 from outlast.monitor.watchdog import read_learned
@@ -164,7 +165,7 @@ class NvrxFaultToleranceConfig:
         Raises:
             ConfigError: There is none, or it is wrong.
         """
-        found = _find_section(load_values(cfg_path)[0])
+        found = find_section(load_values(cfg_path)[0])
         if found is None:
             raise ConfigError(f"{cfg_path}: there is no section 'fault_tolerance'; add one")
         return NvrxFaultToleranceConfig.from_kwargs(ignore_not_recognized=ignore_not_recognized, **found)
@@ -184,15 +185,6 @@ class NvrxFaultToleranceConfig:
             safety_factor=self.safety_factor,
             rank_termination_signal=self.rank_termination_signal.name,
         )
-
-
-def _find_section(values: Any) -> Mapping[str, Any] | None:
-    if isinstance(values, Mapping):
-        if isinstance(found := values.get("fault_tolerance"), Mapping):
-            return found
-        values = list(values.values())
-    below = (_find_section(value) for value in values) if isinstance(values, list) else ()
-    return next((found for found in below if found is not None), None)
 
 
 class _Measured:

@@ -555,6 +555,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._stage = _ManagerStage.FRESH
         self._locks: _Locks | None = None
         self._found: tuple[TensorAwareStateDict, LocalCheckpointID] | None = None
+        self._loaded_iteration = NOT_FOUND
+        """What was loaded, and not saved over since."""
 
     @property
     def local_ckpt_dir(self) -> Path:
@@ -565,18 +567,18 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """Return the newest iteration of which every rank has proven a copy; -1 = there is none.
 
         Every byte of the copies is compared with its digest now, so that :meth:`load` cannot fail; the copy is held in
-        memory until then, or until the next save.
+        memory until then, or until the next save. Where it was loaded since, it is found, and proven, again.
 
         Raises:
             CheckpointingException: The folder holds another session's checkpoints, or cannot be used; a rank left.
 
         Collective: all ranks.
         """
-        if self.latest_iteration == NOT_FOUND:
-            try:
+        try:
+            if self.latest_iteration == NOT_FOUND or self._find_first("" if self._found is not None else "loaded"):
                 self._find()
-            except OutlastError as error:
-                raise CheckpointingException(str(error)) from error
+        except OutlastError as error:
+            raise CheckpointingException(str(error)) from error
         return self.latest_iteration
 
     def load(self) -> tuple[TensorAwareStateDict, LocalCheckpointID]:
@@ -590,6 +592,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         if self._found is None:
             raise CheckpointingException("there is nothing to load; call find_latest() first, and load() once after it")
         found, self._found, self._stage = self._found, None, _ManagerStage.READY
+        self._loaded_iteration = found[1].iteration
         return found
 
     def save(self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool = False) -> Any:
@@ -618,7 +621,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         part = _SavedPart(lambda: _take_apart(state_dict, self.session_id))
         try:
             handle = self._open_for_saving(iteration).save({"part": part}, iteration)
-            self._found, self.latest_iteration = None, NOT_FOUND
+            self._found, self.latest_iteration, self._loaded_iteration = None, NOT_FOUND, NOT_FOUND
             if not is_async:
                 handle.wait()
         except OutlastError as error:
@@ -666,7 +669,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _find(self) -> None:
         manager = self._open_afresh()
-        self._found, self._stage = None, _ManagerStage.FOUND
+        self._found, self.latest_iteration, self._stage = None, NOT_FOUND, _ManagerStage.FOUND
         part, random = _SavedPart(), capture_random()
         try:
             restored = manager.load_latest({"part": part})
@@ -692,6 +695,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
             self._log_refusal(f"the local checkpoint of iteration {restored.iteration} is not loaded: {text}")
             return
         assert found is not None
+        if restored.iteration == self._loaded_iteration:
+            self._stage = _ManagerStage.READY  # it was only looked at once more
         self.latest_iteration = restored.iteration
         self._found = found, LocalCheckpointID(restored.iteration, self.rank, self.session_id)
 
