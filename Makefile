@@ -94,6 +94,7 @@ $(OVERLAY_STAMP): $(STAMP)
 
 test-integrations: slurm $(OVERLAY_STAMP)
 	@$(BIN)/python -m compileall -q src
+	PATH="$(CURDIR)/$(OVERLAY)/bin:$(CURDIR)/$(BIN):$$PATH" \
 	$(OVERLAY)/bin/python -m pytest -m 'overlay or campaign' -n 2 --dist loadscope --no-loadscope-reorder --durations=10 \
 	  tests/integrations tests/examples tests/ray tests/dcp/test_gcs.py
 

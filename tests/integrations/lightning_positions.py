@@ -18,7 +18,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
 from torch.utils.data import DataLoader, Dataset
 
 import outlast
@@ -73,6 +73,13 @@ class Model(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)}
 
 
+class Averaged(Model):
+    """Moves no weight in hooks: averaging looks at the weights there."""
+
+    def move(self, by):
+        pass
+
+
 class Manual(Model):
     """Has two optimizers."""
 
@@ -125,7 +132,14 @@ CASES = {
     "manual": ({"max_epochs": 2}, sampled, Manual),
     "no-validation": ({"max_epochs": 3, "limit_val_batches": 0}, sampled, Model),
     "stateful": ({"max_epochs": 3}, stateful, Model),
+    "averaging": ({"max_epochs": 4}, sampled, Averaged),
+    "scheduled": ({"max_epochs": 3}, sampled, Model),
 }
+OTHERS = {
+    "averaging": lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1)],
+    "scheduled": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})],
+}
+"""Callbacks that a script gives before ours."""
 
 
 def train(folder, case, signal_at=None):
@@ -161,6 +175,7 @@ def train_here(folder, case, signal_at):
         enable_checkpointing=False,
         default_root_dir=str(folder),
         callbacks=[
+            *OTHERS.get(case, list)(),
             FaultToleranceCallback(config=outlast.Config(checkpoint=saves, run_dir=str(folder / "run"))),
             PreemptionCallback(),
             EarlyStopping("val", patience=50, strict=False),

@@ -257,10 +257,13 @@ def test_a_run_resumes_exactly_also_before_a_validation_and_between_epochs(tmp_p
         ("manual", 24, 12),
         ("no-validation", 18, 18),
         ("stateful", 18, 18),
+        ("averaging", 24, 24),
+        ("scheduled", 12, 12),
     ],
 )
 def test_a_run_resumes_exactly_from_every_step(tmp_path: Path, case: str, steps: int, generations: int) -> None:
-    """The same from each step, with max_epochs and max_steps, accumulation, several optimizers, a stateful loader."""
+    """The same from each step, with max_epochs and max_steps, accumulation, several optimizers, a stateful loader, and
+    callbacks of Lightning's given before ours that average weights, or accumulate more from the second epoch on."""
     assert positions(tmp_path, case, 1) == f"{case} {steps} steps, {generations} generations\n"
 
 
@@ -276,6 +279,11 @@ def trainer_of(*callbacks: Any, **options: Any) -> Any:
         "enable_checkpointing": False,
     }
     return pl.Trainer(**{"accelerator": "cpu", "devices": 1, **quiet, **options}, callbacks=list(callbacks))
+
+
+def finder(name: str) -> Any:
+    """Return one of Lightning's callbacks that search for a setting."""
+    return getattr(importlib.import_module("lightning.pytorch.callbacks"), name)()
 
 
 def settings(trainer: Any) -> outlast.Config:
@@ -323,6 +331,9 @@ def test_what_contradicts_or_lacks_something_is_refused_by_name(tmp_path: Path) 
             "nowhere to save",
         ),
         (lambda: adapter._refuse(trainer_of(strategy="ddp_spawn", devices=2)), "DDPStrategy starts its ranks by"),
+        (lambda: adapter._refuse(trainer_of(strategy="ddp", devices=2)), "itself started the 2 ranks.* outlast run"),
+        (lambda: adapter._refuse(trainer_of(finder("LearningRateFinder"))), "LearningRateFinder searches anew.*Tuner"),
+        (lambda: adapter._refuse(trainer_of(finder("BatchSizeFinder"))), "BatchSizeFinder searches anew.*Tuner"),
     ]
     for act, message in refused:
         with pytest.raises(ConfigError, match=message) as caught:
@@ -379,6 +390,20 @@ def test_the_callbacks_settings_come_together(tmp_path: Path, monkeypatch: pytes
     assert made.checkpoint.local_directory == str(tmp_path / "fast" / "local_ckpt")
     assert (made.checkpoint.non_persistent_save_interval, made.checkpoint.replication) == (7, False)
     assert not made.checkpoint.async_save  # as the global save is
+
+
+def test_what_the_settings_say_of_slow_ranks_stays(tmp_path: Path) -> None:
+    """A parameter of the callback that has its default changes nothing in the settings; another one counts."""
+    detection = outlast.StragglerDetectionConfig(
+        report_time_interval=60, confirmations=3, stop_if_detected=True, num_gpu_perf_scores_to_print=0
+    )
+    callback = adapter.StragglerDetectionCallback(
+        num_gpu_perf_scores_to_print=2, config=config(tmp_path, straggler_detection=detection)
+    )
+    found = settings(trainer_of(callback)).straggler_detection
+    assert found is not None
+    assert (found.enabled, found.report_time_interval, found.confirmations) == (True, 60, 3)
+    assert (found.stop_if_detected, found.num_gpu_perf_scores_to_print) == (True, 2)
 
 
 def test_the_sampler_has_torchs_order_from_any_position() -> None:
@@ -453,6 +478,25 @@ def test_the_readmes_code_runs(tmp_path: Path) -> None:
     assert max(iterations) == int(result.stdout.splitlines()[-1]) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_what_lightning_decides_by_itself_is_kept(tmp_path: Path) -> None:
+    """A training that stopped early is complete when it is started again; fast_dev_run saves nothing; SIGTERM keeps its
+    handler where another signal is the notice; a validation within accumulated gradients is no part of the step."""
+    result = subprocess.run(
+        [sys.executable, "-c", PRELUDE + BY_ITSELF],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "stopped early at 6, 6" in result.stdout
+    assert not (tmp_path / "tried").exists()
+
+
 PRELUDE = """
 import os
 import lightning.pytorch as pl
@@ -482,6 +526,42 @@ val_loader = DataLoader(torch.ones(4, 3))
 folder = "fast"
 config = outlast.Config(checkpoint=outlast.CheckpointConfig(directory="other"))
 os.environ["FAULT_TOL_FINISHED_FLAG_FILE"] = "finished"
+"""
+BY_ITSELF = """
+import signal
+from lightning.pytorch.callbacks import Callback
+from outlast.monitor.rank_monitor import open_monitor
+
+def train(*others, directory, sig=None, **options):
+    config = outlast.Config(checkpoint=outlast.CheckpointConfig(directory=directory, save_interval=2))
+    callbacks = [*others, FaultToleranceCallback(config=config), PreemptionCallback(sig)]
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, callbacks=callbacks, **options,
+    )
+    trainer.fit(Model(), DataLoader(dataset, batch_size=8), val_loader)
+    return trainer.global_step
+
+class Stop(Callback):
+    def on_train_epoch_end(self, trainer, module):
+        trainer.should_stop = trainer.current_epoch == 1
+
+steps = [train(Stop(), directory="early", max_epochs=9) for _ in range(2)]
+print(f"stopped early at {steps[0]}, {steps[1]}")
+
+class Look(Callback):
+    handlers, inside = [], set()
+    def on_train_batch_start(self, *_):
+        self.handlers.append(signal.getsignal(signal.SIGTERM))
+    def on_validation_batch_start(self, trainer, *_):
+        if not trainer.sanity_checking:
+            self.inside.add(len(open_monitor()._page._stack))  # its own section, and not the step's around it
+
+before = signal.getsignal(signal.SIGTERM)
+train(Look(), directory="usr", sig=signal.SIGUSR1, max_epochs=1, accumulate_grad_batches=2, val_check_interval=1)
+assert set(Look.handlers) == {before}, Look.handlers
+assert Look.inside == {1}, Look.inside
+train(directory="tried", fast_dev_run=True)
 """
 CODA = """
 import pathlib

@@ -152,6 +152,7 @@ class TrainerState:
         """States of loaders that have one, before that batch."""
         self.has_stopped = False
         """Whether training ended before its last step, by early stopping for instance."""
+        self._accumulated: int | None = None
         self.loaded: dict[str, Any] | None = None
         """What was saved, if something was loaded."""
 
@@ -201,6 +202,8 @@ class TrainerState:
         loop = trainer.fit_loop
         loops = checkpoint["loops"]["fit_loop"]
         if self.loaded["place"] != Place.EPOCH:
+            if any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks):
+                self._accumulated = self.loaded.get("accumulate_grad_batches")
             _scale(loops["epoch_loop.batch_progress"], self.loaded["world_size"], trainer.world_size)
         loop.load_state_dict(loops)
         trainer.should_stop = trainer.should_stop or self.loaded.get("has_stopped", False)
@@ -209,14 +212,11 @@ class TrainerState:
             loop.epoch_loop.restarting = False
             loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
 
-    def continue_accumulation(self) -> None:
+    def continue_accumulation(self, *, is_new_epoch: bool = False) -> None:
         """Accumulate as many batches as before, where a callback sets that as an epoch begins."""
-        trainer = self._trainer
-        if self.loaded is None or self.loaded["place"] == Place.EPOCH:
-            return
-        if any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks):
-            usual = trainer.accumulate_grad_batches
-            trainer.accumulate_grad_batches = self.loaded.get("accumulate_grad_batches", usual)
+        number, self._accumulated = self._accumulated, None
+        if number and not is_new_epoch:
+            self._trainer.accumulate_grad_batches = number
 
     def _position(self, loops: dict[str, Any]) -> dict[str, Any]:
         """Return the loops' progress as it is between two steps."""
@@ -471,6 +471,7 @@ class TrainerHost:
 
     def epoch_starts(self) -> None:
         """Save what is due between two epochs, or put back the random numbers of there."""
+        self._own.continue_accumulation(is_new_epoch=True)
         if self._pending is not None:
             self._act(Place.EPOCH)
         elif self._place == Place.EPOCH:
