@@ -12,6 +12,7 @@ waits longer than its deadline.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import queue
@@ -142,6 +143,8 @@ class Reached(NamedTuple):
     """Copies on other nodes that failed."""
     next_lane: Lane | None = None
     """Which lane takes the save further; ``None``: the save is finished."""
+    is_repeated: bool = False
+    """An earlier save of the iteration went to all of these tiers, and to the next lane: see :class:`Save`."""
 
 
 class Lane(ABC):
@@ -243,7 +246,7 @@ class Lane(ABC):
             return
         self._outcomes.committed(save, reached.tiers, reached.failures)
         if reached.next_lane is not None:
-            reached.next_lane.submit(save)
+            reached.next_lane.submit(dataclasses.replace(save, is_repeated=reached.is_repeated))
         else:
             self._outcomes.finished(save)
 

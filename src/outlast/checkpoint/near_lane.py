@@ -76,15 +76,17 @@ class NearLane(Lane):
 
     def _commit(self, save: Save) -> Reached:
         missing = self._missing(save)
+        # An earlier save of the iteration may still be on its way to the global tier, or fail there: that lane knows.
+        next_lane = self._next if Tier.GLOBAL in save.tiers else None
         if not missing:
             log.debug("iteration %d is committed already; it is not written again", save.iteration)
-            return Reached(missing)
+            return Reached(missing, next_lane=next_lane, is_repeated=True)
         failures = self._commit_near(replace(save, tiers=missing))
         # Every rank notes it here, in the order of the saves, whatever becomes of the global copy: what is missing
         # must be the same for all.
         if not save.suspect:
             self._committed.add(save.iteration, missing)
-        return Reached(missing - {Tier.GLOBAL}, failures, self._next if Tier.GLOBAL in missing else None)
+        return Reached(missing - {Tier.GLOBAL}, failures, next_lane)
 
     def _commit_near(self, save: Save) -> tuple[f.CopyFailure, ...]:
         self._end_ns = save.started_ns + int(self._timeout_s * 1e9)

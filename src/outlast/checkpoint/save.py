@@ -160,6 +160,8 @@ class Save:
     tensors: tuple[TensorEntry, ...] = ()
     guard: Callable[[], None] | None = None
     """Waits until the arena is filled; ``None`` = it is."""
+    is_repeated: bool = False
+    """An earlier save of the iteration is on its way: this one is written only if that one fails."""
     error: str | None = None
     """Why there is nothing staged on this rank: the others must be informed, or they would wait."""
 

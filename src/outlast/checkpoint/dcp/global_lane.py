@@ -91,6 +91,9 @@ class GlobalLane(Lane):
     """A file that has reached it is full."""
 
     def _commit(self, save: Save) -> Reached:
+        global_tier = frozenset({Tier.GLOBAL})
+        if save.is_repeated and not self._committed.missing(save.iteration, global_tier):
+            return Reached(frozenset())
         self._end_ns = clock.now_ns() + int(self._timeout_s * 1e9)
         assert self._places.directory is not None
         directory = self._places.directory.suspects if save.suspect else self._places.directory
@@ -100,9 +103,11 @@ class GlobalLane(Lane):
         if duty is not None:
             self._report(save, directory, plan, self._write(save, directory, items, duty))
         self._conclude(save, f"iteration {save.iteration} is not saved to {directory.url}")
+        if not save.suspect:
+            self._committed.add(save.iteration, global_tier)
         if self._rank == 0:
             self._follow_up(save, directory)
-        return Reached(frozenset({Tier.GLOBAL}))
+        return Reached(global_tier)
 
     def _clear_up(self, save: Save) -> None:
         """Rank 0 has done it before it posted the outcome."""
