@@ -86,7 +86,8 @@ class BreakOff(TrainerCallback):
         self.began: list[int] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.began.append(state.global_step)
+        if state.global_step not in self.began[-1:]:  # it begins anew with an epoch within it
+            self.began.append(state.global_step)
         if self.after is not None and not self.in_evaluation and state.global_step >= self.after:
             raise InterruptedError
 
@@ -170,6 +171,22 @@ def t5() -> T5ForConditionalGeneration:
 
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
+
+
+class EndingEpoch(TrainerCallback):
+    """End an epoch early."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = state.global_step % 10 == 4
+
+
+class EndingWithin(TrainerCallback):
+    """End training between two micro-batches of a step."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 9
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"args": {"max_steps": 11, "logging_steps": 2, **EVALUATE}},
     "accumulation": {"args": {"gradient_accumulation_steps": 3, "num_train_epochs": 3, "logging_steps": 1}},
@@ -180,6 +197,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "collate": pad,
     },
     "stream": {"args": {"max_steps": 13}, "data": Stream, "after": 9},
+    "stream_accumulation": {"args": {"max_steps": 11, "gradient_accumulation_steps": 3}, "data": Stream},
+    "epoch_ended": {"args": {"num_train_epochs": 2}, "callbacks": lambda: [EndingEpoch()]},
     "bf16": {"args": {"bf16": True, "max_steps": 9, "activation_checkpointing": True}},
     "masked": {
         "args": {"gradient_accumulation_steps": 2, "num_train_epochs": 2},

@@ -308,6 +308,19 @@ def test_a_loss_that_stays_nan_moves_no_weight(hf: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("signals")
+def test_a_training_that_ends_within_a_step_is_whole(hf: Any, tmp_path: Path) -> None:
+    """A callback that ends training between two micro-batches: the steps before are saved, as a finished training."""
+    bare = hf.make("accumulation", tmp_path / "bare", hf.EndingWithin())
+    bare.train()
+    protected = hf.make("accumulation", tmp_path / "protected", hf.EndingWithin())
+    hf.protect(protected, hf.config(tmp_path / "protected")).train()
+    assert protected.state.global_step == bare.state.global_step == 9
+    assert hf.outcome(protected)["weights"] == hf.outcome(bare)["weights"]
+    found = [one.entry.iteration for one in look_into(str(tmp_path / "protected" / "ckpt")).found]
+    assert max(found) >= 9
+
+
+@pytest.mark.usefixtures("signals")
 def test_nothing_is_judged_where_that_is_off(hf: Any, tmp_path: Path) -> None:
     """rerun_mode = disabled: the trainer's own step runs, and NaN is trained on, as without outlast."""
     trainer = nan_trainer(hf, tmp_path, at=3, always=True)

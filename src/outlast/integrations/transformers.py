@@ -164,6 +164,7 @@ class TrainerProtection(TrainerCallback):
         self._loaded: dict[str, Any] = {}
         self._figures: dict[str, float] = {}
         self._decision: StepDecision | None = None
+        self._in_step = False
         # The position, and what belongs to it.
         self._epoch = self._updates = 0
         self._offset = 0
@@ -258,6 +259,9 @@ class TrainerProtection(TrainerCallback):
         """Commit what was trained, before the best model takes its place and before what others do at the end."""
         finalize = self._originals["_finalize_training"]
         self._has_finished = True
+        if self._in_step:  # a callback ended training between two micro-batches: no weight moved by the last ones
+            self._in_step = False
+            self._run.end_step(is_last=True)
         self._run.finish(self._state)
         if self._run.global_rank == 0:
             touch_finished_flag()
@@ -406,6 +410,7 @@ class TrainerProtection(TrainerCallback):
             "offset": self._offset,
             "has_finished": self._has_finished,
             "has_stopped": bool(control.should_training_stop and state.global_step < state.max_steps),
+            "has_ended_epoch": bool(control.should_epoch_stop),
             "due": [bool(control.should_evaluate), bool(control.should_save)],
             "loss": float(getattr(trainer, "_tr_loss", 0.0)),
             "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
@@ -454,7 +459,8 @@ class TrainerProtection(TrainerCallback):
 
     def _run_epoch(self, **of_epoch: Any) -> Any:
         """Run an epoch; of the first after a restart, what is left of it."""
-        if self._stops:
+        is_over = self._resumes_in is not None and bool(self._loaded.get("has_ended_epoch"))
+        if self._stops or is_over:
             self._updates = of_epoch["num_update_steps_per_epoch"]
         if self._resumes_in is None:
             self._updates = 0
@@ -474,7 +480,10 @@ class TrainerProtection(TrainerCallback):
         return self._originals["_run_epoch"](**of_epoch)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin an optimizer step, with all its micro-batches."""
+        """Begin an optimizer step, with all its micro-batches; those of an epoch that ended within it count."""
+        if self._in_step:
+            return self._run.heartbeat()
+        self._in_step = True
         self._run.begin_step()
         if self._validates:
             self._attempts = None
@@ -482,6 +491,7 @@ class TrainerProtection(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the optimizer step; what was agreed on is carried out once its logs are written."""
         self._updates += 1
+        self._in_step = False
         self._decision = self._run.end_step(is_last=state.global_step >= state.max_steps)
 
     def _save_between(self, *args: Any, **kwargs: Any) -> Any:
@@ -567,7 +577,5 @@ def _as_bytes(random: dict[str, Any]) -> list[Any]:
 
 
 def _as_number(value: Any) -> Any:
-    """Return a number of NumPy or torch as one that JSON has."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"the TrainerState holds a {type(value).__name__}, which JSON does not have")
+    """Return a number of NumPy or torch as one that JSON has; of anything else, such as a logged date, its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
