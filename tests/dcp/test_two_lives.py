@@ -151,7 +151,11 @@ def place(tmp_path: Path, server: S3Server, request: pytest.FixtureRequest) -> I
 
 def _check_kept(place: Place, first: Life, second: Life) -> None:
     """Check that all that either life committed is there, and nothing else; the second one's wins."""
-    assert place.contents() == {**first.committed(), **second.committed(), **_found(second)}
+    lines, expected = first.lines + second.lines, {**first.committed(), **second.committed(), **_found(second)}
+    # A save whose answer was lost has failed, and may be there: a busy store answers late.
+    uncertain = {line["failed"] for line in lines if "failed" in line} - set(expected)
+    there = {iteration: value for iteration, value in place.contents().items() if iteration not in uncertain}
+    assert there == expected, lines
     found = _found(second)
     for iteration, value in first.committed().items():  # or what replaced it, committed and then stopped
         assert value <= found[iteration] <= 1000 + iteration + 1 / 8

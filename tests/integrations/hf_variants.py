@@ -6,6 +6,7 @@ As a script: ``hf_variants.py FOLDER NAME...`` makes the named ones, and each ra
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
@@ -30,9 +31,11 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_callback import ExportableState
 
 import outlast
 from outlast.integrations.transformers import protect
+from outlast.monitor.rank_monitor import open_monitor
 
 VOCABULARY = 64
 
@@ -96,6 +99,42 @@ class BreakOff(TrainerCallback):
             raise InterruptedError
 
 
+class EndsEarly(TrainerCallback):
+    """End epochs after steps, or an epoch or the training once between two micro-batches of a step."""
+
+    def __init__(self, *, epochs: tuple[int, ...] = (), epoch_within: int = -1, training_within: int = -1) -> None:
+        self.epochs, self.epoch_within, self.training_within = epochs, epoch_within, training_within
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = control.should_epoch_stop or state.global_step in self.epochs
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = control.should_training_stop or state.global_step == self.training_within
+        if state.global_step == self.epoch_within:
+            self.epoch_within, control.should_epoch_stop = -1, True
+
+
+class OpenSections(TrainerCallback):
+    """Note which sections are open within steps and evaluations."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        monitor = open_monitor()
+        assert monitor is not None
+        self.seen.append([section.name for section in monitor._read_state().sections])
+
+    on_prediction_step = on_substep_end
+
+
+class Dated(TrainerCallback, ExportableState):
+    """A callback whose state holds what JSON does not have."""
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"day": datetime.date(2026, 1, 2)}}
+
+
 class OwnSteps(Trainer):
     """A script's trainer, with a step and a loss of its own; the step takes its inputs apart."""
 
@@ -113,11 +152,16 @@ class SometimesNaN(Trainer):
     """A trainer whose loss is NaN in one micro-batch, the first time or always."""
 
     nan_at, nan_always, seen = -1, False, 0
+    sound = 0
+    """Micro-batches of that step that come before it."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         at = self.state.global_step
-        if self.model.training and at == self.nan_at and (self.nan_always or not self.seen):
+        if not self.model.training or at != self.nan_at:
+            return loss
+        self.sound -= 1
+        if self.sound < 0 and (self.nan_always or not self.seen):
             type(self).seen += 1
             loss = loss * float("nan")
         return loss
@@ -199,6 +243,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stream": {"args": {"max_steps": 13}, "data": Stream, "after": 9},
     "stream_accumulation": {"args": {"max_steps": 11, "gradient_accumulation_steps": 3}, "data": Stream},
     "epoch_ended": {"args": {"num_train_epochs": 2}, "callbacks": lambda: [EndingEpoch()]},
+    "divided": {
+        "args": {"max_steps": 9, "gradient_accumulation_steps": 4, "eval_strategy": "epoch"},
+        "data": Stream,  # its end comes within an accumulation
+        "model": bert,
+        "trainer": StruckOnce,
+        "in_evaluation": True,
+    },
     "bf16": {"args": {"bf16": True, "max_steps": 9, "activation_checkpointing": True}},
     "masked": {
         "args": {"gradient_accumulation_steps": 2, "num_train_epochs": 2},
@@ -240,6 +291,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
             **EVALUATE,
         },
         "callbacks": lambda: [EarlyStoppingCallback(early_stopping_patience=3)],
+    },
+    "stopped_within": {
+        "args": {"max_steps": 9, "gradient_accumulation_steps": 2},
+        "callbacks": lambda: [EndsEarly(training_within=7)],
+    },
+    "epochs_ended": {
+        "args": {"num_train_epochs": 2, "eval_strategy": "epoch"},
+        "callbacks": lambda: [EndsEarly(epochs=(6, 12))],
+    },
+    "epoch_ended_within": {
+        "args": {"num_train_epochs": 3, "gradient_accumulation_steps": 3},
+        "callbacks": lambda: [EndsEarly(epoch_within=2)],
+        "model": bert,
+        "collate": mask,
+        "after": 3,
     },
     "made_anew": {"args": {"max_steps": 8}, "model_init": bert},
     "own_steps": {"args": {"max_steps": 8, "gradient_accumulation_steps": 2}, "trainer": OwnSteps},
@@ -308,9 +374,10 @@ def config(folder: Path, **settings: Any) -> outlast.Config:
 def play(name: str, folder: Path) -> dict[str, Any]:
     """Train a variant without us, with us, and broken off and resumed; return what each ended with."""
     variant = VARIANTS[name]
-    bare = make(name, folder / "bare")
+    seen = BreakOff(None)
+    bare = make(name, folder / "bare", seen)
     bare.train()
-    found = {"bare": outcome(bare)}
+    found: dict[str, Any] = {"bare": outcome(bare), "steps bare": seen.began}
     whole = protect(make(name, folder / "whole"), config(folder / "whole"))
     whole.train()
     found["whole"] = outcome(whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pages import python_blocks
@@ -20,7 +22,7 @@ from pages import python_blocks
 import outlast
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.config import RerunStateMachineConfig
-from outlast.errors import ConfigError, ExitReason
+from outlast.errors import ConfigError, ExitReason, OutlastError
 from outlast.incidents import EventKind
 from outlast.testing import Cluster, RankProcesses
 
@@ -56,7 +58,7 @@ def check_variants(folder: Path, names: list[str], world_size: int) -> None:
             assert found["steps again"] == []
             began = found["steps resumed"][0]
             assert 0 < began <= found["steps broken"][-1] + 1, name
-            assert found["steps resumed"] == [*range(began, found["bare"]["steps"])], name
+            assert found["steps resumed"] == [step for step in found["steps bare"] if step >= began], name
 
 
 @pytest.mark.slow
@@ -68,13 +70,22 @@ def test_a_resumed_trainer_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     check_variants(tmp_path, ["masked", "epochs", "stopped_early", "struck"], 1)
 
 
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(700)
+def test_epochs_and_trainings_that_end_early_end_so_when_resumed(tmp_path: Path) -> None:
+    """A stream's end, and a callback that ends an epoch or the training, after a step or within an accumulation: what
+    is resumed, or has a step computed again, ends with the weights and the logs of a training without outlast."""
+    check_variants(tmp_path, ["divided", "stopped_within", "epochs_ended", "epoch_ended_within"], 1)
+
+
 @pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_kinds_of_trainings_resume(hf: Any, tmp_path: Path, world_size: int) -> None:
-    """The same for accumulation, loader workers, batches by length, streams, bf16, schedules that follow an evaluation,
-    models made anew and subclasses; on one rank and on two."""
+    """The same for accumulation, loader workers, batches by length, streams, bf16, epochs that end early, schedules
+    that follow an evaluation, models made anew and subclasses; on one rank and on two."""
     check_variants(tmp_path, list(hf.VARIANTS), world_size)
 
 
@@ -261,18 +272,27 @@ def signals() -> Iterator[None]:
 
 
 def nan_trainer(
-    hf: Any, folder: Path, *, at: int, always: bool = False, accumulation: int = 1, **arguments: Any
+    hf: Any, folder: Path, *, at: int, always: bool = False, accumulation: int = 1, is_divided: bool = False
 ) -> Any:
-    """Return a trainer whose loss is NaN in a step."""
+    """Return a trainer whose loss is NaN in a step; one that an epoch's end divides, after that end's logs, or not."""
+    logging = {"logging_strategy": "epoch"} if is_divided else {"logging_steps": 1}
     hf.VARIANTS["nan"] = {
-        "args": {"max_steps": 6, "gradient_accumulation_steps": accumulation, "logging_steps": 1},
+        "args": {"max_steps": 6, "gradient_accumulation_steps": 4 if is_divided else accumulation, **logging},
+        "data": hf.Stream if is_divided else hf.Sentences,
         "model": hf.bert,
         "trainer": hf.SometimesNaN,
     }
     trainer = hf.make("nan", folder)
     hf.SometimesNaN.seen = 0
-    trainer.nan_at, trainer.nan_always = at, always
+    trainer.nan_at, trainer.nan_always, trainer.sound = at, always, 4 if is_divided else 0
     return trainer
+
+
+def end_as_the_process_would(trainer: Any) -> None:
+    """Close what outlives a session whose process is to end."""
+    run = trainer.train.__self__._run
+    run._saves.manager.close()
+    run._preemption._listener.close()
 
 
 @pytest.mark.usefixtures("signals")
@@ -291,6 +311,46 @@ def test_a_step_whose_loss_is_nan_once_is_computed_again(hf: Any, tmp_path: Path
 
 
 @pytest.mark.usefixtures("signals")
+def test_a_step_that_an_epochs_end_divides_is_computed_again(hf: Any, tmp_path: Path) -> None:
+    """NaN after the end: the batches of both epochs are computed again, and what is logged already counts once."""
+    sound = nan_trainer(hf, tmp_path / "sound", at=-1, is_divided=True)
+    sound.train()
+    struck = nan_trainer(hf, tmp_path / "struck", at=3, is_divided=True)
+    hf.protect(struck, hf.config(tmp_path / "struck"))
+    struck.train()
+    assert hf.SometimesNaN.seen == 1
+    assert hf.outcome(struck)["weights"] == hf.outcome(sound)["weights"]
+    expected = [one["loss"] for one in sound.state.log_history if "loss" in one]
+    assert len(expected) == 6
+    assert [one["loss"] for one in struck.state.log_history if "loss" in one] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.usefixtures("signals")
+def test_what_is_saved_for_a_diagnosis_is_where_a_divided_step_began(hf: Any, tmp_path: Path) -> None:
+    """NaN again after an epoch's end: who replays the step begins with the batches that the epoch before left over."""
+    trainer = nan_trainer(hf, tmp_path, at=3, always=True, is_divided=True)
+    hf.protect(trainer, hf.config(tmp_path))
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == ExitReason.RESUME_TO_DISAMBIGUATE
+    end_as_the_process_would(trainer)
+    protection = trainer.train.__self__
+    assert protection._epoch == 3
+    saved = protection.state_dict()
+    assert (saved["epoch"], saved["updates"]) == (2, 1)
+
+
+@pytest.mark.usefixtures("signals")
+def test_an_evaluation_within_a_step_is_not_timed_as_the_step(hf: Any, tmp_path: Path) -> None:
+    """An epoch ends within an accumulation, and is evaluated: of the sections only evaluation is open meanwhile."""
+    args = {"max_steps": 2, "gradient_accumulation_steps": 4, "eval_strategy": "epoch"}
+    hf.VARIANTS["evaluated"] = {"args": args, "data": hf.Stream}
+    looks = hf.OpenSections()
+    hf.protect(hf.make("evaluated", tmp_path, looks), hf.config(tmp_path)).train()
+    assert looks.seen == [*[["step"]] * 6, ["evaluation"], *[["step"]] * 3, ["evaluation"]]
+
+
+@pytest.mark.usefixtures("signals")
 def test_a_loss_that_stays_nan_moves_no_weight(hf: Any, tmp_path: Path) -> None:
     """NaN again when it is computed again: all leave with 16 before the optimizer steps, the state is saved apart for
     a diagnosis, and the newest generation that is loaded is one of before."""
@@ -299,9 +359,7 @@ def test_a_loss_that_stays_nan_moves_no_weight(hf: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as left:
         trainer.train()
     assert left.value.code == ExitReason.RESUME_TO_DISAMBIGUATE
-    run = trainer.train.__self__._run
-    run._saves.manager.close()
-    run._preemption._listener.close()  # it outlives the session, as the process is to end
+    end_as_the_process_would(trainer)
     assert trainer.state.global_step == 3
     assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
     assert (tmp_path / "ckpt" / "suspect").is_dir()
@@ -411,6 +469,34 @@ def test_the_page_does_what_it_shows(hf: Any, tmp_path: Path, monkeypatch: pytes
     trainer = hf.make("made_anew", tmp_path / "readme")
     exec(compile(block, "README.md", "exec"), {"trainer": trainer})
     assert trainer.state.global_step == 8
+
+
+@pytest.mark.usefixtures("signals")
+def test_metrics_that_json_does_not_have_are_saved_as_text(hf: Any, tmp_path: Path) -> None:
+    """Neither a date nor a key that is no string stops a save or a resumption."""
+    metrics = {"day": datetime.date(2026, 1, 2), "seen": {(0, 1): 3, 2: np.float32(0.5)}, "at": [np.int64(4)]}
+    hf.VARIANTS["dated"] = {"args": {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1}}
+    for after in (2, None):
+        trainer = hf.protect(hf.make("dated", tmp_path, hf.BreakOff(after)), hf.config(tmp_path))
+        trainer.compute_metrics = lambda _: metrics
+        if after is not None:
+            with pytest.raises(InterruptedError):
+                trainer.train()
+            trainer.train.__self__._run._saves.manager.close()
+    trainer.train()
+    assert trainer.state.global_step == 4
+    first = trainer.state.log_history[0]
+    assert first["eval_day"] == "2026-01-02"
+    assert first["eval_seen"] == {"(0, 1)": 3, "2": 0.5}
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_callback_whose_state_would_come_back_as_another_is_named(hf: Any, tmp_path: Path) -> None:
+    """What JSON does not have is text in the logs; in a callback's state it is an error, which names the callback."""
+    trainer = hf.protect(hf.make("plain", tmp_path, hf.Dated()), hf.config(tmp_path))
+    with pytest.raises(OutlastError, match="the callback Dated cannot be saved"):
+        trainer.train()
+    trainer.train.__self__._run._saves.manager.close()
 
 
 def test_what_cannot_be_protected_is_refused_by_name(hf: Any, tmp_path: Path) -> None:

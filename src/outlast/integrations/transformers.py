@@ -24,7 +24,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
     raise ImportError(
@@ -39,7 +39,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import outlast
 from outlast.config import Config, RerunStateMachineConfig
-from outlast.errors import ConfigError
+from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.hosted_session import (
     HostedConfig,
     KeptRandom,
@@ -47,6 +47,7 @@ from outlast.integrations.hosted_session import (
     hosted_config,
     touch_finished_flag,
 )
+from outlast.monitor.rank_monitor import open_monitor
 from outlast.runtime.device import RandomSnapshot, capture_random, restore_random
 from outlast.session.session import Session
 from outlast.session.step import Attempt, StepDecision
@@ -137,6 +138,17 @@ def _refuse_what_cannot_be(trainer: Any) -> None:
         )
 
 
+class _MicroBatch(NamedTuple):
+    """One micro-batch of a step, to compute it again."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_synced: bool
+    """Its gradients are reduced with those of the other ranks."""
+    random: dict[str, Any] | None
+    """The random numbers before it where an epoch has begun with it; ``None`` = those that the one before it left."""
+
+
 class TrainerProtection(TrainerCallback):
     """One protected ``train()``: the callback, and what stands in for methods of the trainer meanwhile.
 
@@ -169,6 +181,7 @@ class TrainerProtection(TrainerCallback):
         self._epoch = self._updates = 0
         self._offset = 0
         self._epoch_random: dict[str, Any] = {}
+        self._step_began: dict[str, Any] = {}
         self._has_finished = False
         # What a resumed training does first.
         self._resumes_in: str | None = None
@@ -176,14 +189,17 @@ class TrainerProtection(TrainerCallback):
         self._collating: RandomSnapshot | None = None
         self._num_refetched: int | None = None
         self._stops = False
+        self._ends_epoch = False
         # The attempts of a step.
         rerun = config.rerun_state_machine or RerunStateMachineConfig()
         self._validates = rerun.rerun_mode != "disabled"
         self._attempts: Iterator[Attempt] | None = None
         self._attempt: Attempt | None = None
-        self._micro_batches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._micro_batches: list[_MicroBatch] = []
+        self._epoch_begun: dict[str, Any] | None = None
         self._loss: Any = None
         self._logged_loss: Any = None
+        self._num_logged = 0
 
     # -- the whole training ----------------------------------------------------------------------------------------
 
@@ -250,8 +266,14 @@ class TrainerProtection(TrainerCallback):
         timer = self._run.section(section)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            monitor = open_monitor() if self._in_step else None  # an epoch ended within an accumulation
+            if monitor is not None:
+                monitor.end_section("step")
             with timer:
-                return method(*args, **kwargs)
+                result = method(*args, **kwargs)
+            if monitor is not None:
+                monitor.start_section("step")
+            return result
 
         return timed
 
@@ -310,6 +332,7 @@ class TrainerProtection(TrainerCallback):
         trainer.state.init_training_references(trainer, max_steps, num_epochs, trial)
         self._resumes_in, self._offset = "outlast", loaded["offset"]
         self._epoch, self._updates = loaded["epoch"], loaded["updates"]
+        self._ends_epoch = bool(loaded.get("has_ended_epoch"))
         if loaded["samples_per_update"] != self._samples_per_update:
             if trainer.args.max_steps > 0:  # a number of steps is what counts, and there must be epochs for them
                 self._epoch, self._updates = divmod(trainer.state.global_step, num_updates)
@@ -324,12 +347,13 @@ class TrainerProtection(TrainerCallback):
             )
             transformers.set_seed(trainer.args.seed + self._run.iteration)  # the same on all ranks: so is their order
             self._random.keep()
+            self._ends_epoch = self._ends_epoch and trainer.args.max_steps <= 0
         self._stops = loaded["has_stopped"] or trainer.state.global_step >= max_steps
         if loaded["has_finished"]:
             if self._stops:
                 return num_epochs, 0
-            if self._updates >= num_updates:  # it is to train longer than it was to then
-                self._epoch, self._updates = self._epoch + 1, 0
+            if self._updates >= num_updates or self._ends_epoch:  # it is to train longer than it was to then
+                self._epoch, self._updates, self._ends_epoch = self._epoch + 1, 0, False
         if self._stops:
             self._updates = num_updates
         elif trainer.args.ignore_data_skip:
@@ -396,26 +420,34 @@ class TrainerProtection(TrainerCallback):
         args = self._trainer.args
         return int(self._trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
+    @property
+    def _position(self) -> dict[str, Any]:
+        """Where the trainer is between two steps. A save within a step, for a diagnosis, has that of the step's begin:
+        an epoch may have ended since."""
+        return {"epoch": self._epoch, "updates": self._updates, "epoch_random": self._epoch_random}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the trainer itself continues from."""
         trainer = self._trainer
         state, control, handler = trainer.state, trainer.control, trainer.callback_handler
         exportable = [one for one in (*handler.callbacks, control) if isinstance(one, ExportableState)]
         exported = TrainerState(stateful_callbacks=exportable).stateful_callbacks
+        for name, one in exported.items():
+            _check_callback(name, one)
         return {
-            "state": json.dumps({**vars(state), "stateful_callbacks": exported}, default=_as_number),
-            "epoch": self._epoch,
-            "updates": self._updates,
+            "state": _as_json({**vars(state), "stateful_callbacks": exported}),
+            **(self._step_began if self._in_step else self._position),
             "samples_per_update": self._samples_per_update,
             "offset": self._offset,
             "has_finished": self._has_finished,
             "has_stopped": bool(control.should_training_stop and state.global_step < state.max_steps),
-            "has_ended_epoch": bool(control.should_epoch_stop),
+            "has_ended_epoch": bool(
+                control.should_epoch_stop or (self._has_finished and not control.should_training_stop)
+            ),
             "due": [bool(control.should_evaluate), bool(control.should_save)],
             "loss": float(getattr(trainer, "_tr_loss", 0.0)),
             "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
             "flos": float(trainer.current_flos),
-            "epoch_random": self._epoch_random,
             "collating": {} if self._collating is None else self._collating.state,
         }
 
@@ -440,6 +472,7 @@ class TrainerProtection(TrainerCallback):
             maybe = self._originals["_maybe_log_save_evaluate"]
             maybe(trainer._tr_loss, None, self._model, None, self._epoch, self._ignored_keys, 0.0)
             self._stops = self._stops or trainer.control.should_training_stop
+            self._ends_epoch = self._ends_epoch or trainer.control.should_epoch_stop
         self._random.keep()
         if self._stops:
             trainer.control.should_training_stop = True
@@ -459,9 +492,8 @@ class TrainerProtection(TrainerCallback):
 
     def _run_epoch(self, **of_epoch: Any) -> Any:
         """Run an epoch; of the first after a restart, what is left of it."""
-        is_over = self._resumes_in is not None and bool(self._loaded.get("has_ended_epoch"))
-        if self._stops or is_over:
-            self._updates = of_epoch["num_update_steps_per_epoch"]
+        if self._resumes_in is not None and (self._stops or self._ends_epoch):
+            return self._end_epoch(**of_epoch)
         if self._resumes_in is None:
             self._updates = 0
         else:
@@ -479,11 +511,36 @@ class TrainerProtection(TrainerCallback):
         self._epoch = of_epoch["epoch"]
         return self._originals["_run_epoch"](**of_epoch)
 
+    def _end_epoch(
+        self,
+        *,
+        model: Any,
+        epoch: int,
+        num_update_steps_per_epoch: int,
+        trial: Any,
+        ignore_keys_for_eval: Any,
+        start_time: float,
+        **_: Any,
+    ) -> None:
+        """Do what follows an epoch, as the trainer does; a callback ended it after the step that was loaded."""
+        trainer = self._trainer
+        self._epoch, self._updates, self._resumes_in = epoch, num_update_steps_per_epoch, None
+        self._put_random_back(None)  # no batch is fetched that would be waited for
+        if self._ends_epoch:
+            self._ends_epoch, trainer.control.should_epoch_stop = False, True
+        trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, None, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None
+        )
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin an optimizer step, with all its micro-batches; those of an epoch that ended within it count."""
+        """Begin an optimizer step, with all its micro-batches; one that an epoch's end divides goes on."""
         if self._in_step:
-            return self._run.heartbeat()
-        self._in_step = True
+            if self._validates:
+                self._epoch_begun = capture_random()
+            self._run.heartbeat()
+            return
+        self._step_began, self._in_step = self._position, True
         self._run.begin_step()
         if self._validates:
             self._attempts = None
@@ -510,7 +567,11 @@ class TrainerProtection(TrainerCallback):
                 if decision.stop:
                     self._run.leave(self._state)
                 self._run.save_due(self._state)
-        return maybe(*args, **kwargs)
+        num_logged = self._trainer._globalstep_last_logged
+        result = maybe(*args, **kwargs)
+        if self._micro_batches and self._trainer._globalstep_last_logged != num_logged:  # an epoch ended within a step
+            self._logged_loss, self._num_logged = self._trainer._tr_loss.clone(), len(self._micro_batches)
+        return result
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -521,10 +582,12 @@ class TrainerProtection(TrainerCallback):
         if self._attempts is None:
             self._attempts = self._run.attempts()
             self._attempt = next(self._attempts)
-            self._micro_batches, self._loss = [], None
+            self._micro_batches, self._loss, self._epoch_begun, self._num_logged = [], None, None, 0
             if not is_last:
                 self._logged_loss = trainer._tr_loss.clone()
-        self._micro_batches.append(((model, inputs, *args), kwargs))
+        is_synced = getattr(model, "require_backward_grad_sync", True)
+        self._micro_batches.append(_MicroBatch((inputs, *args), kwargs, is_synced, self._epoch_begun))
+        self._epoch_begun = None
         loss = step(model, copy.copy(inputs), *args, **kwargs)
         self._loss = loss if self._loss is None else self._loss + loss
         if not is_last:
@@ -532,8 +595,9 @@ class TrainerProtection(TrainerCallback):
         if not self._passes(self._loss):
             if len(self._micro_batches) > 1:
                 trainer._tr_loss.copy_(self._logged_loss)
-            loss = self._compute_again(model)
-            self._passes(loss)
+            logged, unlogged = self._compute_again(model)
+            loss = unlogged
+            self._passes(unlogged if logged is None else logged + unlogged)
         self._micro_batches = []
         return loss
 
@@ -545,17 +609,21 @@ class TrainerProtection(TrainerCallback):
         self._attempt = next(self._attempts, None)
         return self._attempt is None
 
-    def _compute_again(self, model: Any) -> Any:
-        """Compute the step's micro-batches again; return the sum of their losses."""
-        accelerator, loss = self._trainer.accelerator, None
-        every = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        for number, ((_, inputs, *args), kwargs) in enumerate(self._micro_batches, 1):
-            is_last = number == len(self._micro_batches)
-            accelerator.gradient_state._set_sync_gradients(is_last)
-            with nullcontext() if is_last or every else accelerator.no_sync(model=model):
-                part = self._originals["training_step"](model, copy.copy(inputs), *args, **kwargs)
-            loss = part if loss is None else loss + part
-        return loss
+    def _compute_again(self, model: Any) -> tuple[Any, Any]:
+        """Compute the step's micro-batches again; return the sums of their losses: of those that the Trainer has logged
+        (``None`` = none), and of the others."""
+        accelerator = self._trainer.accelerator
+        losses: list[Any] = [None, None]
+        for number, one in enumerate(self._micro_batches, 1):
+            if one.random is not None:
+                restore_random(one.random)
+            accelerator.gradient_state._set_sync_gradients(number == len(self._micro_batches))
+            inputs, *args = one.args
+            with nullcontext() if one.is_synced else accelerator.no_sync(model=model):
+                loss = self._originals["training_step"](model, copy.copy(inputs), *args, **one.kwargs)
+            part = int(number > self._num_logged)
+            losses[part] = loss if losses[part] is None else losses[part] + loss
+        return losses[0], losses[1]
 
     # -- figures ---------------------------------------------------------------------------------------------------
 
@@ -576,6 +644,31 @@ def _as_bytes(random: dict[str, Any]) -> list[Any]:
     return [random["python"], *numpy, random["torch"].numpy().tobytes(), random["device"]]
 
 
-def _as_number(value: Any) -> Any:
-    """Return a number of NumPy or torch as one that JSON has; of anything else, such as a logged date, its text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+def _as_json(state: dict[str, Any]) -> str:
+    """Return a ``TrainerState`` as text; what the logs hold and JSON does not have, such as a date, becomes text."""
+    try:
+        return json.dumps(state, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
+    except TypeError:  # a key is no string
+        return json.dumps(_with_text_keys(state))
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Return what JSON has for a value and for all that it holds."""
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text_keys(one) for one in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return _with_text_keys(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def _check_callback(name: str, exported: Any) -> None:
+    """Raise :class:`OutlastError` if a callback's state could not be put back as it was."""
+    try:
+        json.dumps(exported, default=lambda value: value.tolist())
+    except (AttributeError, TypeError) as error:
+        raise OutlastError(
+            f"the callback {name} cannot be saved ({error}); return from its state() what JSON has: numbers, text, "
+            "lists and dicts"
+        ) from error

@@ -297,14 +297,14 @@ class Cycle:
     def apply_script_settings(self) -> None:
         """Enforce the timeouts in force, once a rank has attached to the board and reported what its config sets.
 
-        The first rank's settings count; a WARNING names another rank whose settings differ.
+        The settings of the first rank that has any count; a WARNING names another rank whose settings differ.
         """
         for local_rank in range(self.board.num_ranks):
             text = self.board.settings(local_rank)
             if text is None or text == self.script_settings:
                 continue
             # A worker may attach without settings first, and again with those of its session: none differ from none.
-            if self.script_settings is None or (not self.script_settings and local_rank == self._settings_of):
+            if not self.script_settings:
                 self.script_settings, self._settings_of = text, local_rank
                 self._enforce(text)
             elif text and local_rank not in self._differing:
