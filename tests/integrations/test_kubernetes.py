@@ -107,7 +107,7 @@ LABELS = st.from_regex(r"[a-z]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)
 QUANTITIES = st.from_regex(r"[1-9][0-9]{0,3}(Mi|Gi)?", fullmatch=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     name=LABELS,
     kind=st.sampled_from(["JobSet", "TrainJob", "PyTorchJob"]),
@@ -201,7 +201,7 @@ def plain_strings(node: yaml.Node, value: Any) -> Iterator[str]:
 UNLIKE_STRINGS = ("3e-4", "1e5", "0o17", "0x_1", "1_0", "y", "n", "No", "ON", "~", ".inf", "-.INF", ".nan", "1:30", "=")
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     words=st.lists(
         st.one_of(

@@ -32,6 +32,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from outlast import env
 from outlast.config import CheckpointConfig, Config, PreemptionConfig, StragglerDetectionConfig
 from outlast.config.base import nearest
 from outlast.errors import ConfigError, ExitReason
@@ -580,7 +581,8 @@ def _refuse(trainer: Any) -> None:
             f"{name} starts its ranks by {type(strategy.launcher).__name__}, which nothing can restart; start the "
             "script with outlast run or torchrun, and use strategy='ddp'"
         )
-    if trainer.world_size > 1 and isinstance(strategy.cluster_environment, LightningEnvironment):
+    environment = getattr(strategy, "cluster_environment", None)
+    if trainer.world_size > 1 and isinstance(environment, LightningEnvironment) and "RANK" not in env.environ():
         raise ConfigError(
             f"Lightning itself started the {trainer.world_size} ranks, which nothing can restart, and after the script "
             "made its samplers for one; start it with outlast run or torchrun"
