@@ -111,7 +111,7 @@ class SharedBuffer:
         self.close()
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
+        """Release it. Idempotent."""
         if self.fd >= 0:
             self._map.close()
             os.close(self.fd)

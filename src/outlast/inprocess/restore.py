@@ -350,7 +350,7 @@ class _Neighbour(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """How training goes on from memory."""
+    """How training resumes from memory."""
 
     iteration: int
     """Number of optimizer steps done."""
@@ -463,7 +463,7 @@ class Restore:
         self._kept.note(iteration)
 
     def release(self) -> None:
-        """Let go of the state, as the call has been left. Idempotent. Blocks: while it is digested."""
+        """Release the state after the call was left. Idempotent. Blocks: while it is digested."""
         self._kept.release()
 
     def close(self) -> None:

@@ -547,7 +547,7 @@ class TrainerHost:
         self._evaluation.__enter__()
 
     def validation_ends(self) -> None:
-        """Go on with the step that the validation interrupted; note the random numbers, where a save follows."""
+        """Continue the step that the validation interrupted; note the random numbers, where a save follows."""
         evaluation, self._evaluation = self._evaluation, None
         if evaluation is not None:
             evaluation.__exit__(None, None, None)

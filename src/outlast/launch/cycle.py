@@ -167,8 +167,6 @@ class Cycle:
     """Where each setting of it comes from."""
     script_settings: str | None = None
     """What the script's config sets, as text; ``None`` while no rank has attached to the board."""
-    _settings_of: int = 0
-    """The local rank that they are of."""
     calculated: str = ""
     """The timeouts that the workers calculated themselves, as text."""
     _before_calculated: Timeouts = field(default_factory=Timeouts)
@@ -305,7 +303,7 @@ class Cycle:
                 continue
             # A worker may attach without settings first, and again with those of its session: none differ from none.
             if not self.script_settings:
-                self.script_settings, self._settings_of = text, local_rank
+                self.script_settings = text
                 self._enforce(text)
             elif text and local_rank not in self._differing:
                 self._differing.add(local_rank)

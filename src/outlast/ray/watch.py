@@ -200,7 +200,7 @@ class Watch:
                 gathered.lose(rank, one.actor, LossKind.DIED, describe_error(reply.error), now_s - one.alive_s)
                 continue
             if reply is not None:
-                log.debug("rank %d: its status cannot be had: %s", rank, describe_error(reply.error))
+                log.debug("rank %d: its status is unavailable: %s", rank, describe_error(reply.error))
                 one.ping.note_failure()
             if silent_s >= self._config.ping_timeout:
                 text = f"no answer for {silent_s:.1f} s"

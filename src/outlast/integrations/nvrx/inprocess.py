@@ -130,7 +130,7 @@ class AbortTorchDistributed(StatePlugin):
 
 
 class AbortTransformerEngine(StatePlugin):
-    """Let go of Transformer Engine's buffers for overlapped communication, where it is in use."""
+    """Release Transformer Engine's buffers for overlapped communication, where it is in use."""
 
     def __call__(self, state: Any) -> Any:
         """Destroy them."""

@@ -50,7 +50,7 @@ class CheckpointingException(Exception):
 
 
 class TensorAwareStateDict(ABC):
-    """A state dict that can let go of its tensors, and take others in their place: what a manager saves."""
+    """A state dict that can release its tensors, and take others in their place: what a manager saves."""
 
     @abstractmethod
     def pop_tensors(self) -> Sequence[torch.Tensor]:
@@ -661,7 +661,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _open_for_saving(self, iteration: int) -> CheckpointManager:
         if self._manager is None or self._stage in (_ManagerStage.FRESH, _ManagerStage.FOUND):
-            # Training goes on from elsewhere, such as a global checkpoint: what lies here is not its origin.
+            # Training resumes from elsewhere, such as a global checkpoint: what lies here is not its origin.
             self._open_afresh().go_on({"part": _SavedPart()}, max(0, iteration - 1), None)
         self._stage = _ManagerStage.SAVING
         assert self._manager is not None
