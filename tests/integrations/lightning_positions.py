@@ -18,7 +18,12 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from torch.utils.data import DataLoader, Dataset
 
 import outlast
@@ -80,6 +85,18 @@ class Averaged(Model):
         pass
 
 
+class Finetuned(Averaged):
+    """Has a backbone, and an optimizer of what is not frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+        self.net.insert(0, self.backbone)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW((one for one in self.parameters() if one.requires_grad), lr=1e-2)
+
+
 class Manual(Model):
     """Has two optimizers."""
 
@@ -134,10 +151,12 @@ CASES = {
     "stateful": ({"max_epochs": 3}, stateful, Model),
     "averaging": ({"max_epochs": 4}, sampled, Averaged),
     "scheduled": ({"max_epochs": 3}, sampled, Model),
+    "finetuned": ({"max_epochs": 4}, sampled, Finetuned),
 }
 OTHERS = {
     "averaging": lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1)],
     "scheduled": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})],
+    "finetuned": lambda: [BackboneFinetuning(1, train_bn=False)],
 }
 """Callbacks that a script gives before ours."""
 

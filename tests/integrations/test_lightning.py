@@ -225,6 +225,29 @@ def test_under_outlast_run_a_notice_to_one_rank_ends_the_job_with_75(tmp_path: P
     assert max(found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found) == int(left)
 
 
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_with_another_number_of_ranks_no_sample_is_left_out(tmp_path: Path, before: int, after: int) -> None:
+    """A run of 40 batches on one rank, 20 on two, leaves in the middle of its epoch; other ranks do the rest of it, and
+    at most a batch again."""
+    run = {"run_dir": tmp_path / "run", "num_nodes": 1}
+    told = [str(tmp_path), "--size", "160", "--epochs", "1", "--accumulate", "1"]
+    (tmp_path / "plan.toml").write_text(fault("sleep", 7).replace("rank = 1", "rank = 0") + "\nduration_s = 5\n")
+    with Cluster(EXAMPLE, *told, "--plan", str(tmp_path / "plan.toml"), nproc_per_node=before, **run) as cluster:
+        cluster.wait_for(lambda event: event.kind == EventKind.FAULT_SIMULATED, WITHIN_S)
+        os.kill(cluster.worker_pid(0), signal.SIGTERM)
+        assert cluster.wait(WITHIN_S) == [ExitReason.PREEMPTED], cluster.agents[0].output()
+        (left,) = map(int, re.findall(r"stopping after iteration (\d+), on all", cluster.agents[0].output()))
+    with Cluster(EXAMPLE, *told, nproc_per_node=after, **run) as cluster:
+        assert cluster.wait(WITHIN_S) == [0], cluster.agents[0].output()
+        text = cluster.agents[0].output()
+    assert f"{before} ranks did what {after} do now" in text
+    rest = 40 // after - left * before // after
+    assert re.findall(r"trained (\d+) steps", text) == [str(left + rest)] * after, text
+
+
 def positions(folder: Path, case: str, every: int) -> str:
     """Return what the comparison of all resumptions printed."""
     command = [sys.executable, str(POSITIONS), str(folder), case, str(every)]
@@ -259,11 +282,13 @@ def test_a_run_resumes_exactly_also_before_a_validation_and_between_epochs(tmp_p
         ("stateful", 18, 18),
         ("averaging", 24, 24),
         ("scheduled", 12, 12),
+        ("finetuned", 24, 24),
     ],
 )
 def test_a_run_resumes_exactly_from_every_step(tmp_path: Path, case: str, steps: int, generations: int) -> None:
     """The same from each step, with max_epochs and max_steps, accumulation, several optimizers, a stateful loader, and
-    callbacks of Lightning's given before ours that average weights, or accumulate more from the second epoch on."""
+    callbacks of Lightning's given before ours that average weights, or accumulate more, or train more of them, from the
+    second epoch on."""
     assert positions(tmp_path, case, 1) == f"{case} {steps} steps, {generations} generations\n"
 
 

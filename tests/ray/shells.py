@@ -28,7 +28,7 @@ from outlast.ray.protocol import (
 )
 from outlast.ray.train_actor import TrainActor, create_shell
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 class Trainer(TrainActor):
@@ -190,7 +190,11 @@ class Crew:
         self._actor, self._environment = actor, environment
         made = [self.make(nodes[n % len(nodes)] if nodes else None) for n in range(mesh.size + num_spares)]
         self.slots, self.spares = made[: mesh.size], made[mesh.size :]
-        self.identities(self.spares)
+        try:
+            self.identities(self.spares)
+        except BaseException:
+            self.close()  # nobody else can
+            raise
 
     def make(self, node: str | None = None) -> Any:
         """Start one more shell, on a node."""

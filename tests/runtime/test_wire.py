@@ -447,7 +447,9 @@ def test_buffered_channels_authenticate_before_anything_is_decoded() -> None:
     receiver = BufferedChannel(two, Any, handshake=server())
     with closing(receiver), one:
         one.sendall(encode_frame(Number(1)) + bytes(100))
-        assert select.select([receiver], [], [], 5)[0]
+        poll = select.poll()
+        poll.register(receiver, select.POLLIN)
+        assert poll.poll(100_000)
         with pytest.raises(ProtocolError):
             receiver.receive()
         assert not receiver.is_authenticated

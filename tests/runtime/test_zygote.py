@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -40,9 +41,16 @@ def zygote() -> Iterator[Zygote]:
         zygote.close()
 
 
+def wait_for(zygote: Zygote, why: str = "no reply within 100 s") -> None:
+    """Wait until there is something to receive."""
+    poll = select.poll()
+    poll.register(zygote, select.POLLIN)
+    assert poll.poll(100_000), why
+
+
 def receive(zygote: Zygote, kind: Any) -> object:
     """Return the next reply, which must be of a kind."""
-    assert select.select([zygote], [], [], 100)[0], "no reply within 100 s"
+    wait_for(zygote)
     reply = zygote.receive()
     assert isinstance(reply, kind), reply
     return reply
@@ -183,12 +191,33 @@ def test_dead_zygote_is_an_error_not_a_hang(zygote: Zygote, tmp_path: Path) -> N
     receive(zygote, ZygoteReady)
     worker = psutil.Process(spawn(zygote, tmp_path, "import time; time.sleep(600)"))
     os.kill(zygote.pid, signal.SIGKILL)
-    assert select.select([zygote], [], [], 60)[0]
+    wait_for(zygote)
     assert zygote.receive() is None
     _, alive = psutil.wait_procs([worker], timeout=60)
     assert not alive
     with pytest.raises(OutlastError, match="is gone"):
         zygote.send(Clear())
+
+
+def test_an_owner_of_thousands_of_connections_has_workers_too(tmp_path: Path) -> None:
+    """An agent that hosts thousands of others has high descriptors: its next zygote serves as the first one did."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, limits[0]), limits[1]))
+    connections = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    zygote = Zygote(preload=("json",), env=dict(os.environ))
+    try:
+        assert zygote.fileno() > 1024
+        receive(zygote, ZygoteReady)
+        spawn(zygote, tmp_path, "print('here')")
+        exited = receive(zygote, Exited)
+        assert isinstance(exited, Exited)
+        assert exited.exit_code == 0
+        assert (tmp_path / "out0").read_text() == "here\n"
+    finally:
+        zygote.close()
+        for connection in connections:
+            os.close(connection)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize("kind", ["script", "exec"])
@@ -204,7 +233,7 @@ def test_worker_that_has_just_been_forked_is_ended_too(zygote: Zygote, tmp_path:
         zygote.send(Clear(token=token))
         news: object = None
         while not isinstance(news, Cleared):
-            assert select.select([zygote], [], [], 60)[0], f"workers of round {token} were not ended"
+            wait_for(zygote, f"workers of round {token} were not ended")
             news = zygote.receive()
         assert news.token == token
 
@@ -266,7 +295,7 @@ def test_worker_that_has_just_been_forked_hears_sigterm(zygote: Zygote, tmp_path
     receive(zygote, ZygoteReady)
     codes: dict[int, int] = {}
     while len(codes) < 40:
-        assert select.select([zygote], [], [], 60)[0], f"only {sorted(codes)} were ended"
+        wait_for(zygote, f"only {sorted(codes)} were ended")
         if isinstance(news := zygote.receive(), Exited):
             codes[news.key] = news.exit_code
     assert set(codes.values()) == {-signal.SIGTERM}

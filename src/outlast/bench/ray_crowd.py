@@ -41,6 +41,8 @@ SIZES = (16, 64, 256)
 _BARS_S = {16: 2.0, 64: 3.0, 256: 10.0}
 _START_S = 1200.0
 _WAIT_S = 120.0
+_TELL = 32
+"""After how many more actors that started a line tells so: some forty start in a minute on each core."""
 _WAIT, _STEP = "wait", "step"
 
 
@@ -132,8 +134,9 @@ def _recover_again_and_again(size: int, times: int, progress: Progress) -> list[
     found = []
     try:
         pool.open()
-        pool.require(size + 1)
-        progress(f"{size} actors and a spare started")
+        for wanted in (*range(_TELL, size + 1, _TELL), size + 1):
+            pool.require(wanted)
+            progress(f"{wanted} of {size} actors and a spare started")
         current = recovery.form(Mesh(dp=size))
         for number in range(times):
             if not pool.wait_for_spares(1, _WAIT_S):

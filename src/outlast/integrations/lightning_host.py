@@ -25,9 +25,10 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -178,6 +179,7 @@ class TrainerState:
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "has_stopped": self.has_stopped,
             "world_size": trainer.world_size,
+            "trainable": self._trainable(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -201,10 +203,9 @@ class TrainerState:
         connector._loaded_checkpoint, connector._ckpt_path = {}, None  # what fit(ckpt_path=...) loaded is older
         loop = trainer.fit_loop
         loops = checkpoint["loops"]["fit_loop"]
-        if self.loaded["place"] != Place.EPOCH:
-            if any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks):
-                self._accumulated = self.loaded.get("accumulate_grad_batches")
-            _scale(loops["epoch_loop.batch_progress"], self.loaded["world_size"], trainer.world_size)
+        schedules = any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks)
+        if schedules and self.loaded["place"] != Place.EPOCH:
+            self._accumulated = self.loaded.get("accumulate_grad_batches")
         loop.load_state_dict(loops)
         trainer.should_stop = trainer.should_stop or self.loaded.get("has_stopped", False)
         if self.loaded["place"] == Place.EPOCH:
@@ -217,6 +218,26 @@ class TrainerState:
         number, self._accumulated = self._accumulated, None
         if number and not is_new_epoch:
             self._trainer.accumulate_grad_batches = number
+
+    def unfreeze(self) -> None:
+        """Train what was trained, where a callback freezes a part until some epoch: it froze it again as it began."""
+        assert self.loaded is not None
+        trained = self.loaded.get("trainable") or {}
+        module = self._trainer.lightning_module
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(trained.get("weights", {}).get(name, parameter.requires_grad))
+        for name, norm in _batch_norms(module):
+            norm.track_running_stats = trained.get("norms", {}).get(name, norm.track_running_stats)
+
+    def _trainable(self) -> dict[str, dict[str, bool]] | None:
+        """Return what is trained and what is frozen, by name, where a callback changes that between epochs."""
+        if not any(isinstance(one, BaseFinetuning) for one in self._trainer.callbacks):
+            return None
+        module = self._trainer.lightning_module
+        return {
+            "weights": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
+            "norms": {name: norm.track_running_stats for name, norm in _batch_norms(module)},
+        }
 
     def _position(self, loops: dict[str, Any]) -> dict[str, Any]:
         """Return the loops' progress as it is between two steps."""
@@ -237,11 +258,21 @@ class TrainerState:
         return loops
 
 
-def _scale(batches: dict[str, Any], world_size: int, new_world_size: int) -> None:
-    """Have an epoch's position count batches of another number of ranks: those that are done for sure, and not all."""
-    if world_size != new_world_size and not batches["is_last_batch"]:
-        for name, number in batches["current"].items():
-            batches["current"][name] = max(0, (number + 1) * world_size // new_world_size - 1) if number else 0
+def _scale(progress: Any, world_size: int, new_world_size: int, num_batches: float) -> None:
+    """Have an epoch's position count batches of another number of ranks: those that are done for sure, and not all.
+
+    Args:
+        progress: Lightning's numbers of batches that are begun and done in this epoch.
+        world_size: Ranks that did them.
+        new_world_size: Ranks that continue.
+        num_batches: Of each of these, in an epoch; infinite = unknown.
+    """
+    number = int(max(0, min(progress.completed * world_size // new_world_size, num_batches - 1)))
+    progress.ready = progress.started = progress.processed = progress.completed = number
+
+
+def _batch_norms(module: torch.nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    return ((name, one) for name, one in module.named_modules() if isinstance(one, _BatchNorm))
 
 
 def _without_infinite(state: Any) -> Any:
@@ -452,6 +483,7 @@ class TrainerHost:
         loaded, loop = self._own.loaded, self._trainer.fit_loop.epoch_loop
         if loaded is None:
             return
+        self._own.unfreeze()
         # Early stopping may look at them before the next validation.
         _metrics(self._trainer).update(_with_infinite(loaded.get("callback_metrics", {})))
         if self._place == Place.EPOCH:
@@ -631,9 +663,12 @@ class TrainerHost:
         epoch = loop.epoch_progress.current.processed
         batches = loop.epoch_loop.batch_progress
         is_within = self._place != Place.EPOCH and not batches.is_last_batch  # else nothing more is fetched in it
+        if is_within and self._own.loaded is not None:
+            before, now = self._own.loaded["world_size"], self._trainer.world_size
+            if before != now and batches.current.completed:
+                self._log("%d ranks did what %d do now: some samples of this epoch may come again", before, now)
+                _scale(batches.current, before, now, min(loop._combined_loader.limits))
         num_done = batches.current.completed if is_within else 0
-        if self._own.loaded is not None and self._own.loaded["world_size"] != self._trainer.world_size and num_done:
-            self._log("the ranks are others than before: some samples of this epoch may come again, or not at all")
         for loader in loop._combined_loader.flattened:
             if _has_state(loader) or not isinstance(loader, DataLoader):
                 continue

@@ -258,9 +258,10 @@ def main(fd: str) -> None:
     if spawn is None:
         # The agent is gone, or needs no workers any more: none may outlive it.
         children.signal(signal.SIGKILL)
-        deadline_s = clock.now_s() + _END_S
+        deadline_s, woken = clock.now_s() + _END_S, select.poll()
+        woken.register(wake_read, select.POLLIN)
         while not children.reap() and clock.now_s() < deadline_s:
-            select.select([wake_read], [], [], 0.05)
+            woken.poll(50)
         os._exit(0)
     # Only a forked worker comes here.
     signal.set_wakeup_fd(-1)
@@ -292,9 +293,12 @@ def _serve(channel: MessageChannel[Request], wake_read: int, children: _Children
     """Serve; return a request in the worker that was forked for it, or ``None`` when the agent is gone."""
     clearing: int | None = None
     own_pid = os.getpid()
+    poll = select.poll()  # unlike select() with any descriptor: an agent that hosts thousands has high ones
+    for fd in (channel.fileno(), wake_read):
+        poll.register(fd, select.POLLIN)
     while True:
         # Once in a while look without being woken: SIGCHLD may come while its pipe is being drained.
-        readable, _, _ = select.select([channel.fileno(), wake_read], [], [], 1.0)
+        readable = {fd for fd, _ in poll.poll(1000)}
         if wake_read in readable:
             os.read(wake_read, 4096)
         for exited in children.take_ended():

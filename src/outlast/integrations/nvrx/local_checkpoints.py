@@ -681,11 +681,14 @@ class LocalCheckpointManager(BaseCheckpointManager):
         if restored is None:
             self._stage = _ManagerStage.READY
             return
+        foreign = ""
         if (session := part.content.get(_SESSION)) != self.session_id:
-            raise CheckpointError(
+            foreign = (
                 f"{self.local_ckpt_dir} holds local checkpoints of session {session!r}, not of {self.session_id!r}; "
                 "name another folder or session_id, or remove them"
             )
+        if text := self._find_first(foreign):  # on all ranks, so that none waits for one that has refused
+            raise CheckpointError(text)
         problem, found = "", None
         try:
             found = _put_together(part.content)
