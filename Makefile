@@ -56,7 +56,7 @@ slurm:
 test: setup slurm
 	@$(MAKE) --no-print-directory -j2 lint types docs unit
 
-# pytest compiles each test module for its assertions: here once, and not in each of the six processes of `unit`.
+# pytest compiles each test module for its assertions: here once, and not in each of the eight processes of `unit`.
 collected: setup
 	@$(BIN)/python -m compileall -q src
 	-@$(BIN)/python -m pytest --collect-only -q >/dev/null
@@ -68,9 +68,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# Six processes run tests beside each other on two cores: most of the time a test waits.
+# Eight processes run tests beside each other on two cores: most of the time a test waits.
 unit: setup slurm collected
-	$(BIN)/python -m pytest -n 6 --dist loadscope --no-loadscope-reorder --durations=10
+	$(BIN)/python -m pytest -n 8 --dist loadscope --no-loadscope-reorder --durations=10
 
 test-faults: setup slurm
 	@$(BIN)/python -m compileall -q src

@@ -206,6 +206,7 @@ class Lanes:
         self.directory = GlobalDirectory.open(self.url)
         self.claim = make_claim(self.directory, self.run, self.token, self.leased)
         self._images: dict[int, Image] = {}
+        self._arenas: list[Arena] = []
         self._outcomes: dict[int, CheckpointError | None] = {}
         self._told = threading.Semaphore(0)
         self.lanes = [
@@ -236,6 +237,7 @@ class Lanes:
         for rank, flat in enumerate(flats):
             image = stage(flat, rank=rank, world=self.world, iteration=iteration, attempt=str(attempt))
             self._images[rank] = image
+            self._arenas.append(image.arena)
         ranks = [rank for rank in range(self.world) if rank not in leave_out]
         for rank in ranks:
             self.lanes[rank].submit(staged_save(self._images[rank], iteration, attempt, suspect=suspect))
@@ -246,6 +248,8 @@ class Lanes:
     def close(self) -> None:
         for lane in self.lanes:
             assert lane.stop(5.0)
+        for arena in self._arenas:
+            arena.close()
         self.claim.release(is_idle=True)
 
     def __enter__(self) -> Lanes:

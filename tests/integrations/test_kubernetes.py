@@ -301,15 +301,14 @@ def test_a_pytorch_job_sees_what_may_be_tried_again(code: int, seen: int, tmp_pa
 
 @pytest.mark.process
 def test_a_pytorch_job_hands_sigterm_on(tmp_path: Path) -> None:
-    """SIGTERM to the shell reaches the agent, whose exit code counts, however late."""
+    """SIGTERM to the shell reaches the agent, whose exit code counts, also where it ends at once."""
     (container,) = pod_of(KubernetesJob(**GIVEN, kind="PyTorchJob").manifests())["containers"]
     script = expand(container["args"], {})[:3]
     agent = (
-        "import signal, sys, threading\n"
-        "told = threading.Event()\n"
-        "signal.signal(signal.SIGTERM, lambda *_: told.set())\n"
+        "import signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
         "print('ready', flush=True)\n"
-        "while not told.wait(0.05): pass\n"
+        "signal.sigwait([signal.SIGTERM])\n"
         "sys.exit(75)\n"
     )
     with subprocess.Popen(["sh", *script, sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True) as shell:
@@ -317,6 +316,19 @@ def test_a_pytorch_job_hands_sigterm_on(tmp_path: Path) -> None:
         assert shell.stdout.readline() == "ready\n"
         shell.send_signal(signal.SIGTERM)
         assert shell.wait(60) == 75 + 128
+
+
+@pytest.mark.process
+def test_a_pytorch_job_that_is_told_at_once_hands_sigterm_on(tmp_path: Path) -> None:
+    """SIGTERM that comes before the shell knows the agent's pid is not lost: here the shell sends it to itself then."""
+    (container,) = pod_of(KubernetesJob(**GIVEN, kind="PyTorchJob").manifests())["containers"]
+    option, script, *_ = expand(container["args"], {})
+    os.mkfifo(tmp_path / "ready")
+    early = script.replace("& p=$!", f"& kill -TERM $$; read ready < {tmp_path}/ready; p=$!")
+    assert early != script
+    agent = f"trap 'exit 75' TERM; echo > {tmp_path}/ready; while :; do sleep 0.1; done"
+    done = subprocess.run(["sh", option, early, "sh", "sh", "-c", agent], timeout=60, check=False)
+    assert done.returncode == 75 + 128
 
 
 # -- mistakes ------------------------------------------------------------------------------------------------------

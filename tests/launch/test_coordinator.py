@@ -293,16 +293,37 @@ def test_takeover_replaces_the_node_that_hosted_the_store() -> None:
     """The slot that nobody claims went down with the old store's host; a spare takes it in the next cycle."""
     job = Job(num_slots=2, former_host="host")
     job.beats.update(b=0, s=0)
-    place = m.SlotPlace(cycle=3, slot=1, num_slots=2)
+    place = m.SlotPlace(cycle=3, slot=1, num_slots=2, host_slot=0)
     job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place))
     job.join("b", ended=m.CycleFacts(cycle=3, durable_iteration=40, progress_known=True))
     job.say(m.Register(node="s", epoch="s-1", addr="s", nproc=2))
     job.join("s")
-    job.pass_time(8)
+    job.pass_time(3)
     assert ranks(job) == {"s": 0, "b": 1}
     assert {start.cycle for start in job.running.values()} == {4}
     assert job.state.best_durable == 40
     assert job.state.node_faults == {"host": 1}
+
+
+@pytest.mark.parametrize(("term", "host_slot"), [(0, None), (0, 1), (-1, 0)])
+def test_takeover_waits_for_a_node_that_was_not_the_hosts(term: int, host_slot: int | None) -> None:
+    """The slot that nobody claims was another node's, or it is not known whose: that one has as long as silent nodes
+    have, the cycle goes on if it comes, and the lost host is not blamed for its absence."""
+    for comes in (True, False):
+        job = Job(num_slots=2, former_host="host", term=2 + term)
+        job.beats.update(b=0, late=0)
+        place = m.SlotPlace(term=1, cycle=3, slot=1, num_slots=2, host_slot=host_slot)
+        job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place, running=True))
+        job.pass_time(4)
+        assert job.coordinator.phase == JobPhase.ADOPTING
+        if comes:
+            late = m.SlotPlace(term=1, cycle=3, slot=0, num_slots=2, host_slot=host_slot)
+            job.say(m.Register(node="late", epoch="late-1", addr="late", nproc=2, place=late, running=True))
+            assert (job.coordinator.phase, job.coordinator.cycle) == (JobPhase.RUNNING, 3)
+        else:
+            job.pass_time(8)
+            assert job.coordinator.phase != JobPhase.ADOPTING
+            assert "host" not in job.state.node_faults
 
 
 def test_divided_network_does_not_make_two_runs() -> None:

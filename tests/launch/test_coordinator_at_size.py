@@ -128,7 +128,7 @@ def form_and_shrink(nodes: Nodes) -> None:
 def take_over(nodes: Nodes) -> None:
     """A coordinator on another machine adopts the job, without the node that hosted the last one."""
     form(nodes)
-    nodes.coordinator = nodes.make(num_endpoints=2, order=1, host="n1", former_host="n0", host_is_dead=True)
+    nodes.coordinator = nodes.make(num_endpoints=2, order=1, host="n1", former_host="n0", host_is_dead=True, term=2)
     nodes.names.remove("n0")
     places = nodes.places
     nodes.say(
@@ -151,7 +151,7 @@ def take_over(nodes: Nodes) -> None:
         (form_and_lose, {}),
         (form_and_lose, {"num_endpoints": 2}),
         (form_and_shrink, {"min_nodes": 10}),
-        (take_over, {"num_endpoints": 2}),
+        (take_over, {"num_endpoints": 2, "host": "n0"}),
     ],
 )
 def test_work_for_a_message_does_not_grow_with_the_nodes(

@@ -44,9 +44,11 @@ _PLAIN = re.compile(r"(--|/)?[A-Za-z]([A-Za-z0-9._/=,:-]*[A-Za-z0-9])?")
 _WORDS = frozenset(["y", "yes", "n", "no", "on", "off", "true", "false", "null"])
 """What some version of YAML takes for something else than a string, in any case."""
 _POD_NAME_END = len("-abcde")
-_TRANSLATE = """trap 'kill -TERM "$p" 2>/dev/null' TERM INT
+_TRANSLATE = """p= told= c=127
+trap 'told=1; kill -TERM "$p" 2>/dev/null' TERM INT
 "$@" & p=$!
-while :; do wait "$p"; c=$?; kill -0 "$p" 2>/dev/null || break; done
+[ -z "$told" ] || kill -TERM "$p" 2>/dev/null
+while told=; wait "$p"; s=$?; [ "$s" = 127 ] || c=$s; [ -n "$told" ]; do :; done
 case $c in 1|16|18|19|75) c=$((c + 128));; esac
 exit "$c"
 """

@@ -108,7 +108,7 @@ class Coordinator:
         self._record, self._learn = record, learn
         self._ending: CycleEnding | None = None
         """The cycle that is ending, until all of its nodes have reported what they know."""
-        self._adoption = Adoption(settings.num_slots)
+        self._adoption = Adoption(settings.num_slots, settings.term - 1)
         self._quorum = Quorum(settings, self.nodes)
         self._forming = Forming(settings, self.nodes, self._quorum)
         self._term = settings.term
@@ -400,8 +400,10 @@ class Coordinator:
                 incident = self._ending.lose(name, why)
                 self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
         for slot in adoption.missing:
-            why = f"it held slot {slot} and was lost together with the coordinator"
-            incident = self._ending.lose(self.settings.former_host or "", why)
+            name, why = "", f"the node of slot {slot} was lost together with the coordinator, or did not find this one"
+            if slot == adoption.lost_slot:
+                name, why = self.settings.former_host or "", f"it held slot {slot} and was lost with the coordinator"
+            incident = self._ending.lose(name, why)
             self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
         for name, facts in adoption.ended.items():
             if (node := self.nodes.by_name.get(name)) is not None:

@@ -471,15 +471,21 @@ class Quorum:
             self._dead.add((node.name, node.epoch))
 
 
-_ONE_MISSING_S = 1.0
-"""How long the last slot's node may take; all others have found the store by then."""
+_HOST_MISSING_S = 1.0
+"""How long the lost coordinator's own node may take to come back, if all others have come."""
 
 
 @dataclass(slots=True)
 class Adoption:
-    """What the agents of a job in progress have registered so far."""
+    """What the agents of a job in progress have registered so far.
+
+    Args:
+        num_slots: Slots of a job that was in no cycle yet.
+        former_term: The lost coordinator's.
+    """
 
     num_slots: int
+    former_term: int
     since_s: float | None = None
     """When the first agent was heard; ``None`` = nobody yet."""
     newest: m.SlotPlace | None = None
@@ -545,6 +551,14 @@ class Adoption:
         current = {name for name in self.running if not self.is_stale(name)}
         return not self.missing and current.issuperset(slot.holder for slot in self.slots)
 
+    @property
+    def lost_slot(self) -> int | None:
+        """The slot of the lost coordinator's own node, if nobody claimed it and that is known: it formed the cycle."""
+        newest = self.newest
+        if newest is None or newest.term != self.former_term or newest.host_slot in self.claims:
+            return None
+        return newest.host_slot
+
     def is_stale(self, name: str) -> bool:
         """Return whether a node's workers run in a cycle that a newer one has followed."""
         return self.newest is not None and self.running[name].order < self.newest.order
@@ -555,8 +569,8 @@ class Adoption:
             return False
         if self.newest is not None and not self.num_missing:
             return True
-        if self.newest is not None and self.num_missing == 1:
-            wait_s = min(wait_s, _ONE_MISSING_S)  # most likely the very node that hosted the store
+        if self.num_missing == 1 and self.lost_slot is not None:
+            wait_s = min(wait_s, _HOST_MISSING_S)
         return now_s - self.since_s > wait_s
 
 

@@ -86,7 +86,10 @@ def dispatch_fault_injection(fault: WorkloadFault, delay: float, callback: Calla
     if fault == WorkloadFault.SIGNAL_EXC:
         signal.signal(signal.SIGUSR1, _raise_in_handler)
 
+    has_started = threading.Event()
+
     def strike() -> None:
+        has_started.wait()  # an exception within start() would leave the threads' list torn
         log.critical("rank's process %d: the fault %s is injected on purpose", os.getpid(), fault.name)
         if callback is not None:
             callback()
@@ -96,6 +99,7 @@ def dispatch_fault_injection(fault: WorkloadFault, delay: float, callback: Calla
     timer.daemon = True
     timer.name = "outlast-injected-fault"
     timer.start()
+    has_started.set()
 
 
 def _raise_in_handler(number: int, frame: FrameType | None) -> None:
