@@ -52,7 +52,8 @@ def submit(name: str, port: int, folder: Path, checkpoints: Path, iterations: in
         # The head is ready some time before its agent that starts jobs is; nothing of the job was begun then.
         if "No available agent" not in done.stderr or time.monotonic() > ends_s:
             break
-    assert done.returncode == 0, done.stdout + done.stderr
+    logs = folder.glob("session_latest/logs/dashboard_agent.*")
+    assert done.returncode == 0, "\n".join([done.stdout + done.stderr, *(log.read_text()[-3000:] for log in logs)])
     return (folder / "session_latest" / "logs" / f"job-driver-{name}.log").read_text()
 
 

@@ -13,6 +13,7 @@ import faulthandler
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -274,8 +275,9 @@ def py_spy(pid: int, *, timeout_s: float = 3.0) -> str:
 
     Blocks: up to ``timeout_s``.
     """
-    program = Path(sys.executable).with_name("py-spy")
-    if not program.exists():
+    beside = Path(sys.executable).with_name("py-spy")
+    program = beside if beside.exists() else shutil.which("py-spy")
+    if program is None:
         return ""
     try:
         command = [str(program), "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)]
