@@ -46,6 +46,9 @@ _END_S = 2.0
 RECONNECT_S = 5.0
 """Seconds that a member whose link broke has to come back: time for another monitor process to start on a machine
 that is busy. One whose process is seen to be gone is not waited for."""
+_TOGETHER_S = 0.5
+"""Members whose time ends so soon after another's are judged with it: what took all of them away may have taken most,
+and a restart for the first of them would begin in vain."""
 
 
 def order_candidates(
@@ -285,7 +288,9 @@ class Hub:
             now_s = clock.now_s()
             if now_s < self._earliest_end_s:
                 break
-            ended = [(rank, absence.is_dead) for rank, absence in self._absent.items() if now_s >= absence.until_s]
+            is_due = any(now_s >= absence.until_s and not absence.is_dead for absence in self._absent.values())
+            until_s = now_s + (_TOGETHER_S if is_due else 0.0)
+            ended = [(rank, absence.is_dead) for rank, absence in self._absent.items() if until_s >= absence.until_s]
             for rank, _ in ended:
                 self._end_absence(rank)
             self._earliest_end_s = min((absence.until_s for absence in self._absent.values()), default=math.inf)
