@@ -140,7 +140,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return self._describe_cause(cause)
         who = f"rank {self.rank} on node {self.node}" if self.rank is not None else f"node {self.node}"
         if self.rank is None and not self.node:
-            who = "the group of ranks" if self.kind == IncidentKind.WORKER_HUNG else "the job"
+            known = {IncidentKind.WORKER_HUNG: "the group of ranks", IncidentKind.NODE_LOST: "a node"}
+            who = known.get(self.kind, "the job")
         if self.pid is not None:
             who += f" (pid {self.pid})"
         what = {

@@ -326,7 +326,7 @@ def test_a_pytorch_job_that_is_told_at_once_hands_sigterm_on(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "ready")
     early = script.replace("& p=$!", f"& kill -TERM $$; read ready < {tmp_path}/ready; p=$!")
     assert early != script
-    agent = f"trap 'exit 75' TERM; echo > {tmp_path}/ready; while :; do sleep 0.1; done"
+    agent = f"trap 'exit 75' TERM; echo > {tmp_path}/ready; for turn in $(seq 500); do sleep 0.1; done; exit 9"
     done = subprocess.run(["sh", option, early, "sh", "sh", "-c", agent], timeout=60, check=False)
     assert done.returncode == 75 + 128
 

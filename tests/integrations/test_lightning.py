@@ -234,7 +234,7 @@ def test_with_another_number_of_ranks_no_sample_is_left_out(tmp_path: Path, befo
     at most a batch again."""
     run = {"run_dir": tmp_path / "run", "num_nodes": 1}
     told = [str(tmp_path), "--size", "160", "--epochs", "1", "--accumulate", "1"]
-    (tmp_path / "plan.toml").write_text(fault("sleep", 7).replace("rank = 1", "rank = 0") + "\nduration_s = 5\n")
+    (tmp_path / "plan.toml").write_text(fault("sleep", 7).replace("rank = 1", "rank = 0") + "\nduration_s = 15\n")
     with Cluster(EXAMPLE, *told, "--plan", str(tmp_path / "plan.toml"), nproc_per_node=before, **run) as cluster:
         cluster.wait_for(lambda event: event.kind == EventKind.FAULT_SIMULATED, WITHIN_S)
         os.kill(cluster.worker_pid(0), signal.SIGTERM)

@@ -136,7 +136,7 @@ def _recover_again_and_again(size: int, times: int, progress: Progress) -> list[
         pool.open()
         for wanted in (*range(_TELL, size + 1, _TELL), size + 1):
             pool.require(wanted)
-            progress(f"{wanted} of {size} actors and a spare started")
+            progress(f"{wanted} of {size + 1} actors started, one of them a spare")
         current = recovery.form(Mesh(dp=size))
         for number in range(times):
             if not pool.wait_for_spares(1, _WAIT_S):

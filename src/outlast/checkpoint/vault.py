@@ -68,7 +68,7 @@ class Image:
         return self.view
 
     def close(self) -> None:
-        """Let go of the memory; whoever else has it mapped keeps it."""
+        """Release the memory; other processes that have it mapped keep it."""
         os.close(self.fd)
         self.view = None
 
@@ -255,7 +255,7 @@ class Vault:
             return all(image.key == key and image.kept for image in self._images if image.inode == inode)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         with self._lock:
             for image in list(self._images):
                 self._remove(image)

@@ -222,12 +222,13 @@ class TrainerState:
     def unfreeze(self) -> None:
         """Train what was trained, where a callback freezes a part until some epoch: it froze it again as it began."""
         assert self.loaded is not None
-        trained = self.loaded.get("trainable") or {}
+        if (trained := self.loaded.get("trainable")) is None:
+            return
         module = self._trainer.lightning_module
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(trained.get("weights", {}).get(name, parameter.requires_grad))
+            parameter.requires_grad_(trained["weights"].get(name, parameter.requires_grad))
         for name, norm in _batch_norms(module):
-            norm.track_running_stats = trained.get("norms", {}).get(name, norm.track_running_stats)
+            norm.track_running_stats = trained["norms"].get(name, norm.track_running_stats)
 
     def _trainable(self) -> dict[str, dict[str, bool]] | None:
         """Return what is trained and what is frozen, by name, where a callback changes that between epochs."""

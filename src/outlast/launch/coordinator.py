@@ -400,9 +400,12 @@ class Coordinator:
                 incident = self._ending.lose(name, why)
                 self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
         for slot in adoption.missing:
-            name, why = "", f"the node of slot {slot} was lost together with the coordinator, or did not find this one"
+            name, why = "", f"it held slot {slot} and did not come to the new coordinator"
             if slot == adoption.lost_slot:
-                name, why = self.settings.former_host or "", f"it held slot {slot} and was lost with the coordinator"
+                name, why = (
+                    self.settings.former_host or "",
+                    f"it held slot {slot} and was lost together with the coordinator",
+                )
             incident = self._ending.lose(name, why)
             self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
         for name, facts in adoption.ended.items():

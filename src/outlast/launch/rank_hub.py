@@ -5,7 +5,7 @@ monitor process hosts where there is no agent of ours (:mod:`outlast.inprocess.h
 is found silent: each node's relay (:mod:`outlast.launch.rank_relay`) says who came, who is gone and what the rest
 report, and a node that is lost ends the cycle. An order goes to each node once.
 
-What is known here is soft state. A coordinator that takes over a running cycle goes on from the standings that the
+What is known here is soft state. A coordinator that takes over a running cycle resumes from the standings that the
 relays send it; a relay that reaches the same one again sends them, too, and gets what it missed.
 
 No I/O happens here; part of :class:`outlast.launch.coordinator.Coordinator`.

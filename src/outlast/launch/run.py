@@ -336,7 +336,7 @@ def _identify(options: RunOptions) -> JobIdentity:
     """Return what all agents of the job have in common.
 
     Raises:
-        ConfigError: The run key cannot be had.
+        ConfigError: The run key cannot be read or made.
     """
     endpoints = parse_endpoints(options.endpoints)
     is_one_machine = options.max_nodes == 1 or all(is_loopback(one.host) for one in endpoints)

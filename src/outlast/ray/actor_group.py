@@ -439,8 +439,8 @@ class ActorGroup:
     def _leave_drained_nodes(self) -> None:
         """Replace the actors of drained nodes by spares elsewhere, one node after the other, with the state as it is.
 
-        Nothing is done while there are too few spares elsewhere, or where the state cannot be had elsewhere: training
-        then continues until the node goes.
+        Nothing is done while there are too few spares elsewhere, or where the state cannot be moved there: training
+        then continues until the node is gone.
         """
         draining = self._pool.draining  # another thread replaces it
         for node in sorted(draining, key=draining.__getitem__):
@@ -451,7 +451,7 @@ class ActorGroup:
             if not self._can_carry():
                 self._staying.add(node)
                 log.warning(
-                    "ranks %s stay on a drained node until it goes: their state cannot be had elsewhere; give the "
+                    "ranks %s stay on a drained node until it is gone: their state cannot be moved; give the "
                     "group a checkpoint.directory, or more nodes and replication",
                     leaving,
                 )
@@ -467,7 +467,9 @@ class ActorGroup:
             gathered = self._save_now()
             if why := next((one.value for one in gathered.values.values() if one.value), None):
                 self._staying.add(node)
-                log.warning("ranks %s stay on a drained node until it goes: the state is not saved: %s", leaving, why)
+                log.warning(
+                    "ranks %s stay on a drained node until it is gone: the state is not saved: %s", leaving, why
+                )
             if gathered.is_whole:
                 if why:
                     continue

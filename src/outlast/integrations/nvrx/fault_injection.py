@@ -20,6 +20,8 @@ from typing import Any
 from outlast.errors import ConfigError
 
 log = logging.getLogger(__name__)
+_START_S = 5.0
+"""How long a fault without a delay waits for the call that injects it to have begun it."""
 
 
 class WorkloadFault(Enum):
@@ -89,7 +91,7 @@ def dispatch_fault_injection(fault: WorkloadFault, delay: float, callback: Calla
     has_started = threading.Event()
 
     def strike() -> None:
-        has_started.wait()  # an exception within start() would leave the threads' list torn
+        has_started.wait(_START_S)  # an exception within start() would leave the threads' list torn
         log.critical("rank's process %d: the fault %s is injected on purpose", os.getpid(), fault.name)
         if callback is not None:
             callback()
