@@ -34,20 +34,24 @@ import os, time, torch, torch.distributed as dist
 from datetime import timedelta
 os.environ["GLOO_SOCKET_IFNAME"] = "lan"
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-one, cycle = torch.ones(1), os.environ["OUTLAST_CYCLE"]
+cycle = os.environ["OUTLAST_CYCLE"]
 step, weight = 0, 0.0
 if os.path.exists("weights"):
     saved = open("weights").read().split()
     step, weight = int(saved[0]), float(saved[1])
 log = os.open("trained", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-while not os.path.exists("enough"):
-    dist.all_reduce(one.fill_(1.0))
-    step, weight = step + 1, 0.9 * weight + one.item()
+while True:
+    values = torch.tensor([1.0, float(os.path.exists("enough"))])
+    dist.all_reduce(values)
+    world_size, num_ending = values.tolist()
+    if num_ending:  # all of them leave in the same step
+        break
+    step, weight = step + 1, 0.9 * weight + world_size
     if dist.get_rank() == 0:
         with open("weights.new", "w") as new:
             new.write(f"{step} {weight!r}")
         os.replace("weights.new", "weights")
-        os.write(log, f"{cycle} {int(one.item())} {os.environ['OUTLAST_NODE']}\\n".encode())
+        os.write(log, f"{cycle} {int(world_size)} {os.environ['OUTLAST_NODE']}\\n".encode())
     time.sleep(0.02)
     dist.barrier()
 """
