@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from outlast.bench.results import NOT_MEASURED, describe_measurement, find_bar, read_results, show_figure
 from outlast.chaos import Fault, FaultKind, FaultTarget
 from outlast.config import (
     CheckpointConfig,
@@ -36,15 +36,16 @@ from outlast.config.base import describe_fields
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, IncidentKind, Rung
 from outlast.integrations.kubernetes import KubernetesJob, as_yaml
+from outlast.launch.metrics_endpoint import METRICS
 from outlast.launch.run_parser import describe_options, option_name, takes_value
 from outlast.status import report
+from outlast.top import look
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 RESULTS = DOCS / "results"
 PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: (?P<bench>\w+)\.(?P<bar>\w+) -->).*?(<!-- end -->)")
-NOT_MEASURED = "not measured"
 
 COMPARED = {
     "restart.restart_vs_torchrun_2": "one of 2 ranks is killed: until both have done an all-reduce again",
@@ -90,6 +91,15 @@ def options_table() -> str:
             rows.append([f"`{option_name(option)}{value}`".replace("|", "\\|"), _text(text)])
         tables.append(_table([f"{group.title}: {group.text}" if group.text else group.title, "meaning"], rows))
     return "\n".join(tables)
+
+
+def agent_metrics_table() -> str:
+    """Return what an agent shows Prometheus."""
+    rows = [
+        [f"`outlast_{one.name}`", ", ".join(f"`{label}`" for label in one.labels) or "-", _text(one.help)]
+        for one in METRICS.values()
+    ]
+    return _table(["metric", "labels", "value"], rows)
 
 
 def words_table(cls: type[enum.Enum], head: str, *, value: str) -> str:
@@ -160,12 +170,6 @@ def _text(text: str) -> str:
     return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
 
 
-def load_results() -> dict[str, dict[str, Any]]:
-    """Return the committed results, by benchmark."""
-    found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json")))
-    return {result["bench"]: result for result in found if "bench" in result}
-
-
 def integrations_table() -> str:
     """Return the adapters whose page is there, and the versions that they were run with."""
     matrix = json.loads((DOCS / "results" / "integrations.json").read_text(encoding="utf-8"))
@@ -207,50 +211,41 @@ def pins() -> Iterable[tuple[str, str]]:
             yield name.strip().lower().replace("_", "-"), version.strip()
 
 
-def find_bar(name: str) -> dict[str, Any] | None:
-    """Return a measured figure by ``BENCH.BAR``; ``None``: no committed result has it."""
-    bench, _, wanted = name.partition(".")
-    bars = load_results().get(bench, {"bars": []})["bars"]
-    return next((bar for bar in bars if bar["name"] == wanted and bar["value"] is not None), None)
+def comparison_table(names: Iterable[str], *, states_origin: bool = False) -> str:
+    """Return figures beside the peers', those that were measured; a ratio is shown as the two figures it comes from.
 
-
-def comparison_table(names: Iterable[str]) -> str:
-    """Return figures beside the peers', those that were measured; a ratio is shown as the two figures it comes from."""
-    rows = []
+    Args:
+        names: The figures, as ``BENCH.BAR``.
+        states_origin: Add when and on what machine the results were measured.
+    """
+    results = read_results(RESULTS)
+    rows, machines = [], []
     for name in names:
-        bar = find_bar(name)
-        if bar is None or bar["peer_value"] is None:
+        bar = find_bar(results, name)
+        sides = None if bar is None else bar.both_sides()
+        if bar is None or sides is None:
             continue
-        peer, unit = bar["peer"], bar["unit"]
-        ours = bar["value"]
-        if unit == "x":
-            peer, _, unit = peer.rpartition(" (")
-            unit = unit.rstrip(")")
-            ours = bar["value"] * bar["peer_value"]
-        rows.append([COMPARED[name], show_figure(ours, unit), show_figure(bar["peer_value"], unit), peer])
+        rows.append([COMPARED[name], *sides, bar.name_peer()[0]])
+        machines.append(describe_measurement(results[name.partition(".")[0]].machine))
     if not rows:
         return "No result is committed yet; `outlast bench` measures them on your machine.\n"
-    return _table(["what", "outlast", "beside it", "which is"], rows)
+    table = _table(["what", "outlast", "beside it", "which is"], rows)
+    return table + f"\nMeasured {' and '.join(dict.fromkeys(machines))}.\n" if states_origin else table
 
 
 def all_figures_table() -> str:
     """Return every bar of every committed result."""
     rows = []
-    for bench, result in load_results().items():
-        for number, bar in enumerate(result["bars"]):
-            unit = bar["unit"]
-            peer_unit = unit
-            peer = bar["peer"] or "-"
-            if unit == "x" and bar["peer"]:
-                peer, _, peer_unit = peer.rpartition(" (")
-                peer_unit = peer_unit.rstrip(")")
+    for bench, result in read_results(RESULTS).items():
+        for number, bar in enumerate(result.bars):
+            peer, peer_unit = bar.name_peer()
             rows.append(
                 [
                     "" if number else f"`{bench}`",
-                    f"`{bar['name']}`",
-                    show_figure(bar["value"], unit),
-                    f"{show_figure(bar['bar'], unit)}{'' if bar['ok'] else ' (missed)'}",
-                    "-" if bar["peer_value"] is None else f"{show_figure(bar['peer_value'], peer_unit)}, {peer}",
+                    f"`{bar.name}`",
+                    show_figure(bar.value, bar.unit),
+                    f"{show_figure(bar.bar, bar.unit)}{'' if bar.ok else ' (missed)'}",
+                    "-" if bar.peer_value is None else f"{show_figure(bar.peer_value, peer_unit)}, {peer}",
                 ]
             )
     if not rows:
@@ -261,37 +256,18 @@ def all_figures_table() -> str:
 def machines_text() -> str:
     """Return on what machine, when and with which versions the committed results were measured, a line for each."""
     lines: dict[str, list[str]] = {}
-    for bench, result in load_results().items():
-        machine = result["machine"]
-        peers = [f"{name} {machine[name]}" for name in sorted(machine) if name not in _OF_THE_MACHINE]
-        text = (
-            f"{machine.get('date', 'day not recorded')}, {machine['cores']} cores of {machine['processor']}, "
-            f"{machine['memory_gib']:g} GiB, Linux {machine['kernel']}, Python {machine['python']}, "
-            f"torch {machine['torch']}, outlast {machine.get('outlast', '')}".rstrip()
-        )
-        lines.setdefault("; beside it ".join([text, ", ".join(peers)] if peers else [text]), []).append(bench)
+    for bench, result in read_results(RESULTS).items():
+        lines.setdefault(describe_measurement(result.machine), []).append(bench)
     if len(lines) == 1:
         return f"Measured {next(iter(lines))}; CPU and gloo, no GPU.\n"
     rows = [f"* {', '.join(f'`{bench}`' for bench in some)}: {text}; CPU and gloo\n" for text, some in lines.items()]
     return "".join(rows)
 
 
-_OF_THE_MACHINE = {"date", "processor", "cores", "memory_gib", "load_1min", "kernel", "python", "torch", "outlast"}
-
-
-def show_figure(value: float | None, unit: str) -> str:
-    """Return a measured value for people: three digits, seconds below one as milliseconds."""
-    if value is None:
-        return NOT_MEASURED
-    if unit == "s" and abs(value) < 1:
-        value, unit = value * 1e3, "ms"
-    return f"{value:.3g}\N{NO-BREAK SPACE}{unit}".rstrip()
-
-
 def figure_text(name: str) -> str:
     """Return one measured figure for a sentence."""
-    bar = find_bar(name)
-    return NOT_MEASURED if bar is None else show_figure(bar["value"], bar["unit"])
+    bar = find_bar(read_results(RESULTS), name)
+    return NOT_MEASURED if bar is None else show_figure(bar.value, bar.unit)
 
 
 CONFIGS: dict[str, type] = {
@@ -310,7 +286,7 @@ CONFIGS: dict[str, type] = {
 
 TABLES: dict[str, Callable[[], str]] = {
     "comparison-figures": lambda: comparison_table(COMPARED),
-    "headline-figures": lambda: comparison_table(HEADLINES),
+    "headline-figures": lambda: comparison_table(HEADLINES, states_origin=True),
     "all-figures": all_figures_table,
     "machines": machines_text,
     "integrations": integrations_table,
@@ -332,6 +308,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "status-budget": lambda: fields_table(report.BudgetReport),
     "status-generation": lambda: fields_table(report.GenerationReport),
     "status-trouble": lambda: fields_table(report.Trouble),
+    "top": lambda: fields_table(look.TopReport),
+    "top-rank": lambda: fields_table(look.RankLine),
+    "top-unanswered": lambda: fields_table(look.Unanswered),
+    "agent-metrics": agent_metrics_table,
     "rungs": lambda: words_table(Rung, "name", value="rung"),
 }
 

@@ -57,10 +57,16 @@ REPLAY = "OUTLAST_REPLAY"
 """JSON of what the ranks of this cycle run again before anything else; set by an agent only."""
 INJECTIONS = "OUTLAST_INJECTIONS"
 """JSON of the faults that happen at injection points of this process; see ``outlast.runtime.injection``."""
+FAULT_PLAN = "OUTLAST_FAULT_PLAN"
+"""Path of the fault plan that comes in place of the config's; ``outlast chaos run`` sets it."""
 INTERFACE = "OUTLAST_INTERFACE"
 """``NAME[,NAME]``: the interface at which the processes of this node are reached; ``--interface`` sets it."""
 PORT_RANGE = "OUTLAST_PORT_RANGE"
 """``LOW-HIGH``: the ports at which the processes of this node listen; ``--port-range`` sets it."""
+METRICS_PORT = "OUTLAST_METRICS_PORT"
+"""Where each agent shows Prometheus its figures; 0 = a free port. ``--metrics-port`` comes before it."""
+METRICS_ADDRESS = "OUTLAST_METRICS_ADDRESS"
+"""The address that belongs to it; ``--metrics-address`` comes before it."""
 LOG_LEVEL = "OUTLAST_LOG_LEVEL"
 """Least level of the log: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
 LOG = "OUTLAST_LOG"
@@ -84,6 +90,11 @@ def finished_flag_file() -> str | None:
     return os.environ.get(FINISHED_FLAG) or None
 
 
+def fault_plan() -> str | None:
+    """Return the path of the fault plan that comes in place of the config's; ``None`` = the config's."""
+    return os.environ.get(FAULT_PLAN) or None
+
+
 def interface() -> str | None:
     """Return the interface at which this node is reached; ``None`` = the one on the way to the endpoint."""
     return os.environ.get(INTERFACE) or None
@@ -92,6 +103,11 @@ def interface() -> str | None:
 def port_range() -> str | None:
     """Return the ports at which this node's processes listen, as ``LOW-HIGH``; ``None`` = any."""
     return os.environ.get(PORT_RANGE) or None
+
+
+def metrics_endpoint() -> tuple[str | None, str | None]:
+    """Return address and port at which an agent shows its figures, as they stand there; ``None`` = not set."""
+    return os.environ.get(METRICS_ADDRESS) or None, os.environ.get(METRICS_PORT) or None
 
 
 def hostname() -> str:
@@ -107,6 +123,16 @@ def node_name(environment: Mapping[str, str] | None = None) -> str:
     """
     values = os.environ if environment is None else environment
     return values.get("SLURMD_NODENAME") or hostname()
+
+
+def scheduler_start_ns(environment: Mapping[str, str] | None = None) -> int | None:
+    """Return when the scheduler started this process's job, in nanoseconds since the epoch; ``None`` = not known.
+
+    Args:
+        environment: What to read instead of the environment of this process.
+    """
+    text = (os.environ if environment is None else environment).get("SLURM_JOB_START_TIME", "")
+    return int(text) * 1_000_000_000 if text.isdecimal() else None
 
 
 def clean_name(name: str) -> str:

@@ -214,6 +214,11 @@ class EventKind(StrEnum):
     the machine's boot), ``host``, ``machine`` (names the boot and the process namespace in which the pid is valid)."""
     NODE_JOINED = "node_joined"
     """Coordinator: ``name``, ``spare``."""
+    QUEUED = "queued"
+    """Agent of a scheduler's job, right after ``job_started``: ``started_wall_ns`` (nanoseconds since the epoch when
+    the scheduler started the job), ``scheduler``; before that moment the job waited."""
+    FORMING = "forming"
+    """Coordinator: ``missing``, the slots without a node: as soon as some are missing, and with 0 once each has one."""
     CYCLE_STARTED = "cycle_started"
     """Agent, once its workers run: ``node_rank``, ``ranks``, ``pids``, ``world_size``, ``master``."""
     WORKER_EXITED = "worker_exited"
@@ -240,8 +245,12 @@ class EventKind(StrEnum):
     RESTARTED_IN_PROCESS = "restarted_in_process"
     """Worker: all ranks run the wrapped function again: ``restart_iteration``, ``faults`` (``rank``, ``kind``,
     ``summary``), ``active_world_size``, ``replaced`` (the active ranks that spares took over), ``duration_s``."""
+    STEPS_STARTED = "steps_started"
+    """Worker: the first step begins of a cycle, or of a call in the same processes; the envelope has the number of
+    steps done before; ``total`` (at how many the run is complete, where that is known)."""
     PROGRESS = "progress"
-    """Worker: written for the first finished iteration of a cycle, then at most every few seconds."""
+    """Worker: written for the first finished iteration of a cycle, then at most every few seconds: ``step_s`` (mean
+    seconds of a step since the one before), ``loss`` (the newest validated one, where there is one)."""
     SAVE_SCHEDULED = "save_scheduled"
     """Worker: ``stall_s``."""
     SAVE_COMMITTED = "save_committed"
@@ -251,8 +260,8 @@ class EventKind(StrEnum):
     ACTORS_RECOVERED = "actors_recovered"
     """Driver of an actor group: ``report``: who was lost, on what evidence, who was kept, the times."""
     STRAGGLER_REPORT = "straggler_report"
-    """Rank 0: ``named`` (ranks), ``metrics`` (scores of all ranks), ``worst`` (rank -> relative score), ``why_nobody``,
-    ``notes``, ``machines``, ``processing_s``."""
+    """Rank 0: ``named`` (ranks), ``metrics`` (least, median and largest scores), ``scores`` (relative scores of all
+    ranks, in their order, rounded; ``null`` = none), ``why_nobody``, ``notes``, ``machines``, ``processing_s``."""
     FAULT_SIMULATED = "fault_simulated"
     """Whoever causes it: ``fault``, ``target``. Of a fault plan also ``fault_id``, ``device``, and for a changed number
     ``tensor``, ``element``, ``bit``, ``before``, ``after``."""

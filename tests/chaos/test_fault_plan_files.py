@@ -15,10 +15,13 @@ from outlast.chaos import Fault, FaultPlan
 from outlast.errors import ConfigError
 
 KILL = {"kind": "kill", "rank": 1, "iteration": 5}
+AGENT = {"kind": "kill_agent", "iteration": 5}
+COPY = {"kind": "corrupt_copy", "iteration": 5}
+DISK = {"kind": "disk_full", "iteration": 5, "tier": "local", "duration_s": 2}
 NAN = {"kind": "nan", "target": "loss", "iteration": 5}
 
 
-@given(plan=plans())
+@given(plan=plans(outside=True))
 def test_any_plan_comes_back_from_its_text(plan: FaultPlan) -> None:
     """Written as TOML or JSON and read again, a plan is the one it was, and so are its draws' names."""
     assert FaultPlan.from_mapping(tomllib.loads(plan.to_toml())) == plan
@@ -62,6 +65,25 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path, ending: str) -> None:
         ({"faults": [NAN | {"target": "gradeint"}]}, "target='gradeint' is unknown; did you mean 'gradient'?"),
         ({"faults": [NAN | {"tensor": "a"}]}, "tensor is not for target='loss'"),
         ({"faults": [NAN | {"bit": 3}]}, "bit=3 is for kind='bit_flip'"),
+        ({"faults": [KILL | {"at_s": 3}]}, "iteration and at_s are given; keep one"),
+        ({"faults": [{"kind": "kill", "at_s": -1}]}, "at_s=-1.0 must not be negative"),
+        ({"faults": [{"kind": "kill", "at_s": 1, "persistent": True}]}, "persistent needs an iteration"),
+        ({"faults": [KILL | {"tier": "local"}]}, "tier is not for kind='kill'"),
+        ({"faults": [AGENT | {"rank": 1}]}, "rank is not for kind='kill_agent'"),
+        ({"faults": [AGENT | {"device": "a"}]}, "device is not for kind='kill_agent'"),
+        ({"faults": [AGENT | {"duration_s": 1}]}, "duration_s is not for kind='kill_agent'"),
+        ({"faults": [AGENT | {"persistent": True}]}, "persistent is not for kind='kill_agent'"),
+        ({"faults": [AGENT | {"kind": "kill_coordinator", "node": "a"}]}, "node is not for kind='kill_coordinator'"),
+        ({"faults": [AGENT | {"kind": "stop_agent", "duration_s": 0}]}, "duration_s=0.0 must be above 0"),
+        ({"faults": [AGENT | {"kind": "kill_agnet"}]}, "did you mean 'kill_agent'?"),
+        ({"faults": [COPY]}, "tier is missing; a corrupt_copy needs it"),
+        ({"faults": [COPY | {"tier": "lokal"}]}, "tier='lokal' is unknown; did you mean 'local'?"),
+        ({"faults": [COPY | {"tier": "global", "node": "a"}]}, "node is not for kind='corrupt_copy'"),
+        ({"faults": [COPY | {"kind": "truncate_copy", "tier": "memory"}]}, "write one of local, replica, global"),
+        ({"faults": [COPY | {"tier": "local", "generation": -1}]}, "generation=-1 must not be negative"),
+        ({"faults": [DISK | {"tier": "memory"}]}, "tier='memory' is not for kind='disk_full'; write one of local, glo"),
+        ({"faults": [DISK | {"delay_s": 1}]}, "delay_s is not for kind='disk_full'"),
+        ({"faults": [DISK | {"kind": "slow_disk"}]}, "delay_s is missing; a slow_disk needs it"),
         ({"faults": [NAN | {"section": "step"}]}, "section is not for kind='nan'"),
     ],
 )

@@ -24,6 +24,7 @@ PUBLIC = [
     "outlast.checkpoint",
     "outlast.config",
     "outlast.errors",
+    "outlast.goodput",
     "outlast.health",
     "outlast.incidents",
     "outlast.inprocess",

@@ -9,7 +9,8 @@ The JSON form of a result is the same for all benchmarks::
 
     {"bench": ..., "machine": {...}, "bars": [{"name", "value", "unit", "peer", "peer_value", "bar", "ok"}]}
 
-``"notes": [...]`` has lines for people, and ``"details": {...}`` what the figures are made of, where there are any.
+A bar that is the lowest good value has ``"is_floor": true``, too. ``"notes": [...]`` has lines for people, and
+``"details": {...}`` what the figures are made of, where there are any.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Bar:
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the JSON form."""
         fields = asdict(self) | {"value": _round(self.value), "peer_value": _round(self.peer_value), "ok": self.ok}
-        del fields["is_floor"]
+        if not self.is_floor:
+            del fields["is_floor"]
         return fields
 
 

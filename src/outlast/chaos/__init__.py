@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outlast.chaos.armed import ArmedFaults, FiredFault, SimulatedError
-from outlast.chaos.plan import Fault, FaultKind, FaultPlan, FaultTarget, MissingFault, verify_fired
+from outlast.chaos.plan import Fault, FaultKind, FaultPlan, FaultTarget, FaultTier, MissingFault, verify_fired
 
 __all__ = [
     "ArmedFaults",
@@ -11,6 +11,7 @@ __all__ = [
     "FaultKind",
     "FaultPlan",
     "FaultTarget",
+    "FaultTier",
     "FiredFault",
     "MissingFault",
     "SimulatedError",

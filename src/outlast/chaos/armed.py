@@ -20,8 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outlast import clock
-from outlast.chaos.plan import Fault, FaultKind, FaultPlan, FaultTarget, Occurrence, planned_faults
+from outlast import clock, env
+from outlast.chaos.plan import (
+    Fault,
+    FaultKind,
+    FaultPlan,
+    FaultTarget,
+    Occurrence,
+    claim_marker,
+    marker_of,
+    planned_faults,
+)
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
@@ -111,7 +120,10 @@ class ArmedFaults:
                 raise ConfigError(f"faults[{here.index}]: rank={rank} does not exist, ranks end at {last}; name one")
         remembers = run_dir is not None or cycle == 0
         planned = [one for one in planned if (remembers or one.fault.persistent) and one.can_apply_to(place, device)]
-        self._planned = [one for one in planned if one.fault.after_s is None]
+        self._awaited = [one for one in planned if one.fault.at_s is not None and run_dir is not None]
+        """What strikes once somebody says that it is due."""
+        self._run_dir = run_dir
+        self._planned = [one for one in planned if one.fault.after_s is None and one.fault.at_s is None]
         started_ns = now_ns()
         self._timed = [
             (started_ns + int(one.fault.after_s * 1e9), one)
@@ -213,6 +225,7 @@ class ArmedFaults:
         while self._slowings:
             self._slowings.pop().remove()
         self._planned, self._timed, self._due_now, self._next = [], [], (), sys.maxsize
+        self._awaited = []
 
     def _due(self, iteration: int) -> tuple[Occurrence, ...]:
         if iteration != self._due_at:
@@ -241,12 +254,26 @@ class ArmedFaults:
         """Apply what is due between two steps; return whether anything else may be due."""
         self._has_durable, self._state = has_durable, state
         self._remove_hooks()
+        if self._awaited and self._struck_between != iteration:
+            self._release_due(iteration)
         if iteration < self._next:
             return False
         if self._struck_between != iteration:  # the step's end comes before the next one's begin
             self._struck_between = iteration
             self._strike_due_processes(None, iteration)
         return True
+
+    def _release_due(self, iteration: int) -> None:
+        """Plan for this iteration what is said to be due; one look into the run directory for each that is not."""
+        assert self._run_dir is not None
+        for one in tuple(self._awaited):
+            if marker_of(self._run_dir, one.fault_id, due=True).exists():
+                self._awaited.remove(one)
+                fault = replace(one.fault, at_s=None, iteration=iteration)
+                victim = fault.node or fault.device
+                fault = fault if victim else replace(fault, rank=self._place.global_rank)
+                self._planned.append(replace(one, fault=fault))
+                self._due_at, self._next = -1, iteration
 
     def _strike_due_processes(self, section: str | None, iteration: int) -> None:
         for occurrence in self._due(iteration):
@@ -343,12 +370,7 @@ class ArmedFaults:
         self._spent.add(key)
         if self._markers is None:
             return True
-        self._markers.mkdir(parents=True, exist_ok=True)
-        try:
-            os.close(os.open(self._markers / key, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
-        except FileExistsError:
-            return False
-        return True
+        return claim_marker(self._markers / key)
 
     def _damage(self, occurrence: Occurrence, name: str | None, tensor: torch.Tensor) -> None:
         """Change an element of a tensor in place, and report it."""
@@ -428,7 +450,8 @@ def arm_configured(
     Raises:
         ConfigError: The plan cannot be read or is wrong, or a fault is for a rank that does not exist.
     """
-    plan = FaultPlan() if config.fault_plan is None else FaultPlan.load(config.fault_plan)
+    path = env.fault_plan() or config.fault_plan
+    plan = FaultPlan() if path is None else FaultPlan.load(path)
     if fault_tolerance.simulate_fault:
         plan = replace(plan, faults=(*plan.faults, simulated_fault(fault_tolerance, place)))
     if not plan.faults:

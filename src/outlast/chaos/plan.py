@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from outlast.config.base import from_mapping, nearest, parse_text, require, require_finite
@@ -58,14 +59,60 @@ class FaultKind(StrEnum):
     """``SystemExit`` with ``exit_code`` is raised."""
     SIGTERM = "sigterm"
     """The process gets SIGTERM, as before a preemption."""
+    KILL_AGENT = "kill_agent"
+    """From outside: a node's agent gets SIGKILL; its workers and its writer, with the memory tier, end with it."""
+    STOP_AGENT = "stop_agent"
+    """From outside: a node's agent gets SIGSTOP, for ``duration_s``; its workers and its writer continue."""
+    KILL_COORDINATOR = "kill_coordinator"
+    """From outside: the agent that hosts the coordinator gets SIGKILL."""
+    STOP_COORDINATOR = "stop_coordinator"
+    """From outside: the agent that hosts the coordinator gets SIGSTOP, for ``duration_s``."""
+    LOSE_NODE = "lose_node"
+    """From outside: a node's agent gets SIGKILL, and the node's folder in the local tier is deleted."""
+    CORRUPT_COPY = "corrupt_copy"
+    """From outside: one byte in the middle of one copy in ``tier`` is changed."""
+    TRUNCATE_COPY = "truncate_copy"
+    """From outside: one file of a copy in ``tier`` is cut to half of its length; not in memory, which is sealed."""
+    DELETE_COPY = "delete_copy"
+    """From outside: one file of a copy in ``tier`` is deleted; in memory, its pages are freed and read as zeros."""
+    DISK_FULL = "disk_full"
+    """From outside: for ``duration_s``, each file of a checkpoint that a node's writer process makes in ``tier`` fails
+    there with "no space left on device"; nothing is really filled."""
+    SLOW_DISK = "slow_disk"
+    """From outside: for ``duration_s``, each such file takes ``delay_s`` longer."""
 
     @property
     def is_numeric(self) -> bool:
         """Whether it changes a number; else it applies to the process."""
         return self in _NUMERIC
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether ``outlast chaos run`` causes it from outside; else the session of a rank does."""
+        return self in _OUTSIDE
+
+    @property
+    def is_of_copies(self) -> bool:
+        """Whether it damages a stored copy."""
+        return self in _OF_COPIES
+
+    @property
+    def is_gentle(self) -> bool:
+        """Whether it costs no restart, in a run that is not told to leave on it."""
+        return self.is_of_copies or self.is_of_disks or self in (FaultKind.SLOW, FaultKind.NAN, FaultKind.INF)
+
+    @property
+    def is_of_disks(self) -> bool:
+        """Whether it troubles what a node writes."""
+        return self in _OF_DISKS
+
 
 _NUMERIC = frozenset({FaultKind.NAN, FaultKind.INF, FaultKind.SIGN_FLIP, FaultKind.BIT_FLIP})
+_OF_COPIES = frozenset({FaultKind.CORRUPT_COPY, FaultKind.TRUNCATE_COPY, FaultKind.DELETE_COPY})
+_OF_DISKS = frozenset({FaultKind.DISK_FULL, FaultKind.SLOW_DISK})
+_OF_COORDINATORS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.STOP_COORDINATOR})
+_STOPPED = frozenset({FaultKind.STOP_AGENT, FaultKind.STOP_COORDINATOR})
+_OUTSIDE = _OF_COPIES | _OF_DISKS | _OF_COORDINATORS | _STOPPED | {FaultKind.KILL_AGENT, FaultKind.LOSE_NODE}
 _LASTING = frozenset({FaultKind.SLEEP, FaultKind.HOLD_GIL, FaultKind.SLOW})
 
 
@@ -81,6 +128,19 @@ class FaultTarget(StrEnum):
     """A parameter's gradient, after the backward and any reduction among ranks."""
     ACTIVATION = "activation"
     """What a module within the state's modules returns from its forward."""
+
+
+class FaultTier(StrEnum):
+    """In which tier a copy is damaged, or writing is troubled."""
+
+    MEMORY = "memory"
+    """What the writer process of a node holds of its ranks."""
+    LOCAL = "local"
+    """A node's folder on its disk: the shards of its own ranks."""
+    REPLICA = "replica"
+    """The same folder: the shards of other nodes' ranks."""
+    GLOBAL = "global"
+    """The checkpoints that all ranks share; a folder, no URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +188,10 @@ class Fault:
     """Instead of an iteration, for faults of a process: seconds after the session's start before which it does not
     strike."""
 
+    at_s: float | None = None
+    """Instead of an iteration, under ``outlast chaos run``: seconds after the run's first step before which it does not
+    strike. It waits while the ranks restart."""
+
     once_durable: bool = False
     """With ``after_s``: also wait until there is something to come back from."""
 
@@ -136,10 +200,20 @@ class Fault:
     any. In ``setup`` no step counts as done yet."""
 
     duration_s: float | None = None
-    """How long sleep, hold_gil and slow last, in seconds; none = forever, or until the process ends."""
+    """How long a sleep, hold_gil, slow, stop_agent, stop_coordinator, disk_full or slow_disk lasts, in seconds; none =
+    forever, or until the process ends. The last two need it."""
 
     factor: float | None = None
     """How many times as long things take under slow; above 1."""
+
+    tier: str | None = None
+    """Where a copy is damaged: memory, local, replica or global; where a disk is full or slow: local or global."""
+
+    generation: int | None = None
+    """Iteration of the generation whose copy is damaged; none = the newest that is committed."""
+
+    delay_s: float | None = None
+    """Seconds that each file takes longer under slow_disk."""
 
     exit_code: int = 1
     """Exit code of the kind exit."""
@@ -158,10 +232,14 @@ class Fault:
         require(self.kind in _KINDS, f"kind={self.kind!r} is unknown; {nearest(self.kind, _KINDS)}")
         if FaultKind(self.kind).is_numeric:
             self._check_numeric()
+        elif FaultKind(self.kind).is_outside:
+            self._check_outside()
         else:
             self._check_process()
         self._check_victim()
         self._check_moment()
+        if not FaultKind(self.kind).is_outside:
+            self._check_absent("tier", "generation", "delay_s")
         for name in ("name", "section", "tensor", "node", "device"):
             text = getattr(self, name)
             require(text is None or (text != "" and text.isprintable()), f"{name}={text!r} must be a printable text")
@@ -180,10 +258,16 @@ class Fault:
             whom = f"rank {self.rank}"
         elif self.node is not None:
             whom = f"node {self.node}"
+        elif FaultKind(self.kind) in _OF_COORDINATORS:
+            whom = "the coordinator's node"
+        elif FaultKind(self.kind).is_outside:
+            whom = "a drawn node" if self.tier is None else f"the {self.tier} tier"
         else:
             whom = "a drawn rank" if self.device is None else f"device {self.device}"
         if self.iteration is not None:
             when = f"at iteration {self.iteration}"
+        elif self.at_s is not None:
+            when = f"after {self.at_s:g} s of the run"
         else:
             when = f"after {self.after_s} s" if self.rate is None else f"at a rate of {self.rate} a step"
         where = f" in section {self.section!r}" if self.section else ""
@@ -222,6 +306,38 @@ class Fault:
             f"factor={self.factor} is for kind slow, and above 1; correct it or leave it out",
         )
 
+    def _check_outside(self) -> None:
+        kind = FaultKind(self.kind)
+        self._check_absent("target", "tensor", "element", "bit", "section", "factor", "rate", "after_s", "device")
+        require(not self.persistent, f"persistent is not for kind={self.kind!r}; leave it out")
+        if kind in _OF_COORDINATORS or self.tier == FaultTier.GLOBAL:
+            self._check_absent("node")
+        if not kind.is_of_copies:
+            self._check_absent("rank", "generation")
+        if kind not in _STOPPED | _OF_DISKS:
+            self._check_absent("duration_s")
+        if not (kind.is_of_copies or kind.is_of_disks):
+            self._check_absent("tier")
+        if kind != FaultKind.SLOW_DISK:
+            self._check_absent("delay_s")
+        for name, is_needed in (
+            ("tier", kind.is_of_copies or kind.is_of_disks),
+            ("duration_s", kind.is_of_disks),
+            ("delay_s", kind == FaultKind.SLOW_DISK),
+        ):
+            require(not is_needed or getattr(self, name) is not None, f"{name} is missing; a {self.kind} needs it")
+        for name in ("duration_s", "delay_s"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name}={value} must be above 0")
+        require(self.generation is None or self.generation >= 0, f"generation={self.generation} must not be negative")
+        if self.tier is not None:
+            require(self.tier in _TIERS, f"tier={self.tier!r} is unknown; {nearest(self.tier, _TIERS)}")
+            can_be = {FaultTier.LOCAL, FaultTier.GLOBAL} if kind.is_of_disks else set(FaultTier)
+            if kind == FaultKind.TRUNCATE_COPY:
+                can_be.remove(FaultTier.MEMORY)
+            names = ", ".join(tier for tier in FaultTier if tier in can_be)
+            require(self.tier in can_be, f"tier={self.tier!r} is not for kind={self.kind!r}; write one of {names}")
+
     def _check_absent(self, *names: str) -> None:
         for name in names:
             require(getattr(self, name) is None, f"{name} is not for kind={self.kind!r}; leave it out")
@@ -232,7 +348,7 @@ class Fault:
         require(self.rank is None or self.rank >= 0, f"rank={self.rank} must not be negative")
 
     def _check_moment(self) -> None:
-        given = [name for name in ("iteration", "rate", "after_s") if getattr(self, name) is not None]
+        given = [name for name in ("iteration", "rate", "after_s", "at_s") if getattr(self, name) is not None]
         require(
             len(given) == 1,
             f"{' and '.join(given)} are given; keep one" if given else "iteration is missing; give it, or a rate",
@@ -240,10 +356,11 @@ class Fault:
         require(self.iteration is None or self.iteration >= 0, f"iteration={self.iteration} must not be negative")
         require(self.rate is None or 0 < self.rate <= 1, f"rate={self.rate} must be above 0 and at most 1")
         require(self.after_s is None or self.after_s >= 0, f"after_s={self.after_s} must not be negative")
+        require(self.at_s is None or self.at_s >= 0, f"at_s={self.at_s} must not be negative")
         require(not self.once_durable or self.after_s is not None, "once_durable needs after_s; give it, such as 0")
         require(
-            not self.persistent or self.after_s is None,
-            "persistent needs an iteration or a rate, not after_s; change one",
+            not self.persistent or (self.after_s is None and self.at_s is None),
+            "persistent needs an iteration or a rate, not after_s or at_s; change one",
         )
         require(
             self.exit_code == 1 or self.kind == FaultKind.EXIT, "exit_code is for kind='exit'; change one of the two"
@@ -253,6 +370,7 @@ class Fault:
 
 _KINDS = frozenset(kind.value for kind in FaultKind)
 _TARGETS = frozenset(target.value for target in FaultTarget)
+_TIERS = frozenset(tier.value for tier in FaultTier)
 
 
 @cache
@@ -356,6 +474,8 @@ class PlannedFault:
     def applies_to(self, place: WorkerEnv, device: str, iteration: int) -> bool:
         """Return whether this rank is struck when the step at this iteration is."""
         fault = self.fault
+        if FaultKind(fault.kind).is_outside:
+            return False
         if fault.rank is not None:
             return place.global_rank == fault.rank
         if fault.node is not None:
@@ -433,6 +553,27 @@ class MissingFault:
         return f"faults[{self.index}] did not strike: {self.fault.describe()}{where}; the run reached {self.reached}"
 
 
+def marker_of(run_dir: str | os.PathLike[str], fault_id: str, *, due: bool = False) -> Path:
+    """Return the file by which a fault comes once a run; with ``due``, the one by which a rank learns that it is time.
+
+    Args:
+        run_dir: The run directory.
+        fault_id: The fault's name in the plan.
+        due: Of a fault with ``at_s``.
+    """
+    return Path(run_dir) / "faults" / (f"{fault_id}.due" if due else fault_id)
+
+
+def claim_marker(path: Path) -> bool:
+    """Make a marker; return whether it was not there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+    except FileExistsError:
+        return False
+    return True
+
+
 def verify_fired(plan: FaultPlan, run_dir: str | os.PathLike[str]) -> list[MissingFault]:
     """Return the faults of a plan that did not strike in a run, in the plan's order; none: all did.
 
@@ -461,7 +602,9 @@ def verify_fired(plan: FaultPlan, run_dir: str | os.PathLike[str]) -> list[Missi
 def _due(planned: PlannedFault, reached: int) -> tuple[int, ...]:
     if planned.fault.rate is not None:
         return tuple(iteration for iteration in range(reached) if planned.is_due(iteration))
-    return () if planned.fault.iteration is None else (planned.fault.iteration,)
+    if planned.fault.iteration is None or FaultKind(planned.fault.kind).is_outside:
+        return ()  # from outside it strikes once the iteration is done, which may be somewhat later
+    return (planned.fault.iteration,)
 
 
 def _toml(value: object) -> str:

@@ -365,6 +365,7 @@ def new_file(path: Path, num_bytes: int, *, direct: bool = False) -> Iterator[in
         raise
     try:
         try:
+            reach("checkpoint.file.made", path=path)
             if num_bytes:
                 os.posix_fallocate(fd, 0, num_bytes)  # a full disk fails at once, and pieces lie side by side
         except OSError as error:

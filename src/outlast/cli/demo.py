@@ -89,7 +89,11 @@ def _perform(shape: Shape, *, seed: int, keep: str | None, as_json: bool) -> int
         console.print(render(outcome))
     for line in captured.get().splitlines():
         click.echo(line.rstrip())
-    places = {"What was done about each": outcome.details, "Journal, output and generations": outcome.folder}
+    places = {
+        "What was done about each": outcome.details,
+        "The run as a page, for a browser": outcome.report,
+        "Journal, output and generations": outcome.folder,
+    }
     for what, place in places.items():
         if place is not None:
             click.echo(f"\n{what}:\n{place}")  # a line of its own, to be copied

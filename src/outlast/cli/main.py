@@ -140,6 +140,13 @@ _COMMANDS = {
     ),
     "ckpt": ("outlast.cli.ckpt:ckpt", "List, verify and prune checkpoints, local and remote."),
     "status": ("outlast.cli.status:status", "Say how a run is: who runs where, how far, what it waits for."),
+    "top": ("outlast.cli.top:top", "Watch a run live: ranks, sections, iterations a second, incidents, tiers."),
+    "report": (
+        "outlast.cli.report:report",
+        "Show what happened in a run and what it cost; write report.html and a trace.",
+    ),
+    "simulate": ("outlast.cli.simulate:simulate", "Predict goodput at scale; find intervals and spares that pay."),
+    "chaos": ("outlast.cli.chaos:chaos", "Plan faults, and run a script under them."),
     "doctor": ("outlast.cli.doctor:doctor", "Say whether this node is fit to train."),
     "slurm": ("outlast.cli.slurm:slurm", "Make and submit Slurm jobs, give them back to the queue."),
     "k8s": ("outlast.cli.k8s:k8s", "Make the manifest of a job on Kubernetes."),

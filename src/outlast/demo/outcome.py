@@ -726,6 +726,8 @@ class DemoOutcome:
     """Where everything was kept; ``None`` = nothing was."""
     details: str | None = None
     """File with what was done about each fault; ``None`` = none was written."""
+    report: str | None = None
+    """The page about the run with faults; ``None`` = none was written."""
 
     @property
     def bit_identical(self) -> bool:

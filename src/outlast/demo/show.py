@@ -29,6 +29,7 @@ from outlast.demo.plan import DemoFault, Scene, Shape, draw_faults, is_time
 from outlast.demo.stage import Stage, find_example, uninterrupted
 from outlast.demo.view import View, write_details
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
+from outlast.goodput import Ledger
 from outlast.incidents import Event
 
 _NUM_SPARES = 2
@@ -59,7 +60,8 @@ def perform(
             when something went wrong.
         view: Shows what happens.
         on_failure: Called with the end of the agents' output when something went wrong.
-        writes_details: Write what was done about each fault into a file of the folder, which then stays.
+        writes_details: Write what was done about each fault, and the page about the run, into files of the folder,
+            which then stays.
 
     Raises:
         ConfigError: The folder is not empty, or there are too few iterations.
@@ -75,7 +77,8 @@ def perform(
         if writes_details and outcome.incidents:
             path = folder / "incidents.txt"
             path.write_text(write_details(outcome), encoding="utf-8")
-            outcome = dataclasses.replace(outcome, details=str(path))
+            page = _write_page(folder / _WITH_FAULTS / "run", folder / "report.html")
+            outcome = dataclasses.replace(outcome, details=str(path), report=page)
     except BaseException:
         if keep is None:
             _remove(folder)
@@ -87,6 +90,18 @@ def perform(
     else:
         _remove(folder / _UNDISTURBED, folder / _WITH_FAULTS)
     return outcome
+
+
+def _write_page(run_dir: Path, path: Path) -> str | None:
+    """Write the page about a run; return its path, or ``None`` where the run left no journal."""
+    from outlast.report.page import make_page
+
+    try:
+        ledger = Ledger.read(run_dir)
+    except ConfigError:
+        return None
+    path.write_bytes(make_page(ledger, run_dir=run_dir))
+    return str(path)
 
 
 def _remove(*folders: Path) -> None:

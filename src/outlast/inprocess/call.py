@@ -41,7 +41,7 @@ class RestartRequested(BaseException):
     """All ranks leave the wrapped function now; not to be caught."""
 
 
-class _Part:
+class _ScopedPart:
     """A part of the function with something of its own; may be nested."""
 
     __slots__ = ("_enter", "_leave")
@@ -112,7 +112,7 @@ class Handle:
 
         A restart that was ordered meanwhile begins at its end. The hard timeout still holds.
         """
-        return _Part(self._interruption.enter_atomic, self._interruption.leave_atomic)
+        return _ScopedPart(self._interruption.enter_atomic, self._interruption.leave_atomic)
 
     def begin_update(self) -> None:
         """Record that what training changes is not whole from here until :meth:`end_update`; may be called repeatedly.
@@ -132,7 +132,7 @@ class Handle:
 
         Other ranks' faults still end the call.
         """
-        return _Part(self._page.pause, self._page.resume)
+        return _ScopedPart(self._page.pause, self._page.resume)
 
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
         """Return the object of this name that this process kept from an earlier call, else what ``make()`` returns.

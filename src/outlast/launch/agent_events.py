@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from outlast import clock
+from outlast import clock, env
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch.options import RunOptions
 from outlast.launch.protocol import Start, Stop
@@ -189,6 +189,8 @@ class NodeJournal:
             version=__version__,
             **describe_self(),
         )
+        if (started_ns := env.scheduler_start_ns()) is not None:
+            self._journal.write(EventKind.QUEUED, started_wall_ns=started_ns, scheduler="slurm")
 
     def begin_cycle(self, number: int) -> None:
         """Note which cycle what follows belongs to."""

@@ -106,6 +106,7 @@ class Coordinator:
             reason = "an earlier job finished this run; to train again, name another --run-dir"
             self.phase, self.stop = m.JobPhase.OVER, m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
         self._record, self._learn = record, learn
+        self._noted_forming: tuple[int, bool] | None = None
         self._ending: CycleEnding | None = None
         """The cycle that is ending, until all of its nodes have reported what they know."""
         self._adoption = Adoption(settings.num_slots, settings.term - 1)
@@ -700,6 +701,7 @@ class Coordinator:
         if self._forming.lacks_heir(self.state):
             self._ladder.drop_replay(f"no spare is left for the slot of node {', '.join(self.state.held_back)}")
         slots = self._forming.fill(self.cycle, now_s, barred=self.state.barred)
+        self._note_forming(missing=0 if slots is not None else max(1, self._forming.missing))
         if slots is None:
             self._wait_for_nodes(now_s)
             return
@@ -709,6 +711,12 @@ class Coordinator:
         first = self.nodes.holder(slots[0])
         assert first is not None
         self.nodes.send(first, m.Prepare(cycle=self.cycle))
+
+    def _note_forming(self, *, missing: int) -> None:
+        """Record that nodes are missing, once, and that none is any more."""
+        if (noted := (self.cycle, missing > 0)) != self._noted_forming:
+            self._noted_forming = noted
+            self._record(EventKind.FORMING, self.cycle, {"missing": missing})
 
     def _await_quorum(self, now_s: float) -> None:
         self._forming.await_quorum(self.cycle, now_s)

@@ -63,6 +63,12 @@ class CoordinatorClient:
         self._distrusted: tuple[Distrusted, ...] = ()
         self._script_settings: str | None = None
 
+    @property
+    def num_spares(self) -> int:
+        """How many spares wait, as this node was told last. Thread: any."""
+        place = self._place
+        return 0 if place is None else place.num_spares
+
     def take_place(self, start: m.Start) -> bool:
         """Note the place in a cycle; return False for one that must not be started.
 

@@ -598,7 +598,8 @@ class Forming:
     quorum: Quorum
     _since_s: float | None = None
     """Since when nodes are missing."""
-    _missing: int = 0
+    missing: int = 0
+    """Slots without a node, as :meth:`fill` found last."""
     _lacks_quorum: bool = False
     """The slots could be filled, and most of the members may be elsewhere."""
     _said_s: float | None = None
@@ -664,7 +665,7 @@ class Forming:
         left_s = max(0.0, self._since_s + self.settings.join_timeout_s - now_s)
         num_slots = len(self.nodes.slots)
         reason = (
-            f"waiting for {self._missing} of {num_slots} node{'' if num_slots == 1 else 's'} (have: {names or 'none'})"
+            f"waiting for {self.missing} of {num_slots} node{'' if num_slots == 1 else 's'} (have: {names or 'none'})"
             f"; gives up in {left_s:.0f} s"
         )
         if self._lacks_quorum:
@@ -766,7 +767,7 @@ class Forming:
                 "may go on elsewhere"
             )
         return (
-            f"{self._missing} of {len(self.nodes.slots)} slots stayed empty for {timeout_s:.0f} s "
+            f"{self.missing} of {len(self.nodes.slots)} slots stayed empty for {timeout_s:.0f} s "
             "(--rdzv-conf join_timeout=...): no spare is left"
         )
 
@@ -776,7 +777,7 @@ class Forming:
             return None
         waited_s = max(0.0, now_s - self._since_s)
         return m.LiveLack(
-            num_missing=self._missing,
+            num_missing=self.missing,
             num_needed=len(self.nodes.slots),
             waited_s=round(waited_s, 1),
             gives_up_in_s=round(max(0.0, self.settings.join_timeout_s - waited_s), 1),
@@ -787,6 +788,6 @@ class Forming:
         return all(slot.holder is not None for slot in slots)
 
     def _miss(self, missing: int, cycle: int, now_s: float) -> None:
-        self._missing = missing
+        self.missing = missing
         if self._since_s is None:
             self._since_s = now_s

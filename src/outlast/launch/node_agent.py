@@ -57,6 +57,7 @@ from outlast.launch.agent_events import (
 from outlast.launch.coordinator_client import GOODBYE_S, CoordinatorClient, LinkDown, LinkFailed, LinkUp
 from outlast.launch.cycle import ALONE_S, Cycle, WorkerLaunch
 from outlast.launch.membership import REMIND_S
+from outlast.launch.metrics_endpoint import AgentOutlook
 from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
 from outlast.launch.verdicts import name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
@@ -147,6 +148,16 @@ class NodeAgent(SimpleElasticAgent):
     def job(self) -> str:
         """Name of the job, once it is known."""
         return self._journal.job
+
+    def outlook(self) -> AgentOutlook:
+        """Return how this agent is. Thread: any."""
+        return AgentOutlook(
+            job=self.job,
+            state=self._state,
+            is_host=self.is_host,
+            cycle=self._cycle,
+            num_spares=self._client.num_spares,
+        )
 
     @property
     def _running(self) -> Cycle | None:

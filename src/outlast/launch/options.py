@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib.util
+import ipaddress
 import math
 import os
 import re
@@ -21,7 +23,7 @@ from outlast.config import Config, FaultToleranceConfig, HealthConfig
 from outlast.config.sources import LayeredSettings, ft_config_from, ft_typed
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
-from outlast.runtime.addresses import interface_addresses, parse_endpoints, parse_port_range
+from outlast.runtime.addresses import Endpoint, interface_addresses, parse_endpoints, parse_port_range
 from outlast.runtime.device import why_absent
 from outlast.wording import count
 
@@ -40,10 +42,12 @@ _NEVER_EMPTY = (
     "rdzv_endpoint",
     "master_addr",
     "log_dir",
+    "metrics_address",
     "interface",
     "port_range",
 )
 _NOT_NEGATIVE = ("max_restarts", "max_restarts_total", "restart_grace", "workers_stop_timeout", "shutdown_timeout")
+_A_PORT = "write a number from 1 to 65535, or 0 for a free one"
 _STREAMS = re.compile(r"[0-3]|\d:[0-3](,\d:[0-3])*")
 
 
@@ -89,6 +93,8 @@ class RunOptions(Checked):
     """The run has an id or a directory of its own, so that a later job continues it; once finished, it stays so."""
     names: tuple[str, ...]
     """The names that the run was given: its id, its directory."""
+    metrics: Endpoint | None
+    """Where this agent shows Prometheus its figures; ``None`` = nowhere."""
     log_level: str | None
     """What ``--log-level`` or ``--quiet`` asks for; ``None`` = the environment's."""
     new_folders: tuple[Path, ...]
@@ -149,6 +155,8 @@ def check_values(argv: Sequence[str]) -> Checked:
         f"{layers.written('min_nodes')} is more than the {count(num_slots, 'node')} of {name('nnodes')}; lower it",
     )
     _check_nproc(args.nproc_per_node, name("nproc_per_node"))
+    port = args.metrics_port
+    _require(port is None or 0 <= port < 65536, f"{name('metrics_port')}={port} is no port; {_A_PORT}")
     _check_streams(command)
     _require(
         not (args.no_python and args.module),
@@ -197,6 +205,7 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
     _check_devices(command)
     _check_plugins(command)
     _check_script(command)
+    metrics = _metrics_endpoint(command)
     run_id = args.rdzv_id
     if run_id == "none" or args.standalone:
         now = datetime.datetime.fromtimestamp(clock.wall_ns() / 1e9)
@@ -227,6 +236,7 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
             *(() if args.standalone else env.name_of_run(args.rdzv_id)),
             *([f"directory {run_dir}"] if has_directory else []),
         ),
+        metrics=metrics,
         log_level=_log_level(args),
         new_folders=new_folders,
     )
@@ -296,6 +306,34 @@ def _check_network(command: RunCommand) -> None:
         nproc = int(args.nproc_per_node) if args.nproc_per_node.isdecimal() else 1
         where = command.name("port_range") if args.port_range else env.PORT_RANGE
         parse_port_range(ports, where=where, needed=NODE_PORTS + WORKER_PORTS * nproc)
+
+
+def _metrics_endpoint(command: RunCommand) -> Endpoint | None:
+    """Return where this agent shows its figures; refuse an address that is none, and a package that is not there."""
+    args, name = command.args, command.name
+    given_address, given_port = env.metrics_endpoint()
+    port, source = args.metrics_port, name("metrics_port")
+    if port is None and given_port is not None:
+        source = env.METRICS_PORT
+        port = int(given_port) if given_port.isdecimal() else -1
+        _require(0 <= port < 65536, f"{source}={given_port} is no port; {_A_PORT}")
+    if port is None:
+        _require(
+            args.metrics_address is None,
+            f"{name('metrics_address')} has no effect without --metrics-port; add that, or leave it out",
+        )
+        return None
+    address = args.metrics_address or given_address or "127.0.0.1"
+    where = name("metrics_address") if args.metrics_address else env.METRICS_ADDRESS
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        raise ConfigError(f"{where}={address} is no IP address; write 127.0.0.1, or that of an interface") from None
+    _require(
+        importlib.util.find_spec("prometheus_client") is not None,
+        f"{source} needs prometheus-client, which is not installed: pip install 'outlast[prometheus]'",
+    )
+    return Endpoint(address, port)
 
 
 def _check_devices(command: RunCommand) -> None:

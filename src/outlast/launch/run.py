@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType, SimpleNamespace
@@ -25,11 +25,11 @@ from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config.sources import DEFAULT
 from outlast.errors import ConfigError, ExitReason
-from outlast.incidents import CYCLE_ENDING, Event, EventKind, Rung
-from outlast.journal import read
+from outlast.goodput.ledger import PREEMPTED, Ledger
 from outlast.launch.agent_events import AgentStops, Mailbox, SignalReceived, WriterDied
 from outlast.launch.control import JobIdentity, Occupant, WrongRun, probe
 from outlast.launch.membership import JobSettings, name_job
+from outlast.launch.metrics_endpoint import MetricsEndpoint
 from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.protocol import Stop
@@ -37,7 +37,6 @@ from outlast.launch.rank_relay import RankRelay
 from outlast.launch.verdicts import load_ladder
 from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
-from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import Endpoint, address_for_peers, is_loopback, parse_endpoints
 from outlast.runtime.files import in_time
 from outlast.runtime.lease import FolderRecords, InUse, Lease
@@ -88,101 +87,14 @@ def summarise(run_dir: str | os.PathLike[str], job: str) -> Summary:
     the same processes, began before it, or the job ended without the run's end and no generation that outlives the job
     holds it.
     """
-    events = [event for event in read(run_dir) if event.job == job]
-    cycles = {event.cycle for event in events if event.kind == EventKind.CYCLE_STARTED and event.cycle is not None}
-    verdicts = [event.data for event in events if event.kind == EventKind.VERDICT and "incident" in event.data]
-    exits = [event.data for event in events if event.kind == EventKind.WORKER_EXITED]
-    codes = [event.data.get("exit_code") for event in events if event.kind == EventKind.JOB_ENDED]
-    is_given_up = bool(codes) and ExitReason.FINISHED not in codes
+    ledger = Ledger.read(run_dir, job=job)
+    causes = [one for one in ledger.incidents if one.rung != "rerun_step" and one.kind != PREEMPTED]
     return Summary(
-        num_cycles=len(cycles),
-        num_incidents=len(verdicts) + (is_given_up and _ended_unjudged(events)),
-        lost_iterations=count_lost(events, is_given_up=is_given_up),
-        num_in_process=sum(data.get("verdict", {}).get("rung") == Rung.RESTART_IN_PROCESS for data in verdicts),
-        num_spared=sum(bool(data.get("spared")) for data in exits),
-    )
-
-
-def count_lost(events: Sequence[Event], *, is_given_up: bool) -> int:
-    """Return how many iterations were done in vain.
-
-    Ranks train together: the one that reports the most counts.
-
-    Args:
-        events: Of one job, by wall time.
-        is_given_up: The job is over, and did not finish the run.
-    """
-    tracks: dict[int, _RankHistory] = {}
-    durable = 0
-    for event in sorted(events, key=lambda event: event.cycle or 0):  # nodes' clocks differ, cycles do not overlap
-        durable = max(durable, _durable(event))
-        if event.kind == EventKind.CYCLE_ENDED:
-            for rank, iteration in event.data.get("iterations", {}).items():
-                if int(rank) in tracks:
-                    tracks[int(rank)].do(iteration)
-        elif event.rank is not None:
-            if event.kind == EventKind.SESSION_STARTED:
-                tracks.setdefault(event.rank, _RankHistory()).begin()
-            elif event.rank in tracks and event.iteration is not None:
-                if event.kind == EventKind.RESTORED:
-                    tracks[event.rank].go_on_from(event.iteration)
-                elif event.kind in _DONE:
-                    tracks[event.rank].do(event.iteration)
-    return max((track.lost + (track.beyond(durable) if is_given_up else 0) for track in tracks.values()), default=0)
-
-
-_DONE = (EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.SESSION_ENDED)
-"""What a rank writes with the number of iterations that it has done."""
-
-
-@dataclass(slots=True)
-class _RankHistory:
-    """What one rank has done, and how much of it in vain."""
-
-    done: int = 0
-    lost: int = 0
-    _begins: bool = False
-    """A session has begun, and it is not known yet from where it resumes."""
-
-    def begin(self) -> None:
-        self._begins = True
-
-    def go_on_from(self, iteration: int) -> None:
-        self.lost += self.beyond(iteration)
-        self.done, self._begins = iteration, False
-
-    def do(self, iteration: int) -> None:
-        if self._begins and iteration:  # nothing was loaded: it began anew
-            self.go_on_from(0)
-        self.done = max(self.done, iteration)
-
-    def beyond(self, iteration: int) -> int:
-        return max(0, self.done - iteration)
-
-
-def _durable(event: Event) -> int:
-    """Return the iteration of a generation that outlives the job, if the event names one, else 0."""
-    if event.kind == EventKind.SAVE_COMMITTED:
-        tiers = event.data.get("tiers", ())
-    elif event.kind == EventKind.RESTORED:
-        tiers = (event.data.get("tier"),)
-    else:
-        return 0
-    return (event.iteration or 0) if _LASTING.intersection(tiers) else 0
-
-
-_LASTING = {str(Tier.LOCAL), str(Tier.GLOBAL)}
-"""Tiers that outlive a job's processes; what a writer holds in memory, its own or another node's, ends with it."""
-
-
-def _ended_unjudged(events: Sequence[Event]) -> bool:
-    """Return whether the last cycle saw trouble on which the job ended before the ladder was asked."""
-    last = max((event.cycle for event in events if event.cycle is not None), default=None)
-    of_last = [event for event in events if event.cycle == last]
-    judged = any(event.kind == EventKind.VERDICT and "incident" in event.data for event in of_last)
-    return not judged and any(
-        event.kind == EventKind.INCIDENT and event.data.get("incident", {}).get("kind") in CYCLE_ENDING
-        for event in of_last
+        num_cycles=sum(bool(cycle.nodes) for cycle in ledger.cycles),
+        num_incidents=len(causes),
+        lost_iterations=ledger.lost_iterations,
+        num_in_process=ledger.num_in_process,
+        num_spared=ledger.num_spared,
     )
 
 
@@ -215,7 +127,8 @@ def launch(options: RunOptions) -> int:
     mailbox = Mailbox[object]()
     lease = own_run_directory(options, mailbox)  # before anything is read or written there
     try:
-        return _launch(options, lease, mailbox)
+        with _show_metrics(options) as metrics:
+            return _launch(options, lease, mailbox, metrics)
     except ConfigError:
         lease.withdraw()  # the job was refused before it began
         raise
@@ -223,7 +136,7 @@ def launch(options: RunOptions) -> int:
         lease.release()
 
 
-def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
+def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics: MetricsEndpoint | None) -> int:
     started_s = clock.now_s()
     startup = _StartUp()
     remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is refused before all else
@@ -277,6 +190,8 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
         except (ValueError, OSError) as error:
             # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
             raise ConfigError(f"{str(error).splitlines()[0]}; see outlast run --help") from error
+        if metrics is not None:
+            metrics.show(agent.outlook)
         startup.is_over = True
         _install_handlers(options.torchrun.signals_to_handle, lambda number: mailbox.put(SignalReceived(number)))
         _run_with_torch_events(agent, options.torchrun.event_log_handler)
@@ -293,6 +208,18 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object]) -> int:
         options.run_dir,
     )
     return stop.exit_code
+
+
+def _show_metrics(options: RunOptions) -> AbstractContextManager[MetricsEndpoint | None]:
+    """Open this node's endpoint for Prometheus, if one is asked for; before anything is started.
+
+    Raises:
+        ConfigError: Nothing can listen there.
+    """
+    if options.metrics is None:
+        return nullcontext()
+    where = options.metrics
+    return closing(MetricsEndpoint(where, run_id=options.run_id, node=options.node_name, run_dir=options.run_dir))
 
 
 def _describe_totals(options: RunOptions, job: str) -> str:

@@ -234,10 +234,20 @@ _OURS: tuple[tuple[str, str, str | None, str | float | None, str], ...] = (
         "Least level of outlast's log lines, in all processes of this node: debug, info, warning or error; default "
         "OUTLAST_LOG_LEVEL, else info.",
     ),
+    (
+        *(_OUTPUT, "metrics-port", "PORT", None),
+        "Show Prometheus this node's figures at this port, over HTTP; 0: a free one, which the log names; default "
+        "OUTLAST_METRICS_PORT, else not at all.",
+    ),
+    (
+        *(_OUTPUT, "metrics-address", "ADDRESS", None),
+        "IP address at which --metrics-port listens; default OUTLAST_METRICS_ADDRESS, else 127.0.0.1, which other "
+        "machines do not reach.",
+    ),
     (_OUTPUT, "quiet", None, None, "Log warnings, errors and the last line only: --log-level=warning."),
 )
 """Our own options: group, name, the value's name (``None``: a switch), default, help."""
-_TYPES: dict[str, Callable[[str], Any]] = {"N": int, "SECONDS": float}
+_TYPES: dict[str, Callable[[str], Any]] = {"N": int, "PORT": int, "SECONDS": float}
 _ALIASES = {"config": ("--health-config", "--health_config", "--ft-cfg-path", "--ft-cfg_path", "--ft_cfg_path")}
 """One option: the second name is our own former one, the others are those of ft_launcher."""
 _FT_GROUPS = {

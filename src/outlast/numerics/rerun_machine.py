@@ -274,6 +274,11 @@ class RerunStateMachine:
             return
         self._validation.take_result(result, rejection_func, message, comparison_func, tolerance, fatal=fatal)
 
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """The numbers that were judged in the step's newest run, by name; those of a device once the run has ended."""
+        return self._validation.numbers
+
     def should_run_forward_backward(self, data_iterator: Batches = None) -> bool:
         """Return whether the step is to be run (again); the first call after the end of a step begins the next.
 

@@ -64,6 +64,8 @@ class StepValidation:
         self.injector = ErrorInjector(config, f"{place.job}-{place.cycle}-{place.global_rank}")
         self.statistics: dict[str, DifferenceCounts] = {}
         """How much two runs of a step differed, by the name of what was validated, where all results are kept."""
+        self.numbers: dict[str, float] = {}
+        """The numbers that the newest run has judged so far, by name."""
         self._config, self._place, self._device = config, place, device
         self._rejects = config.rerun_mode == "validate_results"
         self._spikes: dict[str, SpikeRule] = {}
@@ -106,6 +108,7 @@ class StepValidation:
 
     def _begin_run(self, state: StepRun) -> None:
         self._state, self._num_calls = state, 0
+        self.numbers.clear()
         self._results, self._rejected, self._judged = {}, {}, {}
         self._pending.clear()
         self._seen.clear()
@@ -137,6 +140,7 @@ class StepValidation:
     ) -> None:
         if self.injector.strikes(self._state, self._iteration, call):
             number = math.nan
+        self.numbers[what] = number
         why, fatal = self._reject_by_settings(what, number) if self._rejects else (None, True)
         if self._rejects and rejects is not None and (why is None or not fatal) and rejects(number):
             why, fatal = message, True

@@ -432,6 +432,15 @@ class RankState(RankFacts):
         """Whether ``iteration`` means something: a monitor is attached, or a checkpoint manager writes to the page."""
         return self.attached or self.reports_progress
 
+    @property
+    def standing(self) -> str:
+        """What the worker does, in a word; ``starting``: it has no session, or none yet."""
+        if self.finished:
+            return "finished"
+        inside = {InProcessState.RESTARTING: "restarting", InProcessState.SPARE: "spare"}
+        begun = self.attached or self.in_process != InProcessState.OFF
+        return inside.get(self.in_process, "running" if begun else "starting")
+
 
 class Board:
     """The pages of a node's workers; made by the agent, opened by the workers.
@@ -439,13 +448,14 @@ class Board:
     Use :meth:`create` or :meth:`open`.
     """
 
-    def __init__(self, path: str, fd: int, num_ranks: int) -> None:
+    def __init__(self, path: str, fd: int, num_ranks: int, *, is_written: bool = True) -> None:
         self.path = path
         """Where other processes of the node open the board."""
         self.num_ranks = num_ranks
         self.fd = -1
         """Descriptor of a board that this process made."""
-        self._map = mmap.mmap(fd, PAGE_BYTES * (num_ranks + 1))
+        access = mmap.ACCESS_WRITE if is_written else mmap.ACCESS_READ
+        self._map = mmap.mmap(fd, PAGE_BYTES * (num_ranks + 1), access=access)
         self._words = memoryview(self._map).cast("q")
 
     @classmethod
@@ -472,14 +482,18 @@ class Board:
         return board
 
     @classmethod
-    def open(cls, path: str) -> Board:
+    def open(cls, path: str, *, is_written: bool = True) -> Board:
         """Open a board that another process made.
+
+        Args:
+            path: Where it is.
+            is_written: This process is one of its workers; otherwise it only reads.
 
         Raises:
             OutlastError: There is none, or it is of another format or size.
         """
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, (os.O_RDWR if is_written else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as error:
             raise OutlastError(f"heartbeat board {path} cannot be opened: {error}") from error
         try:
@@ -497,7 +511,7 @@ class Board:
                 )
             if num_ranks < 1 or size != PAGE_BYTES * (num_ranks + 1):
                 raise OutlastError(f"heartbeat board {path} has {size} bytes, which does not fit {num_ranks} ranks")
-            return cls(path, fd, num_ranks)
+            return cls(path, fd, num_ranks, is_written=is_written)
         finally:
             os.close(fd)
 

@@ -8,9 +8,11 @@ user can meet one by mistake.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Literal
@@ -23,18 +25,51 @@ from outlast.decoding import from_json
 _armed: dict[str, Callable[..., object]] = {}
 
 
+class DiskTrouble(msgspec.Struct, frozen=True, kw_only=True):
+    """What happens to a file while it is written."""
+
+    folder: str
+    """In which it lies, at any depth."""
+    delay_s: float = 0.0
+    """Writing it takes so much longer; 0 = it fails: the disk is full."""
+
+
+def _trouble_disk(troubles: str, path: str) -> None:
+    """Do to a file what is to be done at present. Raises: OSError."""
+    try:
+        with open(troubles, "rb") as file:
+            listed = from_json(file.read(), tuple[DiskTrouble, ...])
+    except FileNotFoundError:
+        return
+    for trouble in listed:
+        if path.startswith(os.path.join(trouble.folder, "")):
+            if not trouble.delay_s:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            time.sleep(trouble.delay_s)
+
+
 class Injection(msgspec.Struct, frozen=True, kw_only=True):
     """What happens at a point of a process that was started with it."""
 
     point: str
-    do: Literal["kill", "wait"]
-    """``kill``: end the process by SIGKILL; ``wait``: until somebody opens the FIFO ``path`` for writing."""
+    do: Literal["kill", "wait", "disk"]
+    """``kill``: end the process by SIGKILL; ``wait``: until somebody opens the FIFO ``path`` for writing; ``disk``:
+    what the file ``path`` says of the folder in which the point's ``path`` lies, a list of :class:`DiskTrouble`."""
     path: str = ""
     once: str = ""
     """A file that is made when it happens, and while it is there it does not happen again; empty: each time."""
 
-    def happen(self) -> None:
-        """Do it."""
+    def happen(self, facts: Mapping[str, object]) -> None:
+        """Do it.
+
+        Args:
+            facts: Those of the point.
+
+        Raises:
+            OSError: A disk is to be full.
+        """
+        if self.do == "disk":
+            return _trouble_disk(self.path, os.fspath(facts["path"]))  # type: ignore[call-overload]
         if self.once:
             try:
                 os.close(os.open(self.once, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
@@ -56,7 +91,7 @@ def reach(point: str, **facts: object) -> None:
         hook(**facts)
     for injection in _from_environment():
         if injection.point == point:
-            injection.happen()
+            injection.happen(facts)
 
 
 @contextmanager

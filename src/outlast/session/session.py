@@ -273,6 +273,7 @@ class Session:
             raise OutlastError("steps() was called before; call it once for each outlast.init()")
         self.restore(state, replicas=replicas)
         try:
+            self._progress.total = total
             while self._iteration < total:
                 self.begin_step()
                 yield self._iteration
@@ -360,7 +361,7 @@ class Session:
         self._expect("begin_step()", _Phase.BETWEEN)
         self._inject_faults()
         self._phase = _Phase.STEPPING
-        self._progress.begin_step()
+        self._progress.begin_step(self._iteration)
         self._attempts.begin_step(self._iteration)
         self._step_consensus.begin(self._iteration, with_attempts=self._attempts.have_reduction)
 
@@ -402,7 +403,7 @@ class Session:
             self._exit(self._preemption.log_exit())
         self._iteration += 1
         self._phase = _Phase.BETWEEN
-        took_s = self._progress.end_step(self._iteration)
+        took_s = self._progress.end_step(self._iteration, self._attempts.loss)
         due = DueSave.NOTHING
         if self._saves is not None:
             self._saves.schedule.note_step(took_s)

@@ -8,6 +8,7 @@ step has attempts, theirs carries it.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,6 +139,11 @@ class ProgressReporter:
         self._log_metrics = log_metrics
         self._began_ns = 0
         self._wrote_progress_ns: int | None = None
+        self._wrote_steps_started = False
+        self.total: int | None = None
+        """Number of iterations at which the run is complete; ``None`` = not known."""
+        self._steps_s, self._num_steps = 0.0, 0
+        """Of the steps since the last PROGRESS event."""
         self._has_raised = False
         self._earlier_incidents = Counter[str]()
         began_wall_ns: int | None = None
@@ -169,18 +175,23 @@ class ProgressReporter:
         if isinstance(self._log_metrics, MetricsSink):
             self._call(self._log_metrics.end_run, SINK_CLOSE_S if is_orderly else 0.0)
 
-    def begin_step(self) -> None:
-        """Report that a step begins."""
+    def begin_step(self, iteration: int) -> None:
+        """Report that a step begins, ``iteration`` of which are done."""
         self._scope.ping()
         self._monitor.heartbeat()
+        if not self._wrote_steps_started:
+            self._wrote_steps_started = True
+            known = {} if self.total is None else {"total": self.total}
+            self._journal.write(EventKind.STEPS_STARTED, rank=self._place.global_rank, iteration=iteration, **known)
         self._monitor.start_section("step")
         self._began_ns = clock.now_ns()
 
-    def end_step(self, iteration: int) -> float:
+    def end_step(self, iteration: int, loss: float | None) -> float:
         """Report that a step has ended.
 
         Args:
             iteration: Number of optimizer steps done.
+            loss: The loss that was validated in it, if one was.
 
         Returns:
             How long it took, in seconds.
@@ -188,10 +199,15 @@ class ProgressReporter:
         self._monitor.end_section("step")
         self._monitor.set_iteration(iteration)
         now_ns = clock.now_ns()
+        took_s = (now_ns - self._began_ns) / 1e9
+        self._steps_s, self._num_steps = self._steps_s + took_s, self._num_steps + 1
         if self._wrote_progress_ns is None or now_ns - self._wrote_progress_ns >= PROGRESS_EVERY_NS:
             self._wrote_progress_ns = now_ns
-            self._journal.write(EventKind.PROGRESS, rank=self._place.global_rank, iteration=iteration)
-        took_s = (now_ns - self._began_ns) / 1e9
+            facts: dict[str, Any] = {"step_s": round(self._steps_s / self._num_steps, 6)}
+            if loss is not None and math.isfinite(loss):
+                facts["loss"] = loss
+            self._steps_s, self._num_steps = 0.0, 0
+            self._journal.write(EventKind.PROGRESS, rank=self._place.global_rank, iteration=iteration, **facts)
         self.goodput.note_step(took_s)
         return took_s
 
@@ -507,6 +523,11 @@ class Attempts:
             number += 1
             if self._faults is not None:
                 self._faults.after_backward(iteration, self._state)
+
+    @property
+    def loss(self) -> float | None:
+        """The loss that was validated in the last step, once it was judged; ``None`` = none was."""
+        return self._machine.numbers.get("loss")
 
     def finish(self) -> None:
         """Report how much two runs of a step differed, where they were run twice for that."""

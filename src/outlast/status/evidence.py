@@ -76,12 +76,15 @@ class Evidence:
     """What could not be read."""
 
 
-def gather(run_dir: Path, *, live: LiveStatus | None = None, key_file: str | None = None) -> Evidence:
+def gather(
+    run_dir: Path, *, live: LiveStatus | None = None, asks: bool = True, key_file: str | None = None
+) -> Evidence:
     """Read what there is about the newest job in a run directory.
 
     Args:
         run_dir: The run directory.
         live: The coordinator's status, if it was asked already.
+        asks: The coordinator is asked, where it may know more.
         key_file: Where the run's key comes from, if not from the environment or the directory.
 
     Raises:
@@ -102,7 +105,7 @@ def gather(run_dir: Path, *, live: LiveStatus | None = None, key_file: str | Non
     unreachable = None
     if live is not None and live.job != job:
         live = None
-    elif live is None and _is_worth_asking(events, living):
+    elif live is None and asks and _is_worth_asking(events, living):
         live, unreachable = _ask_for(job, events, find_known_keys(run_dir, key_file=key_file))
     return Evidence(
         run_dir=str(run_dir),
@@ -116,6 +119,15 @@ def gather(run_dir: Path, *, live: LiveStatus | None = None, key_file: str | Non
         unreachable=unreachable,
         problems=tuple(dict.fromkeys(problems)),
     )
+
+
+def ask_job(evidence: Evidence, *, key_file: str | None = None) -> tuple[LiveStatus | None, str | None]:
+    """Ask the coordinator of the job that the evidence is about; return its status, or why there is none.
+
+    Blocks: up to 4 s for each of its addresses, and while the run key is read.
+    """
+    run_dir = None if evidence.run_dir is None else Path(evidence.run_dir)
+    return _ask_for(evidence.job, evidence.events, find_known_keys(run_dir, key_file=key_file))
 
 
 def ask_coordinator(endpoint: Endpoint, key: RunKey | None = None) -> LiveStatus:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,8 @@ class JobEvents:
         self.waits_since_ns = 0
         """When the newest of the events happened after which nodes may be missing."""
         self.world_size: int | None = None
+        self.total: int | None = None
+        """Number of iterations at which the run is complete."""
         self.command: Sequence[str] = ()
         self.directory: str | None = None
         self.local_directory: str | None = None
@@ -133,6 +135,8 @@ class JobEvents:
                 self.directory = data.get("directory", self.directory)
                 self.local_directory = data.get("local_directory", self.local_directory)
                 self._forget_older(event)
+            case EventKind.STEPS_STARTED:
+                self.total = data.get("total")
             case EventKind.SESSION_ENDED if event.rank is not None:
                 self.session_ends[event.rank] = event
         if event.kind in _TELLING and event.rank is not None and event.iteration is not None:
@@ -180,6 +184,11 @@ class JobEvents:
         newest = max((track.cycle for track in self._tracks.values()), default=0)
         of_newest = [track for track in self._tracks.values() if track.cycle == newest]
         return max(of_newest, key=lambda track: (track.iteration, track.wall_ns), default=None)
+
+    @property
+    def progress(self) -> Mapping[int, RankProgress]:
+        """How far each rank is, by rank."""
+        return self._tracks
 
     @property
     def newest_cycle(self) -> dict[str, Event]:

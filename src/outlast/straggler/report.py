@@ -15,8 +15,6 @@ from outlast.policy.slowness import Basis, RankTimings, lower_median
 from outlast.policy.stragglers import Findings, MachineVerdict
 from outlast.runtime.journal import Journal
 
-NUM_WORST = 5
-"""Ranks whose score is in the journal."""
 Metrics = Callable[[Mapping[str, float], int], None]
 """Takes metrics by name, and the iteration."""
 
@@ -186,14 +184,14 @@ def publish(report: Report, config: StragglerDetectionConfig, log_metrics: Metri
 def record(report: Report, place: WorkerEnv, journal: Journal) -> None:
     """Write a report to the journal, and an incident for each rank that is newly named."""
     findings = report.findings
-    worst = sorted(findings.relative, key=lambda rank: findings.relative[rank])[:NUM_WORST]
+    scores = [findings.relative.get(owner.rank) for owner in sorted(report.ranks, key=lambda owner: owner.rank)]
     journal.write(
         EventKind.STRAGGLER_REPORT,
         rank=place.global_rank,
         iteration=report.iteration,
         named=list(findings.named_ranks),
         metrics=report.metrics(),
-        worst={str(rank): findings.relative[rank] for rank in worst},
+        scores=[None if score is None else round(score, 3) for score in scores] if findings.relative else [],
         why_nobody=findings.why_nobody,
         notes=list(findings.notes),
         machines=[verdict.describe() for verdict in report.machines],

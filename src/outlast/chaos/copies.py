@@ -1,0 +1,182 @@
+"""Stored copies, as an injector finds and damages them: files of a tier, and images in a writer's memory.
+
+Only what is committed is damaged. A byte that changes while a shard is still being staged would become part of the
+save, and so of the training; no check could tell. In memory, an image is taken for a generation by the identity in its
+own head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from outlast.chaos.plan import FaultKind, FaultTier
+from outlast.chaos.sight import Sight, memory_files
+from outlast.env import clean_name
+
+_SHARD = re.compile(r"rank-(\d+)\.safetensors")
+_MAX_HEAD_BYTES = 64 << 20
+_FLIPPED = 0x10
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCopy:
+    """One file, or image in memory, of a committed generation."""
+
+    path: str
+    tier: str
+    generation: int
+    node: str = ""
+    """Empty in the global tier."""
+    rank: int | None = None
+    """Whose state it is; ``None`` in the global tier, where a file may hold parts of several ranks' states."""
+
+    def describe(self) -> str:
+        """Return what it is, for people."""
+        whose = "" if self.rank is None else f" of rank {self.rank}"
+        where = f" on {self.node}" if self.node else ""
+        return f"generation {self.generation}{whose} in the {self.tier} tier{where}"
+
+
+def find_copies(sight: Sight, tier: str, generation: int | None) -> list[StoredCopy]:
+    """Return the copies in a tier, in a fixed order.
+
+    Args:
+        sight: The run.
+        tier: Which one.
+        generation: Of which generation; ``None`` = the newest that is committed there and can be found.
+    """
+    stored = _stored(sight, tier)
+    found = [one for one in _copies_in(sight, tier) if one.generation in stored]
+    wanted = max((one.generation for one in found), default=-1) if generation is None else generation
+    return sorted(
+        (one for one in found if one.generation == wanted), key=lambda one: (one.node, one.rank or 0, one.path)
+    )
+
+
+def _stored(sight: Sight, tier: str) -> set[int]:
+    """Return the generations of which a copy in a tier is stored, and not just being written."""
+    if tier == FaultTier.MEMORY:  # after a restart, the same iteration may be staged again
+        return sight.committed_now
+    # A replica is part of what its owner commits.
+    return sight.committed.get(FaultTier.LOCAL if tier == FaultTier.REPLICA else tier, set())
+
+
+def _copies_in(sight: Sight, tier: str) -> Iterator[StoredCopy]:
+    if tier == FaultTier.GLOBAL:
+        if sight.directory is not None and "://" not in sight.directory:
+            for path in Path(sight.directory).glob("step-*/*.distcp"):
+                if (iteration := _iteration_in(path)) is not None:
+                    yield StoredCopy(os.fspath(path), tier, iteration)
+        return
+    for node in sorted(set(sight.ranks.values())):
+        own = sight.own_ranks(node)
+        if tier == FaultTier.MEMORY:
+            if (process := sight.agents.get(node)) is not None:
+                yield from _images(process.pid, node, own)
+        elif sight.local_directory is not None:
+            for path in node_folder(sight.local_directory, node).glob("step-*/rank-*.safetensors"):
+                match, iteration = _SHARD.fullmatch(path.name), _iteration_in(path)
+                if match and iteration is not None and (int(match[1]) in own) == (tier == FaultTier.LOCAL):
+                    yield StoredCopy(os.fspath(path), tier, iteration, node, int(match[1]))
+
+
+def node_folder(local_directory: str, node: str) -> Path:
+    """Return a node's folder in the local tier."""
+    return Path(local_directory) / clean_name(node)
+
+
+def _iteration_in(path: Path) -> int | None:
+    number = path.parent.name.removeprefix("step-")
+    return int(number) if number.isdigit() else None
+
+
+def _images(agent_pid: int, node: str, own: set[int]) -> Iterator[StoredCopy]:
+    """Yield what the writer of an agent holds of its node's ranks."""
+    try:
+        children = psutil.Process(agent_pid).children(recursive=True)
+        writers = [one for one in children if "outlast.checkpoint.writer" in one.cmdline()]
+    except psutil.Error:  # it has just ended
+        return
+    for writer in writers:
+        for path in memory_files(writer.pid, "outlast-arena"):
+            identity = _read_identity(path)
+            if identity is not None and identity[0] in own:
+                yield StoredCopy(path, FaultTier.MEMORY, identity[1], node, identity[0])
+
+
+def _read_identity(path: str) -> tuple[int, int] | None:
+    """Return the rank and the iteration in a shard's head; ``None``: it has none."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            head = json.loads(file.read(length)) if 2 <= length <= _MAX_HEAD_BYTES else {}
+        identity = json.loads(head["__metadata__"]["outlast"])
+        return int(identity["rank"]), int(identity["iteration"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def damage_copy(kind: str, copy: StoredCopy) -> str | None:
+    """Damage a copy.
+
+    Args:
+        kind: A :class:`FaultKind` of copies.
+        copy: Which one.
+
+    Returns:
+        What was done, for people; ``None``: it is gone, nothing was done.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    try:
+        if kind == FaultKind.DELETE_COPY and copy.tier != FaultTier.MEMORY:
+            os.unlink(copy.path)
+            return "file deleted"
+        fd = os.open(copy.path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:  # a newer generation has just replaced it, or its process ended
+        return None
+    try:
+        size = os.fstat(fd).st_size
+        if size == 0:
+            return None
+        if copy.tier == FaultTier.MEMORY and _read_identity(copy.path) != (copy.rank, copy.generation):
+            return None  # it is being staged anew
+        if kind == FaultKind.TRUNCATE_COPY:
+            os.ftruncate(fd, size // 2)
+            return f"cut from {size} bytes to {size // 2}"
+        if kind == FaultKind.DELETE_COPY:
+            arguments = (ctypes.c_int(_PUNCH_HOLE | _KEEP_SIZE), ctypes.c_long(0), ctypes.c_long(size))
+            if _libc.fallocate(fd, *arguments) != 0:
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code), copy.path)
+            return f"its {size} bytes freed"
+        at = _middle(fd, size)
+        (byte,) = os.pread(fd, 1, at)
+        os.pwrite(fd, bytes([byte ^ _FLIPPED]), at)
+        return f"byte {at} of {size} changed"
+    finally:
+        os.close(fd)
+
+
+def _middle(fd: int, size: int) -> int:
+    """Return a place in the middle of what is written; a piece of memory may be longer than what lies in it."""
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if not 2 <= length <= min(_MAX_HEAD_BYTES, size - 8):
+        return size // 2
+    try:
+        head = json.loads(os.pread(fd, length, 8))
+        end = max(entry["data_offsets"][1] for name, entry in head.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError):
+        return size // 2
+    return min(8 + length + int(end) // 2, size - 1)

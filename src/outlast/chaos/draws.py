@@ -1,0 +1,108 @@
+"""Draw a plan: a fault every few seconds, each kind as often as the others, the same plan for the same seed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from outlast.chaos.plan import Fault, FaultKind, FaultPlan, FaultTarget, FaultTier
+from outlast.config.base import nearest
+from outlast.errors import ConfigError
+
+SLOW_FACTOR = 10.0
+SLOW_S = 6.0
+STOPPED_S = 8.0
+"""Longer than a node may be silent in a run that is to notice it; see ``--ft-node-heartbeat-timeout``."""
+FULL_S = 2.0
+"""Fewer saves fail in it than a run may fail in a row."""
+SLOW_DISK_S = 6.0
+FILE_DELAY_S = 0.3
+MANTISSA_BITS = range(8, 20)
+"""Of a float32: bits that rounding does not level out, and that make no number so large that it would be noticed."""
+
+
+def parse_kinds(text: str) -> tuple[FaultKind, ...]:
+    """Return the kinds in a list such as ``kill,stop``; ``all``: every one.
+
+    Raises:
+        ConfigError: One is unknown, or none is named.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if names == ["all"]:
+        return tuple(FaultKind)
+    known = [kind.value for kind in FaultKind]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--kinds: {name!r} is unknown; {nearest(name, known)}")
+    if not names:
+        raise ConfigError("--kinds names none; write all, or some of " + ", ".join(known))
+    return tuple(dict.fromkeys(FaultKind(name) for name in names))
+
+
+def draw_plan(
+    seed: int, kinds: Sequence[FaultKind], *, every_s: float, minutes: float, num_ranks: int, tensor: str | None = None
+) -> FaultPlan:
+    """Return a plan with ``at_s`` for each fault.
+
+    Nodes are left to be drawn from those that carry ranks when it strikes: a lost node's heir has another name.
+
+    Args:
+        seed: Everything is drawn from it, and what the plan leaves open, too.
+        kinds: Which kinds; each round has every one of them, in an order of its own.
+        every_s: Seconds from one fault to the next.
+        minutes: Length of all.
+        num_ranks: Number of ranks.
+        tensor: Pattern of the names of weights and modules whose numbers change; ``None`` = any.
+
+    Raises:
+        ConfigError: There is no room for one fault, or no kind.
+    """
+    if not kinds:
+        raise ConfigError("there are no kinds to draw from; name some")
+    if not (math.isfinite(every_s) and every_s > 0 and math.isfinite(minutes) and num_ranks > 0):
+        raise ConfigError("the interval, the length and the number of ranks must be above 0; correct them")
+    count = int(minutes * 60 / every_s)
+    if count < 1:
+        raise ConfigError(f"{minutes:g} min have no room for a fault every {every_s:g} s; give more minutes")
+    numbers = random.Random(seed)
+    order: list[FaultKind] = []
+    while len(order) < count:
+        order += numbers.sample(list(kinds), len(kinds))
+    faults = tuple(
+        Fault(kind=kind, at_s=round((index + 1) * every_s, 3), **_details(kind, numbers, num_ranks, tensor))
+        for index, kind in enumerate(order[:count])
+    )
+    return FaultPlan(seed=seed, faults=faults)
+
+
+def _details(kind: FaultKind, numbers: random.Random, num_ranks: int, tensor: str | None) -> dict[str, Any]:
+    """Return what a fault of a kind needs, but its moment."""
+    if kind.is_of_copies:
+        tiers = [tier for tier in FaultTier if kind != FaultKind.TRUNCATE_COPY or tier != FaultTier.MEMORY]
+        return {"tier": numbers.choice(tiers)}
+    if kind.is_of_disks:
+        found = {"tier": numbers.choice([FaultTier.LOCAL, FaultTier.GLOBAL])}
+        slow = kind == FaultKind.SLOW_DISK
+        return found | ({"duration_s": SLOW_DISK_S, "delay_s": FILE_DELAY_S} if slow else {"duration_s": FULL_S})
+    if kind in (FaultKind.STOP_AGENT, FaultKind.STOP_COORDINATOR):
+        return {"duration_s": STOPPED_S}
+    if kind.is_outside:
+        return {}
+    details: dict[str, Any] = {"rank": numbers.randrange(num_ranks)}
+    if kind in (FaultKind.NAN, FaultKind.INF):
+        details |= {"target": FaultTarget.ACTIVATION, "tensor": tensor}
+    elif kind.is_numeric:
+        details |= {"target": FaultTarget.WEIGHT, "tensor": tensor and f"{tensor}.weight"}
+        if kind == FaultKind.BIT_FLIP:
+            details["bit"] = numbers.choice(MANTISSA_BITS)
+    elif kind == FaultKind.SLOW:
+        details |= {"factor": SLOW_FACTOR, "duration_s": SLOW_S}
+    elif kind == FaultKind.SLEEP:
+        details["duration_s"] = STOPPED_S
+    elif kind == FaultKind.HOLD_GIL:
+        details |= {"duration_s": STOPPED_S, "section": "step"}
+    elif kind == FaultKind.STOP:
+        details["section"] = "step"
+    return details

@@ -1,0 +1,254 @@
+"""The reckoning: of each planned fault whether it struck, as what it was noticed, and when the run had recovered.
+
+Pure: events in, rows out. Times are taken from the monotonic clock, which all processes of one machine share.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from outlast.chaos.plan import FaultKind, FaultPlan, planned_faults
+from outlast.incidents import Event, EventKind, IncidentKind, Rung
+
+_HANGING = frozenset({FaultKind.STOP, FaultKind.SLEEP, FaultKind.HOLD_GIL})
+_OF_COORDINATORS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.STOP_COORDINATOR})
+_NOTICED_AS: dict[FaultKind, tuple[IncidentKind, ...]] = {
+    FaultKind.KILL: (IncidentKind.WORKER_DIED,),
+    FaultKind.EXCEPTION: (IncidentKind.WORKER_FAILED,),
+    FaultKind.EXIT: (IncidentKind.WORKER_FAILED,),
+    FaultKind.SLOW: (IncidentKind.STRAGGLER,),
+    FaultKind.DISK_FULL: (IncidentKind.SAVE_FAILED, IncidentKind.REPLICATION_FAILED),
+    **dict.fromkeys(_HANGING, (IncidentKind.WORKER_HUNG,)),
+}
+
+
+class FaultOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one planned fault."""
+
+    index: int
+    """Its place in the plan, from 0."""
+    kind: str
+    planned: str
+    """What, whom, when, as planned."""
+    fired: bool
+    iteration: int | None = None
+    """The foremost rank's when it struck."""
+    target: str = ""
+    """What it struck."""
+    noticed_as: str | None = None
+    """Kind of the incident, or the event; ``None``: nobody noticed it, or had to."""
+    detected_after_s: float | None = None
+    recovered_after_s: float | None = None
+    """From the strike until every rank had done an iteration again, or the step was run again; ``None``: it cost
+    nothing, or the run did not go on."""
+    lost_iterations: int | None = None
+    """Finished iterations that were done again."""
+
+
+class KindOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """All faults of one kind together."""
+
+    kind: str
+    planned: int
+    fired: int
+    noticed_as: dict[str, int]
+    """What they were noticed as, and how many."""
+    detected_median_s: float | None = None
+    recovered_median_s: float | None = None
+    lost_iterations: int = 0
+
+
+@dataclass(slots=True)
+class _StruckCycle:
+    """One start of workers."""
+
+    key: tuple[str, int]
+    world_size: int = 0
+    first_ns: dict[int, int] = field(default_factory=dict)
+    """Rank to when it had done its first iteration."""
+    restored: int = 0
+    reached: int = 0
+
+    @property
+    def trained_ns(self) -> int | None:
+        """When all ranks had done an iteration."""
+        return max(self.first_ns.values()) if 0 < self.world_size == len(self.first_ns) else None
+
+
+def reckon(plan: FaultPlan, events: Sequence[Event]) -> list[FaultOutcome]:
+    """Return one row for each fault of a plan, in its order; of one that struck several times, the first time.
+
+    Args:
+        plan: The plan.
+        events: All of the run, in the order in which the journal yields them.
+    """
+    cycles = _cycles(events)
+    strikes: dict[str, Event] = {}
+    for event in events:
+        if event.kind == EventKind.FAULT_SIMULATED:
+            strikes.setdefault(str(event.data.get("fault_id")), event)
+    return [
+        _reckon_one(
+            one.index, FaultKind(one.fault.kind), one.fault.describe(), strikes.get(one.fault_id), events, cycles
+        )
+        for one in planned_faults(plan)
+    ]
+
+
+def by_kind(rows: Iterable[FaultOutcome]) -> list[KindOutcome]:
+    """Return a row for each kind, in the order of :class:`~outlast.chaos.FaultKind`."""
+    all_rows = list(rows)
+    found = []
+    for kind in FaultKind:
+        if not (of_kind := [row for row in all_rows if row.kind == kind]):
+            continue
+        names = [row.noticed_as for row in of_kind if row.noticed_as is not None]
+        found.append(
+            KindOutcome(
+                kind=kind,
+                planned=len(of_kind),
+                fired=sum(row.fired for row in of_kind),
+                noticed_as={name: names.count(name) for name in dict.fromkeys(names)},
+                detected_median_s=_median(row.detected_after_s for row in of_kind),
+                recovered_median_s=_median(row.recovered_after_s for row in of_kind),
+                lost_iterations=sum(row.lost_iterations or 0 for row in of_kind),
+            )
+        )
+    return found
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _reckon_one(
+    index: int,
+    kind: FaultKind,
+    planned: str,
+    strike: Event | None,
+    events: Sequence[Event],
+    cycles: Sequence[_StruckCycle],
+) -> FaultOutcome:
+    if strike is None:
+        return FaultOutcome(index=index, kind=kind, planned=planned, fired=False)
+    noticed = next(_notices(kind, strike, events), None)
+    name = None if noticed is None else noticed[0]
+    detected_s = None if noticed is None else (noticed[1].mono_ns - strike.mono_ns) / 1e9
+    recovered_ns: int | None = None
+    lost = None
+    if kind.is_numeric or not kind.is_gentle:
+        recovered_ns = _rerun_ns(kind, strike, events)
+        if recovered_ns is None and (found := _next_cycle(strike, cycles)) is not None:
+            ended, after = found
+            is_over = noticed is not None or _ended_soon(strike, events)
+            recovered_ns = after.trained_ns if is_over else None
+            lost = max(0, max(ended.reached, strike.iteration or 0) - after.restored) if is_over else None
+    return FaultOutcome(
+        index=index,
+        kind=kind,
+        planned=planned,
+        fired=True,
+        iteration=strike.iteration,
+        target=str(strike.data.get("target", "")),
+        noticed_as=name,
+        detected_after_s=detected_s,
+        recovered_after_s=None if recovered_ns is None else (recovered_ns - strike.mono_ns) / 1e9,
+        lost_iterations=lost,
+    )
+
+
+def _notices(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
+    """Yield what a fault was noticed as, and the events that say so, in their order."""
+    for event in events:
+        if event.mono_ns < strike.mono_ns:
+            continue
+        is_same = (event.job, event.cycle) == (strike.job, strike.cycle)
+        if kind == FaultKind.SIGTERM and event.kind == EventKind.NOTICE and is_same:
+            yield "notice", event
+        elif kind == FaultKind.SLOW and event.kind == EventKind.STRAGGLER_REPORT and is_same:
+            if strike.rank in event.data.get("named", ()):
+                yield str(IncidentKind.STRAGGLER), event
+        elif event.kind in (EventKind.INCIDENT, EventKind.VERDICT) and event.data.get("incident"):
+            incident = event.data["incident"]
+            if _fits(kind, strike, incident, is_same=is_same):
+                name = IncidentKind.INVALID_RESULT if kind.is_numeric else incident["kind"]
+                yield str(name), event
+
+
+def _fits(kind: FaultKind, strike: Event, incident: dict[str, object], *, is_same: bool) -> bool:
+    """Return whether an incident is what a fault is to be noticed as, about whom it struck."""
+    found = incident.get("kind")
+    if kind.is_of_copies:
+        evidence = incident.get("evidence")
+        tier = evidence.get("tier") if isinstance(evidence, dict) else None
+        return found == IncidentKind.COPY_REJECTED and tier in (None, strike.data.get("tier"))
+    if kind.is_of_disks:
+        return found in _NOTICED_AS.get(kind, ())
+    if kind.is_outside:
+        # A coordinator that was stopped finds the others gone; one that was killed is judged by its heir.
+        is_its = kind in _OF_COORDINATORS or incident.get("node") == strike.data.get("node")
+        return is_same and found == IncidentKind.NODE_LOST and is_its
+    if not is_same or incident.get("rank") not in (None, strike.rank):
+        return False
+    if kind.is_numeric:
+        evidence = incident.get("evidence")
+        has_diagnosis = isinstance(evidence, dict) and "diagnosis" in evidence
+        return found == IncidentKind.INVALID_RESULT or has_diagnosis
+    return found in _NOTICED_AS.get(kind, ())
+
+
+def _rerun_ns(kind: FaultKind, strike: Event, events: Sequence[Event]) -> int | None:
+    """Return when the step of a wrong number had been run again in place."""
+    if not kind.is_numeric:
+        return None
+    for event in events:
+        verdict = event.data.get("verdict")
+        is_same = (event.job, event.cycle) == (strike.job, strike.cycle)
+        if is_same and event.mono_ns >= strike.mono_ns and isinstance(verdict, dict):
+            return event.mono_ns if verdict.get("rung") == Rung.RERUN_STEP else None
+    return None
+
+
+def _ended_soon(strike: Event, events: Sequence[Event]) -> bool:
+    """Return whether the struck cycle ended by a verdict that came after the strike."""
+    return any(
+        event.kind == EventKind.VERDICT
+        and event.mono_ns >= strike.mono_ns
+        and (event.job, event.cycle) == (strike.job, strike.cycle)
+        and FaultKind(str(strike.data.get("fault_kind", FaultKind.KILL))).is_outside
+        for event in events
+    )
+
+
+def _next_cycle(strike: Event, cycles: Sequence[_StruckCycle]) -> tuple[_StruckCycle, _StruckCycle] | None:
+    """Return the struck cycle, and the first one after it in which all ranks trained."""
+    keys = [cycle.key for cycle in cycles]
+    key = (strike.job, strike.cycle or 0)
+    if key not in keys:
+        return None
+    at = keys.index(key)
+    after = next((cycle for cycle in cycles[at + 1 :] if (cycle.trained_ns or 0) > strike.mono_ns), None)
+    return None if after is None else (cycles[at], after)
+
+
+def _cycles(events: Iterable[Event]) -> list[_StruckCycle]:
+    """Return all cycles, in the order in which they began."""
+    found: dict[tuple[str, int], _StruckCycle] = {}
+    for event in events:
+        key = (event.job, event.cycle or 0)
+        if event.kind == EventKind.CYCLE_STARTED:
+            found.setdefault(key, _StruckCycle(key)).world_size = event.data["world_size"]
+        if (cycle := found.get(key)) is None or event.cycle is None:
+            continue
+        if event.kind == EventKind.PROGRESS and event.rank is not None:
+            cycle.first_ns.setdefault(event.rank, event.mono_ns)
+        if event.kind == EventKind.RESTORED:
+            cycle.restored = max(cycle.restored, event.iteration or 0)
+        if event.kind == EventKind.CYCLE_ENDED:
+            cycle.reached = max([cycle.reached, *event.data.get("iterations", {}).values()])
+    return list(found.values())

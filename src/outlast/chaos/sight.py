@@ -1,0 +1,173 @@
+"""What an injector knows of a run: its journal as it grows, its agents' processes, and its ranks' boards.
+
+All that is kept is what the newest job's newest cycle is like. Nothing is ever written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outlast.errors import OutlastError
+from outlast.incidents import Event, EventKind
+from outlast.journal import decode_events
+from outlast.policy.lease import Process
+from outlast.runtime.board import Board
+from outlast.runtime.processes import is_alive
+
+
+class JournalTail:
+    """Read a growing journal: each event once, files that are added meanwhile, too.
+
+    Args:
+        run_dir: The run directory; may not exist yet.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "journal"
+        self._done: dict[str, int] = {}
+
+    def read_new(self) -> list[Event]:
+        """Return the events since the last call, by wall time; a line that is not whole yet comes the next time."""
+        found: list[Event] = []
+        for path in sorted(self._folder.glob("*.jsonl")):
+            begin = self._done.get(path.name, 0)
+            try:
+                with path.open("rb") as file:
+                    file.seek(begin)
+                    data = file.read()
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            whole = data[: data.rfind(b"\n") + 1]
+            self._done[path.name] = begin + len(whole)
+            found += decode_events(whole)[0]
+        return sorted(found, key=lambda event: event.wall_ns)
+
+
+@dataclass(slots=True)
+class Sight:
+    """A run at one moment."""
+
+    job: str = ""
+    run_id: str = ""
+    cycle: int = -1
+    """The newest that has workers; -1 = none yet."""
+    world_size: int = 0
+    agents: dict[str, Process] = field(default_factory=dict)
+    """Each node's newest agent, which may have ended."""
+    ranks: dict[int, str] = field(default_factory=dict)
+    """Rank to its node, in the newest cycle."""
+    coordinator: str | None = None
+    """The node that hosts it."""
+    trained: set[int] = field(default_factory=set)
+    """Ranks that have done an iteration in the newest cycle."""
+    iteration: int = 0
+    """The highest that any rank was seen to have done in the newest cycle."""
+    is_ending: bool = False
+    """Something was decided about the newest cycle."""
+    committed: dict[str, set[int]] = field(default_factory=dict)
+    """Tier to the generations that are committed there, over all jobs."""
+    committed_now: set[int] = field(default_factory=set)
+    """Generations that are committed in the newest cycle, to any tier."""
+    directory: str | None = None
+    local_directory: str | None = None
+
+    def take(self, event: Event) -> None:
+        """Learn from an event, in the order in which they came."""
+        data = event.data
+        if event.proc == "coordinator":
+            self.coordinator = event.node
+        match event.kind:
+            case EventKind.JOB_STARTED:
+                self.agents[event.node] = Process(
+                    event.node, str(data.get("machine", "")), int(data.get("pid", 0)), int(data.get("pid_started", 0))
+                )
+            case EventKind.SESSION_STARTED:
+                self.directory = data.get("directory") or self.directory
+                self.local_directory = data.get("local_directory") or self.local_directory
+            case EventKind.CYCLE_STARTED:
+                if (event.job, event.cycle) != (self.job, self.cycle):
+                    self.job, self.run_id, self.cycle = event.job, event.run_id, event.cycle or 0
+                    self.ranks, self.trained = {}, set()
+                    self.iteration, self.committed_now, self.is_ending = 0, set(), False
+                self.world_size = data["world_size"]
+                self.ranks |= dict.fromkeys(data["ranks"], event.node)
+        if event.kind == EventKind.SAVE_COMMITTED and (generation := generation_of(event)) is not None:
+            for tier in data.get("tiers", ()):
+                self.committed.setdefault(tier, set()).add(generation)
+        if (event.job, event.cycle) == (self.job, self.cycle):
+            self._take_of_cycle(event)
+
+    def _take_of_cycle(self, event: Event) -> None:
+        if event.kind in (EventKind.PROGRESS, EventKind.RESTORED):
+            self.iteration = max(self.iteration, event.iteration or 0)
+        if event.kind == EventKind.PROGRESS and event.rank is not None:
+            self.trained.add(event.rank)
+        elif event.kind == EventKind.SAVE_COMMITTED and (generation := generation_of(event)) is not None:
+            self.committed_now.add(generation)
+        elif event.kind in (EventKind.VERDICT, EventKind.CYCLE_ENDED, EventKind.JOB_ENDED, EventKind.NOTICE):
+            self.is_ending = True
+
+    @property
+    def is_training(self) -> bool:
+        """Whether every rank of the newest cycle has done an iteration, and nothing was decided about it."""
+        return self.world_size > 0 and len(self.trained) == self.world_size and not self.is_ending
+
+    def look_at_boards(self) -> None:
+        """Learn from the boards of this machine's agents how far their ranks are."""
+        for node in sorted(set(self.ranks.values())):
+            process = self.agents.get(node)
+            if process is not None and is_alive(process):
+                for cycle, iteration in read_iterations(process.pid):
+                    if cycle == self.cycle:
+                        self.iteration = max(self.iteration, iteration)
+
+    def living(self) -> list[str]:
+        """Return the nodes whose agents live, on this machine."""
+        return sorted(node for node, process in self.agents.items() if is_alive(process))
+
+    def own_ranks(self, node: str) -> set[int]:
+        """Return the ranks of a node in the newest cycle."""
+        return {rank for rank, holder in self.ranks.items() if holder == node}
+
+
+def generation_of(event: Event) -> int | None:
+    """Return the generation of an event of a save."""
+    if event.iteration is not None:
+        return event.iteration
+    generation = event.data.get("generation")
+    return generation if isinstance(generation, int) else None
+
+
+def read_iterations(pid: int) -> Iterator[tuple[int, int]]:
+    """Yield cycle and iteration of each rank on the boards that an agent has."""
+    for path in memory_files(pid, "outlast-board"):
+        try:
+            board = Board.open(path)
+        except OutlastError:  # the cycle ended while we looked
+            continue
+        with closing(board):
+            for state in board.read_all():
+                if state.pid:
+                    yield state.cycle, state.iteration
+
+
+def memory_files(pid: int, name: str) -> list[str]:
+    """Return the paths of the files without a name that a process has in memory, each once."""
+    folder = f"/proc/{pid}/fd"
+    paths: dict[tuple[int, int], str] = {}
+    try:
+        for number in os.listdir(folder):
+            path = f"{folder}/{number}"
+            try:
+                if os.readlink(path).startswith((f"/memfd:{name}", f"/dev/shm/{name}.")):
+                    status = os.stat(path)
+                    paths[status.st_dev, status.st_ino] = path
+            except FileNotFoundError:
+                continue
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
+        return []
+    return list(paths.values())

@@ -1,0 +1,280 @@
+"""The soak: the demo's training under a storm of faults of all kinds, and the proof that its result is the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outlast import clock
+from outlast.chaos.draws import draw_plan
+from outlast.chaos.plan import FaultKind, FaultPlan, verify_fired
+from outlast.chaos.reckoning import FaultOutcome, KindOutcome, by_kind, reckon
+from outlast.demo.outcome import differences
+from outlast.demo.plan import Shape
+from outlast.demo.show import _make_folder, _read_result
+from outlast.demo.stage import TIMEOUTS, find_example, uninterrupted, write_settings
+from outlast.demo.struck_run import StruckRun
+from outlast.errors import OutlastError
+from outlast.incidents import Event, EventKind
+from outlast.journal import read
+from outlast.testing.ranks import free_port
+
+KINDS = tuple(kind for kind in FaultKind if kind not in (FaultKind.INF, FaultKind.SIGN_FLIP, FaultKind.EXIT))
+"""Those three are like others that are among them."""
+_TENSOR = "model.blocks.*"
+_CALIBRATION = 40
+"""Iterations by which the length of a step is measured."""
+_SHARE, _RESTARTING = 1.1, 0.5
+"""Of the storm's time at most this much is training, and so much less where all faults cost a restart."""
+_REST_S = 12.0
+"""What is trained after the storm, at least."""
+_STARTING_S = 240.0
+_PER_FAULT_S = 30.0
+_MAX_RESTARTS = 12
+_PATIENT = (f"--max-restarts={_MAX_RESTARTS}", f"--ft-max-no-progress-cycles={_MAX_RESTARTS}")
+_SHM = Path("/dev/shm")
+
+
+class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a soak."""
+
+    seed: int
+    minutes: float
+    iterations: int
+    planned: int
+    fired: int
+    jobs: int
+    cycles: int
+    agents: int
+    """How many were started."""
+    storm_s: float
+    """From the first agent's start to the last one's end."""
+    bit_identical: bool
+    kinds: list[KindOutcome]
+    faults: list[FaultOutcome]
+    problems: list[str]
+    folder: str | None = None
+    """Where everything lies, if it was kept."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing went wrong."""
+        return not self.problems
+
+
+def soak(
+    *,
+    minutes: float,
+    seed: int,
+    every_s: float,
+    keep: str | None,
+    say: Callable[[str], None],
+    kinds: Sequence[FaultKind] = KINDS,
+) -> SoakOutcome:
+    """Train under a storm.
+
+    Args:
+        minutes: Length of the storm.
+        seed: Draws the faults; the training is always the same.
+        every_s: Seconds from one fault to the next.
+        keep: New folder for everything that is written; ``None`` = a temporary one, which stays only when something
+            went wrong.
+        say: Called with lines on how far it is.
+        kinds: Which kinds strike.
+
+    Raises:
+        ConfigError: A value is wrong, or the folder is not empty.
+
+    Blocks: about three times the storm's length at most, and a bounded time in any case.
+    Thread: the main thread.
+    """
+    shape = Shape()
+    plan = draw_plan(seed, kinds, every_s=every_s, minutes=minutes, num_ranks=shape.world_size, tensor=_TENSOR)
+    folder = _make_folder(keep) if keep is not None else Path(tempfile.mkdtemp(prefix="outlast-soak-"))
+    try:
+        outcome = _soak(folder, plan, minutes, say)
+    except BaseException:
+        if keep is None:
+            with uninterrupted():
+                shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if outcome.ok and keep is None:
+        with uninterrupted():
+            shutil.rmtree(folder, ignore_errors=True)
+        return outcome
+    return msgspec.structs.replace(outcome, folder=os.fspath(folder))
+
+
+def _soak(folder: Path, plan: FaultPlan, minutes: float, say: Callable[[str], None]) -> SoakOutcome:
+    problems: list[str] = []
+    say(f"measuring a step: {_CALIBRATION} iterations")
+    calm_limit_s = _STARTING_S + minutes * 180
+    measured = _Training(folder / "measured", _CALIBRATION)
+    measured.run(FaultPlan(), limit_s=_STARTING_S, problems=problems)
+    step_s = _step_s(measured.events())
+    gentle = sum(FaultKind(fault.kind).is_gentle for fault in plan.faults) / len(plan.faults)
+    share = _SHARE - _RESTARTING * (1 - gentle)
+    iterations = int((minutes * 60 * share + _REST_S) / step_s)
+    say(f"a step takes {step_s * 1000:.0f} ms; undisturbed: {iterations} iterations")
+    calm = _Training(folder / "undisturbed", iterations)
+    calm.run(FaultPlan(), limit_s=calm_limit_s, problems=problems)
+    say(f"with {len(plan.faults)} faults in {minutes:g} min")
+    struck = _Training(folder / "with-faults", iterations)
+    began_s = clock.now_s()
+    if not problems:
+        limit_s = _STARTING_S + minutes * 120 + _PER_FAULT_S * len(plan.faults)
+        struck.run(plan, limit_s=limit_s, problems=problems, say=say, num_spares=1)
+    storm_s = clock.now_s() - began_s
+    events = struck.events()
+    rows = reckon(plan, events)
+    problems += [missing.describe() for missing in verify_fired(plan, struck.run_dir)]
+    problems += _incomplete(events)
+    results = [_read_result(training.result) for training in (calm, struck)]
+    unequal = list(differences(*results)) if all(results) else ["everything: a result is missing"]
+    if unequal:
+        problems.append(f"the results differ in {', '.join(unequal)}")
+    return SoakOutcome(
+        seed=plan.seed,
+        minutes=minutes,
+        iterations=iterations,
+        planned=len(plan.faults),
+        fired=sum(row.fired for row in rows),
+        jobs=len({event.job for event in events if event.kind == EventKind.JOB_STARTED}),
+        cycles=len({(event.job, event.cycle) for event in events if event.kind == EventKind.CYCLE_STARTED}),
+        agents=struck.num_agents,
+        storm_s=storm_s,
+        bit_identical=not unequal,
+        kinds=by_kind(rows),
+        faults=rows,
+        problems=problems,
+    )
+
+
+class _Training:
+    """One training of the example by two nodes of two ranks."""
+
+    def __init__(self, folder: Path, iterations: int) -> None:
+        self.run_dir, self.result = folder / "run", folder / "result.json"
+        self.num_agents = 0
+        self._folder, self._shape = folder, Shape(iterations=iterations)
+
+    def run(
+        self,
+        plan: FaultPlan,
+        *,
+        limit_s: float,
+        problems: list[str],
+        say: Callable[[str], None] | None = None,
+        num_spares: int = 0,
+    ) -> None:
+        """Run it to its end; add to ``problems`` what went wrong."""
+        shape, folder = self._shape, self._folder
+        temporary = folder / "tmp"
+        temporary.mkdir(parents=True)
+        config = folder / "outlast.json"
+        write_settings(config, shape, checkpoints=folder / "checkpoints", local=folder / "local")
+        arguments = [
+            f"--nnodes={shape.num_nodes}:{shape.num_nodes + num_spares}",
+            f"--nproc-per-node={shape.nproc_per_node}",
+            f"--rdzv-endpoint=127.0.0.1:{free_port()},127.0.0.1:{free_port()}",
+            f"--rdzv-id=soak-{folder.name}",
+            f"--run-dir={self.run_dir}",
+            *TIMEOUTS,
+            *_PATIENT,
+            os.fspath(find_example()),
+            f"--config={config}",
+            f"--iterations={shape.iterations}",
+            f"--out={self.result}",
+        ]
+        shared = _names_in_shm()
+        with StruckRun(
+            plan,
+            arguments,
+            run_dir=self.run_dir,
+            plan_path=folder / "faults.toml",
+            num_agents=shape.num_nodes + num_spares,
+            is_named=True,
+            log_dir=folder / "agents",
+            environment={"TMPDIR": os.fspath(temporary), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            on_strike=None if say is None else lambda one: say(f"FAULT: {one.fault.describe()}"),
+        ) as run:
+            try:
+                code = run.follow(limit_s=limit_s, on_look=None if say is None else _Teller(run, shape, say).tell)
+                if code:
+                    problems.append(f"{folder.name}: the run ended with exit code {code}; see {folder / 'agents'}")
+                problems += [f"{folder.name}: left behind: {process}" for process in run.orphans()]
+            except OutlastError as error:
+                problems.append(f"{folder.name}: {error}")
+            self.num_agents = len(run.agents)
+        problems += [f"{folder.name}: left in /dev/shm: {name}" for name in sorted(_names_in_shm() - shared)]
+        problems += [
+            f"{folder.name}: left in its temporary folder: {path.name}" for path in temporary.glob("*outlast*")
+        ]
+
+    def events(self) -> list[Event]:
+        """Return what its journal holds."""
+        return list(read(self.run_dir))
+
+
+class _Teller:
+    """Say now and then how far a run is."""
+
+    def __init__(self, run: StruckRun, shape: Shape, say: Callable[[str], None]) -> None:
+        self._run, self._shape, self._say = run, shape, say
+        self._next_s = 0.0
+
+    def tell(self) -> None:
+        """Say it, if it is time."""
+        if clock.now_s() < self._next_s:
+            return
+        self._next_s = clock.now_s() + 10.0
+        sight = self._run.injector.sight
+        sight.look_at_boards()
+        self._say(
+            f"{time.strftime('%H:%M:%S')} iteration {sight.iteration} of {self._shape.iterations}, job "
+            f"{self._run.num_jobs}, cycle {max(sight.cycle, 0)}, {self._run.injector.num_pending} faults left"
+        )
+
+
+def _names_in_shm() -> set[str]:
+    return {path.name for path in _SHM.glob("outlast*")}
+
+
+def _step_s(events: Sequence[Event]) -> float:
+    """Return how long a step took.
+
+    Raises:
+        OutlastError: The training did not end.
+    """
+    begin = [event for event in events if event.kind == EventKind.PROGRESS and event.rank == 0]
+    end = [event for event in events if event.kind == EventKind.SESSION_ENDED and event.rank == 0]
+    if not begin or not end:
+        raise OutlastError("the undisturbed training did not end; run outlast demo to see why")
+    num_steps = max(1, _CALIBRATION - (begin[0].iteration or 0))
+    return max(1e-3, (end[-1].mono_ns - begin[0].mono_ns) / 1e9 / num_steps)
+
+
+def _incomplete(events: Sequence[Event]) -> list[str]:
+    """Return what the journal should tell of and does not: the ends of jobs and cycles, and lost events."""
+    found = []
+    ended: dict[str, Any] = {event.job: event for event in events if event.kind == EventKind.JOB_ENDED}
+    decided = {(event.job, event.cycle) for event in events if event.kind in (EventKind.CYCLE_ENDED, EventKind.VERDICT)}
+    jobs = list(dict.fromkeys(event.job for event in events if event.kind == EventKind.CYCLE_STARTED))
+    cycles = dict.fromkeys((event.job, event.cycle) for event in events if event.kind == EventKind.CYCLE_STARTED)
+    found += [f"the journal tells no end of job {job}" for job in jobs if job not in ended]
+    found += [
+        f"the journal tells no end of cycle {cycle} of job {job}"
+        for job, cycle in cycles
+        if (job, cycle) not in decided
+    ]
+    lost = sum(event.data.get("num", 0) for event in events if event.kind == EventKind.EVENTS_LOST)
+    if lost:
+        found.append(f"{lost} events of the journal are lost")
+    return found

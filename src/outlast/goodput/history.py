@@ -1,0 +1,460 @@
+"""What happened in each job, from its events: cycles, lives, incidents and what was decided about them.
+
+A *life* is a stretch in which ranks train without a restart: a cycle has one, and one more for each restart within its
+processes. Pure: events in, facts out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from outlast.decoding import convert
+from outlast.errors import ExitReason
+from outlast.goodput.clocks import Moment
+from outlast.incidents import CYCLE_ENDING, Event, EventKind, Incident, IncidentKind, Rung, Verdict
+
+_DONE = frozenset({EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.SESSION_ENDED})
+"""What a rank writes with the number of steps that it has done."""
+
+
+@dataclass(slots=True)
+class Episode:
+    """An incident that something was done about."""
+
+    kind: str
+    at_s: float
+    """When it was noticed."""
+    decided_s: float
+    since_s: float | None = None
+    """When the fault happened; ``None`` = not known."""
+    cycle: int = 0
+    incident: Incident | None = None
+    verdict: Verdict | None = None
+    text: str = ""
+    simulated: str = ""
+    fault: Event | None = None
+    """The injected fault that caused it."""
+    decision: Event | None = None
+    """The event with the verdict."""
+
+    @property
+    def rung(self) -> str:
+        """Name of the rung in small letters; empty = nothing was decided."""
+        return "" if self.verdict is None else self.verdict.rung.name.lower()
+
+    @property
+    def began_s(self) -> float:
+        """When training stopped for it, as far as is known."""
+        return self.at_s if self.since_s is None else min(self.since_s, self.at_s)
+
+
+@dataclass(slots=True)
+class Life:
+    """A stretch of training without a restart."""
+
+    job: str
+    cycle: int
+    began_s: float
+    """When the processes were there, or back in the script."""
+    steps_start_s: float | None = None
+    """When the last rank began its first step."""
+    end_s: float = 0.0
+    """When training stopped: by the fault, or by its own end."""
+    from_iteration: int = 0
+    to_iteration: int = 0
+    is_tracked: bool = False
+    """Whether it is known from where it resumed, and how far it came."""
+    points: list[tuple[float, int]] = field(default_factory=list)
+    """(time, iterations done), both growing."""
+    trouble: Episode | None = None
+    """What ended it; ``None`` = it ended by itself, or goes on."""
+    back_s: float | None = None
+    """When the processes were back in the script after a trouble that was mended within them."""
+
+    def when_done(self, iteration: int) -> float:
+        """Return when an iteration was done, by interpolation."""
+        if not self.points or iteration <= self.points[0][1]:
+            return self.points[0][0] if self.points else self.end_s
+        place = bisect_left(self.points, iteration, key=lambda point: point[1])
+        if place == len(self.points):
+            return self.points[-1][0]
+        (t0, i0), (t1, i1) = self.points[place - 1], self.points[place]
+        return t0 + (t1 - t0) * (iteration - i0) / (i1 - i0)
+
+
+@dataclass(slots=True)
+class CycleHistory:
+    """What a cycle's events show."""
+
+    number: int
+    starts: dict[str, tuple[float, Event]] = field(default_factory=dict)
+    ends: dict[str, tuple[float, Event]] = field(default_factory=dict)
+    missing_s: list[tuple[float, int]] = field(default_factory=list)
+    """(time, slots without a node) before it began."""
+    sessions: list[tuple[float, int | None]] = field(default_factory=list)
+    """(time, rank) of each begin of a session."""
+    steps: list[tuple[float, Event]] = field(default_factory=list)
+    done: list[tuple[float, Event]] = field(default_factory=list)
+    session_ends: list[tuple[float, Event]] = field(default_factory=list)
+    restored: list[tuple[float, Event]] = field(default_factory=list)
+    back: list[tuple[float, Event]] = field(default_factory=list)
+    """Restarts in process."""
+    incidents: list[tuple[float, Event]] = field(default_factory=list)
+    decisions: list[tuple[float, Event]] = field(default_factory=list)
+    """Events that hold an incident and the verdict on it."""
+    stops: list[tuple[float, Event]] = field(default_factory=list)
+    faults: list[tuple[float, Event]] = field(default_factory=list)
+    exits: list[tuple[float, Event]] = field(default_factory=list)
+    last_s: float = 0.0
+    lives: list[Life] = field(default_factory=list)
+    troubles: list[Episode] = field(default_factory=list)
+
+    @property
+    def started_s(self) -> float | None:
+        """When its workers ran on the last node; ``None`` = they never did."""
+        if self.starts:
+            return max(time_s for time_s, _ in self.starts.values())
+        return min((time_s for time_s, _ in self.sessions), default=None)
+
+
+@dataclass(slots=True)
+class JobHistory:
+    """What a job's events show."""
+
+    name: str
+    start_s: float
+    end_s: float
+    cycles: dict[int, CycleHistory] = field(default_factory=dict)
+    ended: list[tuple[float, Event]] = field(default_factory=list)
+    started: list[tuple[float, Event]] = field(default_factory=list)
+    notices: list[tuple[float, Event]] = field(default_factory=list)
+    scheduled_s: float | None = None
+    """When the scheduler started it."""
+    launcher: str = ""
+    events: list[tuple[float, Event]] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The job's exit code; ``None`` = it runs, or its end is not in the journal."""
+        codes = [int(event.data["exit_code"]) for _, event in self.ended if "exit_code" in event.data]
+        if not codes and self.cycles:
+            codes = self._session_codes()
+        if ExitReason.FINISHED in codes:
+            return int(ExitReason.FINISHED)
+        return codes[-1] if codes else None
+
+    def _session_codes(self) -> list[int]:
+        """Return the exit code on which all sessions of the last cycle ended; without an agent nobody else tells."""
+        if self.started:
+            return []
+        last = self.cycles[max(self.cycles)]
+        codes = [int(event.data.get("exit_code", 1)) for _, event in last.session_ends]
+        return [max(codes)] if codes and len(codes) >= len(last.sessions) else []
+
+    @property
+    def troubles(self) -> list[Episode]:
+        """All incidents that something was done about, by time."""
+        found = [trouble for number in sorted(self.cycles) for trouble in self.cycles[number].troubles]
+        return sorted(found, key=lambda trouble: trouble.at_s)
+
+
+def split_jobs(moments: Sequence[Moment], zero_ns: int) -> list[JobHistory]:
+    """Return the run's jobs by time, with what their events show; a job that was re-queued under its name is two."""
+    lives: dict[str, int] = {}
+    open_agents: dict[str, set[str]] = {}
+    jobs: dict[tuple[str, int], JobHistory] = {}
+    for moment in moments:
+        event, name = moment.event, moment.event.job
+        agents = open_agents.setdefault(name, set())
+        if event.kind == EventKind.JOB_STARTED:
+            known = jobs.get((name, lives.get(name, 0)))
+            if known is not None and known.ended and not agents:
+                lives[name] = lives.get(name, 0) + 1
+            agents.add(event.node)
+        elif event.kind == EventKind.JOB_ENDED:
+            agents.discard(event.node)
+        key = (name, lives.get(name, 0))
+        time_s = (moment.time_ns - zero_ns) / 1e9
+        if key not in jobs:
+            jobs[key] = JobHistory(name=name, start_s=time_s, end_s=time_s)
+        _take(jobs[key], time_s, event, zero_ns)
+    found = sorted(jobs.values(), key=lambda job: job.start_s)
+    for job in found:
+        if len([other for other in found if other.name == job.name]) > 1 and job.scheduled_s is not None:
+            job.scheduled_s = max(job.scheduled_s, 0.0)
+        for number in sorted(job.cycles):
+            _settle(job, job.cycles[number])
+    return found
+
+
+def _take(job: JobHistory, time_s: float, event: Event, zero_ns: int) -> None:
+    """Sort an event in."""
+    job.end_s = max(job.end_s, time_s)
+    job.events.append((time_s, event))
+    pair = (time_s, event)
+    match event.kind:
+        case EventKind.JOB_STARTED:
+            job.started.append(pair)
+            return
+        case EventKind.JOB_ENDED:
+            job.ended.append(pair)
+            return
+        case EventKind.QUEUED:
+            job.scheduled_s = (int(event.data.get("started_wall_ns", 0)) - zero_ns) / 1e9
+            return
+        case EventKind.NOTICE:
+            job.notices.append(pair)
+    if event.cycle is None and event.rank is None:
+        return
+    cycle = job.cycles.setdefault(event.cycle or 0, CycleHistory(event.cycle or 0))
+    if event.kind not in (EventKind.NODE_JOINED, EventKind.FORMING):
+        cycle.last_s = max(cycle.last_s, time_s)
+    match event.kind:
+        case EventKind.FORMING:
+            cycle.missing_s.append((time_s, int(event.data.get("missing", 0))))
+        case EventKind.CYCLE_STARTED:
+            cycle.starts[event.node] = pair
+        case EventKind.CYCLE_ENDED:
+            cycle.ends[event.node] = pair
+        case EventKind.SESSION_STARTED:
+            cycle.sessions.append((time_s, event.rank))
+            job.launcher = str(event.data.get("launcher") or job.launcher)
+        case EventKind.STEPS_STARTED:
+            cycle.steps.append(pair)
+        case EventKind.RESTORED:
+            cycle.restored.append(pair)
+        case EventKind.RESTARTED_IN_PROCESS:
+            cycle.back.append(pair)
+        case EventKind.WORKER_EXITED:
+            cycle.exits.append(pair)
+        case EventKind.FAULT_SIMULATED:
+            cycle.faults.append(pair)
+        case EventKind.INCIDENT | EventKind.VERDICT:
+            is_decided = event.kind == EventKind.VERDICT or "verdict" in event.data
+            if is_decided and isinstance(event.data.get("incident"), dict):
+                cycle.decisions.append(pair)
+            elif event.kind == EventKind.INCIDENT:
+                cycle.incidents.append(pair)
+            else:
+                cycle.stops.append(pair)
+        case EventKind.SESSION_ENDED:
+            cycle.session_ends.append(pair)
+    if event.kind in _DONE and event.iteration is not None:
+        cycle.done.append(pair)
+
+
+# -- a cycle's troubles and lives --------------------------------------------------------------------------------------
+
+
+def _settle(job: JobHistory, cycle: CycleHistory) -> None:
+    """Find a cycle's troubles and lives, now that all its events are known."""
+    cycle.troubles = sorted(_find_troubles(job, cycle), key=lambda trouble: trouble.at_s)
+    if cycle.started_s is None and not cycle.steps and not cycle.done:
+        return
+    began_s = (
+        cycle.started_s if cycle.started_s is not None else min(time_s for time_s, _ in (*cycle.steps, *cycle.done))
+    )
+    bounds = [began_s, *_find_returns(cycle)]
+    mended = [one for one in cycle.troubles if one.verdict is not None and one.verdict.rung == Rung.RESTART_IN_PROCESS]
+    ending = next((one for one in reversed(cycle.troubles) if _ends_cycle(one)), None)
+    for place, begin_s in enumerate(bounds):
+        life = Life(job=job.name, cycle=cycle.number, began_s=begin_s)
+        is_last = place + 1 == len(bounds)
+        until_s = float("inf") if is_last else bounds[place + 1]
+        if is_last:
+            life.trouble = ending
+        else:
+            inside = [one for one in mended if begin_s <= one.at_s]
+            life.trouble = next((one for one in inside if one.began_s <= until_s), None)
+            if life.trouble is not None:
+                mended.remove(life.trouble)
+            life.back_s = until_s
+        _fill(job, cycle, life, begin_s, until_s)
+        cycle.lives.append(life)
+
+
+def _find_returns(cycle: CycleHistory) -> list[float]:
+    """Return when ranks began again within their processes: as the wrapper reports it, else by their sessions."""
+    back = [time_s for time_s, _ in cycle.back]
+    again: dict[int, float] = {}
+    num_begun = Counter[int | None]()
+    for time_s, rank in cycle.sessions:
+        num_begun[rank] += 1
+        again.setdefault(num_begun[rank], time_s)
+    sessions = [time_s for ordinal, time_s in sorted(again.items()) if ordinal > 1]
+    return back if len(back) >= len(sessions) else sessions
+
+
+def _ends_cycle(trouble: Episode) -> bool:
+    if trouble.verdict is None:
+        return trouble.kind in CYCLE_ENDING
+    return trouble.verdict.rung not in (Rung.RERUN_STEP, Rung.RESTART_IN_PROCESS)
+
+
+def _fill(job: JobHistory, cycle: CycleHistory, life: Life, begin_s: float, until_s: float) -> None:
+    """Fill in when a life trained, and how far it came."""
+    steps = [(time_s, event) for time_s, event in cycle.steps if begin_s <= time_s < until_s]
+    done = [(time_s, event) for time_s, event in cycle.done if begin_s <= time_s < until_s]
+    first: dict[int | None, float] = {}
+    for time_s, event in steps:
+        first.setdefault(event.rank, time_s)
+    progress = [(time_s, event) for time_s, event in done if event.kind == EventKind.PROGRESS]
+    if steps:
+        life.steps_start_s = max(first.values())
+        life.from_iteration = min(event.iteration or 0 for _, event in steps)
+    elif progress:  # a journal of an earlier version: from the first finished iteration on
+        firsts: dict[int | None, float] = {}
+        for time_s, event in progress:
+            firsts.setdefault(event.rank, time_s)
+        life.steps_start_s = max(firsts.values())
+        restored = [event.iteration or 0 for time_s, event in cycle.restored if begin_s <= time_s < until_s]
+        life.from_iteration = min(restored, default=max(0, min(event.iteration or 0 for _, event in progress) - 1))
+    reached = [event.iteration or 0 for _, event in done]
+    ended = [time_s for time_s, _ in cycle.ends.values()]
+    if until_s == float("inf"):
+        for _, event in cycle.ends.values():
+            reached += [int(value) for value in (event.data.get("iterations") or {}).values()]
+    if life.trouble is not None:
+        life.end_s = life.trouble.began_s
+        if life.trouble.incident is not None and life.trouble.incident.iteration is not None:
+            reached.append(life.trouble.incident.iteration)
+    elif until_s != float("inf"):
+        durations = [float(event.data.get("duration_s") or 0.0) for time_s, event in cycle.back if time_s == until_s]
+        duration_s = durations[0] if durations else 0.0
+        life.end_s = max(begin_s, until_s - duration_s)
+    else:
+        session_ends = [time_s for time_s, _ in cycle.session_ends]
+        life.end_s = max(session_ends, default=max(ended, default=max(cycle.last_s, begin_s)))
+    life.end_s = max(life.end_s, begin_s)
+    if life.steps_start_s is None:
+        restored = [event.iteration or 0 for time_s, event in cycle.restored if begin_s <= time_s < until_s]
+        life.from_iteration = min(restored, default=0)
+        life.to_iteration = max([*reached, life.from_iteration])
+        life.is_tracked = bool(restored) or life.to_iteration > 0
+        return
+    life.is_tracked = True
+    life.steps_start_s = min(life.steps_start_s, max(life.end_s, begin_s))
+    life.to_iteration = max([*reached, life.from_iteration])
+    points = [(life.steps_start_s, life.from_iteration)]
+    for time_s, event in done:
+        if time_s <= life.end_s and (event.iteration or 0) > points[-1][1]:
+            points.append((max(time_s, points[-1][0]), event.iteration or 0))
+    if life.to_iteration > points[-1][1]:
+        points.append((max(life.end_s, points[-1][0]), life.to_iteration))
+    life.points = points
+
+
+def _find_troubles(job: JobHistory, cycle: CycleHistory) -> Iterator[Episode]:
+    """Yield what something was done about, with when it was noticed and, where known, when it happened."""
+    free = list(cycle.faults)
+    for decided_s, event in cycle.decisions:
+        incident, verdict = decode(event.data["incident"], Incident), decode(event.data.get("verdict"), Verdict)
+        raw = event.data["incident"]
+        kind = kind_of(incident) if incident is not None else str(raw.get("kind", ""))
+        noticed = [
+            time_s
+            for time_s, other in cycle.incidents
+            if time_s <= decided_s and _is_same(other.data.get("incident") or {}, raw)
+        ]
+        trouble = Episode(
+            kind=kind,
+            at_s=min(noticed, default=decided_s),
+            decided_s=decided_s,
+            cycle=cycle.number,
+            incident=incident,
+            verdict=verdict,
+            text=incident.describe() if incident is not None else kind.replace("_", " "),
+            decision=event,
+        )
+        if incident is not None and incident.detected_after_s is not None:
+            trouble.since_s = trouble.at_s - incident.detected_after_s
+        _match_fault(trouble, free)
+        yield trouble
+    yield from _undecided(job, cycle, free)
+
+
+def _undecided(job: JobHistory, cycle: CycleHistory, free: list[tuple[float, Event]]) -> Iterator[Episode]:
+    """Yield what ended a cycle, or a call in process, without a verdict: without an agent nobody asks the ladder."""
+    verdicts = [event.data.get("verdict") for _, event in cycle.decisions]
+    decided = [verdict.get("rung") if isinstance(verdict, dict) else int(Rung.RESTART_WORKERS) for verdict in verdicts]
+    num_mended = sum(rung == Rung.RESTART_IN_PROCESS for rung in decided)
+    for time_s, event in cycle.back[num_mended:]:
+        faults = event.data.get("faults") or [{}]
+        duration_s = float(event.data.get("duration_s") or 0.0)
+        trouble = Episode(
+            kind=str(faults[0].get("kind") or IncidentKind.WORKER_FAILED),
+            at_s=time_s - duration_s,
+            decided_s=time_s - duration_s,
+            cycle=cycle.number,
+            text=f"rank {faults[0].get('rank', '?')}: {faults[0].get('summary', 'a fault within the process')}",
+            verdict=Verdict(rung=Rung.RESTART_IN_PROCESS, reason="restarted within the processes"),
+        )
+        _match_fault(trouble, free)
+        yield trouble
+    if any(rung not in (None, int(Rung.RERUN_STEP), int(Rung.RESTART_IN_PROCESS)) for rung in decided):
+        return
+    for time_s, event in cycle.incidents:
+        raw = event.data.get("incident") or {}
+        if raw.get("kind") not in CYCLE_ENDING:
+            continue
+        incident = decode(raw, Incident)
+        text = incident.describe() if incident is not None else str(raw.get("kind"))
+        trouble = Episode(str(raw["kind"]), time_s, time_s, cycle=cycle.number, incident=incident, text=text)
+        if incident is not None and incident.detected_after_s is not None:
+            trouble.since_s = time_s - incident.detected_after_s
+        _match_fault(trouble, free)
+        yield trouble
+        return
+    is_followed = any(number > cycle.number for number in job.cycles)
+    if is_followed and not job.started and not cycle.starts and cycle.sessions:
+        text = f"the workers of cycle {cycle.number} ended; their launcher started them again"
+        trouble = Episode(str(IncidentKind.WORKER_FAILED), cycle.last_s, cycle.last_s, cycle=cycle.number, text=text)
+        _match_fault(trouble, free)
+        yield trouble
+
+
+def _match_fault(trouble: Episode, free: list[tuple[float, Event]]) -> None:
+    """Find the injected fault that caused it: the newest before it of the same rank, or of the same node."""
+    incident = trouble.incident
+    for pair in reversed(free):
+        time_s, event = pair
+        if time_s > trouble.at_s or (expected := event.data.get("expected")) not in (None, trouble.kind):
+            continue
+        node = event.data.get("node") or (event.node if event.rank is not None else None)
+        if incident is None or incident.rank is None:
+            hits = expected is not None or incident is None or incident.node == node
+        else:
+            hits = event.rank == incident.rank or (event.rank is None and node == incident.node)
+        if hits and (expected is None or incident is None or event.rank is not None or node == incident.node):
+            free.remove(pair)
+            trouble.since_s, trouble.fault = time_s, event
+            trouble.simulated = str(event.data.get("fault", ""))
+            return
+
+
+def kind_of(incident: Incident) -> str:
+    """Return what an incident is about: a worker that failed with a diagnosis did so for an invalid result."""
+    return str(IncidentKind.INVALID_RESULT if "diagnosis" in incident.evidence else incident.kind)
+
+
+def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("kind", "node", "rank"))
+
+
+def decode(value: Any, kind: type[msgspec.Struct]) -> Any:
+    """Return a value of the journal as a struct; ``None`` = it is of another version."""
+    try:
+        return convert(value, kind)
+    except msgspec.ValidationError:
+        return None
+
+
+def all_lives(jobs: Iterable[JobHistory]) -> list[Life]:
+    """Return the lives of a run in their order."""
+    return [life for job in jobs for number in sorted(job.cycles) for life in job.cycles[number].lives]

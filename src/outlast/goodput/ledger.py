@@ -1,0 +1,581 @@
+"""The ledger: a partition of a run's wall time, and what each incident cost, from the journal alone.
+
+The run is walked from the begin of its first job to the end of its last. Each moment belongs to one segment: nodes
+meet, workers start, ranks train, a fault is noticed, and so on. Then stretches of training are cut: steps whose result
+was lost, since a later life resumed from before them; waits for saves; and what named slow ranks added to the steps.
+
+Steps that were lost count as redone where they were done *first*: their result is gone, and the later ones stand for
+it, so that time and iterations agree with what a checkpoint could have saved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from outlast import clock
+from outlast.errors import ConfigError, ExitReason
+from outlast.goodput.account import (
+    CycleSpan,
+    IncidentCost,
+    JobSpan,
+    LoadSpan,
+    NodeClock,
+    Part,
+    SaveSpan,
+    Segment,
+    SlowRanksWindow,
+    Statistics,
+    StepSample,
+    Warned,
+)
+from outlast.goodput.clocks import Moment, align
+from outlast.goodput.history import CycleHistory, Episode, JobHistory, Life, all_lives, split_jobs
+from outlast.goodput.spans import (
+    cycle_span,
+    find_loads,
+    find_notes,
+    find_saves,
+    find_slow_windows,
+    find_steps,
+    find_warned,
+    job_span,
+)
+from outlast.incidents import Event, EventKind, Rung
+from outlast.journal import decode_events
+from outlast.policy.recovery_point import Tier
+from outlast.wording import count, duration
+
+PREEMPTED = "preempted"
+"""Kind of an incident that is a requested shutdown."""
+_LASTING = {str(Tier.LOCAL), str(Tier.GLOBAL)}
+"""Tiers that outlive a job's processes; what a writer holds in memory, its own or another node's, ends with it."""
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run's wall time went into, and what each incident cost."""
+
+    run_id: str
+    began: str
+    """ISO 8601, in UTC."""
+    began_wall_ns: int
+    wall_s: float
+    """From the begin of the first job to the end of the last one, or to the newest event of a run that goes on."""
+    state: str
+    """``finished``, ``stopped``, ``preempted``, or ``open``: it goes on, or its end is not in the journal."""
+    headline: str
+    """One sentence for people."""
+    partition: dict[str, float]
+    """Name of each :class:`Part` to its seconds; they add up to ``wall_s``."""
+    ettr: float | None
+    """Effective training time ratio, the goodput: the productive share of the wall time; ``None`` = no rank reported
+    a step."""
+    num_iterations: int
+    """The highest iteration that was finished and not lost."""
+    lost_iterations: int
+    """Iterations that were finished and had to be done again, or will have to be."""
+    num_in_process: int = 0
+    """Restarts within the processes."""
+    num_spared: int = 0
+    """Ranks that were lost, and without which the others continued."""
+    jobs: tuple[JobSpan, ...]
+    cycles: tuple[CycleSpan, ...]
+    incidents: tuple[IncidentCost, ...]
+    warned: tuple[Warned, ...]
+    segments: tuple[Segment, ...]
+    saves: tuple[SaveSpan, ...]
+    loads: tuple[LoadSpan, ...]
+    slow_ranks: tuple[SlowRanksWindow, ...]
+    steps: tuple[StepSample, ...]
+    statistics: Statistics
+    clocks: tuple[NodeClock, ...]
+    notes: tuple[str, ...]
+    """What limits the account: events that were lost, lines that could not be read, clocks that were aligned."""
+
+    @classmethod
+    def read(cls, run_dir: str | os.PathLike[str], *, job: str | None = None) -> Ledger:
+        """Make it from the journal of a run directory.
+
+        Args:
+            run_dir: The run directory. A live run may go on writing: call again.
+            job: Name of the one job to account for; ``None`` = all of the run's.
+
+        Raises:
+            ConfigError: It is no run directory, or its journal holds no event.
+        """
+        folder = Path(run_dir) / "journal"
+        if not folder.is_dir():
+            raise ConfigError(f"{run_dir} has no journal; name a run directory (--run-dir of outlast run)")
+        files: list[list[Event]] = []
+        notes: list[str] = []
+        for path in sorted(folder.glob("*.jsonl")):
+            try:
+                events, num_bad = decode_events(path.read_bytes())
+            except OSError as error:
+                notes.append(f"{path.name} cannot be read: {error.strerror}")
+                continue
+            if num_bad:
+                notes.append(f"{count(num_bad, 'line')} of {path.name} cannot be read: torn, or of another version")
+            files.append(events if job is None else [event for event in events if event.job == job])
+        files = [events for events in files if events]
+        if not files:
+            raise ConfigError(f"the journal in {run_dir} holds no event; the run has not begun yet, or it is damaged")
+        return cls.from_files(files, notes=notes)
+
+    @classmethod
+    def from_files(cls, files: Sequence[Sequence[Event]], *, notes: Iterable[str] = ()) -> Ledger:
+        """Make it from the events of each file of a journal, each in the order in which they were written."""
+        moments, clocks = align(files)
+        return _Walk(moments).close(clocks, list(notes))
+
+
+class _Walk:
+    """A ledger in the making."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        self._zero_ns = moments[0].time_ns
+        self._run_id = next((one.event.run_id for one in moments if one.event.run_id), "")
+        self._jobs = split_jobs(moments, self._zero_ns)
+        self._troubles: list[Episode] = []
+        self._causes: dict[int, int] = {}
+        """A trouble's identity to its place in the list."""
+        for job in self._jobs:
+            for trouble in (*job.troubles, *_leaving(job)):
+                self._causes[id(trouble)] = len(self._troubles)
+                self._troubles.append(trouble)
+        self._segments: list[Segment] = []
+        self._now_s = 0.0
+        self._active: int | None = None
+        """The incident that what follows is spent on, until all ranks train again."""
+        self._resumed: dict[int, tuple[float, int]] = {}
+        """Incident to when all ranks began a step again, and from which iteration."""
+        self._lost: Counter[int] = Counter()
+        self._is_given_up = False
+
+    # -- the walk ------------------------------------------------------------------------------------------------
+
+    def close(self, clocks: tuple[NodeClock, ...], notes: list[str]) -> Ledger:
+        """Return the ledger."""
+        for place, job in enumerate(self._jobs):
+            self._walk_job(job, is_first=place == 0)
+        wall_s = self._now_s
+        lives = all_lives(self._jobs)
+        lost, redone = self._find_redone(lives)
+        windows = find_slow_windows(self._jobs)
+        saves = find_saves(self._jobs)
+        segments = _cut(self._segments, redone, Part.REDONE)
+        segments = _cut(segments, [(one.at_s - one.stall_s, one.at_s, None) for one in saves], Part.SAVE_STALL)
+        segments = [_with_excess(one, windows) for one in segments]
+        partition = dict.fromkeys((str(part) for part in Part), 0.0)
+        for segment in segments:
+            partition[str(segment.part)] += segment.end_s - segment.start_s - segment.straggler_s
+            partition[Part.STRAGGLER] += segment.straggler_s
+        incidents = self._price(segments)
+        trained = any(life.steps_start_s is not None for life in lives)
+        state, why = self._state()
+        ettr = partition[Part.PRODUCTIVE] / wall_s if trained and wall_s > 0 else None
+        notes += find_notes(self._jobs, clocks)
+        num_lost = sum(lost.values())
+        return Ledger(
+            run_id=self._run_id,
+            began=clock.as_iso(self._zero_ns),
+            began_wall_ns=self._zero_ns,
+            wall_s=wall_s,
+            state=state,
+            headline=_headline(state, why, ettr, wall_s, incidents, num_lost),
+            partition=partition,
+            ettr=ettr,
+            num_iterations=max((life.to_iteration for life in lives[-1:]), default=0),
+            lost_iterations=num_lost,
+            num_in_process=sum(one.rung == "restart_in_process" for one in incidents),
+            num_spared=sum(
+                bool(event.data.get("spared"))
+                for job in self._jobs
+                for cycle in job.cycles.values()
+                for _, event in cycle.exits
+            ),
+            jobs=tuple(job_span(job) for job in self._jobs),
+            cycles=tuple(cycle_span(job, job.cycles[number]) for job in self._jobs for number in sorted(job.cycles)),
+            incidents=incidents,
+            warned=find_warned(self._jobs),
+            segments=tuple(segments),
+            saves=tuple(saves),
+            loads=find_loads(self._jobs),
+            slow_ranks=tuple(windows),
+            steps=find_steps(self._jobs),
+            statistics=_average(incidents, wall_s - partition[Part.QUEUED]),
+            clocks=clocks,
+            notes=tuple(dict.fromkeys(notes)),
+        )
+
+    def _spend(
+        self, until_s: float, part: Part, job: JobHistory, cycle: int | None = None, *, on: int | None = None
+    ) -> None:
+        """Let the time until then belong to a part; what lies before now is spent already."""
+        if until_s > self._now_s:
+            segment = Segment(start_s=self._now_s, end_s=until_s, part=part, job=job.name, cycle=cycle, incident=on)
+            self._segments.append(segment)
+            self._now_s = until_s
+
+    def _walk_job(self, job: JobHistory, *, is_first: bool) -> None:
+        begins_s = job.start_s
+        if job.scheduled_s is not None and (is_first or job.scheduled_s > self._now_s):
+            begins_s = min(begins_s, max(job.scheduled_s, self._now_s))
+        if not is_first:
+            self._spend(begins_s, Part.QUEUED, job, on=self._active)
+        self._spend(job.start_s, Part.START_UP, job, on=self._active)
+        for number in sorted(job.cycles):
+            self._walk_cycle(job, job.cycles[number], is_first=number == min(job.cycles))
+        trained = any(cycle.lives for cycle in job.cycles.values())
+        part = Part.START_UP if trained else Part.RENDEZVOUS
+        stopped_by = next((self._causes[id(one)] for one in reversed(job.troubles) if _is_stop(one)), None)
+        leaving = next((self._causes[id(one)] for one in _known(self._causes, job, self._troubles)), None)
+        if stopped_by is not None:
+            part = Part.RESTART
+        self._spend(job.end_s, part, job, on=leaving if leaving is not None else stopped_by)
+        if leaving is not None:
+            self._active = leaving
+
+    def _walk_cycle(self, job: JobHistory, cycle: CycleHistory, *, is_first: bool) -> None:
+        started_s = cycle.started_s
+        if started_s is None and not cycle.lives:
+            return
+        begins_s = cycle.lives[0].began_s if cycle.lives else started_s or self._now_s
+        self._meet(job, cycle, begins_s, is_first=is_first)
+        for life in cycle.lives:
+            self._walk_life(job, cycle, life)
+
+    def _meet(self, job: JobHistory, cycle: CycleHistory, until_s: float, *, is_first: bool) -> None:
+        """Spend the time in which nodes meet: after the first cycle of a job, a wait for missing ones is idle."""
+        missing_since_s: float | None = None
+        for time_s, num_missing in [*cycle.missing_s, (until_s, 0)]:
+            time_s = min(time_s, until_s)
+            if missing_since_s is not None and not num_missing:
+                part = Part.RENDEZVOUS if is_first else Part.IDLE
+                self._spend(time_s, part, job, cycle.number, on=self._active)
+                missing_since_s = None
+            elif num_missing and missing_since_s is None:
+                self._spend(time_s, Part.RENDEZVOUS, job, cycle.number, on=self._active)
+                missing_since_s = time_s
+        self._spend(until_s, Part.RENDEZVOUS, job, cycle.number, on=self._active)
+
+    def _walk_life(self, job: JobHistory, cycle: CycleHistory, life: Life) -> None:
+        number = cycle.number
+        trouble = life.trouble
+        caused = None if trouble is None else self._causes[id(trouble)]
+        if life.steps_start_s is None:
+            has_session = any(other.sessions for other in job.cycles.values())
+            part = Part.START_UP if has_session else Part.UNOBSERVED
+            on = (self._active if self._active is not None else caused) if has_session else None
+            self._spend(life.end_s, part, job, number, on=on)
+            if not has_session:
+                self._note_resumed(life.began_s, 0)
+        else:
+            self._load(job, cycle, life)
+            self._spend(life.steps_start_s, Part.START_UP, job, number, on=self._active)
+            self._note_resumed(life.steps_start_s, life.from_iteration)
+            self._spend(life.end_s, Part.PRODUCTIVE, job, number)
+        if trouble is not None:
+            self._active = caused
+            self._spend(trouble.at_s, Part.DETECTION, job, number, on=caused)
+            self._spend(
+                life.back_s if life.back_s is not None else trouble.decided_s, Part.RESTART, job, number, on=caused
+            )
+        elif life.back_s is not None:
+            self._spend(life.back_s, Part.RESTART, job, number)
+        elif _is_over(job, cycle):
+            self._spend(
+                max((time_s for time_s, _ in cycle.ends.values()), default=self._now_s), Part.START_UP, job, number
+            )
+
+    def _load(self, job: JobHistory, cycle: CycleHistory, life: Life) -> None:
+        """Spend the time until a load has ended on all ranks."""
+        assert life.steps_start_s is not None
+        loads = [(t, e) for t, e in cycle.restored if life.began_s <= t <= life.steps_start_s]
+        if not loads:
+            return
+        end_s = max(time_s for time_s, _ in loads)
+        load_s = max(float(event.data.get("load_s") or 0.0) for _, event in loads)
+        self._spend(max(life.began_s, end_s - load_s), Part.START_UP, job, cycle.number, on=self._active)
+        self._spend(end_s, Part.LOAD, job, cycle.number, on=self._active)
+
+    def _note_resumed(self, at_s: float, iteration: int) -> None:
+        if self._active is not None:
+            self._resumed[self._active] = (at_s, iteration)
+            self._active = None
+
+    # -- what was lost -------------------------------------------------------------------------------------------
+
+    def _find_redone(self, lives: Sequence[Life]) -> tuple[Counter[int], list[tuple[float, float, int | None]]]:
+        """Return how many iterations each incident lost (by its place; -1 = none did), and the stretches of them."""
+        lost = Counter[int]()
+        found: list[tuple[float, float, int | None]] = []
+        stack: list[list[Any]] = []  # of each life: it, the last iteration of it that counts, until when it counts
+        cause: int | None = None
+        for life in lives:
+            if life.is_tracked:
+                self._cut_back(stack, life.from_iteration, cause, lost, found)
+                stack.append([life, life.to_iteration, life.end_s])
+                cause = None
+            if life.trouble is not None:
+                cause = self._causes[id(life.trouble)] if cause is None else cause
+        job = self._jobs[-1]
+        if job.exit_code not in (None, ExitReason.FINISHED) and stack:
+            self._cut_back(stack, _durable(self._jobs), cause, lost, found)
+        for job in self._jobs:
+            for trouble in job.troubles:
+                if trouble.verdict is not None and trouble.verdict.rung == Rung.RERUN_STEP:
+                    step_s = _step_s(job, trouble.cycle, trouble.at_s)
+                    found.append((trouble.at_s - step_s, trouble.at_s, self._causes[id(trouble)]))
+        self._lost = lost
+        return lost, sorted(found, key=lambda one: one[:2])
+
+    def _cut_back(
+        self,
+        stack: list[list[Any]],
+        iteration: int,
+        cause: int | None,
+        lost: Counter[int],
+        found: list[tuple[float, float, int | None]],
+    ) -> None:
+        """Take what was done beyond an iteration out of what counts."""
+        for entry in reversed(stack):
+            life, reached, until_s = entry
+            failed = life.trouble is not None and until_s == life.end_s
+            if reached <= iteration and not failed:
+                continue
+            kept = max(min(iteration, reached), life.from_iteration)
+            from_s = min(life.when_done(kept), until_s)
+            if kept < reached:
+                lost[-1 if cause is None else cause] += reached - kept
+            own = self._causes[id(life.trouble)] if life.trouble is not None else None
+            if from_s < until_s and (kept < reached or failed):
+                found.append((from_s, until_s, cause if kept < reached and cause is not None else own))
+            entry[1], entry[2] = kept, from_s
+
+    # -- prices --------------------------------------------------------------------------------------------------
+
+    def _price(self, segments: Sequence[Segment]) -> tuple[IncidentCost, ...]:
+        parts: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for segment in segments:
+            if segment.incident is not None:
+                parts[segment.incident][str(segment.part)] += segment.end_s - segment.start_s
+        exits = {
+            (job.name, number, event.rank): event.data
+            for job in self._jobs
+            for number, cycle in job.cycles.items()
+            for _, event in cycle.exits
+        }
+        costs = []
+        for job in self._jobs:
+            for trouble in (*job.troubles, *_known(self._causes, job, self._troubles)):
+                index = self._causes[id(trouble)]
+                costs.append(self._cost(job, trouble, index, dict(parts[index]), exits))
+        costs.sort(key=lambda cost: cost.index)
+        return tuple(costs)
+
+    def _cost(
+        self, job: JobHistory, trouble: Episode, index: int, parts: dict[str, float], exits: dict[Any, dict[str, Any]]
+    ) -> IncidentCost:
+        incident = trouble.incident
+        cycle = job.cycles.get(trouble.cycle)
+        life = next((one for one in cycle.lives if one.trouble is trouble), None) if cycle is not None else None
+        iteration = incident.iteration if incident is not None else None
+        if life is not None:
+            iteration = max(life.to_iteration, iteration or 0)
+        recovered_s, resumed = self._resumed.get(index, (None, None))
+        if trouble.verdict is not None and trouble.verdict.rung == Rung.RERUN_STEP:
+            recovered_s, resumed = trouble.at_s, iteration
+        evidence = dict(incident.evidence) if incident is not None else {}
+        rank = incident.rank if incident is not None else None
+        if (ended := exits.get((job.name, trouble.cycle, rank))) is not None and rank is not None:
+            evidence["exited"] = ended
+        return IncidentCost(
+            index=index,
+            kind=trouble.kind,
+            text=trouble.text,
+            rung=trouble.rung,
+            reason=trouble.verdict.reason if trouble.verdict is not None else "",
+            job=job.name,
+            cycle=trouble.cycle,
+            node=incident.node if incident is not None else "",
+            rank=rank,
+            iteration=iteration,
+            at_s=trouble.at_s,
+            since_s=trouble.since_s,
+            recovered_s=recovered_s,
+            resumed_iteration=resumed,
+            lost_iterations=self._lost[index],
+            parts=parts,
+            cost_s=sum(parts.values()),
+            simulated=trouble.simulated,
+            incident=incident,
+            verdict=trouble.verdict,
+            evidence=evidence,
+        )
+
+    def _state(self) -> tuple[str, str]:
+        """Return how the run is, and why it ended."""
+        job = self._jobs[-1]
+        code = job.exit_code
+        reason = str(job.ended[-1][1].data.get("reason", "")) if job.ended else ""
+        if code is None or (job.started and not job.ended):
+            return "open", ""
+        if code == ExitReason.FINISHED:
+            return "finished", reason
+        return ("preempted" if code == ExitReason.PREEMPTED else "stopped"), reason or f"exit code {code}"
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def _leaving(job: JobHistory) -> list[Episode]:
+    """Return the requested shutdown on which a job ended, if it did."""
+    if job.exit_code != ExitReason.PREEMPTED:
+        return []
+    at_s = min((time_s for time_s, _ in job.notices), default=job.end_s)
+    first = min(job.notices, default=None, key=lambda one: one[0])
+    fault, text = None, "shutdown requested"
+    number = max(job.cycles, default=0)
+    if first is not None:
+        event = first[1]
+        who = f"rank {event.rank} on node {event.node}" if event.rank is not None else f"node {event.node}"
+        text = f"shutdown requested, noticed by {who}"
+        number = event.cycle if event.cycle is not None else number
+        faults = [one for one in job.cycles[number].faults if one[0] <= at_s] if number in job.cycles else []
+        fault = next((one for one in reversed(faults) if one[1].rank in (None, event.rank)), None)
+    trouble = Episode(PREEMPTED, at_s, at_s, cycle=number, text=text)
+    if fault is not None and not any(one.fault is fault[1] for one in job.troubles):
+        trouble.since_s, trouble.fault, trouble.simulated = fault[0], fault[1], str(fault[1].data.get("fault", ""))
+    return [trouble]
+
+
+def _known(causes: dict[int, int], job: JobHistory, troubles: Sequence[Episode]) -> list[Episode]:
+    """Return the requested shutdown of a job, as it is in the account already."""
+    own = {id(trouble) for trouble in job.troubles}
+    found = [one for one in troubles if one.kind == PREEMPTED and id(one) not in own]
+    return [one for one in found if job.start_s <= one.at_s <= job.end_s and job.exit_code == ExitReason.PREEMPTED]
+
+
+def _is_stop(trouble: Episode) -> bool:
+    return trouble.verdict is not None and trouble.verdict.rung in (Rung.STOP, Rung.REQUEUE_JOB)
+
+
+def _is_over(job: JobHistory, cycle: CycleHistory) -> bool:
+    return bool(cycle.ends) or any(number > cycle.number for number in job.cycles)
+
+
+def _durable(jobs: Sequence[JobHistory]) -> int:
+    """Return the highest iteration of which a generation outlives the last job."""
+    best = 0
+    for job in jobs:
+        for _, event in job.events:
+            if event.kind == EventKind.SAVE_COMMITTED:
+                tiers = set(event.data.get("tiers", ()))
+            elif event.kind == EventKind.RESTORED:
+                tiers = {event.data.get("tier")}
+            else:
+                continue
+            if _LASTING & tiers:
+                best = max(best, event.iteration or 0)
+    return best
+
+
+def _step_s(job: JobHistory, number: int, at_s: float) -> float:
+    """Return the mean time of a step around a moment, in seconds; 0 = not known."""
+    for life in job.cycles[number].lives if number in job.cycles else ():
+        if life.steps_start_s is None or not life.steps_start_s <= at_s <= life.end_s:
+            continue
+        later = next((place for place, (time_s, _) in enumerate(life.points) if time_s >= at_s), len(life.points) - 1)
+        (t0, i0), (t1, i1) = life.points[max(0, later - 1)], life.points[later]
+        if i1 > i0:
+            return min(at_s - life.steps_start_s, (t1 - t0) / (i1 - i0))
+    return 0.0
+
+
+def _cut(
+    segments: Iterable[Segment], stretches: Sequence[tuple[float, float, int | None]], part: Part
+) -> list[Segment]:
+    """Give stretches of training to another part; both by time, stretches may overlap."""
+    found: list[Segment] = []
+    place = 0
+    for segment in segments:
+        if segment.part not in (Part.PRODUCTIVE, Part.REDONE):
+            found.append(segment)
+            continue
+        now_s = segment.start_s
+        while place < len(stretches) and stretches[place][1] <= segment.start_s:
+            place += 1
+        at = place
+        while at < len(stretches) and stretches[at][0] < segment.end_s:
+            begin_s, end_s, incident = stretches[at]
+            begin_s, end_s = max(begin_s, now_s), min(end_s, segment.end_s)
+            if end_s > begin_s:
+                if begin_s > now_s:
+                    found.append(msgspec.structs.replace(segment, start_s=now_s, end_s=begin_s))
+                found.append(
+                    msgspec.structs.replace(segment, start_s=begin_s, end_s=end_s, part=part, incident=incident)
+                )
+                now_s = end_s
+            at += 1
+        if now_s < segment.end_s:
+            found.append(msgspec.structs.replace(segment, start_s=now_s))
+    return found
+
+
+def _with_excess(segment: Segment, windows: Sequence[SlowRanksWindow]) -> Segment:
+    if segment.part != Part.PRODUCTIVE:
+        return segment
+    slow_s = sum(
+        window.excess * max(0.0, min(window.end_s, segment.end_s) - max(window.start_s, segment.start_s))
+        for window in windows
+        if window.excess and window.job == segment.job and window.cycle == segment.cycle
+    )
+    return (
+        msgspec.structs.replace(segment, straggler_s=min(slow_s, segment.end_s - segment.start_s))
+        if slow_s
+        else segment
+    )
+
+
+def _average(incidents: Sequence[IncidentCost], running_s: float) -> Statistics:
+    failures = [one for one in incidents if one.kind != PREEMPTED]
+    num = Counter(one.kind for one in incidents)
+    num["all"] = len(failures)
+    detected: dict[str, list[float]] = defaultdict(list)
+    recovered: dict[str, list[float]] = defaultdict(list)
+    for one in incidents:
+        if (after_s := one.detected_after_s) is not None:
+            detected[one.kind].append(after_s)
+            if one.kind != PREEMPTED:
+                detected["all"].append(after_s)
+        if (after_s := one.recovered_after_s) is not None:
+            recovered[one.rung or one.kind].append(after_s)
+            if one.kind != PREEMPTED:
+                recovered["all"].append(after_s)
+    return Statistics(
+        num_incidents=dict(num),
+        mtbf_s={kind: running_s / number for kind, number in num.items() if number},
+        mttd_s={kind: fmean(values) for kind, values in detected.items()},
+        mttr_s={rung: fmean(values) for rung, values in recovered.items()},
+    )
+
+
+def _headline(
+    state: str, why: str, ettr: float | None, wall_s: float, incidents: Sequence[IncidentCost], num_lost: int
+) -> str:
+    start = {
+        "finished": "finished",
+        "preempted": "preempted, to be continued by another job",
+        "open": "not over",
+        "stopped": f"stopped because {why.rstrip('.')}",
+    }[state]
+    goodput = "goodput unknown (the script reports no steps)" if ettr is None else f"{100 * ettr:.1f} % goodput"
+    num = count(len(incidents), "incident")
+    return f"{start}: {goodput} in {duration(wall_s)}, {num}, {count(num_lost, 'iteration')} redone"

@@ -1,0 +1,526 @@
+"""What an agent shows Prometheus: an HTTP endpoint of the node, which lives as long as its agent.
+
+:class:`MetricsEndpoint` listens and answers in threads of its own. What a scrape shows it takes from three places: the
+board of the newest cycle, which is made to be read while others write; what the agent shows of itself
+(:class:`AgentOutlook`, single attributes that the agent replaces as a whole); and what this node's processes have
+written to the journal, which one thread reads on, every :data:`LOOK_S`. So the agent's loop waits for nobody: a scraper
+that does not read, and a disk that hangs, each keep one of these threads waiting, and no other.
+
+The number of connections is bounded, and so is the time of each. What comes beyond is closed at once.
+
+Rejected: gauges that the agent's loop sets, since a figure would be as old as the loop's last event, and each event
+would cost; asking the coordinator in a scrape, since each agent has to answer also while there is none.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import socketserver
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast import clock
+from outlast.env import clean_name
+from outlast.errors import ConfigError
+from outlast.incidents import Event, EventKind, Rung
+from outlast.journal import decode_events
+from outlast.runtime.addresses import Endpoint
+from outlast.version import __version__
+
+if TYPE_CHECKING:
+    from outlast.launch.cycle import Cycle
+    from outlast.runtime.board import RankState
+
+log = logging.getLogger(__name__)
+LOOK_S = 2.0
+"""How often the journal is read on, and the iterations are noted of which the rate is made."""
+RATE_WINDOW_S = 60.0
+MAX_CONNECTIONS = 16
+"""Scrapes at the same time."""
+SCRAPE_S = 10.0
+"""How long a connection may wait for its other side."""
+_CHUNK_BYTES = 4 * 2**20
+_MAX_CHUNKS = 16
+"""Of one file at one look; the rest is read at the next ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentMetric:
+    """One metric of the endpoint."""
+
+    name: str
+    """Without the prefix ``outlast_``; a counter's name ends with ``_total``."""
+    help: str
+    labels: tuple[str, ...] = ()
+    """Beside ``run_id`` and ``node``, which all have."""
+
+    @property
+    def is_counter(self) -> bool:
+        """Whether it only grows while the agent lives."""
+        return self.name.endswith("_total")
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        AgentMetric(name="agent_info", help="1; versions, and the job.", labels=("job", "version", "python")),
+        AgentMetric(name="agent_state", help="1 for the state that the agent is in.", labels=("state",)),
+        AgentMetric(name="agent_is_coordinator", help="Whether this node's agent hosts the coordinator."),
+        AgentMetric(name="cycle", help="The newest cycle that this node took part in; -1 before the first one."),
+        AgentMetric(name="cycles_started_total", help="Cycles that this node has started in this job."),
+        AgentMetric(name="world_size", help="Ranks of that cycle; 0 while none runs here."),
+        AgentMetric(name="num_nodes", help="Nodes of that cycle; 0 while none runs here."),
+        AgentMetric(name="spares", help="Nodes that waited for a slot, as this node was told last."),
+        AgentMetric(name="node_iteration", help="Optimizer steps done: the most of this node's ranks."),
+        AgentMetric(
+            name="iterations_per_second", help=f"Mean of the last {RATE_WINDOW_S:g} s without a step back; 0 if none."
+        ),
+        AgentMetric(name="durable_iteration", help="Highest iteration that a rank of this node knows to be durable."),
+        AgentMetric(name="rank_iteration", help="Optimizer steps that a rank has done.", labels=("rank",)),
+        AgentMetric(
+            name="rank_state",
+            help="1 for the state that a rank is in: starting, running, restarting, spare, finished, ended.",
+            labels=("rank", "state"),
+        ),
+        AgentMetric(
+            name="rank_section_info",
+            help="1 for the path of the sections that a rank is in.",
+            labels=("rank", "section"),
+        ),
+        AgentMetric(
+            name="rank_section_seconds", help="Seconds that a rank has been in its innermost section.", labels=("rank",)
+        ),
+        AgentMetric(
+            name="rank_heartbeat_age_seconds", help="Seconds since the last heartbeat of a rank.", labels=("rank",)
+        ),
+        AgentMetric(
+            name="restarts_total",
+            help="What the coordinator decided in this job, by remedy; on its node alone.",
+            labels=("rung",),
+        ),
+        AgentMetric(name="steps_rerun_total", help="Steps that ranks of this node ran again in place."),
+        AgentMetric(name="incidents_total", help="Incidents that this node's processes reported.", labels=("kind",)),
+        AgentMetric(
+            name="committed_iteration",
+            help="Newest generation that a rank of this node committed, by tier.",
+            labels=("tier",),
+        ),
+        AgentMetric(
+            name="committed_timestamp_seconds", help="When that was, in seconds since the epoch.", labels=("tier",)
+        ),
+        AgentMetric(name="saves_total", help="Saves that ranks of this node began."),
+        AgentMetric(name="save_stall_seconds", help="How long the newest save kept this node's slowest rank waiting."),
+        AgentMetric(
+            name="save_stall_seconds_total", help="The same, added up over the saves of all ranks of this node."
+        ),
+        AgentMetric(
+            name="straggler_score",
+            help="Scores of all ranks: basis relative or individual, stat min, median or max; on rank 0's node alone.",
+            labels=("basis", "stat"),
+        ),
+        AgentMetric(
+            name="job_goodput",
+            help="Share of this job's time that the steps took which were done first; on nodes with ranks.",
+        ),
+        AgentMetric(name="journal_age_seconds", help="Seconds since this node's journal was read on."),
+    )
+}
+"""All that the endpoint shows, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOutlook:
+    """An agent at one moment, as far as other threads may see it."""
+
+    job: str = ""
+    state: str = "starting"
+    is_host: bool = False
+    cycle: Cycle | None = None
+    """The newest one, also after its end."""
+    num_spares: int = 0
+
+
+class MetricsEndpoint:
+    """Listen, and show what is asked for.
+
+    Args:
+        where: Address and port; port 0 = a free one.
+        run_id: Name of the run.
+        node: Name of the node.
+        run_dir: The run directory.
+
+    Raises:
+        ConfigError: The package is not installed, or nothing can listen there; one line with the remedy.
+
+    Thread: any; no method waits for a scraper.
+    """
+
+    def __init__(self, where: Endpoint, *, run_id: str, node: str, run_dir: Path) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, MetricsHandler
+        except ImportError:
+            raise ConfigError(
+                "--metrics-port needs prometheus-client, which is not installed: pip install 'outlast[prometheus]'"
+            ) from None
+        self._outlook: Callable[[], AgentOutlook] = AgentOutlook
+        self.history = NodeHistory(run_dir, node)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Collector({"run_id": run_id, "node": node}, self._collect))
+        handler = type("_ScrapeHandler", (MetricsHandler,), {"registry": self._registry, "timeout": SCRAPE_S})
+        try:
+            self._server = _ScrapeServer(where, handler)
+        except OSError as error:
+            raise ConfigError(
+                f"nothing can listen at {where} for --metrics-port ({error.strerror or error}); give each agent of a "
+                "machine a port of its own, or 0 for a free one"
+            ) from None
+        self.url = f"http://{Endpoint(where.host, self._server.server_port)}/metrics"
+        """Where it is."""
+        self._ends = threading.Event()
+        serve = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="outlast-metrics-endpoint", daemon=True
+        )
+        look = threading.Thread(target=self._look_on, name="outlast-metrics-journal", daemon=True)
+        for thread in (serve, look):
+            thread.start()
+        log.info("figures of this node for Prometheus are at %s", self.url)
+
+    def show(self, outlook: Callable[[], AgentOutlook]) -> None:
+        """Show an agent from now on.
+
+        Args:
+            outlook: Returns how it is; called in other threads.
+        """
+        self._outlook = outlook
+
+    def close(self) -> None:
+        """Stop listening. Idempotent. Blocks: some 0.1 s; scrapes that are under way end by themselves."""
+        if not self._ends.is_set():
+            self._ends.set()
+            self._server.shutdown()
+            self._server.server_close()
+
+    # -- in threads of its own ---------------------------------------------------------------------------------
+
+    def _look_on(self) -> None:
+        while not self._ends.wait(LOOK_S):
+            try:
+                outlook = self._outlook()
+                self.history.note_iteration(outlook.cycle.number if outlook.cycle else -1, _farthest(_states(outlook)))
+                self.history.read_on(outlook.job, [state.global_rank for state in _states(outlook)])
+            except OSError as error:
+                log.debug("the journal of this node cannot be read: %s", error)
+            except Exception:
+                log.exception("the figures of this node's journal cannot be read; those of its board are still shown")
+                return
+
+    def _collect(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        """Yield what is shown: name, labels, value."""
+        outlook = self._outlook()
+        cycle, states = outlook.cycle, _states(outlook)
+        runs = cycle is not None and not cycle.over
+        python = platform.python_version()
+        yield "agent_info", {"job": outlook.job, "version": __version__, "python": python}, 1
+        yield "agent_state", {"state": outlook.state}, 1
+        yield "agent_is_coordinator", {}, outlook.is_host
+        yield "cycle", {}, -1 if cycle is None else cycle.number
+        yield "world_size", {}, cycle.start.world_size if cycle is not None and runs else 0
+        yield "num_nodes", {}, cycle.start.num_nodes if cycle is not None and runs else 0
+        yield "spares", {}, outlook.num_spares
+        if (farthest := _farthest(states)) is not None:
+            yield "node_iteration", {}, farthest
+        durable = [state.durable_iteration for state in states if state.durable_iteration is not None]
+        if durable:
+            yield "durable_iteration", {}, max(durable)
+        exits = {worker.global_rank: worker.exit_code for worker in cycle.workers.values()} if cycle is not None else {}
+        now_ns = clock.now_ns()
+        for state in states:
+            yield from _show_rank(state, has_ended=exits.get(state.global_rank) is not None, now_ns=now_ns)
+        yield from self.history.show(is_host=outlook.is_host)
+
+
+class _Collector:
+    """Make families of figures, as the client of Prometheus wants them."""
+
+    def __init__(self, own: dict[str, str], figures: Callable[[], Iterator[tuple[str, dict[str, str], float]]]) -> None:
+        self._own, self._figures = own, figures
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the families of a scrape."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families: dict[str, Any] = {}
+        for name, labels, value in self._figures():
+            metric = METRICS[name]
+            if name not in families:
+                kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
+                families[name] = kind(f"outlast_{name}", metric.help, labels=[*self._own, *metric.labels])
+            values = [*self._own.values(), *(labels[label] for label in metric.labels)]
+            families[name].add_metric(values, float(value))
+        yield from families.values()
+
+
+class _ScrapeServer(ThreadingHTTPServer):
+    """Serve each connection in a thread, but not more than :data:`MAX_CONNECTIONS`.
+
+    Raises:
+        OSError: Nothing can listen there.
+    """
+
+    daemon_threads = True
+    request_queue_size = MAX_CONNECTIONS
+
+    def __init__(self, where: Endpoint, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = where.family
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__((where.host, where.port), handler)
+
+    def server_bind(self) -> None:
+        """Bind; the base class would ask a name server for the address's name, which may take long."""
+        socketserver.TCPServer.server_bind(self)
+        host, self.server_port = self.server_address[:2]
+        self.server_name = str(host)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, if one may still be begun."""
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread can be had
+            self._places.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer one connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what ended a connection before its time; the base class prints a traceback."""
+        log.debug("a scrape from %s ended before its time", client_address, exc_info=True)
+
+
+# -- the board ---------------------------------------------------------------------------------------------------
+
+
+def _states(outlook: AgentOutlook) -> list[RankState]:
+    """Return the pages of the newest cycle; none once its board is freed."""
+    if outlook.cycle is None:
+        return []
+    try:
+        return outlook.cycle.board.read_all()
+    except ValueError:  # the agent has freed it meanwhile
+        return []
+
+
+def _farthest(states: list[RankState]) -> int | None:
+    return max((state.iteration for state in states if state.reports_iteration), default=None)
+
+
+def _show_rank(state: RankState, *, has_ended: bool, now_ns: int) -> Iterator[tuple[str, dict[str, str], float]]:
+    labels = {"rank": str(state.global_rank)}
+    yield "rank_state", labels | {"state": "ended" if has_ended else state.standing}, 1
+    if state.reports_iteration:
+        yield "rank_iteration", labels, state.iteration
+    if has_ended:
+        return
+    if state.sections:
+        path = "/".join(section.name for section in state.sections)
+        yield "rank_section_info", labels | {"section": path}, 1
+        yield "rank_section_seconds", labels, max(0, now_ns - state.sections[-1].start_ns) / 1e9
+    if state.last_heartbeat_ns:
+        yield "rank_heartbeat_age_seconds", labels, max(0, now_ns - state.last_heartbeat_ns) / 1e9
+
+
+# -- the journal -------------------------------------------------------------------------------------------------
+
+
+class NodeHistory:
+    """What this node's processes have written to the journal of the newest job, counted; and the rate of its ranks.
+
+    Args:
+        run_dir: The run directory.
+        node: Name of the node.
+
+    Thread: :meth:`read_on` and :meth:`note_iteration` one; :meth:`show` any.
+    """
+
+    def __init__(self, run_dir: Path, node: str) -> None:
+        self._folder, self._node = run_dir / "journal", node
+        self._lock = threading.Lock()
+        """Held only while figures change or are copied, never while a disk is waited for."""
+        self._samples: deque[tuple[int, int]] = deque()
+        self._sampled_cycle = -1
+        self._forget("")
+
+    def _forget(self, job: str) -> None:
+        """Begin with another job."""
+        self._job = job
+        self._offsets: dict[str, int] = {}
+        self._read_ns = 0
+        self._began_s: float | None = None
+        """When the job began here, on the monotonic clock."""
+        self._num_cycles = self._num_reruns = self._num_saves = 0
+        self._restarts = Counter[Rung]()
+        self._incidents = Counter[str]()
+        self._committed: dict[str, tuple[int, float]] = {}
+        self._stalls: dict[int, tuple[int, float]] = {}
+        self._stall_s = 0.0
+        self._scores: dict[tuple[str, str], float] = {}
+        self._credited_rank: int | None = None
+        self._reported = self._highest = -1
+        self._productive_s = 0.0
+
+    def note_iteration(self, cycle: int, iteration: int | None) -> None:
+        """Note how far this node is."""
+        now_ns = clock.now_ns()
+        with self._lock:
+            samples = self._samples
+            if cycle != self._sampled_cycle or iteration is None or (samples and iteration < samples[-1][1]):
+                samples.clear()
+            self._sampled_cycle = cycle
+            if iteration is not None:
+                samples.append((now_ns, iteration))
+            while len(samples) > 2 and samples[1][0] < now_ns - RATE_WINDOW_S * 1e9:
+                samples.popleft()
+
+    def read_on(self, job: str, ranks: list[int]) -> None:
+        """Read what was written since the last look.
+
+        Args:
+            job: The job; what another one counted is dropped.
+            ranks: Global ranks of this node.
+
+        Raises:
+            OSError: A file cannot be read.
+
+        Blocks: as long as the disk does.
+        """
+        if not job:
+            return
+        if job != self._job:
+            with self._lock:
+                self._forget(job)
+        names = ["agent", "coordinator", *(f"rank-{rank}" for rank in sorted(ranks) if rank >= 0)]
+        names += [name for name in self._offsets if name not in names]  # ranks that another cycle had here
+        for name in names:
+            self._read_file(name)
+        with self._lock:
+            self._read_ns = clock.now_ns()
+
+    def _read_file(self, name: str) -> None:
+        path = self._folder / f"{clean_name(self._job)}-{clean_name(self._node)}-{name}.jsonl"
+        for _ in range(_MAX_CHUNKS):
+            begin = self._offsets.get(name, 0)
+            try:
+                with open(path, "rb") as file:
+                    file.seek(begin)
+                    data = file.read(_CHUNK_BYTES)
+            except FileNotFoundError:
+                return
+            end = data.rfind(b"\n") + 1
+            if not end and len(data) == _CHUNK_BYTES:
+                end = len(data)  # no line is that long: what is there is damaged
+            events, _ = decode_events(data[:end])
+            with self._lock:
+                self._offsets[name] = begin + end
+                for event in events:
+                    if event.job == self._job and event.node == self._node:
+                        self._take(event)
+            if len(data) < _CHUNK_BYTES:
+                return
+
+    def _take(self, event: Event) -> None:
+        data, verdict = event.data, event.data.get("verdict") or {}
+        match event.kind:
+            case EventKind.JOB_STARTED if self._began_s is None:
+                self._began_s = clock.now_s() + clock.seconds_until(event.wall_ns / 1e9)
+            case EventKind.CYCLE_STARTED:
+                self._num_cycles += 1
+            case EventKind.VERDICT if "incident" in data and verdict.get("rung") in _RESTARTING:
+                self._restarts[Rung(verdict["rung"])] += 1
+            case EventKind.INCIDENT:
+                self._incidents[str((data.get("incident") or {}).get("kind"))] += 1
+                self._num_reruns += verdict.get("rung") == Rung.RERUN_STEP
+            case EventKind.SAVE_SCHEDULED if event.rank is not None:
+                stall_s = float(data.get("stall_s") or 0.0)
+                self._num_saves += 1
+                self._stall_s += stall_s
+                self._stalls[event.rank] = event.iteration or 0, stall_s
+            case EventKind.SAVE_COMMITTED if event.iteration is not None:
+                for tier in data.get("tiers") or ():
+                    self._committed[str(tier)] = event.iteration, event.wall_ns / 1e9
+            case EventKind.STRAGGLER_REPORT:
+                for name, score in (data.get("metrics") or {}).items():
+                    measure, _, stat = str(name).partition("/")
+                    basis = measure.removeprefix("gpu_").removesuffix("_perf")
+                    self._scores[basis, stat] = float(score)
+            case EventKind.STEPS_STARTED | EventKind.PROGRESS if event.iteration is not None:
+                self._credit(event)
+
+    def _credit(self, event: Event) -> None:
+        """Add up what new steps took; one rank stands for all, and steps that are done again do not count."""
+        assert event.iteration is not None
+        if self._credited_rank is None or event.kind == EventKind.STEPS_STARTED:
+            lower = self._credited_rank is None or (event.rank or 0) <= self._credited_rank
+            self._credited_rank = event.rank if lower else self._credited_rank
+        if event.rank != self._credited_rank:
+            return
+        if event.kind == EventKind.STEPS_STARTED:
+            self._reported = event.iteration
+            self._highest = max(self._highest, event.iteration)
+            return
+        new = event.iteration - max(self._reported, self._highest, 0)
+        self._productive_s += max(0, new) * float(event.data.get("step_s") or 0.0)
+        self._reported, self._highest = event.iteration, max(self._highest, event.iteration)
+
+    def show(self, *, is_host: bool) -> Iterator[tuple[str, dict[str, str], float]]:
+        """Yield the figures: name, labels, value."""
+        with self._lock:
+            figures = list(self._figures(is_host=is_host))
+        yield from figures
+
+    def _figures(self, *, is_host: bool) -> Iterator[tuple[str, dict[str, str], float]]:
+        yield "iterations_per_second", {}, self._rate()
+        if not self._read_ns:
+            return
+        yield "journal_age_seconds", {}, (clock.now_ns() - self._read_ns) / 1e9
+        yield "cycles_started_total", {}, self._num_cycles
+        if is_host or self._restarts:
+            for rung in sorted(_RESTARTING):
+                yield "restarts_total", {"rung": rung.name.lower()}, self._restarts[rung]
+        yield "steps_rerun_total", {}, self._num_reruns
+        for kind, number in self._incidents.items():
+            yield "incidents_total", {"kind": kind}, number
+        for tier, (iteration, at_s) in self._committed.items():
+            yield "committed_iteration", {"tier": tier}, iteration
+            yield "committed_timestamp_seconds", {"tier": tier}, at_s
+        yield "saves_total", {}, self._num_saves
+        yield "save_stall_seconds_total", {}, self._stall_s
+        if self._stalls:
+            newest = max(iteration for iteration, _ in self._stalls.values())
+            yield "save_stall_seconds", {}, max(s for iteration, s in self._stalls.values() if iteration == newest)
+        for (basis, stat), score in self._scores.items():
+            yield "straggler_score", {"basis": basis, "stat": stat}, score
+        if self._credited_rank is not None and self._began_s is not None:
+            passed_s = max(clock.now_s() - self._began_s, 1e-9)
+            yield "job_goodput", {}, min(1.0, self._productive_s / passed_s)
+
+    def _rate(self) -> float:
+        if len(self._samples) < 2:
+            return 0.0
+        (first_ns, first), (last_ns, last) = self._samples[0], self._samples[-1]
+        return (last - first) / ((last_ns - first_ns) / 1e9) if last_ns > first_ns else 0.0
+
+
+_RESTARTING = frozenset({Rung.RESTART_IN_PROCESS, Rung.RESTART_WORKERS, Rung.REPLACE_NODE})

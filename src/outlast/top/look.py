@@ -1,0 +1,482 @@
+"""What ``outlast top`` shows: a run's status and, for each rank, what it does, looked at again and again.
+
+:class:`Looker` has a thread for each thing that can keep it waiting: the run directory, whose disk may hang, the
+coordinator, which may be stopped, and the account of goodput, which takes long for a long run. One more puts together
+what they know. So whoever shows it waits for none of them, and what does not answer is named, with how long it has not.
+
+The status is that of ``outlast status``. What a rank does at this moment is on the board of its node, in shared memory
+that the agent holds: on the nodes of this machine it is read there, by whoever runs as the user of the job. Of ranks
+elsewhere the journal says how far they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from outlast import clock
+from outlast.errors import ConfigError, OutlastError, RendezvousError
+from outlast.goodput import Ledger
+from outlast.incidents import EventKind
+from outlast.launch.protocol import LiveStatus
+from outlast.runtime.addresses import Endpoint, parse_endpoint
+from outlast.runtime.board import Board, RankState
+from outlast.runtime.processes import is_alive
+from outlast.runtime.run_key import find_known_keys
+from outlast.status.evidence import Evidence, ask_coordinator, ask_job, gather
+from outlast.status.facts import JobEvents, judge
+from outlast.status.report import NodeReport, NodeState, RunState, StatusReport
+
+log = logging.getLogger(__name__)
+SCHEMA = 1
+"""Of what ``--json`` prints; raised when a field changes its meaning or goes."""
+FIRST_S, SCREEN_S = 60.0, 3.0
+"""How long the first look may take, and how long a screen waits for it; of thousands of ranks it takes seconds."""
+ASKED_S, COUNTED_S = 5.0, 2.0
+"""How long ``--once`` waits for the coordinator, and for the goodput, once the run directory was read."""
+UNANSWERED_S = 3.0
+"""What has not answered for so long is named."""
+ASK_AGAIN_S = 1.0
+"""The coordinator is not asked more often, whatever the interval."""
+FRESH_S = 5.0
+"""An answer of the coordinator that is older counts no more beside the journal."""
+RATE_WINDOW_S = 60.0
+GOODPUT_S = 30.0
+"""How often the goodput is counted anew, at most."""
+_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
+_MEMORY_FILE = re.compile(r"/memfd:outlast-board|/dev/shm/outlast-board\.")
+
+
+class RankLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank."""
+
+    rank: int
+    """Global rank."""
+    node: str
+    """Its node."""
+    pid: int | None
+    """Its process, on its machine; `null`: not known."""
+    state: str
+    """`starting` (no session yet, or none at all), `running`, `restarting` and `spare` (in process), `stopped` (by a
+    signal), `finished`, `ended`; of a node that is not training the node's state."""
+    iteration: int | None
+    """Optimizer steps done."""
+    section: str | None
+    """The open sections, outermost first, joined by `/`; `null`: none, or the node is another machine."""
+    section_s: float | None
+    """Seconds since the innermost one was entered."""
+    heartbeat_age_s: float | None
+    """Seconds since the last heartbeat; of a rank elsewhere: since it reported its iteration."""
+    source: str
+    """`board`: read from the node's memory, now; `journal`: as the rank reported last."""
+
+
+class Unanswered(msgspec.Struct, frozen=True, kw_only=True):
+    """What gives no answer."""
+
+    what: str
+    """`the coordinator` or `the run directory`."""
+    for_s: float
+    """For so long."""
+    reason: str | None
+    """Why, where that is known."""
+
+
+class TopReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at one moment, with its ranks."""
+
+    schema: int
+    """1; raised when a field changes its meaning or goes."""
+    iteration: int | None
+    """Optimizer steps done: the most that a rank has."""
+    total: int | None
+    """At how many the run is complete; `null`: not known (a loop without `run.steps(total=...)`)."""
+    rate: float | None
+    """Iterations a second, over at most the last minute."""
+    left_s: float | None
+    """Seconds until the run is complete at this rate."""
+    goodput: float | None
+    """Productive share of the run's time so far, 0 to 1, as `outlast report` counts it; `null`: not counted."""
+    ranks: list[RankLine]
+    """All ranks of the newest cycle."""
+    unanswered: list[Unanswered]
+    """What did not answer lately."""
+    status: StatusReport
+    """What `outlast status --json` prints."""
+
+
+@dataclass(slots=True)
+class _AskedPlace:
+    """What is known of one place that is looked at."""
+
+    name: str
+    begun_ns: int = 0
+    """When the look began that is under way; 0 = none is."""
+    answered_ns: int = 0
+    """When it answered last; 0 = never."""
+    wanted_ns: int = 0
+    """Since when an answer is wanted; 0 = none is."""
+    reason: str | None = None
+    """Why the last look brought nothing."""
+
+    def unanswered(self, now_ns: int, patience_s: float) -> Unanswered | None:
+        """Return that it gives no answer, if an answer is wanted and has been missing for longer than that."""
+        since_ns = max(self.answered_ns, self.wanted_ns) if self.reason is not None else self.begun_ns
+        for_s = (now_ns - since_ns) / 1e9
+        if not self.wanted_ns or not since_ns or for_s < patience_s:
+            return None
+        return Unanswered(what=self.name, for_s=round(for_s, 1), reason=self.reason)
+
+
+class Looker:
+    """Look at a run again and again, in threads of its own.
+
+    Args:
+        target: A run directory, or ``HOST:PORT`` of its coordinator.
+        interval_s: How often.
+        key_file: Where the run's key comes from, if not from the environment or the directory.
+
+    Raises:
+        ConfigError: The target is neither.
+
+    Thread: any; no method waits longer than it says.
+    """
+
+    def __init__(self, target: str, *, interval_s: float, key_file: str | None = None) -> None:
+        path = Path(target)
+        is_endpoint = _ENDPOINT.fullmatch(target) is not None and not os.path.lexists(path)
+        self._endpoint: Endpoint | None = parse_endpoint(target) if is_endpoint else None
+        self._target, self._interval_s, self._key_file = target, interval_s, key_file
+        self._run_dir = None if is_endpoint else path
+        self._disk, self._coordinator = _AskedPlace("the run directory"), _AskedPlace("the coordinator")
+        self._evidence: Evidence | None = None
+        self._live: LiveStatus | None = None
+        self._goodput: float | None = None
+        self._lock = threading.Lock()
+        """Held while a report is put together, which waits for nothing."""
+        self._samples: deque[tuple[int, int]] = deque(maxlen=4096)
+        self._job = ""
+        self.newest: TopReport | None = None
+        """What was put together last."""
+        self.error: BaseException | None = None
+        """Why there is nothing to look at, or a thread ended before its time."""
+        self._taken: tuple[Evidence, JobEvents] | None = None
+        self._ends, self._has_first, self._has_asked = threading.Event(), threading.Event(), threading.Event()
+        self._has_counted = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin to look."""
+        if self._run_dir is not None:
+            self._begin(self._read_on, self._count_goodput)
+        self._begin(self._ask_on, self._put_together)
+
+    def wait_for_first(self, *, for_all: bool = False) -> None:
+        """Wait until there is something to show.
+
+        Args:
+            for_all: The coordinator was asked, too, and the goodput counted.
+
+        Raises:
+            ConfigError: There is nothing to look at, or, for all, it does not answer.
+
+        Blocks: up to :data:`SCREEN_S`, for all :data:`FIRST_S` and then :data:`ASKED_S` and :data:`COUNTED_S`.
+        """
+        if not self._has_first.wait(FIRST_S if for_all else SCREEN_S) and for_all:
+            raise ConfigError(
+                f"{self._target} did not answer within {FIRST_S:g} s; its disk may hang: look from another machine, or "
+                "give HOST:PORT of its --rdzv-endpoint"
+            )
+        self.check()
+        if for_all:
+            self._has_asked.wait(ASKED_S)
+            self._has_counted.wait(COUNTED_S if self._run_dir is not None else 0.0)
+            self.newest = self._compile(patience_s=0.5)
+
+    def check(self) -> None:
+        """Raise what ended a thread before its time; else the view would stay as it was in silence.
+
+        Raises:
+            ConfigError: There is nothing to look at.
+        """
+        if self.error is not None:
+            raise self.error
+
+    def close(self, timeout_s: float = 0.5) -> bool:
+        """Stop looking; return whether all threads have ended. Blocks: up to ``timeout_s``."""
+        self._ends.set()
+        until_s = clock.now_s() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - clock.now_s()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # -- the threads -------------------------------------------------------------------------------------------
+
+    def _begin(self, *works: Callable[[], None]) -> None:
+        for work in works:
+            thread = threading.Thread(target=self._do, args=(work,), name="outlast-top", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  whoever shows the view raises it
+            self._refuse(error)
+
+    def _refuse(self, error: BaseException) -> None:
+        self.error = error
+        self._has_first.set()
+
+    def _read_on(self) -> None:
+        """Read the run directory; where that takes long, less often."""
+        source = self._disk
+        source.wanted_ns = clock.now_ns()
+        while not self._ends.is_set():
+            assert self._run_dir is not None
+            source.begun_ns = clock.now_ns()
+            try:
+                self._evidence = gather(self._run_dir, asks=False, key_file=self._key_file)
+                source.answered_ns, source.reason = clock.now_ns(), None
+            except ConfigError as error:
+                source.reason = str(error)
+                if self._endpoint is not None:
+                    source.wanted_ns = 0  # not shared with this machine: the coordinator's word is all there is
+                elif self.newest is None:
+                    self._refuse(error)
+                    return
+            took_s = (clock.now_ns() - source.begun_ns) / 1e9
+            source.begun_ns = 0
+            self._ends.wait(max(self._interval_s, 4 * took_s))
+
+    def _ask_on(self) -> None:
+        """Ask the coordinator, while the job has one."""
+        source = self._coordinator
+        while not self._ends.is_set():
+            evidence = self._evidence
+            if self._endpoint is None and evidence is None:
+                self._ends.wait(0.05)
+                continue
+            if self._endpoint is not None or (evidence is not None and _may_have_coordinator(evidence)):
+                source.wanted_ns = source.wanted_ns or clock.now_ns()
+                source.begun_ns = clock.now_ns()
+                live, reason = self._ask(evidence)
+                if live is not None:
+                    self._live, source.answered_ns = live, clock.now_ns()
+                elif self._endpoint is not None and self.newest is None:
+                    self._refuse(ConfigError(reason or "no coordinator answers"))
+                    return
+                source.reason, source.begun_ns = reason, 0
+            else:
+                source.wanted_ns, source.reason = 0, None
+            self._has_asked.set()
+            self._ends.wait(max(self._interval_s, ASK_AGAIN_S))
+
+    def _ask(self, evidence: Evidence | None) -> tuple[LiveStatus | None, str | None]:
+        try:
+            if self._endpoint is None:
+                assert evidence is not None
+                return ask_job(evidence, key_file=self._key_file)
+            keys = find_known_keys(self._run_dir, key_file=self._key_file)
+            live = ask_coordinator(self._endpoint, keys[0] if keys else None)
+        except (RendezvousError, ConfigError) as error:
+            return None, str(error)
+        if live.run_dir is not None and self._run_dir is None:
+            self._run_dir = Path(live.run_dir)
+            self._begin(self._read_on, self._count_goodput)
+        return live, None
+
+    def _count_goodput(self) -> None:
+        """Count the goodput; first of all there is a view without it."""
+        while not self._has_first.wait(0.1) and not self._ends.is_set():
+            pass
+        while not self._ends.is_set():
+            began_s = clock.now_s()
+            try:
+                assert self._run_dir is not None
+                self._goodput = Ledger.read(self._run_dir).ettr
+            except Exception as error:  # noqa: BLE001  the status says what cannot be read; the rest is shown without it
+                log.debug("the goodput cannot be counted: %s", error)
+                self._goodput = None
+            self._has_counted.set()
+            self._ends.wait(max(GOODPUT_S, 20 * (clock.now_s() - began_s)))
+
+    def _put_together(self) -> None:
+        while not self._ends.is_set():
+            began_s = clock.now_s()
+            if (report := self._compile()) is not None:
+                self.newest = report
+                self._has_first.set()
+            took_s = clock.now_s() - began_s
+            self._ends.wait(max(self._interval_s, 3 * took_s) if report is not None else 0.02)
+
+    # -- putting together ----------------------------------------------------------------------------------------
+
+    def _compile(self, patience_s: float = UNANSWERED_S) -> TopReport | None:
+        """Return the run as it is now, from what is known; ``None``: nothing is, yet."""
+        with self._lock:
+            return self._compile_locked(patience_s)
+
+    def _compile_locked(self, patience_s: float) -> TopReport | None:
+        evidence, live, now_ns = self._evidence, self._live, clock.now_ns()
+        if evidence is None:
+            if live is None or self._endpoint is None:
+                return None
+            evidence = Evidence(job=live.job)
+        is_fresh = (now_ns - self._coordinator.answered_ns) / 1e9 < FRESH_S + self._interval_s
+        if live is not None and ((evidence.events and not is_fresh) or live.job != evidence.job):
+            live = None
+        living = {one: is_alive(one.process) for one in evidence.living}
+        evidence = replace(evidence, live=live, living=living, unreachable=self._coordinator.reason)
+        status = judge(evidence, clock.wall_ns())
+        job = self._take_events(evidence)
+        pids = [one.process.pid for one, runs in living.items() if one.rank is None and runs]
+        ranks = list_ranks(status, job, [state for pid in pids for state in _read_board(pid)])
+        iteration = max((one.iteration for one in ranks if one.iteration is not None), default=status.iteration)
+        rate = self._rate(status, ranks)
+        is_running = status.state == RunState.RUNNING
+        left = None if job.total is None or iteration is None else max(0, job.total - iteration)
+        unanswered = [one.unanswered(now_ns, patience_s) for one in (self._coordinator, self._disk)]
+        return TopReport(
+            schema=SCHEMA,
+            iteration=iteration,
+            total=job.total,
+            rate=rate,
+            left_s=round(left / rate, 1) if left is not None and rate and is_running else None,
+            goodput=self._goodput,
+            ranks=ranks,
+            unanswered=[one for one in unanswered if one is not None],
+            status=status,
+        )
+
+    def _take_events(self, evidence: Evidence) -> JobEvents:
+        """Return what the events show; it is kept until others were read."""
+        if self._taken is None or self._taken[0].events is not evidence.events:
+            job = JobEvents()
+            for event in evidence.events:
+                job.take(event)
+            self._taken = evidence, job
+        return self._taken[1]
+
+    def _rate(self, status: StatusReport, ranks: Iterable[RankLine]) -> float | None:
+        """Return the rate of what is read from boards; without those the journal's."""
+        now_ns, samples = clock.now_ns(), self._samples
+        seen = max(
+            (one.iteration for one in ranks if one.source == "board" and one.iteration is not None), default=None
+        )
+        if seen is None or status.job != self._job or (samples and seen < samples[-1][1]):
+            samples.clear()
+        self._job = status.job
+        if seen is not None:
+            samples.append((now_ns, seen))
+        while len(samples) > 2 and samples[1][0] < now_ns - RATE_WINDOW_S * 1e9:
+            samples.popleft()
+        if len(samples) < 2 or (passed_s := (samples[-1][0] - samples[0][0]) / 1e9) < 2 * self._interval_s:
+            return status.rate
+        return (samples[-1][1] - samples[0][1]) / passed_s
+
+
+def _may_have_coordinator(evidence: Evidence) -> bool:
+    """Return whether an agent may live that hosts the coordinator."""
+    ended: dict[str, bool] = {}
+    for event in evidence.events:
+        if event.kind in (EventKind.JOB_STARTED, EventKind.JOB_ENDED):
+            ended[event.node] = event.kind == EventKind.JOB_ENDED
+    return any(one.rank is None and not ended.get(one.node, True) and runs is not False
+               for one, runs in evidence.living.items())  # fmt: skip
+
+
+def _read_board(agent_pid: int) -> list[RankState]:
+    """Return the pages of the newest board that an agent of this machine holds; none where it cannot be read."""
+    newest: list[RankState] = []
+    try:
+        descriptors = os.listdir(f"/proc/{agent_pid}/fd")
+    except OSError:  # it has ended, or is another user's
+        return newest
+    for number in descriptors:
+        path = f"/proc/{agent_pid}/fd/{number}"
+        try:
+            if _MEMORY_FILE.match(os.readlink(path)) is None:
+                continue
+            board = Board.open(path, is_written=False)
+        except (OSError, OutlastError):
+            continue
+        states = [state for state in board.read_all() if state.global_rank >= 0]
+        board.close()
+        if states and (not newest or states[0].cycle >= newest[0].cycle):
+            newest = states
+    return newest
+
+
+def list_ranks(status: StatusReport, job: JobEvents, seen: Sequence[RankState]) -> list[RankLine]:
+    """Return all ranks of the newest cycle, in order.
+
+    Args:
+        status: The run's.
+        job: The job's events.
+        seen: Pages of the boards that can be read here.
+    """
+    is_open = status.state not in (RunState.OVER, RunState.NO_PROCESS)
+    pages = {state.global_rank: state for state in seen if status.cycle is None or state.cycle >= status.cycle}
+    now_ns, now_wall_ns = clock.now_ns(), clock.wall_ns()
+    lines = []
+    for node in status.nodes:
+        for place, rank in enumerate(node.ranks):
+            if is_open and (page := pages.get(rank)) is not None:
+                lines.append(_line_of_page(page, node, now_ns))
+                continue
+            track = job.progress.get(rank)
+            lines.append(
+                RankLine(
+                    rank=rank,
+                    node=node.name,
+                    pid=node.pids[place] if len(node.pids) == len(node.ranks) else None,
+                    state=_state_elsewhere(rank, node),
+                    iteration=None if track is None else track.iteration,
+                    section=None,
+                    section_s=None,
+                    heartbeat_age_s=None if track is None else round(max(0, now_wall_ns - track.wall_ns) / 1e9, 1),
+                    source="journal",
+                )
+            )
+    return sorted(lines, key=lambda line: line.rank)
+
+
+def _state_elsewhere(rank: int, node: NodeReport) -> str:
+    if rank in node.lost_ranks:
+        return "ended"
+    return "running" if node.state == NodeState.TRAINING else str(node.state)
+
+
+def _line_of_page(page: RankState, node: NodeReport, now_ns: int) -> RankLine:
+    inner = page.sections[-1] if page.sections else None
+    state = page.standing
+    if state != "finished":
+        state = {"": "ended", "Z": "ended", "T": "stopped", "t": "stopped"}.get(_state_of_process(page.pid), state)
+    return RankLine(
+        rank=page.global_rank,
+        node=node.name,
+        pid=page.pid or None,
+        state=state,
+        iteration=page.iteration if page.reports_iteration else None,
+        section="/".join(section.name for section in page.sections) or None,
+        section_s=None if inner is None else round(max(0, now_ns - inner.start_ns) / 1e9, 1),
+        heartbeat_age_s=round(max(0, now_ns - page.last_heartbeat_ns) / 1e9, 1) if page.last_heartbeat_ns else None,
+        source="board",
+    )
+
+
+def _state_of_process(pid: int) -> str:
+    """Return the kernel's letter for what a process does; empty = there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,243 @@
+"""How ``outlast top`` shows a run: lines for a terminal of any size, or for a file.
+
+The lines begin with what is most important. Where there are more ranks than lines the worst come first, and one line
+stands for the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from outlast.status.report import BudgetReport, NodeState, RunState, StatusReport
+from outlast.top.look import RankLine, TopReport
+from outlast.wording import count, duration, number_ranges
+
+MAX_RANKS, MAX_INCIDENTS = 32, 5
+"""Shown where lines have no limit: the output is no terminal."""
+MIN_RANK_LINES = 3
+OLD_S = 10.0
+"""A heartbeat that is older makes a rank worse than others."""
+_LABEL = 11
+_HEAD = ("RANK", "NODE", "PID", "STATE", "ITERATION", "HEARTBEAT", "SECTION")
+_SEVERITY = ("lost", "ended", "stopped", "unknown", "restarting", "excluded", "starting", "joining", "ready")
+"""States of ranks, worst first; all others are as they should be."""
+_COLOURS = {"lost": "red", "ended": "red", "stopped": "red", "unknown": "yellow", "restarting": "yellow"}
+_STATE_COLOURS = {
+    RunState.RUNNING: "green",
+    RunState.WAITING: "yellow",
+    RunState.FORMING: "yellow",
+    RunState.NO_PROCESS: "red",
+    RunState.UNKNOWN: "red",
+}
+
+
+def show(report: TopReport, *, width: int | None = None, height: int | None = None, hint: str = "") -> list[Text]:
+    """Return the lines of a view.
+
+    Args:
+        report: What is shown.
+        width: Columns; longer lines are cut off. ``None``: they are not.
+        height: Lines at most; ``None``: no limit.
+        hint: The last line of a view that has a height.
+    """
+    head = list(_describe_run(report))
+    incidents = list(_list_incidents(report.status, MAX_INCIDENTS))
+    if height is None:
+        num_ranks = MAX_RANKS
+    else:
+        left = height - len(head) - (1 if hint else 0) - 1  # the table's own first line
+        num_ranks = max(MIN_RANK_LINES, left - len(incidents))
+        num_ranks = min(num_ranks, len(report.ranks))
+        incidents = incidents[: max(1, left - num_ranks)]
+    lines = [*head, *_list_ranks(report.ranks, num_ranks), *incidents]
+    if height is not None:
+        lines = lines[: height - (1 if hint else 0)]
+        if hint:
+            lines.append(Text(hint, style="dim"))
+    for line in lines:
+        line.no_wrap = True
+        if width is not None:
+            line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def plain(lines: Sequence[Text]) -> str:
+    """Return the lines as text without colours."""
+    return "\n".join(line.plain.rstrip() for line in lines)
+
+
+# -- the run -----------------------------------------------------------------------------------------------------
+
+
+def _entry(label: str, text: str, style: str = "") -> Text:
+    return Text.assemble((f"{label:<{_LABEL}}", "bold"), (text, style))
+
+
+def _describe_run(report: TopReport) -> Iterator[Text]:
+    status = report.status
+    state = str(status.state) if status.state == RunState.RUNNING else status.summary
+    cycle = "" if status.cycle is None else f", cycle {status.cycle}"
+    ranks = "" if status.world_size is None else f", {count(status.world_size, 'rank')}"
+    style = _STATE_COLOURS.get(status.state, "red" if status.exit_code else "green")
+    yield _entry("run", f"{status.run}, job {status.job}{cycle}{ranks}")
+    yield _entry("state", state, style)
+    if (line := _describe_progress(report)) is not None:
+        yield _entry("iteration", line)
+    for one in report.unanswered:
+        why = "" if one.reason is None else f": {one.reason}"
+        yield _entry("no answer", f"{one.what}: no answer for {duration(one.for_s)}{why}", "yellow")
+    yield from _describe_nodes(status)
+    if status.waiting is not None:
+        waits = status.waiting
+        have = ", ".join(waits.have[:8]) + (", ..." if len(waits.have) > 8 else "")
+        ends = "" if waits.gives_up_in_s is None else f"; gives up in {duration(waits.gives_up_in_s)}"
+        needed = count(waits.num_needed, "node")
+        yield _entry("waits for", f"{waits.num_missing} of {needed} (have: {have or 'none'}){ends}", "yellow")
+    if (budgets := status.budgets) is not None:
+        progress = _budget(budgets.cycles_without_progress) if budgets.progress_known else "not known"
+        yield _entry(
+            "budgets",
+            f"restarts in a row {_budget(budgets.restarts_in_a_row)}, in the whole run "
+            f"{_budget(budgets.restarts_total)}; cycles without progress {progress}",
+        )
+    saved = ", ".join(f"{one.tier} {one.iteration} ({duration(one.age_s)} ago)" for one in status.generations)
+    if saved or status.directory or status.local_directory:
+        yield _entry("saved", saved or "nothing yet")
+    for problem in status.problems:
+        yield _entry("problem", problem, "yellow")
+
+
+def _describe_progress(report: TopReport) -> str | None:
+    if report.iteration is None:
+        return None
+    parts = [str(report.iteration) + ("" if report.total is None else f" of {report.total}")]
+    if report.rate is not None and report.status.state == RunState.RUNNING:
+        parts.append(f"{report.rate:.3g} iterations/s")
+    if report.left_s is not None:
+        parts.append(f"{duration(report.left_s)} left")
+    if report.goodput is not None:
+        parts.append(f"goodput {report.goodput:.1%}")
+    return ", ".join(parts)
+
+
+def _describe_nodes(status: StatusReport) -> Iterator[Text]:
+    if not status.nodes:
+        return
+    counts = Counter(str(node.state) for node in status.nodes)
+    told = ", ".join(f"{number} {state}" for state, number in counts.items())
+    lost = [node.name for node in status.nodes if node.state in (NodeState.LOST, NodeState.EXCLUDED)]
+    yield _entry("nodes", told, "yellow" if lost else "")
+    if status.spares:
+        yield _entry("spares", _name_some(status.spares))
+    if lost:
+        yield _entry("", f"lost or excluded: {_name_some(lost)}", "yellow")
+
+
+def _name_some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _budget(budget: BudgetReport) -> str:
+    return f"{budget.used} of {budget.limit}" if budget.limit is not None else f"{budget.used} (no limit)"
+
+
+def _list_incidents(status: StatusReport, num: int) -> Iterator[Text]:
+    if not status.num_incidents:
+        yield _entry("incidents", "none")
+        return
+    shown = status.incidents[:num]
+    newest = "" if len(shown) == status.num_incidents else f", the newest {len(shown)}"
+    yield _entry("incidents", f"{status.num_incidents}{newest}")
+    for one in shown:
+        decision = "" if one.decision is None else f"; {one.decision}"
+        times = "" if one.num_reports == 1 else f" (reported {one.num_reports} times)"
+        where = "" if one.cycle is None else f", cycle {one.cycle}"
+        yield _entry("", f"{duration(one.age_s)} ago{where}: {one.text}{times}{decision}")
+
+
+# -- its ranks ---------------------------------------------------------------------------------------------------
+
+
+def rank_badness(line: RankLine, farthest: int) -> tuple[int, int, int, int]:
+    """Return by what ranks are ordered where not all have a line: the smallest is the worst.
+
+    One that is an iteration behind, or whose heartbeat is some seconds old, is no worse than others: otherwise the
+    order would change all the time.
+
+    Args:
+        line: The rank.
+        farthest: The highest iteration of all ranks.
+    """
+    severity = _SEVERITY.index(line.state) if line.state in _SEVERITY else len(_SEVERITY)
+    behind = 0 if line.iteration is None else farthest - line.iteration
+    age_s = line.heartbeat_age_s or 0.0
+    old = int(age_s // OLD_S) if line.source == "board" else 0
+    return severity, -behind if behind > 1 else 0, -old, line.rank
+
+
+def _list_ranks(ranks: Sequence[RankLine], num: int) -> Iterator[Text]:
+    """Yield a table of ranks, by node; of more than ``num`` the worst, and a line for the others."""
+    if not ranks:
+        return
+    shown = list(ranks)
+    others: list[RankLine] = []
+    if len(ranks) > num:
+        farthest = max((line.iteration for line in ranks if line.iteration is not None), default=0)
+        by_badness = sorted(ranks, key=lambda line: rank_badness(line, farthest))
+        shown, others = by_badness[: num - 1], by_badness[num - 1 :]
+    rows = [_cells(line) for line in shown]
+    if not others:  # a node's name stands at its first rank
+        for number in range(len(rows) - 1, 0, -1):
+            if shown[number].node == shown[number - 1].node:
+                rows[number] = (rows[number][0], "", *rows[number][2:])
+    widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
+    yield Text(_join(_HEAD, widths), style="bold")
+    for line, row in zip(shown, rows, strict=True):
+        style = _COLOURS.get(
+            line.state, "yellow" if line.source == "board" and (line.heartbeat_age_s or 0) > OLD_S else ""
+        )
+        yield Text(_join(row, widths), style=style)
+    if others:
+        yield Text(describe_others(others), style="dim")
+
+
+def describe_others(others: Sequence[RankLine]) -> str:
+    """Return one line for ranks that have none of their own."""
+    counts = Counter(line.state for line in others)
+    what = f"and {len(others)} more"
+    if len(counts) == 1:
+        what += f" alike: {next(iter(counts))}"
+    else:
+        what += ": " + ", ".join(f"{number} {state}" for state, number in counts.most_common())
+    done = [line.iteration for line in others if line.iteration is not None]
+    if done:
+        low, high = min(done), max(done)
+        what += f", iteration {low}" if low == high else f", iterations {low} to {high}"
+    ranks = number_ranges(line.rank for line in others)
+    return what + f" (ranks {', '.join(ranks[:6])}{', ...' if len(ranks) > 6 else ''})"
+
+
+def _cells(line: RankLine) -> tuple[str, ...]:
+    section = line.section or ("-" if line.source == "board" else "")
+    if line.section is not None and line.section_s is not None:
+        section = f"{section} ({_seconds(line.section_s)})"
+    age = "" if line.heartbeat_age_s is None else f"{_seconds(line.heartbeat_age_s)} ago"
+    if line.source == "journal" and age:
+        age = f"({age})"
+    pid, iteration = ("" if value is None else str(value) for value in (line.pid, line.iteration))
+    return str(line.rank), line.node, pid, line.state, iteration, age, section
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
+
+
+def _join(cells: Sequence[str], widths: Sequence[int]) -> str:
+    right = {0, 2, 4, 5}
+    return "  ".join(
+        f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ).rstrip()

@@ -1,0 +1,234 @@
+"""Faults from outside, in real runs: what each does to processes, files and memory, and that the result is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from outlast.chaos import Fault, FaultKind, FaultPlan, verify_fired
+from outlast.incidents import Event, EventKind, IncidentKind
+from outlast.journal import read
+
+ITERATIONS = 60
+SCRIPT = f"""
+import sys
+import time
+from pathlib import Path
+import torch
+import outlast
+
+folder, step_s = sys.argv[1], float(sys.argv[2])
+run = outlast.init(folder + "/outlast.toml")
+torch.manual_seed(run.global_rank)
+model = torch.nn.Linear(64, 64, bias=False)
+for iteration in run.steps({{"model": model}}, total={ITERATIONS}):
+    time.sleep(step_s)  # so that the run is not over before it is struck
+    with torch.no_grad():
+        model.weight.mul_(1.01).add_(iteration)
+Path(folder, f"result-{{run.global_rank}}").write_text(str(model.weight.double().sum().item()))
+"""
+CONFIG = """
+[checkpoint]
+directory = "{folder}/global"
+local_directory = "{folder}/local"
+save_interval = 10
+non_persistent_save_interval = 5
+async_save = {async_save}
+"""
+QUICK = "--ft-node-heartbeat-timeout=2"
+COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "chaos", "run")
+
+
+def expected(rank: int) -> str:
+    """The result of an undisturbed run."""
+    import torch
+
+    torch.manual_seed(rank)
+    weight = torch.nn.Linear(64, 64, bias=False).weight.detach()
+    for iteration in range(ITERATIONS):
+        weight.mul_(1.01).add_(iteration)
+    return str(weight.double().sum().item())
+
+
+def start(
+    folder: Path, *faults: Fault, nodes: int | None = 2, spares: int = 0, step_s: float = 0.05
+) -> tuple[FaultPlan, list[str]]:
+    """Write what a run needs; return the plan and the command."""
+    plan = FaultPlan(seed=3, faults=faults)
+    (folder / "plan.toml").write_text(plan.to_toml())
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "outlast.toml").write_text(CONFIG.format(folder=folder, async_save="true"))
+    several = [] if nodes is None else [f"--nodes={nodes}", f"--spares={spares}"]
+    words = [
+        f"--run-dir={folder / 'run'}",
+        QUICK,
+        "--nproc-per-node=1",
+        str(folder / "script.py"),
+        str(folder),
+        str(step_s),
+    ]
+    return plan, [*COMMAND, *several, "--json", str(folder / "plan.toml"), "--", *words]
+
+
+def run_under(
+    folder: Path, *faults: Fault, nodes: int | None = 2, spares: int = 0, step_s: float = 0.05
+) -> tuple[dict[str, Any], list[Event]]:
+    """Run under a plan to the end; check that all struck and that the result is the undisturbed one's."""
+    plan, command = start(folder, *faults, nodes=nodes, spares=spares, step_s=step_s)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr + tails(folder)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    assert answer["problems"] == []
+    assert verify_fired(plan, folder / "run") == []
+    for rank in range(nodes or 1):
+        assert (folder / f"result-{rank}").read_text() == expected(rank)
+    assert not list((folder / "run" / "faults").glob("disks*")), "nothing is left that would trouble a later run"
+    return answer, list(read(folder / "run"))
+
+
+def tails(folder: Path) -> str:
+    return "\n".join(path.read_text()[-3000:] for path in sorted((folder / "run" / "agents").glob("*.log")))
+
+
+def incidents(events: list[Event], kind: IncidentKind) -> list[dict[str, Any]]:
+    found = [event.data["incident"] for event in events if event.kind == EventKind.INCIDENT]
+    return [incident for incident in found if incident["kind"] == kind]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["kill_agent", "kill_coordinator", "lose_node"])
+def test_a_lost_agent_is_replaced(tmp_path: Path, kind: str) -> None:
+    """The struck node's agent is gone, another node takes its slot, and the run ends as if nothing had been."""
+    answer, events = run_under(tmp_path, Fault(kind=kind, iteration=12), spares=1)
+    (row,) = answer["faults"]
+    assert row["noticed_as"] == "node_lost"
+    assert row["iteration"] >= 12
+    assert row["recovered_after_s"] > 0
+    (strike,) = [event for event in events if event.kind == EventKind.FAULT_SIMULATED]
+    assert (strike.proc, strike.data["done"]) == ("chaos", "SIGKILL")
+    lost = strike.data["node"]
+    later = [event for event in events if event.kind == EventKind.CYCLE_STARTED and event.mono_ns > strike.mono_ns]
+    assert later
+    assert lost not in {event.node for event in later}
+    assert (tmp_path / "local" / lost).exists() == (kind != "lose_node")
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["stop_agent", "stop_coordinator"])
+def test_a_stopped_agent_is_lost_and_ends(tmp_path: Path, kind: str) -> None:
+    """A stopped agent is silent, and so lost; the others continue, and it does not outlive the run."""
+    answer, _ = run_under(tmp_path, Fault(kind=kind, iteration=12, duration_s=6), spares=1, step_s=0.25)
+    assert answer["faults"][0]["noticed_as"] == "node_lost"
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_damaged_copies_are_not_loaded(tmp_path: Path) -> None:
+    """Copies of the newest generation are damaged in each tier, in each way; then both nodes are restarted.
+
+    Whatever is read is rejected or right, never wrong.
+    """
+    damages = [
+        Fault(kind="corrupt_copy", tier="memory", at_s=0.5, rank=0),
+        Fault(kind="truncate_copy", tier="local", at_s=0.5, rank=0),
+        Fault(kind="delete_copy", tier="replica", at_s=0.5, rank=0),
+        Fault(kind="corrupt_copy", tier="global", at_s=0.5),
+        Fault(kind="kill", rank=0, at_s=0.6),
+    ]
+    answer, events = run_under(tmp_path, *damages)
+    assert [row["fired"] for row in answer["faults"]] == [True] * 5
+    done = {event.data["fault"]: event.data["done"] for event in events if event.proc == "chaos"}
+    assert set(done) == {"corrupt_copy", "truncate_copy", "delete_copy"}
+    assert "cut from" in done["truncate_copy"]
+    assert answer["faults"][4]["noticed_as"] == "worker_died"
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_full_disk_and_a_slow_one_cost_saves_alone(tmp_path: Path) -> None:
+    """While the global tier's disk is full, saves there fail and training continues; a slow one delays them."""
+    answer, events = run_under(
+        tmp_path,
+        Fault(kind="disk_full", tier="global", iteration=1, duration_s=1.5),
+        Fault(kind="slow_disk", tier="local", iteration=40, duration_s=1, delay_s=0.2),
+    )
+    assert answer["faults"][0]["noticed_as"] == "save_failed"
+    failed = incidents(events, IncidentKind.SAVE_FAILED)
+    assert any("No space left" in str(incident["evidence"]) for incident in failed)
+    assert len([event for event in events if event.kind == EventKind.CYCLE_STARTED]) == 2, "no restart: a start each"
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_one_node_alone_is_started_again(tmp_path: Path) -> None:
+    """Without --nodes the one agent is killed; it is started again as another job, which resumes."""
+    answer, events = run_under(tmp_path, Fault(kind="kill_agent", iteration=12), nodes=None)
+    assert answer["faults"][0]["fired"]
+    assert len({event.job for event in events if event.kind == EventKind.JOB_STARTED}) == 2
+    assert any(event.kind == EventKind.RESTORED and (event.iteration or 0) >= 10 for event in events)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_sigterm_in_a_moment_of_the_run_is_followed_by_another_job(tmp_path: Path) -> None:
+    """A rank is told from outside when its fault is due; all save and leave, and the next job continues."""
+    answer, events = run_under(tmp_path, Fault(kind="sigterm", rank=1, at_s=0.5))
+    assert answer["faults"][0]["noticed_as"] == "notice"
+    jobs = {event.job for event in events if event.kind == EventKind.SESSION_STARTED}
+    assert len(jobs) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_fault_that_did_not_strike_is_an_error(tmp_path: Path) -> None:
+    """The run ends well, but one fault was never due: exit code 1, and a line that names it."""
+    plan, command = start(tmp_path, Fault(kind="kill_agent", iteration=10_000), nodes=None)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 0
+    assert [missing.index for missing in verify_fired(plan, tmp_path / "run")] == [0]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_its_end(tmp_path: Path, number: int) -> None:
+    """Ctrl-C, SIGTERM, and even SIGKILL of the command leave no process of the run."""
+    _, command = start(tmp_path, Fault(kind="stop_agent", iteration=8), spares=1)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not any(event.kind == EventKind.FAULT_SIMULATED for event in read(tmp_path / "run")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.kill(process.pid, number)
+        assert process.wait(timeout=90) != 0
+        _, alive = psutil.wait_procs(family, timeout=60)
+        assert alive == []
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_kinds_from_outside_strike_no_rank() -> None:
+    """A session that gets a plan with them ignores them."""
+    from outlast.chaos.plan import planned_faults
+    from outlast.env import WorkerEnv
+
+    place = WorkerEnv(global_rank=0, world_size=1)
+    plan = FaultPlan(faults=[Fault(kind="kill_agent", iteration=0), Fault(kind="kill", rank=0, iteration=0)])
+    assert [one.can_apply_to(place, "cpu-0") for one in planned_faults(plan)] == [False, True]
+    assert FaultKind.KILL_AGENT.is_outside

@@ -1,0 +1,50 @@
+"""The soak: a training under a storm of faults ends with the undisturbed one's result, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "chaos", "soak")
+
+
+def soak(folder: Path, *options: str, timeout_s: float) -> dict[str, Any]:
+    """Return what a soak says of itself, once it has ended well."""
+    command = [*COMMAND, "--json", f"--keep={folder}", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.stdout, done.stderr
+    outcome: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == 0, (outcome["problems"], done.stderr)
+    assert outcome["problems"] == []
+    assert outcome["bit_identical"]
+    assert outcome["fired"] == outcome["planned"] > 0
+    return outcome
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_few_faults_change_no_bit(tmp_path: Path) -> None:
+    """A killed agent, a killed rank, a lost node and a damaged copy: the same weights, and each is accounted for."""
+    kinds = "kill_agent,kill,lose_node,corrupt_copy"
+    outcome = soak(tmp_path / "soak", f"--kinds={kinds}", "--minutes=0.4", "--every=6", timeout_s=500)
+    assert {row["kind"]: row["fired"] for row in outcome["kinds"]} == dict.fromkeys(kinds.split(","), 1)
+    noticed = {row["kind"]: row["noticed_as"] for row in outcome["kinds"]}
+    assert noticed["kill"] == {"worker_died": 1}
+    assert noticed["kill_agent"] == noticed["lose_node"] == {"node_lost": 1}
+    assert outcome["agents"] == 5, "two nodes and a spare, and one for each that was lost"
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_minute_of_all_kinds_changes_no_bit(tmp_path: Path, seed: int) -> None:
+    """A fault every three seconds, of all kinds, for a minute."""
+    outcome = soak(tmp_path / "soak", "--minutes=1", "--every=3", f"--seed={seed}", timeout_s=1500)
+    assert outcome["fired"] == 20
+    assert len(outcome["kinds"]) >= 18

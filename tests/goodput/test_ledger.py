@@ -1,0 +1,194 @@
+"""The ledger: every second of a run belongs to one part, whatever happened and however the clocks stand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from goodput.written_journal import WrittenRun, two_hundred_minutes
+from outlast.errors import ConfigError
+from outlast.goodput import Ledger, Part
+from outlast.incidents import EventKind
+
+
+def read(run: WrittenRun) -> Ledger:
+    return Ledger.from_files(list(run.files.values()))
+
+
+def minutes(ledger: Ledger) -> dict[str, float]:
+    return {name: round(seconds / 60, 6) for name, seconds in ledger.partition.items() if seconds}
+
+
+def test_the_worked_example_is_split_exactly(tmp_path: Path) -> None:
+    """200 minutes: 100 effective, 10 load, 10 save, 40 lost progress, 15 restart, 25 slow-down; through files."""
+    ledger = Ledger.read(two_hundred_minutes().save(tmp_path))
+    expected = {"productive": 100, "load": 10, "save_stall": 10, "redone": 40, "restart": 15, "straggler": 25}
+    assert minutes(ledger) == expected
+    assert ledger.wall_s == 200 * 60
+    assert ledger.ettr == pytest.approx(0.5)
+    assert ledger.headline == "finished: 50.0 % goodput in 3 h, 1 incident, 40 iterations redone"
+    assert ledger.incidents[0].lost_iterations == 40
+    assert ledger.incidents[0].cost_s == pytest.approx((40 + 15 + 10) * 60)
+
+
+@pytest.mark.parametrize("ahead_s", [{"n0": 30.0}, {"n1": 30.0}, {"n1": -30.0}, {"n0": 30.0, "n1": -30.0}])
+def test_clocks_that_differ_change_nothing(ahead_s: dict[str, float]) -> None:
+    """Nodes whose clocks differ by up to a minute are aligned by what both saw; the split stays the same."""
+    ledger = read(two_hundred_minutes(ahead_s))
+    assert minutes(ledger) == minutes(read(two_hundred_minutes()))
+    assert any("aligned by" in note for note in ledger.notes)
+
+
+def test_torn_lines_are_skipped_and_named(tmp_path: Path) -> None:
+    """The torn last line of a killed process is skipped; a note names the file."""
+    folder = two_hundred_minutes().save(tmp_path)
+    path = folder / "journal" / "j-n1-rank-1.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"kind":"progress","wall_ns":18000')
+    ledger = Ledger.read(folder)
+    assert minutes(ledger)["productive"] == 100
+    assert ledger.notes == ("1 line of j-n1-rank-1.jsonl cannot be read: torn, or of another version",)
+
+
+def test_time_between_two_jobs_is_queued_and_a_wait_for_nodes_idle() -> None:
+    """A shutdown, an hour in the queue, a second job that loses a node and waits for another one."""
+    run = WrittenRun()
+    run.start_job(0.0)
+    run.start_cycle(10.0, 0)
+    run.on_ranks(20.0, EventKind.STEPS_STARTED, cycle=0, iteration=0)
+    run.on_ranks(21.0, EventKind.PROGRESS, cycle=0, iteration=1)
+    run.write(118.0, EventKind.NOTICE, node="n1", proc="rank-1", cycle=0, rank=1, signal=15)
+    run.on_ranks(120.0, EventKind.SESSION_ENDED, cycle=0, iteration=100, exit_code=75)
+    run.end_job(120.0, exit_code=75, reason="shutdown requested; a saved generation exists")
+    run.start_job(3720.0, job="k")
+    run.start_cycle(3730.0, 0, job="k")
+    run.on_ranks(3740.0, EventKind.STEPS_STARTED, job="k", cycle=0, iteration=100)
+    run.on_ranks(3741.0, EventKind.PROGRESS, job="k", cycle=0, iteration=101)
+    run.kill(3840.0, 0, 200, decided_s=3840.0, rung=3, job="k")
+    run.write(3840.0, EventKind.FORMING, proc="coordinator", job="k", cycle=1, missing=1)
+    run.write(4140.0, EventKind.FORMING, proc="coordinator", job="k", cycle=1, missing=0)
+    run.start_cycle(4145.0, 1, job="k")
+    run.on_ranks(4150.0, EventKind.STEPS_STARTED, job="k", cycle=1, iteration=200)
+    run.on_ranks(4250.0, EventKind.SESSION_ENDED, job="k", cycle=1, iteration=300, exit_code=0)
+    run.end_job(4250.0, job="k")
+    ledger = read(run)
+    parts = {name: seconds for name, seconds in ledger.partition.items() if seconds}
+    assert parts == pytest.approx(
+        {"rendezvous": 25.0, "start_up": 25.0, "productive": 300.0, "queued": 3600.0, "idle": 300.0}
+    )
+    assert [one.kind for one in ledger.incidents] == ["preempted", "worker_died"]
+    assert ledger.incidents[0].parts["queued"] == 3600.0
+    assert ledger.incidents[0].resumed_iteration == 100
+    assert ledger.incidents[1].parts["idle"] == 300.0
+    assert ledger.statistics.mtbf_s["all"] == pytest.approx(4250.0 - 3600.0)
+
+
+def test_what_was_done_beyond_an_older_generation_is_lost_once() -> None:
+    """A later restart that goes further back takes away what earlier lives had done, and nothing twice."""
+    run = WrittenRun()
+    run.start_job(0.0)
+    begins = [(0.0, 0, 50), (100.0, 40, 60), (200.0, 10, 30)]  # time, resumed from, reached
+    for cycle, (begin_s, resumed, reached) in enumerate(begins):
+        run.start_cycle(begin_s, cycle)
+        run.on_ranks(begin_s, EventKind.STEPS_STARTED, cycle=cycle, iteration=resumed)
+        run.on_ranks(begin_s + 1, EventKind.PROGRESS, cycle=cycle, iteration=resumed + 1)
+        if cycle < 2:
+            run.kill(begin_s + reached - resumed, cycle, reached, decided_s=begin_s + reached - resumed)
+    run.on_ranks(220.0, EventKind.SESSION_ENDED, cycle=2, iteration=30, exit_code=0)
+    run.end_job(220.0)
+    ledger = read(run)
+    assert ledger.lost_iterations == 10 + (40 - 10) + 20
+    assert [one.lost_iterations for one in ledger.incidents] == [10, 50]
+    assert ledger.partition["productive"] == pytest.approx(10 + 20)
+    assert ledger.partition["redone"] == pytest.approx(40 + 20)
+
+
+def test_a_script_without_a_session_is_unobserved() -> None:
+    """A script that reports no steps has no goodput, and its time is said to be unknown, not productive."""
+    run = WrittenRun()
+    run.start_job(0.0)
+    for node in run.nodes:
+        run.write(2.0, EventKind.CYCLE_STARTED, node=node, cycle=0, ranks=[0], world_size=2)
+        run.write(50.0, EventKind.CYCLE_ENDED, node=node, cycle=0, reason="finished", iterations={})
+    run.end_job(50.0)
+    ledger = read(run)
+    assert ledger.ettr is None
+    assert ledger.partition["unobserved"] == pytest.approx(48.0)
+    assert "goodput unknown" in ledger.headline
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> WrittenRun:
+    """Runs of some jobs and cycles with faults at any time; some lines are missing."""
+    run, now_s = WrittenRun({"n1": draw(st.sampled_from([0.0, 30.0, -30.0]))}), 0.0
+
+    def later() -> float:
+        nonlocal now_s
+        now_s += draw(st.floats(0.0, 500.0))
+        return now_s
+
+    iteration = 0
+    for number in range(draw(st.integers(1, 3))):
+        job = f"j{number}"
+        run.start_job(later(), job)
+        for cycle in range(draw(st.integers(0, 3))):
+            run.start_cycle(later(), cycle, job)
+            iteration = draw(st.integers(0, iteration))
+            if draw(st.booleans()):
+                run.on_ranks(
+                    later(), EventKind.RESTORED, job=job, cycle=cycle, iteration=iteration, load_s=1e3, tier="local"
+                )
+            if draw(st.booleans()):
+                run.on_ranks(later(), EventKind.STEPS_STARTED, job=job, cycle=cycle, iteration=iteration)
+                for _ in range(draw(st.integers(0, 4))):
+                    iteration += draw(st.integers(0, 50))
+                    run.on_ranks(later(), EventKind.PROGRESS, job=job, cycle=cycle, iteration=iteration)
+                    run.on_ranks(
+                        later(), EventKind.SAVE_SCHEDULED, job=job, cycle=cycle, iteration=iteration,
+                        stall_s=draw(st.floats(0, 900)),
+                    )  # fmt: skip
+            failed_s = later()
+            rung = draw(st.sampled_from([0, 1, 2, 3, 5]))
+            run.kill(failed_s, cycle, iteration, decided_s=later(), rung=rung, job=job)
+        if draw(st.booleans()):
+            run.end_job(later(), job, exit_code=draw(st.sampled_from([0, 1, 75])))
+    dropped = draw(st.sets(st.integers(0, 200), max_size=20))
+    place = 0
+    for key, events in run.files.items():
+        kept = []
+        for event in events:
+            if place not in dropped or place == 0:
+                kept.append(event)
+            place += 1
+        run.files[key] = kept or events[:1]
+    return run
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs())
+def test_every_second_belongs_to_one_part(run: WrittenRun) -> None:
+    """Whatever the journal holds: segments follow one another, nothing is negative, and all adds up to wall time."""
+    ledger = read(run)
+    assert sum(ledger.partition.values()) == pytest.approx(ledger.wall_s, rel=1e-3, abs=1e-6)
+    assert set(ledger.partition) == {str(part) for part in Part}
+    assert all(seconds >= -1e-9 for seconds in ledger.partition.values())
+    now_s = 0.0
+    for segment in ledger.segments:
+        assert segment.start_s == pytest.approx(now_s)
+        assert segment.end_s >= segment.start_s
+        now_s = segment.end_s
+    assert all(one.cost_s >= 0 and one.lost_iterations >= 0 for one in ledger.incidents)
+    json.loads(msgspec.json.encode(ledger))
+
+
+def test_a_folder_without_a_journal_is_refused(tmp_path: Path) -> None:
+    """What is no run directory, or holds no event, is named in one line."""
+    with pytest.raises(ConfigError, match="has no journal; name a run directory"):
+        Ledger.read(tmp_path)
+    (tmp_path / "journal").mkdir()
+    with pytest.raises(ConfigError, match="holds no event"):
+        Ledger.read(tmp_path)

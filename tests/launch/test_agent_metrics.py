@@ -1,0 +1,394 @@
+"""What an agent shows Prometheus: during a run, after a restart, to scrapers that do not read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from outlast import clock
+from outlast.errors import ConfigError
+from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.launch import metrics_endpoint
+from outlast.launch.metrics_endpoint import METRICS, AgentOutlook, MetricsEndpoint, NodeHistory
+from outlast.launch.options import parse_options
+from outlast.runtime.addresses import Endpoint
+from outlast.runtime.journal import Journal
+from outlast.testing import Cluster
+from outlast.testing.ranks import free_port
+
+LONG_S = 100.0
+LOCAL = Endpoint("127.0.0.1", 0)
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "outlast.json"
+SCRIPT = """
+import pathlib, sys, time
+import torch, outlast
+run = outlast.init(outlast.Config(checkpoint=outlast.CheckpointConfig(local_directory=sys.argv[1], save_interval=2)))
+state = {"steps": torch.zeros(1)}
+for iteration in run.steps(state, total=8):
+    state["steps"] += 1
+    if iteration == 5:
+        print("waits", flush=True)
+        while not pathlib.Path(sys.argv[2]).exists():
+            time.sleep(0.02)
+"""
+Figures = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def scrape(url: str) -> Figures:
+    """Return what an endpoint shows, by metric."""
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    found: Figures = {}
+    for family in families:
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return found
+
+
+def one(figures: Figures, name: str, **labels: str) -> float | None:
+    """Return the value of the only series with these labels."""
+    values = [value for own, value in figures.get(f"outlast_{name}", []) if labels.items() <= own.items()]
+    assert len(values) <= 1, (name, values)
+    return values[0] if values else None
+
+
+def urls_of(cluster: Cluster) -> list[str]:
+    """Return where the agents' endpoints are, in the order of their nodes."""
+    found = [re.search(r"http://\S+/metrics", agent.output()) for agent in cluster.agents]
+    return [match[0] for match in found if match is not None]
+
+
+def scrape_until(url: str, name: str, value: float, **labels: str) -> Figures:
+    """Scrape again and again until a figure is reached."""
+    deadline_s = clock.now_s() + LONG_S
+    while True:
+        figures = scrape(url)
+        if (one(figures, name, **labels) or 0.0) >= value:
+            return figures
+        assert clock.now_s() < deadline_s, figures
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsEndpoint]:
+    """An endpoint of a node ``a`` without an agent, which reads the journal all the time."""
+    monkeypatch.setattr(metrics_endpoint, "LOOK_S", 0.02)
+    shown = MetricsEndpoint(LOCAL, run_id="r", node="a", run_dir=tmp_path)
+    yield shown
+    shown.close()
+
+
+# -- real agents -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_both_agents_show_their_ranks_and_count_a_restart(tmp_path: Path) -> None:
+    """Each agent shows its own ranks, where they are and what is saved; after a killed rank the same endpoints go on,
+    and count the restart on the coordinator's node and the cycle on both."""
+    script, go_on = tmp_path / "train.py", tmp_path / "go"
+    script.write_text(SCRIPT)
+    with Cluster(
+        *(script, str(tmp_path / "saves"), str(go_on)),
+        run_dir=tmp_path / "run",
+        nproc_per_node=1,
+        options=["--metrics-port=0"],
+    ) as cluster:
+        cluster.wait_for("waits", LONG_S)
+        urls = urls_of(cluster)
+        assert len(set(urls)) == 2
+        seen = [scrape_until(url, "committed_iteration", 4, tier="local") for url in urls]
+        ranks = [figures["outlast_rank_iteration"][0][0]["rank"] for figures in seen]
+        assert sorted(ranks) == ["0", "1"]
+        for figures, rank, node in zip(seen, ranks, ("node-0", "node-1"), strict=True):
+            assert figures["outlast_rank_section_info"] == [
+                ({"run_id": cluster.run_id, "node": node, "rank": rank, "section": "step"}, 1.0)
+            ]
+            assert one(figures, "rank_state", rank=rank, state="running") == 1
+            assert one(figures, "rank_heartbeat_age_seconds", rank=rank) is not None
+            assert [one(figures, name) for name in ("cycle", "world_size", "num_nodes", "spares")] == [0, 2, 2, 0]
+            assert one(figures, "node_iteration") == 5
+            assert one(figures, "agent_state", state="running") == 1
+            assert one(figures, "cycles_started_total") == 1
+            assert (one(figures, "saves_total") or 0) >= 2
+            assert 0 < (one(figures, "job_goodput") or 0) < 1
+            assert {name.removeprefix("outlast_") for name in figures} <= set(METRICS)
+        assert sorted(one(figures, "agent_is_coordinator") or 0 for figures in seen) == [0, 1]
+
+        psutil.Process(cluster.worker_pid(1)).kill()
+        later = [scrape_until(url, "cycles_started_total", 2) for url in urls]
+        assert [one(figures, "cycle") for figures in later] == [1, 1]
+        host = next(url for url, figures in zip(urls, later, strict=True) if one(figures, "agent_is_coordinator"))
+        figures = scrape_until(host, "restarts_total", 1, rung="restart_workers")
+        assert one(figures, "restarts_total", rung="replace_node") == 0
+        counted = sum(one(scrape(url), "incidents_total", kind="worker_died") or 0 for url in urls)
+        assert counted == 1
+        go_on.touch()
+        assert cluster.wait(LONG_S) == [0, 0]
+    for url in urls:  # it ends with its agent
+        with pytest.raises(OSError):
+            urllib.request.urlopen(url, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_scrapers_that_do_not_read_hold_nothing_up(tmp_path: Path) -> None:
+    """With a stopped scraper that has asked, and silent connections, another scraper is answered, and the run ends in
+    order."""
+    script, go_on = tmp_path / "train.py", tmp_path / "go"
+    script.write_text(SCRIPT)
+    client = "import socket, sys, os, signal, time; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])));"
+    client += "s.sendall(b'GET /metrics HTTP/1.0\\r\\n\\r\\n'); print('asked', flush=True);"
+    client += "os.kill(os.getpid(), signal.SIGSTOP)"
+    with ExitStack() as stack:
+        cluster = stack.enter_context(
+            Cluster(
+                *(script, str(tmp_path / "saves"), str(go_on)),
+                run_dir=tmp_path / "run",
+                num_nodes=1,
+                nproc_per_node=1,
+                options=["--metrics-port=0"],
+            )
+        )
+        cluster.wait_for("waits", LONG_S)
+        (url,) = urls_of(cluster)
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        stopped = subprocess.Popen([sys.executable, "-c", client, str(port)], stdout=subprocess.PIPE)
+        stack.callback(stopped.wait, LONG_S)
+        stack.callback(stopped.kill)
+        assert stopped.stdout is not None
+        stack.callback(stopped.stdout.close)
+        assert stopped.stdout.readline() == b"asked\n"
+        for _ in range(10):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert one(scrape(url), "node_iteration") == 5
+        go_on.touch()
+        assert cluster.wait(LONG_S) == [0]
+
+
+@pytest.mark.process
+def test_port_that_is_taken_is_one_line_and_two(tmp_path: Path) -> None:
+    """A second agent with the same port starts nothing: one line names the port and the remedy, exit code 2; no run
+    directory is left."""
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it ran')\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = (sys.executable, "-m", "outlast", "run", f"--metrics-port={port}", "--run-dir=run", str(script))
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert ended.returncode == 2
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("outlast: ")]
+    assert line.startswith(
+        f"outlast: nothing can listen at 127.0.0.1:{port} for --metrics-port (Address already in use)"
+    )
+    assert line.endswith("give each agent of a machine a port of its own, or 0 for a free one")
+    assert "it ran" not in ended.stdout + ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
+# -- the endpoint alone ------------------------------------------------------------------------------------------
+
+
+def test_wrong_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is no port, a name instead of an address, an address without a port, a missing package."""
+    script = tmp_path / "train.py"
+    script.touch()
+    for words, message in {
+        ("--metrics-port=65536",): "--metrics-port=65536 is no port; write a number from 1 to 65535, or 0",
+        ("--metrics-port=-1",): "--metrics-port=-1 is no port",
+        ("--metrics-port=x",): "--metrics-port='x' is not a whole number",
+        ("--metrics-port=0", "--metrics-address=here"): "--metrics-address=here is no IP address",
+        ("--metrics-address=127.0.0.1",): "--metrics-address has no effect without --metrics-port",
+        ("--metrics-port=0", "--metrics-address="): "--metrics-address is empty",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            parse_options([f"--run-dir={tmp_path / 'run'}", *words, str(script)])
+    monkeypatch.setenv("OUTLAST_METRICS_PORT", "many")
+    with pytest.raises(ConfigError, match="OUTLAST_METRICS_PORT=many is no port"):
+        parse_options([f"--run-dir={tmp_path / 'run'}", str(script)])
+    monkeypatch.delenv("OUTLAST_METRICS_PORT")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"--metrics-port needs prometheus-client, .*: pip install 'outlast\[prom"):
+        parse_options([f"--run-dir={tmp_path / 'run'}", "--metrics-port=0", str(script)])
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_come_before_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment sets port and address where no option does; without both there is no endpoint."""
+    script = tmp_path / "train.py"
+    script.touch()
+
+    def metrics(*words: str) -> Endpoint | None:
+        return parse_options([f"--run-dir={tmp_path / 'run'}", *words, str(script)]).metrics
+
+    assert metrics() is None
+    assert metrics("--metrics-port=9465") == Endpoint("127.0.0.1", 9465)
+    monkeypatch.setenv("OUTLAST_METRICS_PORT", "9000")
+    monkeypatch.setenv("OUTLAST_METRICS_ADDRESS", "0.0.0.0")
+    assert metrics() == Endpoint("0.0.0.0", 9000)
+    assert metrics("--metrics-port=0", "--metrics-address=::1") == Endpoint("::1", 0)
+
+
+def test_an_address_that_is_not_here_is_refused(tmp_path: Path) -> None:
+    """One line with the remedy, as for a port that is taken."""
+    with pytest.raises(ConfigError, match=r"nothing can listen at 192\.0\.2\.1:\d+ .*; give each agent"):
+        MetricsEndpoint(Endpoint("192.0.2.1", free_port()), run_id="r", node="a", run_dir=tmp_path)
+
+
+def test_connections_are_bounded_in_number_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 17th connection is closed at once; silent ones are closed after their time, then scrapers are answered."""
+    monkeypatch.setattr(metrics_endpoint, "SCRAPE_S", 1.0)
+    shown = MetricsEndpoint(LOCAL, run_id="r", node="a", run_dir=tmp_path)
+    try:
+        where = "127.0.0.1", int(shown.url.rpartition(":")[2].partition("/")[0])
+        with ExitStack() as stack:
+            silent = [stack.enter_context(socket.create_connection(where)) for _ in range(17)]
+            for connection in silent:
+                connection.settimeout(LONG_S)
+                assert connection.recv(1) == b""
+        assert one(scrape(shown.url), "agent_state", state="starting") == 1
+    finally:
+        shown.close()
+        shown.close()
+
+
+def test_what_the_journal_holds_is_counted(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
+    """Saves by tier with their stalls, incidents by kind, verdicts by rung, scores, and goodput without the steps that
+    were done again; what other nodes and jobs wrote is not."""
+    agent, coordinator, rank = (
+        Journal(tmp_path, run_id="r", job="job-1", node="a", proc=proc) for proc in ("agent", "coordinator", "rank-0")
+    )
+    incident = Incident(kind=IncidentKind.WORKER_DIED, node="a", rank=0)
+    verdict = Verdict(rung=Rung.RESTART_WORKERS, reason="again")
+    agent.write(EventKind.JOB_STARTED)
+    agent.write(EventKind.CYCLE_STARTED, cycle=0, ranks=[0])
+    agent.write(EventKind.INCIDENT, incident=incident)
+    coordinator.write(EventKind.VERDICT, cycle=0, incident=incident, verdict=verdict)
+    coordinator.write(EventKind.VERDICT, cycle=0, verdict=verdict)  # no incident: nothing was restarted for it
+    for begin in (0, 5):
+        rank.write(EventKind.STEPS_STARTED, rank=0, iteration=begin)
+        rank.write(EventKind.PROGRESS, rank=0, iteration=begin + 1, step_s=0.5)
+        rank.write(EventKind.PROGRESS, rank=0, iteration=10, step_s=0.5)
+    rank.write(EventKind.SAVE_SCHEDULED, rank=0, iteration=10, stall_s=0.25)
+    rank.write(EventKind.SAVE_COMMITTED, rank=0, iteration=10, tiers=["memory", "local"])
+    rank.write(EventKind.STRAGGLER_REPORT, rank=0, metrics={"gpu_relative_perf/min": 0.5})
+    for other in ({"job": "job-1", "node": "b"}, {"job": "job-0", "node": "a"}):
+        journal = Journal(tmp_path, run_id="r", proc="rank-0", **other)
+        journal.write(EventKind.SAVE_SCHEDULED, rank=0, iteration=90, stall_s=9.0)
+        journal.close()
+    for journal in (agent, coordinator, rank):
+        journal.close()
+    history = NodeHistory(tmp_path, "a")
+    history.read_on("job-1", [0])
+    found = {(name, *labels.values()): value for name, labels, value in history.show(is_host=True)}
+    assert found["restarts_total", "restart_workers"] == 1
+    assert found["restarts_total", "replace_node"] == 0
+    assert found["incidents_total", "worker_died"] == 1
+    assert found["committed_iteration", "local"] == 10
+    assert (found["saves_total",], found["save_stall_seconds",], found["save_stall_seconds_total",]) == (1, 0.25, 0.25)
+    assert found["straggler_score", "relative", "min"] == 0.5
+    assert history._productive_s == 5.0  # ten steps, although fifteen were done
+    assert 0 < found["job_goodput",] <= 1
+
+    endpoint.show(lambda: AgentOutlook(job="job-1", is_host=True))
+    figures = scrape_until(endpoint.url, "restarts_total", 1, rung="restart_workers")
+    assert one(figures, "agent_is_coordinator") == 1
+    history.read_on("job-2", [])  # the next job begins anew
+    assert ("incidents_total", "worker_died") not in {
+        (name, *labels.values()) for name, labels, _ in history.show(is_host=True)
+    }
+
+
+def test_a_line_that_is_half_written_is_taken_once_it_is_whole(tmp_path: Path) -> None:
+    """What is read on begins where whole lines ended."""
+    journal = Journal(tmp_path, run_id="r", job="j", node="a", proc="agent")
+    journal.write(EventKind.CYCLE_STARTED, cycle=0)
+    journal.close()
+    assert journal.path is not None
+    whole = journal.path.read_bytes()
+    history = NodeHistory(tmp_path, "a")
+    for data, number in ((whole + whole[:20], 1), (whole + whole, 2)):
+        journal.path.write_bytes(data)
+        history.read_on("j", [])
+        assert {name: value for name, _, value in history.show(is_host=False)}["cycles_started_total"] == number
+
+
+@pytest.mark.process
+def test_a_hung_disk_holds_up_no_scrape(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
+    """While the journal cannot be read, all else is shown, and the endpoint closes."""
+    (tmp_path / "journal").mkdir()
+    os.mkfifo(tmp_path / "journal" / "j-a-agent.jsonl")  # whoever opens it waits for a writer that does not come
+    endpoint.show(lambda: AgentOutlook(job="j", state="running"))
+    try:
+        for _ in range(3):
+            figures = scrape(endpoint.url)
+            assert one(figures, "agent_state", state="running") == 1
+            assert one(figures, "journal_age_seconds") is None
+        endpoint.close()
+    finally:
+        os.close(os.open(tmp_path / "journal" / "j-a-agent.jsonl", os.O_RDWR | os.O_NONBLOCK))
+
+
+# -- the dashboard -----------------------------------------------------------------------------------------------
+
+
+def test_dashboard_asks_for_what_there_is() -> None:
+    """Every query of docs/grafana/outlast.json names metrics of the endpoint, with labels that they have, and together
+    they name all of them; panels have a place, a title and a number of their own."""
+    board = json.loads(DASHBOARD.read_text())
+    assert {"title", "uid", "schemaVersion", "panels", "templating"} <= set(board)
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    queries += [one["query"]["query"] for one in board["templating"]["list"] if one["type"] == "query"]
+    queries += [one["expr"] for one in board["annotations"]["list"]]
+    named: set[str] = set()
+    for query in queries:
+        found = re.findall(r"outlast_(\w+)(?:\{([^}]*)\})?", query)
+        assert found, query
+        for name, selectors in found:
+            assert name in METRICS, query
+            known = {"run_id", "node", *METRICS[name].labels}
+            assert set(re.findall(r"(\w+)\s*[=!]~?", selectors)) <= known, query
+        groups = re.findall(r"by \(([^)]*)\)", query)
+        labels = {label.strip() for group in groups for label in group.split(",")}
+        assert labels <= {label for name, _ in found for label in METRICS[name].labels}, query
+        assert query.count("(") == query.count(")")
+        named |= {name for name, _ in found}
+    assert named == set(METRICS)
+    numbers = [panel["id"] for panel in board["panels"]]
+    assert len(set(numbers)) == len(numbers)
+    cells: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        own = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert panel["title"]
+        assert not cells & own, f"{panel['title']} lies on another panel"
+        assert all(0 <= x < 24 for x, _ in own)
+        cells |= own
+    variables = {one["name"] for one in board["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", " ".join(queries))) <= variables
+
+
+@pytest.mark.process
+def test_nothing_large_is_imported() -> None:
+    """The module needs neither torch nor the client of Prometheus to be imported."""
+    code = "import sys, outlast.launch.metrics_endpoint; print({'torch', 'prometheus_client'} & set(sys.modules))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S, check=True)
+    assert told.stdout.strip() == "set()"

@@ -1,0 +1,218 @@
+"""``outlast report`` on the command line: the summary, the files, JSON, a live run, a full disk; mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from made_ledger import make_ledger, write_journal
+from rich.console import Console
+
+from outlast.cli.main import main
+from outlast.goodput.ledger import Ledger
+from outlast.report.summary import render_to_console
+
+LONG_S = 100.0
+
+
+class Caller:
+    """Calls the command line in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *words: object) -> tuple[int, str, str]:
+        """Run ``outlast report``; return its exit code, output and error output."""
+        self._monkeypatch.setattr(sys, "argv", ["outlast", "report", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = self._capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Caller:
+    return Caller(monkeypatch, capsys)
+
+
+def test_the_summary_has_the_headline_the_parts_the_incident_and_the_paths_of_both_files(
+    call: Caller, tmp_path: Path
+) -> None:
+    """One call shows what a run's time went into, and writes a page and a trace into the run directory."""
+    run_dir = write_journal(tmp_path / "run")
+    code, out, err = call(run_dir)
+    ledger = Ledger.read(run_dir)
+    assert (code, err) == (0, "")
+    assert out.startswith(ledger.headline)
+    for part, seconds in ledger.partition.items():
+        assert (part.replace("_", " ") in out) == (seconds > 0 or part == "restart"), part
+    assert "worker died, rank 1 on n0" in out
+    assert "workers restarted" in out
+    assert "MTBF" in out
+    assert "MTTR" in out
+    assert f"page   {run_dir}/report.html" in out
+    assert f"trace  {run_dir}/trace.json" in out
+    assert (run_dir / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    assert sorted(path.name for path in run_dir.iterdir()) == ["journal", "report.html", "trace.json"]
+
+
+def test_the_files_can_be_read_by_their_owner_alone(call: Caller, tmp_path: Path) -> None:
+    """A page holds command lines and output: others may not read it."""
+    run_dir = write_journal(tmp_path / "run")
+    call(run_dir)
+    assert {(run_dir / name).stat().st_mode & 0o077 for name in ("report.html", "trace.json")} == {0}
+
+
+def test_a_second_call_replaces_the_files(call: Caller, tmp_path: Path) -> None:
+    """Both files are those of the last call, whole, and nothing else is left behind."""
+    run_dir = write_journal(tmp_path / "run")
+    (run_dir / "report.html").write_text("old")
+    call(run_dir)
+    assert (run_dir / "report.html").read_text() != "old"
+    assert len(list(run_dir.iterdir())) == 3
+
+
+def test_json_is_the_ledger_without_its_segments_and_writes_nothing(call: Caller, tmp_path: Path) -> None:
+    """``--json`` prints the ledger's fields and no others; ``--segments`` adds those; no file appears."""
+    run_dir = write_journal(tmp_path / "run")
+    code, out, err = call(run_dir, "--json")
+    printed = json.loads(out)
+    fields = set(Ledger.__struct_fields__)
+    assert (code, err, set(printed)) == (0, "", fields - {"segments"})
+    assert sum(printed["partition"].values()) == pytest.approx(printed["wall_s"], rel=1e-9)
+    assert printed["incidents"][0]["kind"] == "worker_died"
+    assert [path.name for path in run_dir.iterdir()] == ["journal"]
+    code, out, _ = call(run_dir, "--json", "--segments")
+    assert (code, set(json.loads(out))) == (0, fields)
+    assert msgspec.convert(json.loads(out), Ledger) == Ledger.read(run_dir)
+
+
+def test_json_writes_a_file_that_is_named(call: Caller, tmp_path: Path) -> None:
+    """With ``--json`` only what is named is written."""
+    run_dir = write_journal(tmp_path / "run")
+    code, out, _ = call(run_dir, "--json", "--html", tmp_path / "page.html")
+    assert (code, json.loads(out)["run_id"]) == (0, "written")
+    assert (tmp_path / "page.html").exists()
+    assert [path.name for path in run_dir.iterdir()] == ["journal"]
+
+
+def test_files_can_be_left_out_or_named(call: Caller, tmp_path: Path) -> None:
+    """``--no-html`` and ``--trace`` do what they say."""
+    run_dir = write_journal(tmp_path / "run")
+    code, out, _ = call(run_dir, "--no-html", "--trace", tmp_path / "t.json")
+    assert (code, "page  " in out, (tmp_path / "t.json").exists()) == (0, False, True)
+    assert [path.name for path in run_dir.iterdir()] == ["journal"]
+
+
+def test_a_live_run_is_accounted_for_up_to_now(call: Caller, tmp_path: Path) -> None:
+    """A run that goes on, and a torn last line, are no mistakes."""
+    run_dir = write_journal(tmp_path / "run", is_over=False)
+    with open(run_dir / "journal" / "job-1-n0-rank-0.jsonl", "ab") as file:
+        file.write(b'{"kind":"progress","wall_ns":17')
+    code, out, _ = call(run_dir, "--no-html", "--no-trace")
+    assert code == 0
+    assert out.startswith("not over")
+    assert json.loads(call(run_dir, "--json")[1])["state"] == "open"
+
+
+@pytest.mark.process
+def test_a_run_directory_that_is_not_writable_costs_one_line(tmp_path: Path) -> None:
+    """On a read-only disk the summary is printed, one line says why there are no files, and ``--html`` works."""
+    run_dir = write_journal(tmp_path / "run")
+    read_only = f"mount --bind {run_dir} {run_dir} && mount -o remount,bind,ro {run_dir} && exec "
+    words = [sys.executable, "-m", "outlast", "report", str(run_dir)]
+    prefix = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", read_only + '"$@"', "sh"]
+    if subprocess.run([*prefix, "true"], capture_output=True, timeout=LONG_S, check=False).returncode:
+        if os.geteuid() == 0:
+            pytest.skip("root may write everywhere, and this machine lets nobody mount a folder for reading only")
+        run_dir.chmod(0o500)
+        prefix = []
+    try:
+        plain = subprocess.run([*prefix, *words], capture_output=True, text=True, timeout=LONG_S, check=False)
+        page = tmp_path / "page.html"
+        named = subprocess.run(
+            [*prefix, *words, "--html", str(page)], capture_output=True, text=True, timeout=LONG_S, check=False
+        )
+    finally:
+        run_dir.chmod(0o700)
+    assert plain.returncode == 0, plain.stderr
+    assert plain.stdout.startswith("finished")
+    assert plain.stderr.count("\n") == 1
+    assert "report.html and trace.json cannot be written" in plain.stderr
+    assert "--html" in plain.stderr
+    assert named.returncode == 0
+    assert page.exists()
+    assert "trace.json cannot be written" in named.stderr
+    assert [path.name for path in run_dir.iterdir()] == ["journal"]
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["{run}/nothing-here"], "there is no"),
+        (["{run}/journal"], "has no journal"),
+        (["{empty}"], "holds no event"),
+        (["{run}", "--html", "{run}/no/such/folder/x.html"], "cannot be written"),
+        (["{run}", "--html", "a", "--no-html"], "contradict"),
+        (["{run}", "--trace", "a", "--no-trace"], "contradict"),
+        (["{run}", "--segments"], "--json"),
+        (["{run}", "--html", "a", "--trace", "./a"], "same file"),
+        ([], "missing argument"),
+        (["{run}", "--page"], "no such option"),
+    ],
+)
+def test_a_mistake_costs_one_line_and_exit_code_2(call: Caller, tmp_path: Path, words: list[str], part: str) -> None:
+    """Each mistake of use is one line that names it, and nothing is printed or written besides."""
+    run_dir = write_journal(tmp_path / "run")
+    (tmp_path / "empty" / "journal").mkdir(parents=True)
+    code, out, err = call(*(word.format(run=run_dir, empty=tmp_path / "empty") for word in words))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert part in err
+    assert [path.name for path in run_dir.iterdir()] == ["journal"]
+
+
+@pytest.mark.parametrize("num_cycles", [1, 2, 500])
+def test_the_summary_stays_small(num_cycles: int) -> None:
+    """It has at most 40 lines of 100 columns, and marks the costliest of the newest incidents."""
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115  the console is its user
+    ledger = msgspec.structs.replace(make_ledger(num_cycles=num_cycles), notes=tuple("x" * 300 for _ in range(9)))
+    render_to_console(console, ledger)
+    console.file.close()
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    if num_cycles > 1:
+        assert sum("worker hung, rank" in line for line in lines) == min(10, num_cycles - 1)
+        assert "costliest" in "\n".join(lines)
+
+
+def test_texts_of_the_journal_cannot_change_the_terminal(call: Caller, tmp_path: Path) -> None:
+    """No control character of a log line reaches the terminal, and none of rich's markup counts."""
+    ledger = make_ledger(num_cycles=3, hostile="\x1b[31m\x07\r[bold]x[/bold]")
+    console = Console(width=300, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    render_to_console(console, ledger)
+    console.file.close()
+    text = console.export_text()
+    assert not {"\x1b", "\x07", "\r"} & set(text)
+    assert "[bold]x[/bold]" in text
+
+
+@pytest.mark.process
+def test_the_summary_needs_no_unicode(tmp_path: Path) -> None:
+    """A terminal that knows only ASCII gets the summary, too."""
+    run_dir = write_journal(tmp_path / "run", text=" ünicode 日本")
+    ended = subprocess.run(
+        [sys.executable, "-m", "outlast", "report", str(run_dir), "--no-html", "--no-trace"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        capture_output=True,
+        timeout=LONG_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert b"####" in ended.stdout

@@ -1,0 +1,205 @@
+"""``outlast simulate``: what it prints, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.cli.main import main
+
+SMALL = ("--ranks", "64", "--hours", "12", "--failure-every", "900", "--repeats", "4")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs the command and returns its exit code, output and errors."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["outlast", "simulate", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        shown = capsys.readouterr()
+        return int(ended.value.code or 0), shown.out, shown.err
+
+    return call
+
+
+def test_its_json_has_what_programs_need(run: Any) -> None:
+    """The JSON form holds the figures, the settings that were used, and how long it took."""
+    code, out, err = run(*SMALL, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert {"wall_s", "ettr", "ettr_ci", "closed_form", "partition", "advice", "num_failures"} <= set(found)
+    low, high = found["ettr_ci"]
+    assert 0 <= low < found["ettr"] < high <= 1
+    assert 0 < found["closed_form"] < 1
+    assert sum(found["partition"].values()) == pytest.approx(12 * 3600)
+    assert found["settings"]["num_ranks"] == 64
+    assert found["settings"]["costs"]["start_up_s"] == 60.0
+    assert found["settings"]["limits"]["max_restarts"] == 3
+
+
+def test_it_is_read_by_people(run: Any) -> None:
+    """Without --json the figures, the parts of the time and the advice are lines."""
+    code, out, _ = run(*SMALL, "--spares", "0", "--sweep", "spares=0:4:2")
+    assert code == 0
+    for text in (
+        "64 ranks on 8 nodes and 0 spares, 12 h",
+        "ETTR",
+        "formula",
+        "productive",
+        "what pays",
+        "spares (nodes)",
+    ):
+        assert text in out
+    assert "more spare" in out
+
+
+def test_every_option_reaches_the_scenario(run: Any) -> None:
+    """Options are settings, in the units of people; those of costs and limits, too."""
+    words = [
+        "--ranks=8",
+        "--ranks-per-node=1",
+        "--minutes=10",
+        "--step=0.1",
+        "--failure-every=20",
+        "--shares=process=1",
+    ]
+    words += ["--interval-iterations=50", "--global-interval=0", "--spares=0", "--repair=2", "--restart-stopped=never"]
+    words += [
+        "--restart=1.5",
+        "--max-restarts=9",
+        "--no-memory",
+        "--fixed-repair",
+        "--preempt-every=3",
+        "--start-up=0.4",
+    ]
+    code, out, _ = run(*words, "--no-advice", "--repeats=2", "--json")
+    assert code == 0
+    used = json.loads(out)["settings"]
+    assert (used["duration_s"], used["step_s"], used["mtbf_s"], used["process_share"]) == (600.0, 0.1, 20.0, 1.0)
+    assert (used["interval_iterations"], used["global_interval_iterations"], used["num_spares"]) == (50, 0, 0)
+    assert (used["repair_s"], used["restart_stopped_s"], used["preempt_every_s"]) == (7200.0, None, 10800.0)
+    assert (used["use_memory"], used["fixed_repair"]) == (False, True)
+    assert (used["costs"]["restart_s"], used["costs"]["start_up_s"], used["limits"]["max_restarts"]) == (1.5, 0.4, 9)
+
+
+def test_costs_from_a_file_give_way_to_options(run: Any, tmp_path: Path) -> None:
+    """A file's figures take the place of the defaults, and an option's that of the file's."""
+    bars = [
+        {"name": "stall_vs_memcpy", "value": 2.0, "unit": "x", "peer": "copy (s)", "peer_value": 2.0},
+        {"name": "durable_vs_dcp_save", "value": 2.0, "unit": "x", "peer": "dcp.save (s)", "peer_value": 4.5},
+    ]
+    path = tmp_path / "save.json"
+    path.write_text(json.dumps({"bench": "save", "bars": bars}))
+    _, out, _ = run(*SMALL, "--no-advice", "--json", "--costs", str(path), "--save", "7")
+    costs = json.loads(out)["settings"]["costs"]
+    assert (costs["save_stall_s"], costs["save_s"]) == (4.0, 7.0)
+
+
+def test_a_trace_replaces_what_is_drawn(run: Any, tmp_path: Path) -> None:
+    """A trace's faults are those of the run."""
+    path = tmp_path / "trace.csv"
+    path.write_text("time,kind\n3600,process\n7200,node\n")
+    _, out, _ = run("--ranks=64", "--hours=3", "--trace", str(path), "--repeats=2", "--no-advice", "--json")
+    found = json.loads(out)
+    assert found["settings"]["trace"] == 2
+    assert found["num_by_kind"] == {"node": 1.0, "process": 1.0}
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_sweeps_are_drawn(run: Any, tmp_path: Path, suffix: str) -> None:
+    """A sweep becomes a table, JSON, and a drawing of the wanted format."""
+    path = tmp_path / f"sweep.{suffix}"
+    words = ("--no-advice", "--sweep", "interval=10,60", "--sweep", "spares=0:2:2", "--plot", str(path), "--json")
+    code, out, _ = run(*SMALL, *words)
+    assert code == 0
+    sweeps = json.loads(out)["sweeps"]
+    assert [(sweep["name"], len(sweep["rows"])) for sweep in sweeps] == [("interval", 2), ("spares", 2)]
+    assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+
+
+def test_without_matplotlib_it_says_what_to_install(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drawing needs matplotlib: where it is missing, a line says what to install, before anything is simulated."""
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **options: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    code, out, err = run(*SMALL, "--sweep", "spares=0,1", "--plot", str(tmp_path / "sweep.png"))
+    assert (code, out) == (2, "")
+    assert "pip install 'outlast[plots]'" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--days", "0"], "--days=0 must be above 0"),
+        (["--hours", "-1"], "--hours=-1 must be above 0"),
+        (["--days", "1", "--hours", "2"], "--days and --hours say the same"),
+        (["--days", "many"], "--days=many is not a number"),
+        (["--days", "nan"], "--days=nan is not a number"),
+        (["--days", "inf"], "--days=inf must be above 0"),
+        (["--ranks", "1.5"], "--ranks=1.5 is not a whole number"),
+        (["--ranks", "0"], "--ranks=0 must be at least 1"),
+        (["--ranks", "12"], "--ranks=12 must be a multiple"),
+        (["--ranks", "999999999999"], "must be at most"),
+        (["--failure-every", "0.1"], "too many to simulate"),
+        (["--spares", "-1"], "--spares=-1 must be 0 or more"),
+        (["--step", "0"], "--step=0 must be above 0"),
+        (["--mttf", "0"], "--mttf=0 must be above 0"),
+        (["--mttf", "8000", "--failure-every", "60"], "say the same"),
+        (["--shares", "process=0.5"], "must sum to 1, and sum to 0.5"),
+        (["--shares", "proces=1"], "did you mean 'process'?"),
+        (["--shares", "process"], "must be a kind and a number"),
+        (["--shares", "process=1.5,node=-0.5"], "must be between 0 and 1"),
+        (["--interval", "10", "--interval-iterations", "2"], "say the same"),
+        (["--interval", "-10"], "--interval=-10 must be 0 or more"),
+        (["--restart", "-1"], "--restart=-1 must be 0 or more seconds"),
+        (["--replication", "0"], "--replication=0 must be at least 1"),
+        (["--weibull", "0"], "--weibull=0 must be above 0"),
+        (["--restart-stopped", "soon"], "is not a number, or never"),
+        (["--max-restarts", "-1"], "--max-restarts=-1 must be 0 or more"),
+        (["--max-restarts-total", "-1"], "--max-restarts-total=-1 must be 0 or more"),
+        (["--repeats", "1"], "see outlast simulate --help"),
+        (["--sweep", "sparse=1"], "did you mean 'spares'?"),
+        (["--sweep", "spares"], "must be NAME=VALUE"),
+        (["--sweep", "spares=-2,0"], "must be 0 or more"),
+        (["--sweep", "spares=0,1", "--plot", "sweep.pdf"], "a .png or .svg file"),
+        (["--sweep", "spares=0,1", "--plot", "/nowhere/sweep.png"], "there is no folder"),
+        (["--plot", "sweep.png"], "--plot draws sweeps"),
+        (["--trace", "/nowhere.csv"], "cannot be read"),
+        (["--trace", "/nowhere.csv", "--mttf", "5"], "leave one out"),
+        (["--costs", "/nowhere.json"], "cannot be read"),
+        (["--intervall", "5"], "no such option"),
+        (["extra"], "unexpected extra argument"),
+    ],
+)
+def test_a_mistake_is_one_line(run: Any, words: list[str], says: str) -> None:
+    """A mistake of use ends with exit code 2 and one line that names the option as it was given."""
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith("outlast: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_help_has_examples_that_parse(run: Any) -> None:
+    """The help shows examples, and every option in them is one."""
+    code, out, _ = run("--help")
+    assert code == 0
+    examples = [line.split() for line in out.partition("Examples:")[2].splitlines() if "outlast simulate" in line]
+    assert len(examples) >= 5
+    options = out.partition("Examples:")[0]
+    for words in examples:
+        for word in words:
+            assert not word.startswith("--") or f" {word} " in options

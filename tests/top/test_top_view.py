@@ -1,0 +1,264 @@
+"""What ``outlast top`` shows, from evidence: lines that fit, the worst ranks first, and what does not answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from outlast import clock
+from outlast.errors import ConfigError
+from outlast.incidents import EventKind
+from outlast.runtime.board import Board
+from outlast.runtime.journal import Journal
+from outlast.runtime.processes import describe_self
+from outlast.status.evidence import gather
+from outlast.status.facts import judge
+from outlast.status.report import NodeReport, NodeState, RunState, StatusReport, Trouble
+from outlast.top import look
+from outlast.top.look import Looker, RankLine, TopReport, Unanswered
+from outlast.top.view import describe_others, plain, rank_badness, show
+
+
+def make_status(tmp_path: Path, **fields: Any) -> StatusReport:
+    """Return the status of a job whose agent is this process, with some fields replaced."""
+    agent = Journal(tmp_path, run_id="gpt", job="job-1", node="a", proc="agent")
+    agent.write(EventKind.JOB_STARTED, command=["train.py"], num_nodes=1, nproc_per_node=1, **describe_self())
+    agent.write(EventKind.CYCLE_STARTED, cycle=0, node_rank=0, ranks=[0], pids=[1], world_size=1)
+    agent.close()
+    return msgspec.structs.replace(judge(gather(tmp_path, asks=False), clock.wall_ns()), **fields)
+
+
+def make_line(rank: int, **fields: Any) -> RankLine:
+    """Return a rank that trains."""
+    line = RankLine(
+        rank=rank,
+        node=f"node-{rank // 8}",
+        pid=1000 + rank,
+        state="running",
+        iteration=500,
+        section="step/forward",
+        section_s=0.25,
+        heartbeat_age_s=0.5,
+        source="board",
+    )
+    return msgspec.structs.replace(line, **fields)
+
+
+def make_report(status: StatusReport, ranks: list[RankLine], **fields: Any) -> TopReport:
+    """Return a report."""
+    report = TopReport(
+        schema=1,
+        iteration=500,
+        total=1000,
+        rate=2.0,
+        left_s=250.0,
+        goodput=0.9,
+        ranks=ranks,
+        unanswered=[],
+        status=status,
+    )
+    return msgspec.structs.replace(report, **fields)
+
+
+def test_headline_has_the_run_its_speed_and_what_is_left(tmp_path: Path) -> None:
+    """The run, its state, iteration of how many, the rate, the time that is left, the goodput."""
+    lines = plain(show(make_report(make_status(tmp_path), [make_line(0)]))).splitlines()
+    assert lines[0] == "run        gpt, job job-1, cycle 0, 1 rank"
+    assert lines[1] == "state      running"
+    assert lines[2] == "iteration  500 of 1000, 2 iterations/s, 4 min left, goodput 90.0%"
+    assert "   0  node-0  1000  running        500  0.5 s ago  step/forward (0.2 s)" in lines
+    assert lines[-1] == "incidents  none"
+
+
+def test_a_thousand_ranks_fit_into_any_terminal(tmp_path: Path) -> None:
+    """The lines are never more than there are rows, nor wider than the terminal; the worst ranks are there, in order,
+    and one line stands for the others."""
+    ranks = [make_line(rank) for rank in range(1024)]
+    ranks[700] = make_line(700, state="ended", section=None)
+    ranks[13] = make_line(13, state="stopped")
+    ranks[44] = make_line(44, iteration=480)
+    ranks[45] = make_line(45, heartbeat_age_s=75.0)
+    status = make_status(tmp_path, world_size=1024)
+    for height in (6, 12, 16, 24, 60):
+        for width in (20, 80, 200):
+            lines = show(make_report(status, ranks), width=width, height=height, hint="q: end")
+            assert len(lines) <= height
+            assert all(line.cell_len <= width for line in lines)
+            assert lines[-1].plain == "q: end"
+    text = plain(show(make_report(status, ranks), width=120, height=24, hint="q: end"))
+    table = text[text.index("RANK") :].splitlines()
+    assert [int(line.split()[0]) for line in table[1:5]] == [700, 13, 44, 45]
+    (others,) = [line for line in table if line.startswith("and ")]
+    shown = table.index(others) - 1
+    assert others.startswith(f"and {1024 - shown} more alike: running, iteration 500 (ranks ")
+    assert shown >= 8
+
+
+def test_few_ranks_are_all_there_by_node(tmp_path: Path) -> None:
+    """In the order of the ranks, each node's name at its first one; incidents have the lines that are left."""
+    trouble = Trouble(
+        time="t", age_s=5.0, cycle=0, kind="worker_died", node="node-0", rank=0, iteration=3, text="rank 0 died",
+        remedy=None, decision="restarting the workers", num_reports=1,
+    )  # fmt: skip
+    status = make_status(tmp_path, incidents=[trouble] * 9, num_incidents=9)
+    lines = plain(show(make_report(status, [make_line(rank) for rank in range(16)]), width=120, height=40)).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("RANK"))
+    rows = [line.split() for line in lines[at + 1 : at + 17]]
+    assert [int(row[0]) for row in rows] == list(range(16))
+    assert [row[0] for row in rows if row[1].startswith("node-")] == ["0", "8"]
+    assert lines[at + 17] == "incidents  9, the newest 5"
+    assert lines[at + 18] == "           5 s ago, cycle 0: rank 0 died; restarting the workers"
+
+
+def test_order_does_not_jump_for_small_differences() -> None:
+    """A rank that is an iteration behind, or some seconds without a heartbeat, is not worse than another."""
+    alike = [make_line(0), make_line(1, iteration=499), make_line(2, heartbeat_age_s=9.0)]
+    assert [rank_badness(line, 500)[:3] for line in alike] == [rank_badness(alike[0], 500)[:3]] * 3
+    assert rank_badness(make_line(3, heartbeat_age_s=31.0), 500) < rank_badness(alike[0], 500)
+
+
+def test_others_are_counted_by_state() -> None:
+    """Where they are not alike the line has how many are in which state, and between which iterations they are."""
+    others = [make_line(rank) for rank in range(10)]
+    others += [make_line(11, state="spare", iteration=None), make_line(12, iteration=498)]
+    told = "and 12 more: 11 running, 1 spare, iterations 498 to 500 (ranks 0-9, 11-12)"
+    assert describe_others(others) == told
+
+
+def test_what_does_not_answer_is_named_with_its_time(tmp_path: Path) -> None:
+    """Who, for how long, and why."""
+    silent = [Unanswered(what="the coordinator", for_s=12.0, reason="nobody answers at a:1")]
+    text = plain(show(make_report(make_status(tmp_path), [make_line(0)], unanswered=silent)))
+    assert "no answer  the coordinator: no answer for 12 s: nobody answers at a:1" in text.splitlines()
+
+
+def test_a_run_that_waits_says_for_what(tmp_path: Path) -> None:
+    """The state's line has it once: nodes that are missing, and until when; lost nodes are named."""
+    nodes = [NodeReport(name="b", state=NodeState.LOST), NodeReport(name="c", state=NodeState.SPARE)]
+    status = make_status(tmp_path, state=RunState.FORMING, summary="forming: ...", nodes=nodes, spares=["c"])
+    lines = plain(show(make_report(status, [], rate=None, left_s=None))).splitlines()
+    assert "state      forming: ..." in lines
+    assert "spares     c" in lines
+    assert "           lost or excluded: b" in lines
+
+
+def test_ranks_of_this_machine_are_read_from_their_board(tmp_path: Path) -> None:
+    """Sections, iteration and heartbeat come from the memory that a living agent holds, here this process; nothing is
+    written to it."""
+    board = Board.create(num_ranks=1)
+    try:
+        page = board.rank(0)
+        page.attach(pid=os.getpid(), global_rank=0, cycle=0)
+        page.heartbeat()
+        page.enter("step")
+        page.enter("forward")
+        page.set_iteration(7)
+        before = bytes(board.page(0))
+        make_status(tmp_path)
+        report = look_once(tmp_path)
+        (line,) = report.ranks
+        assert (line.rank, line.node, line.pid, line.state) == (0, "a", os.getpid(), "running")
+        assert (line.iteration, line.section, line.source) == (7, "step/forward", "board")
+        assert line.heartbeat_age_s is not None
+        assert bytes(board.page(0)) == before
+        page.finish()
+        assert look_once(tmp_path).ranks[0].state == "finished"
+    finally:
+        board.close()
+
+
+def test_boards_of_earlier_cycles_are_not_taken_for_the_newest(tmp_path: Path) -> None:
+    """An agent that still holds the board of the cycle before shows the ranks of the new one."""
+    boards = [Board.create(num_ranks=1) for _ in range(2)]
+    try:
+        for cycle, board in enumerate(boards):
+            board.rank(0).attach(pid=os.getpid(), global_rank=0, cycle=1 - cycle)
+            board.rank(0).set_iteration(10 * (2 - cycle))
+        make_status(tmp_path)
+        agent = Journal(tmp_path, run_id="gpt", job="job-1", node="a", proc="agent")
+        agent.write(EventKind.CYCLE_STARTED, cycle=1, node_rank=0, ranks=[0], pids=[1], world_size=1)
+        agent.close()
+        assert [line.iteration for line in look_once(tmp_path).ranks] == [20]
+        boards[0].close()  # the newest: what is left is of a cycle that is over
+        assert [line.source for line in look_once(tmp_path).ranks] == ["journal"]
+    finally:
+        for board in boards:
+            board.close()
+
+
+def look_once(run_dir: Path) -> TopReport:
+    """Look as ``--once`` does."""
+    looker = Looker(str(run_dir), interval_s=0.05)
+    looker.start()
+    try:
+        looker.wait_for_first(for_all=True)
+        assert looker.newest is not None
+        return looker.newest
+    finally:
+        assert looker.close(60.0)
+
+
+def test_time_that_is_left_needs_the_total(tmp_path: Path) -> None:
+    """It is known once a rank has written at how many iterations the run is complete."""
+    make_status(tmp_path)
+    rank = Journal(tmp_path, run_id="gpt", job="job-1", node="a", proc="rank-0")
+    rank.write(EventKind.SESSION_STARTED, cycle=0, rank=0, world_size=1)
+    rank.write(EventKind.STEPS_STARTED, cycle=0, rank=0, iteration=0)
+    rank.write(EventKind.PROGRESS, cycle=0, rank=0, iteration=1, step_s=1.0)
+    assert look_once(tmp_path).total is None
+    rank.write(EventKind.STEPS_STARTED, cycle=1, rank=0, iteration=1, total=50)
+    rank.close()
+    report = look_once(tmp_path)
+    assert (report.iteration, report.total, report.left_s) == (1, 50, None)  # no rate yet
+
+
+@pytest.mark.process
+def test_a_hung_run_directory_is_named_and_ends_no_view(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Callable[[Callable[[], bool]], None]
+) -> None:
+    """Once its disk hangs, what was known stays, and the time without an answer grows; at the first look it is an error
+    that says what to do."""
+    make_status(tmp_path)
+    monkeypatch.setattr(look, "UNANSWERED_S", 0.2)
+    looker = Looker(str(tmp_path), interval_s=0.05)
+    looker.start()
+    looker.wait_for_first()
+    pipe = tmp_path / "journal" / "job-1-a-rank-0.jsonl"
+    os.mkfifo(pipe)  # whoever opens it waits for a writer that does not come
+    try:
+        assert looker.newest is not None
+        monkeypatch.setattr(look.Looker._compile, "__defaults__", (0.2,))
+        until(lambda: bool(looker.newest and looker.newest.unanswered))
+        assert looker.newest.unanswered[0].what == "the run directory"
+        assert looker.newest.status.run == "gpt"
+        monkeypatch.setattr(look, "FIRST_S", 0.2)
+        second = Looker(str(tmp_path), interval_s=0.05)
+        second.start()
+        with pytest.raises(ConfigError, match=r"did not answer within 0\.2 s; its disk may hang: look from another"):
+            second.wait_for_first(for_all=True)
+        assert not second.close(0.1)
+    finally:
+        writer = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+        pipe.unlink()
+        os.close(writer)
+        looker.close(60.0)
+        second.close(60.0)
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], None]:
+    """Wait until a condition holds."""
+    import time
+
+    def wait(is_met: Callable[[], bool]) -> None:
+        deadline_s = clock.now_s() + 60.0
+        while not is_met():
+            assert clock.now_s() < deadline_s
+            time.sleep(0.01)
+
+    return wait
