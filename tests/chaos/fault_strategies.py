@@ -33,8 +33,12 @@ def outside_faults(draw: st.DrawFn) -> Fault:
     if kind.is_of_disks:
         given["tier"] = draw(st.sampled_from([FaultTier.LOCAL, FaultTier.GLOBAL]))
         given["duration_s"] = draw(_seconds)
-    if kind == FaultKind.SLOW_DISK:
+    if kind.is_of_networks:
+        given["duration_s"] = draw(_seconds)
+    if kind in (FaultKind.SLOW_DISK, FaultKind.DELAY):
         given["delay_s"] = draw(_seconds)
+    if kind == FaultKind.LOSS:
+        given["share"] = draw(st.floats(min_value=0, max_value=1, exclude_min=True))
     if kind in (FaultKind.STOP_AGENT, FaultKind.STOP_COORDINATOR):
         given["duration_s"] = draw(st.none() | _seconds)
     if "coordinator" not in kind and given.get("tier") != FaultTier.GLOBAL:

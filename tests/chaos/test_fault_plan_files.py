@@ -17,6 +17,7 @@ from outlast.errors import ConfigError
 KILL = {"kind": "kill", "rank": 1, "iteration": 5}
 AGENT = {"kind": "kill_agent", "iteration": 5}
 COPY = {"kind": "corrupt_copy", "iteration": 5}
+NET = {"kind": "partition", "iteration": 5}
 DISK = {"kind": "disk_full", "iteration": 5, "tier": "local", "duration_s": 2}
 NAN = {"kind": "nan", "target": "loss", "iteration": 5}
 
@@ -84,6 +85,12 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path, ending: str) -> None:
         ({"faults": [DISK | {"tier": "memory"}]}, "tier='memory' is not for kind='disk_full'; write one of local, glo"),
         ({"faults": [DISK | {"delay_s": 1}]}, "delay_s is not for kind='disk_full'"),
         ({"faults": [DISK | {"kind": "slow_disk"}]}, "delay_s is missing; a slow_disk needs it"),
+        ({"faults": [NET]}, "duration_s is missing; a partition needs it"),
+        ({"faults": [NET | {"duration_s": 1, "delay_s": 1}]}, "delay_s is not for kind='partition'"),
+        ({"faults": [NET | {"duration_s": 1, "kind": "delay"}]}, "delay_s is missing; a delay needs it"),
+        ({"faults": [NET | {"duration_s": 1, "kind": "loss"}]}, "share is missing; a loss needs it"),
+        ({"faults": [NET | {"duration_s": 1, "kind": "loss", "share": 1.5}]}, "share=1.5 must be above 0 and at mos"),
+        ({"faults": [KILL | {"share": 0.5}]}, "share is not for kind='kill'"),
         ({"faults": [NAN | {"section": "step"}]}, "section is not for kind='nan'"),
     ],
 )

@@ -69,6 +69,8 @@ def test_the_command_writes_what_a_run_reads(tmp_path: Path) -> None:
         (["run", "--nodes", "2", "{plan}", "--", "--nnodes=2", "train.py"], "--nnodes is what --nodes gives"),
         (["run", "--nodes", "2", "{plan}", "--", "--node-name=a", "train.py"], "--node-name is what --nodes gives"),
         (["run", "{lose}", "--", "train.py"], "lose_node loses the only node's disk"),
+        (["run", "--nodes", "2", "{net}", "--", "train.py"], "partition need hosts of their own; give --netns"),
+        (["run", "--netns", "{net}", "--", "train.py"], "--netns is for --nodes"),
         (["soak", "--kinds", "kil"], "did you mean 'kill'?"),
         (["soak", "--keep", "{full}"], "is not empty; name a new folder"),
     ],
@@ -79,7 +81,14 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], said: str) 
     (tmp_path / "lose.toml").write_text(
         draw_plan(0, [FaultKind.LOSE_NODE], every_s=5, minutes=1, num_ranks=1).to_toml()
     )
-    places = {"{plan}": str(tmp_path / "plan.toml"), "{lose}": str(tmp_path / "lose.toml"), "{full}": str(tmp_path)}
+    net = draw_plan(0, [FaultKind.PARTITION], every_s=5, minutes=1, num_ranks=1)
+    (tmp_path / "net.toml").write_text(net.to_toml())
+    places = {
+        "{net}": str(tmp_path / "net.toml"),
+        "{plan}": str(tmp_path / "plan.toml"),
+        "{lose}": str(tmp_path / "lose.toml"),
+        "{full}": str(tmp_path),
+    }
     result = CliRunner().invoke(chaos, [places.get(word, word) for word in arguments], standalone_mode=False)
     assert isinstance(result.exception, ConfigError), result.output
     assert said in str(result.exception)

@@ -100,18 +100,16 @@ class Browser:
         return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Chromium for one test: it makes and ends processes as it likes, and all are gone after the test."""
     opened = Browser(tmp_path_factory.mktemp("pages"))
-    yield opened
-    opened.driver.quit()
-
-
-@pytest.fixture(autouse=True)
-def _nothing_in_the_console(browser: Browser) -> Iterator[None]:
-    yield
-    assert browser.messages() == []
-    assert browser.run("return window.hacked") is None
+    try:
+        yield opened
+        assert opened.messages() == []
+        assert opened.run("return window.hacked") is None
+    finally:
+        opened.driver.quit()
 
 
 def test_the_page_shows_every_section_that_has_data_in_the_order_in_which_it_is_read(browser: Browser) -> None:
@@ -314,7 +312,12 @@ def test_the_page_fits_into_the_window(browser: Browser, tmp_path: Path, width: 
     write_run_files(tmp_path, text=" " + "x" * 500)
     browser.show(make_ledger(num_nodes=8, num_cycles=6), run_dir=tmp_path, width=width)
     browser.click("#incident-0 .what")
-    assert browser.run("return document.documentElement.scrollWidth") == width
+    widths = browser.run("const page = document.documentElement; return [page.scrollWidth, page.clientWidth]")
+    assert widths[0] == widths[1]
+    table = browser.run(
+        "const one = document.querySelector('#incidents .wide'); return [one.scrollWidth, one.clientWidth]"
+    )
+    assert table[0] == table[1]
 
 
 def test_a_run_of_1024_ranks_and_100_cycles_is_painted_and_answers(browser: Browser) -> None:

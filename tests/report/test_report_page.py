@@ -11,11 +11,13 @@ import msgspec
 import pytest
 from made_ledger import make_ledger, write_run_files
 
-from outlast.goodput.account import IncidentCost, Part, SaveSpan, SlowRanksWindow
+from outlast.goodput.account import IncidentCost, Part, SaveSpan, SlowRanksWindow, Statistics
+from outlast.goodput.ledger import Ledger
 from outlast.report import attachments, page
-from outlast.report.page import MAX_CELLS, MAX_POINTS, bounded, embed, make_page, meanings, thin
+from outlast.report.page import MAX_POINTS, bounded, embed, make_page, meanings, thin
 
 HOSTILE = "</script><script>window.hacked=1</script><!--<img src=x onerror=hacked=1>&\u2028\u2029{{data}}{{page}}"
+DOCS = Path(__file__).parents[2] / "docs"
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 
 
@@ -101,22 +103,26 @@ def test_thinning_keeps_the_extremes_and_the_order() -> None:
     assert thin(points[:10]) == points[:10]
 
 
-def test_a_heat_map_of_many_ranks_and_windows_keeps_each_lowest_score() -> None:
+def test_a_heat_map_of_many_ranks_and_windows_keeps_each_lowest_score(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many scores there are, a slow rank is seen, and its window is still framed."""
-    fast = dict.fromkeys(range(10_000), 1.0)
-    slow = fast | {9_001: 0.0}
+    monkeypatch.setattr(page, "MAX_CELLS", 10_000)
+    monkeypatch.setattr(page, "MAX_RANK_ROWS", 400)
+    fast = dict.fromkeys(range(1_000), 1.0)
+    slow = fast | {901: 0.0}
     windows = tuple(
         SlowRanksWindow(
             job="job-1", cycle=0, iteration=number, start_s=float(number), end_s=number + 1.0,
-            named=(9_001,) if number == 500 else (), scores=slow if number == 500 else fast,
+            named=(901,) if number == 50 else (), scores=slow if number == 50 else fast,
         )
-        for number in range(1_000)
+        for number in range(100)
     )  # fmt: skip
     shown = contents(make_page(msgspec.structs.replace(make_ledger(num_cycles=1), slow_ranks=windows)))["slow"]
-    assert sum(len(column["scores"]) for column in shown["columns"]) <= MAX_CELLS
+    assert sum(len(column["scores"]) for column in shown["columns"]) <= 10_000
+    assert shown["ranks_each"] == 3
+    assert shown["windows_each"] > 1
     (framed,) = [column for column in shown["columns"] if column["named"]]
-    assert framed["named"] == [9_001]
-    assert framed["scores"][9_001 // shown["ranks_each"]] == "A"
+    assert framed["named"] == [901]
+    assert framed["scores"][901 // shown["ranks_each"]] == "A"
     assert framed["scores"].count("A") == 1
 
 
@@ -215,3 +221,13 @@ def test_an_unfinished_incident_and_an_uncommitted_save_are_shown_as_such() -> N
     assert shown["incidents"][0]["load"] is None
     assert shown["saves"]["tiers"] == {"none": {"num": 1, "newest": 5, "num_bytes": 0, "at": 9.0}}
     assert shown["saves"]["duration"] == []
+
+
+def test_the_docs_name_every_part_and_every_field() -> None:
+    """``docs/report.md`` has each part with its meaning, and each field of the JSON."""
+    text = DOCS.joinpath("report.md").read_text()
+    for name, meaning in meanings(Part).items():
+        assert f"| `{name}` | {meaning} |" in text, name
+    for struct in (Ledger, IncidentCost, Statistics):
+        for name in struct.__struct_fields__:
+            assert f"| `{name}` | " in text, name

@@ -19,6 +19,7 @@ FULL_S = 2.0
 """Fewer saves fail in it than a run may fail in a row."""
 SLOW_DISK_S = 6.0
 FILE_DELAY_S = 0.3
+IMPAIRED_S, PACKET_DELAY_S, LOST_SHARE = 6.0, 0.02, 0.02
 MANTISSA_BITS = range(8, 20)
 """Of a float32: bits that rounding does not level out, and that make no number so large that it would be noticed."""
 
@@ -86,8 +87,12 @@ def _details(kind: FaultKind, numbers: random.Random, num_ranks: int, tensor: st
         found = {"tier": numbers.choice([FaultTier.LOCAL, FaultTier.GLOBAL])}
         slow = kind == FaultKind.SLOW_DISK
         return found | ({"duration_s": SLOW_DISK_S, "delay_s": FILE_DELAY_S} if slow else {"duration_s": FULL_S})
-    if kind in (FaultKind.STOP_AGENT, FaultKind.STOP_COORDINATOR):
+    if kind in (FaultKind.STOP_AGENT, FaultKind.STOP_COORDINATOR, FaultKind.PARTITION):
         return {"duration_s": STOPPED_S}
+    if kind == FaultKind.DELAY:
+        return {"duration_s": IMPAIRED_S, "delay_s": PACKET_DELAY_S}
+    if kind == FaultKind.LOSS:
+        return {"duration_s": IMPAIRED_S, "share": LOST_SHARE}
     if kind.is_outside:
         return {}
     details: dict[str, Any] = {"rank": numbers.randrange(num_ranks)}

@@ -21,6 +21,7 @@ import psutil
 
 from outlast import clock
 from outlast.chaos.copies import damage_copy, find_copies, node_folder
+from outlast.chaos.netns import NodeNetwork
 from outlast.chaos.plan import (
     Fault,
     FaultKind,
@@ -41,6 +42,8 @@ PATIENCE_S = 15.0
 """How long a cycle may train without a commit before it is struck all the same."""
 PROC = "chaos"
 """Its name in the journal."""
+SURVIVED_S = 20.0
+"""A cycle that trains so long after it was struck is not going to end of it."""
 _SETTLE_S = 10.0
 """How long a fault that a rank is told to cause may take until it is on record."""
 _GONE_S = 5.0
@@ -81,12 +84,22 @@ class Injector:
     Args:
         plan: The faults.
         run_dir: The run directory; may not exist yet.
+        network: Where the nodes are hosts of their own.
+        host_of: A node's host there.
 
     Thread: one.
     """
 
-    def __init__(self, plan: FaultPlan, run_dir: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        plan: FaultPlan,
+        run_dir: str | os.PathLike[str],
+        *,
+        network: NodeNetwork | None = None,
+        host_of: Callable[[str], int | None] = lambda _node: None,
+    ) -> None:
         self.run_dir = Path(run_dir)
+        self._network, self._host_of = network, host_of
         self.sight = Sight()
         self.killed: list[str] = []
         """Nodes whose agent was killed, in that order; one may occur more than once."""
@@ -104,6 +117,7 @@ class Injector:
         self._cycle: tuple[str, int] = ("", -1)
         self._struck_cycle: tuple[str, int] = ("", -1)
         """The newest one that was struck by something that costs a restart."""
+        self._struck_s = 0.0
         self._awaited: dict[str, float] = {}
         """Faults that a rank was told to cause, and until when they are waited for."""
         self._later: list[_Later] = []
@@ -168,9 +182,10 @@ class Injector:
     def _may(self, fault: Fault) -> bool:
         """Return whether it does not befall what another fault has just struck."""
         kind = FaultKind(fault.kind)
-        if kind.is_of_copies or kind.is_of_disks:
+        if kind.is_of_copies or kind in (FaultKind.DISK_FULL, FaultKind.SLOW_DISK, FaultKind.DELAY, FaultKind.LOSS):
             return True
-        if self._cycle == self._struck_cycle or self._awaited:
+        is_struck = self._cycle == self._struck_cycle and clock.now_s() < self._struck_s + SURVIVED_S
+        if is_struck or self._awaited:
             return False
         is_progress = bool(self.sight.committed_now) or clock.now_s() > self._trains_since_s + PATIENCE_S
         return is_progress or kind.is_gentle
@@ -183,13 +198,15 @@ class Injector:
             return self._damage(one)
         if kind.is_of_disks:
             return self._trouble(one)
+        if kind.is_of_networks:
+            return self._trouble_network(one)
         return self._signal(one)
 
     def _release(self, one: PlannedFault) -> bool:
         claim_marker(marker_of(self.run_dir, one.fault_id, due=True))
         self._awaited[one.fault_id] = clock.now_s() + _SETTLE_S
         if not FaultKind(one.fault.kind).is_gentle:
-            self._struck_cycle = self._cycle
+            self._struck_cycle, self._struck_s = self._cycle, clock.now_s()
         return True
 
     def _signal(self, one: PlannedFault) -> bool:
@@ -206,7 +223,7 @@ class Injector:
         process = self.sight.agents[node]
         if not self._claim(one):
             return True
-        self._struck_cycle = self._cycle
+        self._struck_cycle, self._struck_s = self._cycle, clock.now_s()
         number = _SIGNALS[kind]
         facts: dict[str, Any] = {"node": node, "pid": process.pid}
         self._note(one, f"agent of {node} (pid {process.pid})", done=number.name, **facts)
@@ -274,6 +291,27 @@ class Injector:
         self._undo_in(
             fault.duration_s, lambda: self._set_troubles([other for other in self._troubles if other is not trouble])
         )
+        return True
+
+    def _trouble_network(self, one: PlannedFault) -> bool:
+        fault, network = one.fault, self._network
+        assert fault.duration_s is not None
+        carrying = set(self.sight.ranks.values())
+        nodes = [node for node in self.sight.living() if node in ({fault.node} if fault.node else carrying)]
+        hosts = [(node, host) for node in nodes if (host := self._host_of(node)) is not None]
+        if network is None or not hosts:
+            return False
+        node, host = hosts[one.draw(len(hosts), "node")]
+        if not self._claim(one):
+            return True
+        self._note(one, f"network of {node}", done=f"for {fault.duration_s:g} s", node=node)
+        if fault.kind == FaultKind.PARTITION:
+            self._struck_cycle, self._struck_s = self._cycle, clock.now_s()
+            network.cut(host)
+            self._undo_in(fault.duration_s, lambda: network.join(host))
+        else:
+            network.impair(host, delay_s=fault.delay_s or 0.0, share=fault.share or 0.0)
+            self._undo_in(fault.duration_s, lambda: network.repair(host))
         return True
 
     def _set_troubles(self, troubles: Collection[DiskTrouble]) -> None:

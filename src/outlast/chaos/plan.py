@@ -80,6 +80,12 @@ class FaultKind(StrEnum):
     there with "no space left on device"; nothing is really filled."""
     SLOW_DISK = "slow_disk"
     """From outside: for ``duration_s``, each such file takes ``delay_s`` longer."""
+    PARTITION = "partition"
+    """From outside, under ``--netns``: for ``duration_s`` a node and the others cannot reach each other."""
+    DELAY = "delay"
+    """From outside, under ``--netns``: for ``duration_s`` what a node sends arrives ``delay_s`` later."""
+    LOSS = "loss"
+    """From outside, under ``--netns``: for ``duration_s`` a ``share`` of the packets that a node sends is lost."""
 
     @property
     def is_numeric(self) -> bool:
@@ -97,9 +103,14 @@ class FaultKind(StrEnum):
         return self in _OF_COPIES
 
     @property
+    def is_of_networks(self) -> bool:
+        """Whether it troubles a node's network, which must be one of ``--netns``."""
+        return self in _OF_NETWORKS
+
+    @property
     def is_gentle(self) -> bool:
         """Whether it costs no restart, in a run that is not told to leave on it."""
-        return self.is_of_copies or self.is_of_disks or self in (FaultKind.SLOW, FaultKind.NAN, FaultKind.INF)
+        return self.is_of_copies or self.is_of_disks or self in _GENTLE
 
     @property
     def is_of_disks(self) -> bool:
@@ -112,7 +123,10 @@ _OF_COPIES = frozenset({FaultKind.CORRUPT_COPY, FaultKind.TRUNCATE_COPY, FaultKi
 _OF_DISKS = frozenset({FaultKind.DISK_FULL, FaultKind.SLOW_DISK})
 _OF_COORDINATORS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.STOP_COORDINATOR})
 _STOPPED = frozenset({FaultKind.STOP_AGENT, FaultKind.STOP_COORDINATOR})
-_OUTSIDE = _OF_COPIES | _OF_DISKS | _OF_COORDINATORS | _STOPPED | {FaultKind.KILL_AGENT, FaultKind.LOSE_NODE}
+_OF_NETWORKS = frozenset({FaultKind.PARTITION, FaultKind.DELAY, FaultKind.LOSS})
+_GENTLE = frozenset({FaultKind.SLOW, FaultKind.NAN, FaultKind.INF, FaultKind.DELAY, FaultKind.LOSS})
+_PASSING = _OF_DISKS | _OF_NETWORKS
+_OUTSIDE = _OF_COPIES | _PASSING | _OF_COORDINATORS | _STOPPED | {FaultKind.KILL_AGENT, FaultKind.LOSE_NODE}
 _LASTING = frozenset({FaultKind.SLEEP, FaultKind.HOLD_GIL, FaultKind.SLOW})
 
 
@@ -200,8 +214,8 @@ class Fault:
     any. In ``setup`` no step counts as done yet."""
 
     duration_s: float | None = None
-    """How long a sleep, hold_gil, slow, stop_agent, stop_coordinator, disk_full or slow_disk lasts, in seconds; none =
-    forever, or until the process ends. The last two need it."""
+    """How long a sleep, hold_gil, slow, stop_agent, stop_coordinator, disk_full, slow_disk, partition, delay or loss
+    lasts, in seconds; none = forever, or until the process ends. The last five need it."""
 
     factor: float | None = None
     """How many times as long things take under slow; above 1."""
@@ -213,7 +227,10 @@ class Fault:
     """Iteration of the generation whose copy is damaged; none = the newest that is committed."""
 
     delay_s: float | None = None
-    """Seconds that each file takes longer under slow_disk."""
+    """Seconds that each file takes longer under slow_disk, and each packet under delay."""
+
+    share: float | None = None
+    """Share of the packets that is lost under loss; above 0, at most 1."""
 
     exit_code: int = 1
     """Exit code of the kind exit."""
@@ -239,7 +256,7 @@ class Fault:
         self._check_victim()
         self._check_moment()
         if not FaultKind(self.kind).is_outside:
-            self._check_absent("tier", "generation", "delay_s")
+            self._check_absent("tier", "generation", "delay_s", "share")
         for name in ("name", "section", "tensor", "node", "device"):
             text = getattr(self, name)
             require(text is None or (text != "" and text.isprintable()), f"{name}={text!r} must be a printable text")
@@ -314,21 +331,25 @@ class Fault:
             self._check_absent("node")
         if not kind.is_of_copies:
             self._check_absent("rank", "generation")
-        if kind not in _STOPPED | _OF_DISKS:
+        if kind not in _STOPPED | _PASSING:
             self._check_absent("duration_s")
         if not (kind.is_of_copies or kind.is_of_disks):
             self._check_absent("tier")
-        if kind != FaultKind.SLOW_DISK:
+        if kind not in (FaultKind.SLOW_DISK, FaultKind.DELAY):
             self._check_absent("delay_s")
+        if kind != FaultKind.LOSS:
+            self._check_absent("share")
         for name, is_needed in (
             ("tier", kind.is_of_copies or kind.is_of_disks),
-            ("duration_s", kind.is_of_disks),
-            ("delay_s", kind == FaultKind.SLOW_DISK),
+            ("duration_s", kind in _PASSING),
+            ("delay_s", kind in (FaultKind.SLOW_DISK, FaultKind.DELAY)),
+            ("share", kind == FaultKind.LOSS),
         ):
             require(not is_needed or getattr(self, name) is not None, f"{name} is missing; a {self.kind} needs it")
         for name in ("duration_s", "delay_s"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name}={value} must be above 0")
+        require(self.share is None or 0 < self.share <= 1, f"share={self.share} must be above 0 and at most 1")
         require(self.generation is None or self.generation >= 0, f"generation={self.generation} must not be negative")
         if self.tier is not None:
             require(self.tier in _TIERS, f"tier={self.tier!r} is unknown; {nearest(self.tier, _TIERS)}")

@@ -15,7 +15,7 @@ from outlast.chaos.plan import FaultKind, FaultPlan, planned_faults
 from outlast.incidents import Event, EventKind, IncidentKind, Rung
 
 _HANGING = frozenset({FaultKind.STOP, FaultKind.SLEEP, FaultKind.HOLD_GIL})
-_OF_COORDINATORS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.STOP_COORDINATOR})
+_EITHER_SIDE = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.STOP_COORDINATOR, FaultKind.PARTITION})
 _NOTICED_AS: dict[FaultKind, tuple[IncidentKind, ...]] = {
     FaultKind.KILL: (IncidentKind.WORKER_DIED,),
     FaultKind.EXCEPTION: (IncidentKind.WORKER_FAILED,),
@@ -190,8 +190,8 @@ def _fits(kind: FaultKind, strike: Event, incident: dict[str, object], *, is_sam
     if kind.is_of_disks:
         return found in _NOTICED_AS.get(kind, ())
     if kind.is_outside:
-        # A coordinator that was stopped finds the others gone; one that was killed is judged by its heir.
-        is_its = kind in _OF_COORDINATORS or incident.get("node") == strike.data.get("node")
+        # A coordinator that was stopped or cut off finds the others gone.
+        is_its = kind in _EITHER_SIDE or incident.get("node") == strike.data.get("node")
         return is_same and found == IncidentKind.NODE_LOST and is_its
     if not is_same or incident.get("rank") not in (None, strike.rank):
         return False

@@ -78,8 +78,8 @@ class Sight:
     def take(self, event: Event) -> None:
         """Learn from an event, in the order in which they came."""
         data = event.data
-        if event.proc == "coordinator":
-            self.coordinator = event.node
+        if event.proc == "coordinator" and (event.cycle is None or event.cycle >= self.cycle or event.job != self.job):
+            self.coordinator = event.node  # one that was stopped, and has an heir, still writes about an earlier cycle
         match event.kind:
             case EventKind.JOB_STARTED:
                 self.agents[event.node] = Process(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ from outlast.cli.main import (
 from outlast.errors import ConfigError, ExitReason
 
 if TYPE_CHECKING:
+    from outlast.chaos.netns import NodeNetwork
     from outlast.chaos.plan import FaultPlan
     from outlast.chaos.reckoning import FaultOutcome, KindOutcome
     from outlast.demo.soak import SoakOutcome
@@ -83,9 +85,10 @@ def plan(seed: int, kinds: str, every: float, minutes: float, ranks: int, output
 @click.argument("plan_file", metavar="PLAN", shell_complete=complete_file)
 @click.option("--nodes", type=click.IntRange(min=1), help="Start this many agents here, each a node of its own.")
 @click.option("--spares", type=click.IntRange(min=0), default=0, help="Agents more, which wait for a slot.")
+@click.option("--netns", is_flag=True, help="Give each agent a network namespace of its own; needs root.")
 @json_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(plan_file: str, nodes: int | None, spares: int, as_json: bool, arguments: tuple[str, ...]) -> int:
+def run(plan_file: str, nodes: int | None, spares: int, netns: bool, as_json: bool, arguments: tuple[str, ...]) -> int:
     """Run a script under a fault plan, and show what became of each fault.
 
     What follows PLAN is what follows outlast run. Without --nodes its agent is started as it is; with --nodes that many
@@ -103,35 +106,47 @@ def run(plan_file: str, nodes: int | None, spares: int, as_json: bool, arguments
     given = FaultPlan.load(plan_file)
     if spares and nodes is None:
         raise ConfigError("--spares is for --nodes; give both")
+    if netns and nodes is None:
+        raise ConfigError("--netns is for --nodes; give both")
     words = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
     with ending_on_signals(), failing_in_one_line():
         try:
-            return _run(given, words, nodes, spares, as_json=as_json)
+            return _run(given, words, nodes, spares, netns=netns, as_json=as_json)
         except KeyboardInterrupt:
             click.echo("interrupted; every process of the run has been ended", err=True)
             raise
 
 
-def _run(given: FaultPlan, words: list[str], nodes: int | None, spares: int, *, as_json: bool) -> int:
+def _run(given: FaultPlan, words: list[str], nodes: int | None, spares: int, *, netns: bool, as_json: bool) -> int:
+    from outlast.chaos.netns import NodeNetwork
     from outlast.chaos.plan import FaultKind
     from outlast.chaos.reckoning import reckon
     from outlast.demo.struck_run import StruckRun
     from outlast.journal import read
 
-    run_dir, words = _complete_words(words, nodes, spares)
+    of_networks = sorted({fault.kind for fault in given.faults if FaultKind(fault.kind).is_of_networks})
+    if of_networks and not netns:
+        raise ConfigError(f"{' and '.join(of_networks)} need hosts of their own; give --netns, as root")
+    num_agents = (nodes or 1) + spares
+    network = NodeNetwork(num_agents, needs_netem=bool({"delay", "loss"} & set(of_networks))) if netns else None
+    run_dir, words = _complete_words(words, nodes, spares, network, num_agents)
     if nodes is None and any(fault.kind == FaultKind.LOSE_NODE for fault in given.faults):
         raise ConfigError("lose_node loses the only node's disk; give --nodes 2 or more")
     run_dir.mkdir(parents=True, exist_ok=True)
-    with StruckRun(
-        given,
-        words,
-        run_dir=run_dir,
-        plan_path=run_dir / "fault-plan.toml",
-        num_agents=(nodes or 1) + spares,
-        is_named=nodes is not None,
-        log_dir=run_dir / "agents" if as_json else None,
-        on_strike=lambda one: click.echo(f"chaos: {one.fault.describe()}", err=True),
-    ) as struck:
+    with (
+        contextlib.nullcontext() if network is None else network,
+        StruckRun(
+            given,
+            words,
+            run_dir=run_dir,
+            plan_path=run_dir / "fault-plan.toml",
+            num_agents=num_agents,
+            network=network,
+            is_named=nodes is not None,
+            log_dir=run_dir / "agents" if as_json else None,
+            on_strike=lambda one: click.echo(f"chaos: {one.fault.describe()}", err=True),
+        ) as struck,
+    ):
         code = struck.follow()
         problems = [f"left behind: {process}" for process in struck.orphans()]
     rows = reckon(given, list(read(run_dir)))
@@ -146,7 +161,9 @@ def _run(given: FaultPlan, words: list[str], nodes: int | None, spares: int, *, 
     return code or int(ExitReason.FAILED if problems else ExitReason.FINISHED)
 
 
-def _complete_words(words: Sequence[str], nodes: int | None, spares: int) -> tuple[Path, list[str]]:
+def _complete_words(
+    words: Sequence[str], nodes: int | None, spares: int, network: NodeNetwork | None, num_agents: int
+) -> tuple[Path, list[str]]:
     """Return the run directory, and the words of `outlast run` with what is missing there.
 
     Raises:
@@ -174,10 +191,9 @@ def _complete_words(words: Sequence[str], nodes: int | None, spares: int) -> tup
         run_dir = os.path.join("outlast-runs", str(run_id))
         added.append(f"--run-dir={run_dir}")
     if nodes is not None:
-        added += [
-            f"--nnodes={nodes}:{nodes + spares}",
-            f"--rdzv-endpoint=127.0.0.1:{free_port()},127.0.0.1:{free_port()}",
-        ]
+        hosts = ["127.0.0.1"] * 2 if network is None else [network.address(host) for host in range(num_agents)]
+        endpoints = ",".join(f"{host}:{free_port()}" for host in hosts)
+        added += [f"--nnodes={nodes}:{nodes + spares}", f"--rdzv-endpoint={endpoints}"]
     return Path(run_dir).absolute(), [*added, *words]
 
 
@@ -193,7 +209,8 @@ def soak(minutes: float, seed: int, every: float, kinds: str | None, keep: str |
 
     Two nodes of two ranks and a spare train on this machine: first undisturbed, then under the storm. The weights, the
     optimizer's state and all losses must be bit-identical, each fault must have struck, no process and no file may be
-    left behind, and the journal must tell the end of each job and cycle.
+    left behind, and the journal must tell the end of each job and cycle. As root the nodes get network namespaces, so
+    that one can be cut off; where the kernel cannot delay and lose packets, the plan does without.
 
     Examples:
       outlast chaos soak                      10 minutes, 120 faults
@@ -203,7 +220,7 @@ def soak(minutes: float, seed: int, every: float, kinds: str | None, keep: str |
     from outlast.chaos.draws import parse_kinds
     from outlast.demo import soak as soaking
 
-    wanted = soaking.KINDS if kinds is None else parse_kinds(kinds)
+    wanted = None if kinds is None else parse_kinds(kinds)
     with ending_on_signals(), failing_in_one_line():
         try:
             outcome = soaking.soak(

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 
 from outlast import clock
 from outlast.chaos.draws import draw_plan
+from outlast.chaos.netns import NodeNetwork
 from outlast.chaos.plan import FaultKind, FaultPlan, verify_fired
 from outlast.chaos.reckoning import FaultOutcome, KindOutcome, by_kind, reckon
 from outlast.demo.outcome import differences
@@ -21,7 +23,7 @@ from outlast.demo.plan import Shape
 from outlast.demo.show import _make_folder, _read_result
 from outlast.demo.stage import TIMEOUTS, find_example, uninterrupted, write_settings
 from outlast.demo.struck_run import StruckRun
-from outlast.errors import OutlastError
+from outlast.errors import ConfigError, OutlastError
 from outlast.incidents import Event, EventKind
 from outlast.journal import read
 from outlast.testing.ranks import free_port
@@ -36,6 +38,7 @@ _SHARE, _RESTARTING = 1.1, 0.5
 _REST_S = 12.0
 """What is trained after the storm, at least."""
 _STARTING_S = 240.0
+_NUM_SPARES = 1
 _PER_FAULT_S = 30.0
 _MAX_RESTARTS = 12
 _PATIENT = (f"--max-restarts={_MAX_RESTARTS}", f"--ft-max-no-progress-cycles={_MAX_RESTARTS}")
@@ -76,7 +79,7 @@ def soak(
     every_s: float,
     keep: str | None,
     say: Callable[[str], None],
-    kinds: Sequence[FaultKind] = KINDS,
+    kinds: Sequence[FaultKind] | None = None,
 ) -> SoakOutcome:
     """Train under a storm.
 
@@ -87,7 +90,7 @@ def soak(
         keep: New folder for everything that is written; ``None`` = a temporary one, which stays only when something
             went wrong.
         say: Called with lines on how far it is.
-        kinds: Which kinds strike.
+        kinds: Which kinds strike; ``None`` = :data:`KINDS`, without those of networks that this machine cannot cause.
 
     Raises:
         ConfigError: A value is wrong, or the folder is not empty.
@@ -96,6 +99,11 @@ def soak(
     Thread: the main thread.
     """
     shape = Shape()
+    possible = _possible_networks(say if kinds is None else None)
+    if kinds is None:
+        kinds = [kind for kind in KINDS if not kind.is_of_networks or kind in possible]
+    elif impossible := [kind for kind in kinds if kind.is_of_networks and kind not in possible]:
+        raise ConfigError(f"{' and '.join(impossible)} cannot be caused here: {_why_no_networks()}")
     plan = draw_plan(seed, kinds, every_s=every_s, minutes=minutes, num_ranks=shape.world_size, tensor=_TENSOR)
     folder = _make_folder(keep) if keep is not None else Path(tempfile.mkdtemp(prefix="outlast-soak-"))
     try:
@@ -110,6 +118,28 @@ def soak(
             shutil.rmtree(folder, ignore_errors=True)
         return outcome
     return msgspec.structs.replace(outcome, folder=os.fspath(folder))
+
+
+def _possible_networks(say: Callable[[str], None] | None) -> frozenset[FaultKind]:
+    """Return the kinds of networks that this user, machine and kernel can cause; say why, if some are missing."""
+    why = _why_no_networks()
+    if why is None:
+        return frozenset(kind for kind in FaultKind if kind.is_of_networks)
+    if say is not None:
+        say(f"some faults of networks are left out: {why}")
+    try:
+        with NodeNetwork(1):
+            return frozenset({FaultKind.PARTITION})
+    except ConfigError:
+        return frozenset()
+
+
+def _why_no_networks() -> str | None:
+    try:
+        with NodeNetwork(1, needs_netem=True):
+            return None
+    except ConfigError as error:
+        return str(error)
 
 
 def _soak(folder: Path, plan: FaultPlan, minutes: float, say: Callable[[str], None]) -> SoakOutcome:
@@ -130,7 +160,9 @@ def _soak(folder: Path, plan: FaultPlan, minutes: float, say: Callable[[str], No
     began_s = clock.now_s()
     if not problems:
         limit_s = _STARTING_S + minutes * 120 + _PER_FAULT_S * len(plan.faults)
-        struck.run(plan, limit_s=limit_s, problems=problems, say=say, num_spares=1)
+        needs_network = any(FaultKind(fault.kind).is_of_networks for fault in plan.faults)
+        with NodeNetwork(Shape().num_nodes + _NUM_SPARES) if needs_network else nullcontext() as network:
+            struck.run(plan, limit_s=limit_s, problems=problems, say=say, num_spares=_NUM_SPARES, network=network)
     storm_s = clock.now_s() - began_s
     events = struck.events()
     rows = reckon(plan, events)
@@ -173,6 +205,7 @@ class _Training:
         problems: list[str],
         say: Callable[[str], None] | None = None,
         num_spares: int = 0,
+        network: NodeNetwork | None = None,
     ) -> None:
         """Run it to its end; add to ``problems`` what went wrong."""
         shape, folder = self._shape, self._folder
@@ -180,10 +213,12 @@ class _Training:
         temporary.mkdir(parents=True)
         config = folder / "outlast.json"
         write_settings(config, shape, checkpoints=folder / "checkpoints", local=folder / "local")
+        num_agents = shape.num_nodes + num_spares
+        hosts = ["127.0.0.1"] * 2 if network is None else [network.address(host) for host in range(num_agents)]
         arguments = [
             f"--nnodes={shape.num_nodes}:{shape.num_nodes + num_spares}",
             f"--nproc-per-node={shape.nproc_per_node}",
-            f"--rdzv-endpoint=127.0.0.1:{free_port()},127.0.0.1:{free_port()}",
+            f"--rdzv-endpoint={','.join(f'{host}:{free_port()}' for host in hosts)}",
             f"--rdzv-id=soak-{folder.name}",
             f"--run-dir={self.run_dir}",
             *TIMEOUTS,
@@ -199,7 +234,8 @@ class _Training:
             arguments,
             run_dir=self.run_dir,
             plan_path=folder / "faults.toml",
-            num_agents=shape.num_nodes + num_spares,
+            num_agents=num_agents,
+            network=network,
             is_named=True,
             log_dir=folder / "agents",
             environment={"TMPDIR": os.fspath(temporary), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},

@@ -8,6 +8,7 @@ that left after a notice is followed by another one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import msgspec
 
 from outlast import clock, env
 from outlast.chaos.injector import Injector, disk_injection
+from outlast.chaos.netns import INTERFACE, NodeNetwork
 from outlast.chaos.plan import FaultPlan, PlannedFault
 from outlast.decoding import from_json
 from outlast.demo.stage import uninterrupted
@@ -72,6 +74,8 @@ class StruckRun:
         num_agents: How many agents are to run; those that the plan kills are replaced.
         is_named: Name the nodes, each agent's own name; off: one agent alone, under the machine's name.
         log_dir: Folder of the agents' output; ``None`` = it goes where ours does.
+        environment: Variables to add to this process's own.
+        network: Where each agent gets a host of its own; made for ``num_agents`` of them.
         on_strike: Called with each fault that was caused from here.
 
     Thread: the main thread.
@@ -88,6 +92,7 @@ class StruckRun:
         is_named: bool = False,
         log_dir: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        network: NodeNetwork | None = None,
         on_strike: Callable[[PlannedFault], None] | None = None,
     ) -> None:
         self.agents: list[StruckAgent] = []
@@ -97,6 +102,8 @@ class StruckRun:
         self._arguments, self._run_dir, self._log_dir = list(arguments), run_dir, log_dir
         self._num_agents, self._is_named, self._on_strike = num_agents, is_named, on_strike
         self._num_started = self._first_of_job = 0
+        self._network = network
+        self._hosts: dict[int, StruckAgent] = {}
         self._ended_s: float | None = None
         present = env.environ().get(env.INJECTIONS)
         injections = from_json(present.encode(), tuple[Injection, ...]) if present else ()
@@ -105,6 +112,7 @@ class StruckRun:
             **(environment or {}),
             env.FAULT_PLAN: os.fspath(plan_path.absolute()),
             env.INJECTIONS: msgspec.json.encode([*injections, disk_injection(run_dir)]).decode(),
+            **({} if network is None else {env.INTERFACE: INTERFACE, "GLOO_SOCKET_IFNAME": INTERFACE}),
             TOKEN: self.token,
         }
         self.injector: Injector
@@ -114,7 +122,7 @@ class StruckRun:
         self._plan_path.write_text(self._plan.to_toml())
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
-        self.injector = Injector(self._plan, self._run_dir)
+        self.injector = Injector(self._plan, self._run_dir, network=self._network, host_of=self._host_of)
         try:
             self._start_job()
         except BaseException:
@@ -187,6 +195,9 @@ class StruckRun:
         self._num_started += 1
         own = [f"--node-name={name}"] if self._is_named else []
         command = [sys.executable, "-c", _PROGRAM, str(os.getpid()), "run", *own, *self._arguments]
+        host = next(number for number in itertools.count() if not self._is_taken(number))
+        if self._network is not None:
+            command = self._network.command(host, command)
         with contextlib.ExitStack() as stack:
             out = None
             if self._log_dir is not None:
@@ -199,7 +210,17 @@ class StruckRun:
                 stderr=None if out is None else subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches this process alone, which ends the agents
             )
-        self.agents.append(StruckAgent(name, process))
+        agent = StruckAgent(name, process)
+        self.agents.append(agent)
+        self._hosts[host] = agent
+
+    def _is_taken(self, host: int) -> bool:
+        return host in self._hosts and self._hosts[host].running
+
+    def _host_of(self, node: str) -> int | None:
+        """Return a node's host in the network."""
+        found = (host for host, agent in self._hosts.items() if agent.name == node and agent.running)
+        return None if self._network is None else next(found, None)
 
     def _exit_code(self) -> int:
         of_job = self.agents[self._first_of_job :]

@@ -140,8 +140,8 @@ const COLUMNS = [
   { head: "What", of: (one) => one.kind, show: (one, isCostliest) => el("div", { class: "what" }, el("strong", {}, words(one.kind)), isCostliest ? el("span", { class: "costliest" }, "costliest") : null, el("span", { class: "line" }, one.text)) },
   { head: "Where", of: whoOf, show: whoOf, cls: "few" },
   { head: "What was done", of: (one) => one.rung, show: (one) => DONE[one.rung] || words(one.rung) || "-", cls: "few" },
-  { head: "Noticed after", num: true, of: (one) => (one.since === null ? null : one.at - one.since), show: (one) => (one.since === null ? "-" : time(Math.max(0, one.at - one.since))), cls: "few" },
-  { head: "Recovered after", num: true, of: (one) => (one.recovered === null ? null : one.recovered - one.at), show: (one) => (one.recovered === null ? "-" : time(Math.max(0, one.recovered - one.at))), cls: "few" },
+  { head: "Noticed after", num: true, of: (one) => (one.since === null ? null : one.at - one.since), show: (one) => (one.since === null ? "-" : time(Math.max(0, one.at - one.since))), cls: "few mid" },
+  { head: "Recovered after", num: true, of: (one) => (one.recovered === null ? null : one.recovered - one.at), show: (one) => (one.recovered === null ? "-" : time(Math.max(0, one.recovered - one.at))), cls: "few mid" },
   { head: "Redone", num: true, of: (one) => one.lost, show: (one) => one.lost },
   { head: "Cost", num: true, of: (one) => one.cost, show: (one) => time(one.cost) },
 ];
@@ -358,7 +358,7 @@ function buildNotes() {
   const adrift = data.clocks.filter((one) => Math.abs(one.offset_s || 0) >= 0.001);
   const children = [jobs];
   if (data.notes.length) children.push(el("h3", {}, "Notes"), el("ul", {}, data.notes.map((one) => el("li", {}, one))));
-  children.push(el("h3", {}, "Clocks"), adrift.length ? el("ul", {}, adrift.map((one) => el("li", {}, `${one.node}: ${time(Math.abs(one.offset_s))} ${one.offset_s > 0 ? "ahead" : "behind"}, taken off (aligned by ${count(one.num_anchors || 0, "event")})`))) : el("p", {}, "All clocks agreed within 1 ms, or nothing shows that they did not."));
+  children.push(el("h3", {}, "Clocks"), adrift.length ? el("ul", {}, adrift.map((one) => el("li", {}, `${one.node}: ${time(Math.abs(one.offset_s))} ${one.offset_s > 0 ? "ahead" : "behind"}, taken off (aligned by ${count(one.num_anchors || 0, "event")})`))) : el("p", {}, "No node's clock was corrected."));
   const made = section("notes", "Jobs, notes and clocks", "Notes", ...children);
   made.classList.add("long");
   return made;

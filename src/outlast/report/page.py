@@ -29,13 +29,14 @@ from outlast.version import __version__
 from outlast.wording import count, number_ranges
 
 MAX_SEGMENTS = 40_000
-MAX_NODE_SPANS = 200_000
+MAX_NODE_SPANS = 120_000
 MAX_POINTS = 2_000
 """Points of one curve."""
 MAX_CELLS = 1_200_000
 """Scores of the heat map."""
+MAX_RANK_ROWS = 4_096
+"""Rows of the heat map."""
 MAX_INCIDENTS = 2_000
-_MAX_RANK_ROWS = 4_096
 _MAX_TEXT, _MAX_ITEMS, _MAX_DEPTH = 6_000, 200, 6
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 """A score from 0 to 1 as one of 64 characters; ``-`` = none."""
@@ -259,7 +260,7 @@ class _Contents:
             "kind": one.kind,
             "text": one.text[:_MAX_TEXT],
             "rung": one.rung,
-            "reason": one.reason.removeprefix(one.text).removeprefix("; ")[:_MAX_TEXT],
+            "reason": one.reason.removeprefix(one.text).lstrip(":; ")[:_MAX_TEXT],
             "job": one.job,
             "cycle": one.cycle,
             "node": one.node,
@@ -342,7 +343,7 @@ class _Contents:
         size = 1 + max((rank for one in windows for rank in (*one.scores, *one.named)), default=-1)
         if not size:
             return None
-        ranks_each = math.ceil(size / _MAX_RANK_ROWS)
+        ranks_each = math.ceil(size / MAX_RANK_ROWS)
         num_rows = math.ceil(size / ranks_each)
         windows_each = max(1, math.ceil(len(windows) * num_rows / MAX_CELLS))
         named: dict[int, dict[str, Any]] = {}

@@ -1,0 +1,114 @@
+"""The reckoning of faults, and what an injector learns from a journal while it grows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from outlast.chaos import Fault, FaultPlan
+from outlast.chaos.plan import planned_faults
+from outlast.chaos.reckoning import by_kind, reckon
+from outlast.chaos.sight import JournalTail, Sight
+from outlast.incidents import Event, EventKind, IncidentKind
+from outlast.runtime.journal import Journal
+
+PLAN = FaultPlan(
+    faults=[
+        Fault(kind="kill_agent", at_s=1),
+        Fault(kind="kill", rank=1, at_s=2),
+        Fault(kind="corrupt_copy", tier="local", at_s=3),
+        Fault(kind="slow", rank=0, factor=2, at_s=4),
+    ]
+)
+IDS = [one.fault_id for one in planned_faults(PLAN)]
+
+
+def event(kind: EventKind, at_s: float, cycle: int = 0, **fields: Any) -> Event:
+    envelope = {name: fields.pop(name) for name in ("rank", "iteration", "node") if name in fields}
+    node, time_ns = envelope.pop("node", "node-0"), int(at_s * 1e9)
+    return Event(
+        kind=kind, wall_ns=time_ns, mono_ns=time_ns, run_id="run", job="job", node=node, proc="agent", cycle=cycle,
+        data=fields, **envelope,
+    )  # fmt: skip
+
+
+def cycle_of(number: int, at_s: float, *, restored: int) -> list[Event]:
+    """The start of two ranks, and their first iterations a second later."""
+    found = [event(EventKind.CYCLE_STARTED, at_s, number, ranks=[0, 1], world_size=2)]
+    for rank in range(2):
+        found.append(event(EventKind.RESTORED, at_s + 0.5, number, rank=rank, iteration=restored))
+        found.append(event(EventKind.PROGRESS, at_s + 1 + rank, number, rank=rank, iteration=restored + 1))
+    return found
+
+
+def lost(at_s: float, cycle: int, kind: IncidentKind, **about: Any) -> Event:
+    return event(EventKind.INCIDENT, at_s, cycle, incident={"kind": kind, **about})
+
+
+def struck(index: int, at_s: float, cycle: int, iteration: int, *, rank: int | None = None, **facts: Any) -> Event:
+    found = event(EventKind.FAULT_SIMULATED, at_s, cycle, iteration=iteration, rank=rank, fault_id=IDS[index])
+    found.data.update(facts)
+    return found
+
+
+EVENTS = [
+    *cycle_of(0, 0, restored=0),
+    struck(0, 10, 0, 20, fault_kind="kill_agent", node="node-1", target="agent"),
+    lost(10.2, 0, IncidentKind.NODE_LOST, node="node-2"),
+    lost(10.5, 0, IncidentKind.NODE_LOST, node="node-1"),
+    event(EventKind.CYCLE_ENDED, 10.6, 0, iterations={"0": 22, "1": 21}),
+    *cycle_of(1, 11, restored=15),
+    struck(1, 20, 1, 30, rank=1, target="rank 1"),
+    lost(20.1, 1, IncidentKind.WORKER_DIED, rank=1, node="node-0"),
+    *cycle_of(2, 21, restored=30),
+    struck(2, 30, 2, 40, tier="local", target="a copy"),
+]
+
+
+def test_each_fault_has_its_notice_and_its_recovery() -> None:
+    """The first incident about the struck one counts, not another's; recovery is when the last rank trains again."""
+    first, second, third, fourth = reckon(PLAN, EVENTS)
+    assert (first.noticed_as, first.detected_after_s, first.recovered_after_s) == ("node_lost", 0.5, 3.0)
+    assert first.lost_iterations == 22 - 15
+    assert (second.noticed_as, second.recovered_after_s, second.lost_iterations) == ("worker_died", 3.0, 0)
+    assert (third.fired, third.noticed_as, third.recovered_after_s) == (True, None, None)
+    assert (fourth.fired, fourth.iteration) == (False, None)
+
+
+def test_kinds_are_summed() -> None:
+    """One row a kind: planned, fired, what noticed it, medians of those that are known."""
+    rows = {row.kind: row for row in by_kind(reckon(PLAN, EVENTS))}
+    assert list(rows) == ["kill", "slow", "kill_agent", "corrupt_copy"]
+    assert (rows["kill_agent"].noticed_as, rows["kill_agent"].detected_median_s) == ({"node_lost": 1}, 0.5)
+    assert (rows["slow"].planned, rows["slow"].fired, rows["slow"].recovered_median_s) == (1, 0, None)
+
+
+def test_a_journal_is_read_as_it_grows(tmp_path: Path) -> None:
+    """Each event comes once, a line that is not whole yet comes later, and files that are added are read."""
+    tail = JournalTail(tmp_path)
+    assert tail.read_new() == []
+    journal = Journal(tmp_path, run_id="run", job="job", node="node-0", proc="agent")
+    journal.write(EventKind.CYCLE_STARTED, cycle=0, ranks=[0], world_size=1)
+    assert [one.kind for one in tail.read_new()] == ["cycle_started"]
+    assert tail.read_new() == []
+    journal.write(EventKind.CYCLE_ENDED, cycle=0)
+    journal.close()
+    assert journal.path is not None
+    whole = journal.path.read_bytes()
+    journal.path.write_bytes(whole[:-5])
+    assert tail.read_new() == []
+    journal.path.write_bytes(whole)
+    other = Journal(tmp_path, run_id="run", job="job", node="node-1", proc="agent")
+    other.write(EventKind.JOB_ENDED, exit_code=0)
+    other.close()
+    assert {one.kind for one in tail.read_new()} == {"cycle_ended", "job_ended"}
+
+
+def test_a_run_trains_once_all_its_ranks_do_and_until_it_is_decided_about() -> None:
+    """What an injector waits for: not while ranks start, and not once a verdict has come."""
+    sight, seen = Sight(), []
+    for one in [*EVENTS[:5], event(EventKind.VERDICT, 10, 0, verdict={}), *cycle_of(1, 11, restored=15)]:
+        sight.take(one)
+        seen.append(sight.is_training)
+    assert seen == [False, False, False, False, True, False, False, False, False, False, True]
+    assert (sight.cycle, sight.iteration, sight.own_ranks("node-0")) == (1, 16, {0, 1})
