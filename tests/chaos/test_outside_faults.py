@@ -206,12 +206,8 @@ def test_a_fault_that_did_not_strike_is_an_error(tmp_path: Path) -> None:
 def test_nothing_outlives_its_end(tmp_path: Path, number: int) -> None:
     """Ctrl-C, SIGTERM, and even SIGKILL of the command leave no process of the run."""
     _, command = start(tmp_path, Fault(kind="stop_agent", iteration=8), spares=1)
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell has it ignored
-    )
+    command = ["env", "--default-signal=INT", *command]  # a background shell has it ignored
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
         while not any(event.kind == EventKind.FAULT_SIMULATED for event in read(tmp_path / "run")):
