@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,7 +238,7 @@ class Injector:
         family = _family(process.pid)
         os.kill(process.pid, number)
         if kind == FaultKind.LOSE_NODE:
-            psutil.wait_procs(family, timeout=_GONE_S)
+            _await_end(family)
             if self.sight.local_directory is not None:
                 shutil.rmtree(node_folder(self.sight.local_directory, node), ignore_errors=True)
         return True
@@ -350,6 +351,20 @@ class Injector:
             fault_id=one.fault_id,
             **facts,
         )
+
+
+def _await_end(processes: Collection[psutil.Process]) -> None:
+    """Wait until none of some processes runs, without reaping any: their exit codes belong to whoever started them."""
+    deadline_s = clock.now_s() + _GONE_S
+    while any(_runs(process) for process in processes) and clock.now_s() < deadline_s:
+        time.sleep(0.02)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _family(pid: int) -> list[psutil.Process]:

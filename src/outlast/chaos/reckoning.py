@@ -40,7 +40,8 @@ class FaultOutcome(msgspec.Struct, frozen=True, kw_only=True):
     target: str = ""
     """What it struck."""
     noticed_as: str | None = None
-    """Kind of the incident, or the event; ``None``: nobody noticed it, or had to."""
+    """Kind of the incident, or the event; ``... elsewhere``: the cycle ended of what befell another rank or node;
+    ``None``: nobody noticed it, or had to."""
     detected_after_s: float | None = None
     recovered_after_s: float | None = None
     """From the strike until every rank had done an iteration again, or the step was run again; ``None``: it cost
@@ -136,7 +137,7 @@ def _reckon_one(
 ) -> FaultOutcome:
     if strike is None:
         return FaultOutcome(index=index, kind=kind, planned=planned, fired=False)
-    noticed = next(_notices(kind, strike, events), None)
+    noticed = next(_notices(kind, strike, events), None) or next(_notices_elsewhere(kind, strike, events), None)
     name = None if noticed is None else noticed[0]
     detected_s = None if noticed is None else (noticed[1].mono_ns - strike.mono_ns) / 1e9
     recovered_ns: int | None = None
@@ -180,6 +181,17 @@ def _notices(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterato
                 yield str(name), event
 
 
+def _notices_elsewhere(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
+    """Yield what the struck cycle ended of instead: a peer of the struck rank may fail first."""
+    if kind.is_gentle:
+        return
+    for event in events:
+        is_same = (event.job, event.cycle) == (strike.job, strike.cycle)
+        incident = event.data.get("incident")
+        if event.kind == EventKind.VERDICT and is_same and event.mono_ns >= strike.mono_ns and incident:
+            yield f"{incident['kind']} elsewhere", event
+
+
 def _fits(kind: FaultKind, strike: Event, incident: dict[str, object], *, is_same: bool) -> bool:
     """Return whether an incident is what a fault is to be noticed as, about whom it struck."""
     found = incident.get("kind")
@@ -192,7 +204,8 @@ def _fits(kind: FaultKind, strike: Event, incident: dict[str, object], *, is_sam
     if kind.is_outside:
         # A coordinator that was stopped or cut off finds the others gone.
         is_its = kind in _EITHER_SIDE or incident.get("node") == strike.data.get("node")
-        return is_same and found == IncidentKind.NODE_LOST and is_its
+        # A coordinator that takes over, or wakes up, judges the cycle that it knows.
+        return found == IncidentKind.NODE_LOST and incident.get("job", strike.job) == strike.job and is_its
     if not is_same or incident.get("rank") not in (None, strike.rank):
         return False
     if kind.is_numeric:
