@@ -1,0 +1,262 @@
+"""docs/migration.md is true: what it names of outlast exists, and what it says of other tools' options is complete."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import pkgutil
+import re
+import shlex
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+import outlast
+import outlast.checkpoint
+import outlast.inprocess
+import outlast.monitor
+import outlast.straggler
+from outlast.cli.main import cli
+from outlast.errors import ConfigError
+from outlast.integrations.ft_launcher import translate
+from outlast.integrations.nvrx.fault_tolerance import NvrxFaultToleranceConfig, RankMonitorClient
+from outlast.integrations.nvrx.inprocess import WrapperOfNVRx
+from outlast.integrations.nvrx.straggler import Detector
+from outlast.launch.run_parser import make_parser, make_torchrun_parser, parse_command
+
+PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+OBJECTS = {
+    "run": outlast.Session,
+    "monitor": outlast.monitor.RankMonitor,
+    "manager": outlast.checkpoint.CheckpointManager,
+    "detector": outlast.straggler.StragglerDetector,
+    "call": outlast.inprocess.Handle,
+}
+"""What the page calls its objects, and their classes."""
+SECTIONS = {
+    name: next((kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)), None)
+    for name, hint in typing.get_type_hints(outlast.Config).items()
+}
+OF_GROUP = "with an `ActorGroup`"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table, by the heads of its columns."""
+
+    heading: str
+    cells: dict[str, str]
+
+    @property
+    def theirs(self) -> str:
+        return next(iter(self.cells.values()))
+
+
+def rows() -> list[Row]:
+    """Return the rows of all tables, each with the heading above it."""
+    found, heading, heads = [], "", []
+    fenced = False
+    for line in TEXT.splitlines():
+        fenced ^= line.startswith("```")
+        if not fenced and line.startswith("#"):
+            heading = line.lstrip("# ")
+        if not line.startswith("|"):
+            heads = []
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not heads:
+            heads = cells
+        elif not set(line) <= set("|- "):
+            assert len(cells) == len(heads), line
+            found.append(Row(heading, dict(zip(heads, cells, strict=True))))
+    return found
+
+
+ROWS = rows()
+
+
+def words(cell: str) -> list[str]:
+    """Return what a cell has as inline code."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def of(heading: str) -> list[Row]:
+    """Return the rows below a heading."""
+    found = [row for row in ROWS if row.heading == heading]
+    assert found, heading
+    return found
+
+
+def named(heading: str) -> set[str]:
+    """Return what the first column below a heading names: options and words, without arguments and dots before."""
+    return {
+        re.split(r"[(=\s]", word.lstrip("."))[0] for row in of(heading) for word in words(row.theirs) if word != "..."
+    }
+
+
+def commands() -> Iterator[str]:
+    """Yield the lines of shell that the page's diffs add."""
+    for block in re.findall(r"^```diff\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            if re.match(r"[+ ](outlast|ft_launcher) ", line):
+                yield line[1:].strip()
+
+
+def check(word: str) -> None:
+    """Fail unless a word of one of our columns is something of outlast's."""
+    plain = re.split(r"[(=]", word)[0]
+    if word.startswith("-"):
+        assert plain in make_parser()._option_string_actions or word == "-1", f"outlast run has no {word}"
+    elif word.startswith("outlast "):
+        command: click.Command | None = cli
+        for part in word.split()[1:]:
+            if part.isupper() or part.startswith("-"):
+                break
+            assert isinstance(command, click.Group), word
+            command = command.get_command(click.Context(command), part)
+            assert command is not None, f"there is no command {word}"
+    elif plain.startswith("outlast."):
+        pkgutil.resolve_name(plain)
+    elif (first := plain.partition(".")[0]) in OBJECTS:
+        assert hasattr(OBJECTS[first], plain.partition(".")[2]), f"{OBJECTS[first].__name__} has no {word}"
+    elif first in SECTIONS:
+        section = SECTIONS[first]
+        assert section is not None, word
+        assert plain == first or plain.partition(".")[2] in {field.name for field in dataclasses.fields(section)}, (
+            f"no setting {word}"
+        )
+    else:
+        pytest.fail(f"{word!r} is neither an option, a command, a setting nor a name of outlast")
+
+
+OUR_WORDS = sorted({word for row in ROWS for word in words(row.cells.get("here", ""))})
+EXTRA_WORDS = sorted(
+    {
+        word
+        for row in ROWS
+        for cell in list(row.cells.values())[2:]
+        for word in words(cell)
+        if word.startswith("--") or word.partition(".")[0] in SECTIONS or word.startswith(("outlast.", "run."))
+    }
+)
+
+
+@pytest.mark.parametrize("word", sorted({*OUR_WORDS, *EXTRA_WORDS}))
+def test_what_the_tables_name_of_outlast_exists(word: str) -> None:
+    """Each option, command, setting and name that takes another tool's place can be given, run, set or imported."""
+    if word.startswith("torchrun "):
+        return
+    check(word)
+
+
+def test_every_table_has_our_column() -> None:
+    """Each table that compares has a column of ours that was checked."""
+    heads = {tuple(row.cells) for row in ROWS}
+    assert len(ROWS) > 150
+    assert all("here" in head or "with the callback" in head for head in heads), heads
+
+
+def test_arguments_of_an_actor_group_exist() -> None:
+    """Each argument that takes the place of a Ray Train setting is one of an ActorGroup, or a setting."""
+    pytest.importorskip("ray")
+    from outlast.config import RecoveryConfig
+    from outlast.ray import ActorGroup
+
+    arguments = set(inspect.signature(ActorGroup).parameters)
+    fields = {field.name for field in dataclasses.fields(RecoveryConfig)}
+    for row in of("Settings"):
+        for word in [*words(row.cells["with the callback"]), *words(row.cells[OF_GROUP])]:
+            name = word.partition("=")[0]
+            if "=" in word:
+                assert name in arguments, word
+            elif word not in fields:
+                check(word)
+
+
+def test_every_option_of_torchrun_has_a_row() -> None:
+    """The page leaves no option of the installed torchrun out, and names none that there is not."""
+    options = {
+        option
+        for action in make_torchrun_parser()._actions
+        for option in action.option_strings
+        if "_" not in option and option not in ("-h", "--help", "--print-completion")
+    }
+    shown = {word for word in named("Options") if word.startswith("-")}
+    assert shown == options
+
+
+def test_every_setting_and_call_of_nvrx_has_a_row() -> None:
+    """Each field, call and argument that the stand-in for NVRx takes has its row, by its own name."""
+    fields = {field.name for field in dataclasses.fields(NvrxFaultToleranceConfig)}
+    assert fields <= named("FaultToleranceConfig")
+    calls = {name for name in vars(RankMonitorClient) if name[0].islower()}
+    assert calls <= named("RankMonitorClient")
+    assert set(inspect.signature(WrapperOfNVRx).parameters) <= named("inprocess.Wrapper")
+    of_detector = {name for name in vars(Detector) if name[0].islower() and callable(getattr(Detector, name))}
+    public = of_detector | set(inspect.signature(Detector.initialize).parameters)
+    shown = {word.removeprefix("Detector.") for word in named("straggler.Detector")}
+    assert public <= shown, public - shown
+
+
+def test_refused_options_of_ft_launcher_are_refused() -> None:
+    """What the page says of an option of ft_launcher, taken or refused, is what our ft_launcher does with it."""
+    values = {"--nnodes": "1", "--ft-cfg-path": "/nowhere/ft.yaml", "--ft-rank-section-timeouts": "step:180"}
+    values |= {"--ft-rank-termination-signal": "SIGKILL", "--ft-log-level": "INFO", "--ft-restart-policy": "any-failed"}
+    for row in of("Options of ft_launcher"):
+        is_refused = row.cells["what differs"].startswith("refused")
+        for word in words(row.theirs):
+            option = f"--{word.partition('=')[0]}"
+            if option == "--ft-ignore-missing-cfg":
+                argv = [option, "train.py"]
+            else:
+                argv = [f"{option}={values.get(option, '5')}", "train.py"]
+            if option == "--ft-cfg-path":
+                argv.insert(0, "--ft-ignore-missing-cfg")
+            translated = list(translate(argv, {}).arguments)
+            if is_refused:
+                with pytest.raises(ConfigError, match=option):
+                    parse_command(translated)
+            else:
+                parse_command(translated)
+
+
+def test_every_setting_of_ray_train_has_a_row() -> None:
+    """Each field of Ray Train's configs, each argument of its trainer and of report() has its row."""
+    train = pytest.importorskip("ray.train")
+    from ray.train.torch import TorchTrainer
+
+    shown = {word.rpartition(".")[2] for word in named("Settings") | named("Calls in the train function")}
+    for one in (train.ScalingConfig, train.FailureConfig, train.RunConfig, train.CheckpointConfig):
+        fields = set(inspect.signature(one).parameters)
+        assert fields <= shown, (one.__name__, fields - shown)
+    arguments = set(inspect.signature(TorchTrainer.__init__).parameters) - {"self", "train_loop_per_worker"}
+    assert arguments - {"scaling_config", "run_config"} <= shown
+    assert set(inspect.signature(train.report).parameters) - {"metrics", "checkpoint"} <= shown
+
+
+def test_command_lines_of_the_page_are_accepted() -> None:
+    """Each line of shell that a diff adds parses as it stands, up to what a shell would put in."""
+    found = list(commands())
+    assert len(found) >= 3
+    for line in found:
+        argv = shlex.split(line.replace("$HOST", "head"), comments=True)
+        if argv[:2] == ["outlast", "shims"]:
+            continue
+        if argv[0] == "ft_launcher":
+            argv = ["outlast", "run", *translate(argv[1:], {}).arguments]
+        assert argv[:2] == ["outlast", "run"], line
+        parse_command(argv[2:])
+
+
+def test_python_of_the_page_compiles() -> None:
+    """Each Python block compiles."""
+    blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        compile(ast.parse(block), str(PAGE), "exec")

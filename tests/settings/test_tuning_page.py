@@ -1,0 +1,55 @@
+"""docs/tuning.md is true: its blocks run as they stand, print what is shown, and the settings that it names exist."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+import outlast
+from outlast.launch.run_parser import make_parser
+
+PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "shown"), BLOCKS, ids=["intervals", "spares", "budgets"])
+def test_each_block_prints_what_the_page_shows(code: str, shown: str) -> None:
+    """Each figure that the page derives is what its block computes with the package as it is; where this fails after a
+    change of the policy or the simulation, run the block and put its output below it."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, str(PAGE), "exec"), {"__name__": "docs"})
+    assert printed.getvalue() == shown
+
+
+def test_every_block_has_its_output() -> None:
+    """No Python block of the page stands without what it prints."""
+    assert len(BLOCKS) == len(re.findall(r"^```python$", TEXT, re.MULTILINE)) == 3
+
+
+def test_settings_of_the_page_exist() -> None:
+    """Each setting and option that the page names is one."""
+    hints = typing.get_type_hints(outlast.Config)
+    sections = {
+        name: [one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one)]
+        for name, hint in hints.items()
+    }
+    named = re.findall(r"`(\w+)\.(\w+)`", TEXT)
+    assert len(named) > 5
+    for section, field in named:
+        assert field in {one.name for one in dataclasses.fields(sections[section][0])}, f"{section}.{field}"
+    known = {field.name for kinds in sections.values() for kind in kinds for field in dataclasses.fields(kind)}
+    for field in re.findall(r"`([a-z]+_[a-z_]+)(?: = [^`]+)?`", TEXT):
+        assert field in known, field
+    options = make_parser()._option_string_actions
+    prose = re.sub(r"`outlast [^`]*`|^\$.*$", "", TEXT, flags=re.MULTILINE)
+    for option in re.findall(r"`(--[\w-]+)", prose):
+        assert option in options, option
