@@ -8,13 +8,14 @@ CODE := src tests examples docs
 PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml nvidia-ml-py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup slurm chromium wheel test test-torch test-faults test-gpu lint types collected unit docs demo demo-ray bench bench-peers bench-results format clean
+.PHONY: help setup slurm chromium wheel soak test test-torch test-faults test-gpu lint types collected unit docs demo demo-ray bench bench-peers bench-results format clean
 
 help:
 	@echo "make demo    train through slow, hung and killed ranks, lost nodes and a preemption, and prove the result"
 	@echo "make demo-ray    train actors on Ray through killed, stopped and raising ones, and prove the result"
 	@echo "make test    lint, types, docs, tests: some ten minutes on two cores"
 	@echo "make test-faults    the long campaigns of faults that make test runs samples of: before a release"
+	@echo "make soak    ten minutes of training under a fault every five seconds, and the proof that nothing changed"
 	@echo "make test-integrations    the adapters on packages that clash with the pinned ones, each extra alone"
 	@echo "make test-torch TORCH=2.8.0    launcher, checkpoints, sessions, restarts in process on another torch (gigabytes)"
 	@echo "make test-gpu    what needs a GPU"
@@ -81,6 +82,10 @@ types: setup
 # Eight processes run tests beside each other on two cores: most of the time a test waits.
 unit: setup slurm chromium collected
 	$(BIN)/python -m pytest -n 8 --dist loadscope --no-loadscope-reorder --durations=10
+
+# Twelve minutes: two nodes and two spares train under 120 faults of all kinds, and end bit-identical.
+soak: setup
+	$(BIN)/outlast chaos soak
 
 test-faults: setup slurm
 	@$(BIN)/python -m compileall -q src

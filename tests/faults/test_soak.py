@@ -36,7 +36,7 @@ def test_a_few_faults_change_no_bit(tmp_path: Path) -> None:
     noticed = {row["kind"]: row["noticed_as"] for row in outcome["kinds"]}
     assert noticed["kill"] == {"worker_died": 1}
     assert noticed["kill_agent"] == noticed["lose_node"] == {"node_lost": 1}
-    assert outcome["agents"] == 5, "two nodes and a spare, and one for each that was lost"
+    assert outcome["agents"] == 6, "two nodes and two spares, and one for each that was lost"
 
 
 @pytest.mark.slow

@@ -305,6 +305,27 @@ def test_takeover_replaces_the_node_that_hosted_the_store() -> None:
     assert job.state.node_faults == {"host": 1}
 
 
+def test_a_number_that_an_heir_has_given_is_not_given_again() -> None:
+    """A coordinator was stopped, its heir formed two cycles and is gone: the next one has a number above them."""
+    job = Job(num_slots=2, num_endpoints=2, max_nodes=3)
+    for name in ("a", "b", "s"):
+        job.join(name)
+    assert {start.cycle for start in job.running.values()} == {0}
+    for name in ("a", "b"):
+        job.say(m.Running(node=name, epoch=f"{name}-1", cycle=0))
+    for name in ("s", "b"):
+        node = job.coordinator.nodes.by_name[name]
+        job.running.pop(name, None)
+        job.say(m.Dead(node=name, epoch=node.epoch, reason="it went to another coordinator", is_known=False))
+    took = m.SlotPlace(term=2, cycle=2, slot=1, num_slots=2, num_spares=1)
+    waits = m.SlotPlace(term=2, cycle=2, spare=0, num_slots=2, num_spares=1)
+    job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=took, ran=took, running=True))
+    job.join("b", ended=m.CycleFacts(cycle=2))
+    job.say(m.Register(node="s", epoch="s-1", addr="s", nproc=2, place=waits, ran=waits))
+    job.join("s")
+    assert [told.cycle for told in job.said["a"] if isinstance(told, m.Prepare)] == [0, 3]
+
+
 @pytest.mark.parametrize(("term", "host_slot"), [(0, None), (0, 1), (-1, 0)])
 def test_takeover_waits_for_a_node_that_was_not_the_hosts(term: int, host_slot: int | None) -> None:
     """The slot that nobody claims was another node's, or it is not known whose: that one has as long as silent nodes

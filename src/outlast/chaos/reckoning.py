@@ -15,7 +15,8 @@ from outlast.chaos.plan import FaultKind, FaultPlan, planned_faults
 from outlast.incidents import Event, EventKind, IncidentKind, Rung
 
 _HANGING = frozenset({FaultKind.STOP, FaultKind.SLEEP, FaultKind.HOLD_GIL})
-_EITHER_SIDE = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.STOP_COORDINATOR, FaultKind.PARTITION})
+_OF_COORDINATORS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.STOP_COORDINATOR})
+_EITHER_SIDE = _OF_COORDINATORS | {FaultKind.PARTITION}
 _NOTICED_AS: dict[FaultKind, tuple[IncidentKind, ...]] = {
     FaultKind.KILL: (IncidentKind.WORKER_DIED,),
     FaultKind.EXCEPTION: (IncidentKind.WORKER_FAILED,),
@@ -40,8 +41,8 @@ class FaultOutcome(msgspec.Struct, frozen=True, kw_only=True):
     target: str = ""
     """What it struck."""
     noticed_as: str | None = None
-    """Kind of the incident, or the event; ``... elsewhere``: the cycle ended of what befell another rank or node;
-    ``None``: nobody noticed it, or had to."""
+    """Kind of the incident, or the event; ``taken over``: another coordinator leads; ``... elsewhere``: the
+    cycle ended of what befell another rank or node; ``None``: nobody noticed it, or had to."""
     detected_after_s: float | None = None
     recovered_after_s: float | None = None
     """From the strike until every rank had done an iteration again, or the step was run again; ``None``: it cost
@@ -68,6 +69,9 @@ class _StruckCycle:
     """One start of workers."""
 
     key: tuple[str, int]
+    master: str
+    """Where its ranks met; tells it from another one of the same number, which a coordinator gave that did not know."""
+    began_ns: int
     world_size: int = 0
     first_ns: dict[int, int] = field(default_factory=dict)
     """Rank to when it had done its first iteration."""
@@ -182,13 +186,18 @@ def _notices(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterato
 
 
 def _notices_elsewhere(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
-    """Yield what the struck cycle ended of instead: a peer of the struck rank may fail first."""
+    """Yield what was seen of it otherwise: the heir of a coordinator, or what else the struck cycle ended of."""
     if kind.is_gentle:
         return
     for event in events:
         is_same = (event.job, event.cycle) == (strike.job, strike.cycle)
         incident = event.data.get("incident")
-        if event.kind == EventKind.VERDICT and is_same and event.mono_ns >= strike.mono_ns and incident:
+        if event.mono_ns < strike.mono_ns:
+            continue
+        is_heir = event.proc == "coordinator" and event.node != strike.data.get("node")
+        if kind in _OF_COORDINATORS and is_heir and event.kind == EventKind.NODE_JOINED and event.job == strike.job:
+            yield "taken over", event
+        elif event.kind == EventKind.VERDICT and is_same and incident:
             yield f"{incident['kind']} elsewhere", event
 
 
@@ -240,23 +249,28 @@ def _ended_soon(strike: Event, events: Sequence[Event]) -> bool:
 
 def _next_cycle(strike: Event, cycles: Sequence[_StruckCycle]) -> tuple[_StruckCycle, _StruckCycle] | None:
     """Return the struck cycle, and the first one after it in which all ranks trained."""
-    keys = [cycle.key for cycle in cycles]
     key = (strike.job, strike.cycle or 0)
-    if key not in keys:
+    struck = [at for at, cycle in enumerate(cycles) if cycle.key == key and cycle.began_ns <= strike.mono_ns]
+    if not struck:
         return None
-    at = keys.index(key)
+    at = struck[-1]
     after = next((cycle for cycle in cycles[at + 1 :] if (cycle.trained_ns or 0) > strike.mono_ns), None)
     return None if after is None else (cycles[at], after)
 
 
 def _cycles(events: Iterable[Event]) -> list[_StruckCycle]:
     """Return all cycles, in the order in which they began."""
-    found: dict[tuple[str, int], _StruckCycle] = {}
+    newest: dict[tuple[str, int], _StruckCycle] = {}
+    found: list[_StruckCycle] = []
     for event in events:
         key = (event.job, event.cycle or 0)
         if event.kind == EventKind.CYCLE_STARTED:
-            found.setdefault(key, _StruckCycle(key)).world_size = event.data["world_size"]
-        if (cycle := found.get(key)) is None or event.cycle is None:
+            master = str(event.data.get("master", ""))
+            if key not in newest or newest[key].master != master:
+                newest[key] = _StruckCycle(key, master, event.mono_ns)
+                found.append(newest[key])
+            newest[key].world_size = event.data["world_size"]
+        if (cycle := newest.get(key)) is None or event.cycle is None:
             continue
         if event.kind == EventKind.PROGRESS and event.rank is not None:
             cycle.first_ns.setdefault(event.rank, event.mono_ns)
@@ -264,4 +278,4 @@ def _cycles(events: Iterable[Event]) -> list[_StruckCycle]:
             cycle.restored = max(cycle.restored, event.iteration or 0)
         if event.kind == EventKind.CYCLE_ENDED:
             cycle.reached = max([cycle.reached, *event.data.get("iterations", {}).values()])
-    return list(found.values())
+    return found

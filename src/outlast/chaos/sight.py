@@ -55,6 +55,8 @@ class Sight:
     run_id: str = ""
     cycle: int = -1
     """The newest that has workers; -1 = none yet."""
+    master: str = ""
+    """Where its ranks meet."""
     world_size: int = 0
     agents: dict[str, Process] = field(default_factory=dict)
     """Each node's newest agent, which may have ended."""
@@ -89,7 +91,10 @@ class Sight:
                 self.directory = data.get("directory") or self.directory
                 self.local_directory = data.get("local_directory") or self.local_directory
             case EventKind.CYCLE_STARTED:
-                if (event.job, event.cycle) != (self.job, self.cycle):
+                master = str(data.get("master", ""))
+                if (event.job, event.cycle, master) != (self.job, self.cycle, self.master):
+                    # A coordinator that did not know of its heir's cycles may give a number again.
+                    self.master = master
                     self.job, self.run_id, self.cycle = event.job, event.run_id, event.cycle or 0
                     self.ranks, self.trained = {}, set()
                     self.iteration, self.committed_now, self.is_ending = 0, set(), False

@@ -93,7 +93,8 @@ def run(plan_file: str, nodes: int | None, spares: int, netns: bool, as_json: bo
 
     What follows PLAN is what follows outlast run. Without --nodes its agent is started as it is; with --nodes that many
     agents are started, and one for each that the plan kills. A job that leaves after a SIGTERM of the plan is followed
-    by another. The plan takes the place of the config's fault_plan.
+    by another. The plan takes the place of the config's fault_plan. With --json the agents' output goes to agents/ in
+    the run directory.
 
     Exit code: that of the run; 1 if it is 0 and a planned fault did not strike.
 
@@ -207,10 +208,11 @@ def _complete_words(
 def soak(minutes: float, seed: int, every: float, kinds: str | None, keep: str | None, as_json: bool) -> int:
     """Train the demo's model under a storm of faults of all kinds; prove that the result is the same.
 
-    Two nodes of two ranks and a spare train on this machine: first undisturbed, then under the storm. The weights, the
-    optimizer's state and all losses must be bit-identical, each fault must have struck, no process and no file may be
-    left behind, and the journal must tell the end of each job and cycle. As root the nodes get network namespaces, so
-    that one can be cut off; where the kernel cannot delay and lose packets, the plan does without.
+    Two nodes of two ranks and two spares train on this machine: first undisturbed, then under the storm. The
+    weights, the optimizer's state and all losses must be bit-identical, each fault must have struck, no process and
+    no file may be left behind, and the journal must tell the end of each job and cycle. As root the nodes get
+    network namespaces, so that one can be cut off; where the kernel cannot delay and lose packets, the plan does
+    without.
 
     Examples:
       outlast chaos soak                      10 minutes, 120 faults

@@ -38,10 +38,15 @@ _SHARE, _RESTARTING = 1.1, 0.5
 _REST_S = 12.0
 """What is trained after the storm, at least."""
 _STARTING_S = 240.0
-_NUM_SPARES = 1
+_NUM_SPARES = 2
+"""So that a node that is lost right after another one leaves most of them: fewer may not go on without the others."""
 _PER_FAULT_S = 30.0
 _MAX_RESTARTS = 12
-_PATIENT = (f"--max-restarts={_MAX_RESTARTS}", f"--ft-max-no-progress-cycles={_MAX_RESTARTS}")
+_PATIENT = (
+    f"--max-restarts={_MAX_RESTARTS}",
+    f"--ft-max-no-progress-cycles={_MAX_RESTARTS}",
+    "--rdzv-conf=join_timeout=45",  # where most are gone at once, the job leaves, and another one follows
+)
 _SHM = Path("/dev/shm")
 
 
@@ -216,7 +221,8 @@ class _Training:
         num_agents = shape.num_nodes + num_spares
         hosts = ["127.0.0.1"] * 2 if network is None else [network.address(host) for host in range(num_agents)]
         arguments = [
-            f"--nnodes={shape.num_nodes}:{shape.num_nodes + num_spares}",
+            # One spare is announced, whatever comes: were it two, each half of a divided network could be complete.
+            f"--nnodes={shape.num_nodes}:{shape.num_nodes + min(num_spares, 1)}",
             f"--nproc-per-node={shape.nproc_per_node}",
             f"--rdzv-endpoint={','.join(f'{host}:{free_port()}' for host in hosts)}",
             f"--rdzv-id=soak-{folder.name}",

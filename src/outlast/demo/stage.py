@@ -20,6 +20,7 @@ import psutil
 
 import outlast
 from outlast import chaos, clock
+from outlast.chaos.sight import memory_files
 from outlast.demo.plan import Deed, DemoFault, Loss, RankScene, Scene, Shape
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import Event, EventKind
@@ -412,7 +413,7 @@ def _exit_code(agent: Agent) -> int | None:
 def _read_boards(agent: Agent) -> Iterator[RankScene]:
     """Yield the ranks of an agent's running cycle, from the board in its memory."""
     found: dict[int, RankScene] = {}
-    for path in _board_paths(agent.pid):
+    for path in memory_files(agent.pid, "outlast-board"):
         try:
             board = Board.open(path)
         except OutlastError:  # the cycle ended while we looked
@@ -432,24 +433,6 @@ def _read_boards(agent: Agent) -> Iterator[RankScene]:
 
 
 _NOBODY = RankScene(rank=-1, node="", pid=0, cycle=-1, iteration=0)
-
-
-def _board_paths(pid: int) -> list[str]:
-    """Return the paths of a process's boards, which are files without a name."""
-    folder = f"/proc/{pid}/fd"
-    paths: dict[tuple[int, int], str] = {}
-    try:
-        for number in os.listdir(folder):
-            path = f"{folder}/{number}"
-            try:
-                if os.readlink(path).startswith(("/memfd:outlast-board", "/dev/shm/outlast-board.")):
-                    status = os.stat(path)
-                    paths[status.st_dev, status.st_ino] = path
-            except FileNotFoundError:
-                continue
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
-        return []
-    return list(paths.values())
 
 
 @contextmanager

@@ -99,6 +99,8 @@ class Coordinator:
         self._ladder = LadderClient(state, settings.limits, record=record, remember=remember, tell_time=tell_time)
         self.cycle = 0
         """The cycle that forms or runs."""
+        self._newest_elsewhere = -1
+        """The newest cycle that nodes took a place in under other coordinators: its number is not given again."""
         self.phase = m.JobPhase.ADOPTING if settings.former_host is not None else m.JobPhase.FORMING
         self.nodes = Nodes(settings.num_slots)
         self.stop: m.Stop | None = None
@@ -348,11 +350,15 @@ class Coordinator:
         if self.stop is not None:
             self.nodes.out.append((message.node, message.epoch, self.stop))
             return
+        for place in (message.place, message.ran):
+            self._newest_elsewhere = max(self._newest_elsewhere, -1 if place is None else place.cycle)
         node = node or self._add(message, now_s)
         self._ladder.learn_distrusted(message.distrusted)
         if self.phase == m.JobPhase.FORMING and not self.nodes.holders and message.place is not None:
             self.phase = m.JobPhase.ADOPTING  # this agent was started anew, and hosts for a job in progress
             self._quorum.adopt()
+        elif self.phase == m.JobPhase.FORMING:
+            self.cycle = max(self.cycle, self._newest_elsewhere + 1)
         self._quorum.register(message)
         if self.phase == m.JobPhase.ADOPTING:
             self._adoption.register(message, now_s)
@@ -654,7 +660,9 @@ class Coordinator:
             assert verdict.exit_code is not None
             self._stop_job(verdict.exit_code, verdict.reason, now_s)
             return
-        self.cycle += 1
+        # One that was stopped, and whose heir is gone again, has not seen the heir's cycles; nodes that come back have.
+        # What they saved, and who owns the directories, is told apart by the number.
+        self.cycle = max(self.cycle, self._newest_elsewhere) + 1
         self._forming.begin(self.state, verdict.quarantine)
 
     def _stop_job(self, exit_code: int, reason: str, now_s: float) -> None:
