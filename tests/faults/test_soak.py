@@ -28,15 +28,13 @@ def soak(folder: Path, *options: str, timeout_s: float) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_few_faults_change_no_bit(tmp_path: Path) -> None:
-    """A killed agent, a killed rank, a lost node and a damaged copy: the same weights, and each is accounted for."""
-    kinds = "kill_agent,kill,lose_node,corrupt_copy"
-    outcome = soak(tmp_path / "soak", f"--kinds={kinds}", "--minutes=0.4", "--every=6", timeout_s=500)
+def test_two_faults_change_no_bit(tmp_path: Path) -> None:
+    """A damaged copy and a lost node: the same weights, and each is accounted for."""
+    kinds = "corrupt_copy,lose_node"
+    outcome = soak(tmp_path / "soak", f"--kinds={kinds}", "--minutes=0.2", "--every=6", timeout_s=500)
     assert {row["kind"]: row["fired"] for row in outcome["kinds"]} == dict.fromkeys(kinds.split(","), 1)
-    noticed = {row["kind"]: row["noticed_as"] for row in outcome["kinds"]}
-    assert noticed["kill"] == {"worker_died": 1}
-    assert noticed["kill_agent"] == noticed["lose_node"] == {"node_lost": 1}
-    assert outcome["agents"] == 6, "two nodes and two spares, and one for each that was lost"
+    assert {row["kind"]: row["noticed_as"] for row in outcome["kinds"]}["lose_node"] == {"node_lost": 1}
+    assert outcome["agents"] == 5, "two nodes and two spares, and one for the one that was lost"
 
 
 @pytest.mark.slow
