@@ -215,6 +215,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monk
         call(monkeypatch, {"a": giving("a", 0.5)}, "--results", str(tmp_path / "file" / "in"))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_real_benchmark_is_measured_by_the_suite(tmp_path: Path) -> None:
     """The suite runs the command that a benchmark has, with the rounds that it was given."""

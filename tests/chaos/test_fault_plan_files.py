@@ -22,6 +22,7 @@ DISK = {"kind": "disk_full", "iteration": 5, "tier": "local", "duration_s": 2}
 NAN = {"kind": "nan", "target": "loss", "iteration": 5}
 
 
+@pytest.mark.slow
 @given(plan=plans(outside=True))
 def test_any_plan_comes_back_from_its_text(plan: FaultPlan) -> None:
     """Written as TOML or JSON and read again, a plan is the one it was, and so are its draws' names."""

@@ -8,12 +8,25 @@ import msgspec
 import pytest
 from written_events import written
 
-from outlast.demo.outcome import account_for, count_cycles, unnoticed
+from outlast.demo import outcome
+from outlast.demo.outcome import Account, read_ledger
 from outlast.demo.plan import Deed
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
 from outlast.policy.rerun import Diagnosis, Finding
 
 RANKS = (0, 1, 2, 3)
+
+
+def account_for(events: list[Event]) -> tuple[Account, ...]:
+    return outcome.account_for(read_ledger(events), events)
+
+
+def unnoticed(events: list[Event]) -> tuple[str, ...]:
+    return outcome.unnoticed(read_ledger(events), events)
+
+
+def count_cycles(events: list[Event]) -> int:
+    return outcome.count_cycles(read_ledger(events))
 
 
 def event(kind: EventKind, at_s: float, cycle: int, proc: str = "agent", **data: Any) -> Event:
@@ -42,14 +55,14 @@ def started(at_s: float, cycle: int) -> list[Event]:
     return [event(kind, at_s, cycle, ranks=list(pair), world_size=4) for pair in ((0, 1), (2, 3))]
 
 
-def went_on(at_s: float, cycle: int, iteration: int) -> list[Event]:
+def went_on(at_s: float, cycle: int, iteration: int, more: int = 20) -> list[Event]:
     """Return a restore and each rank's first finished iteration, the last rank 0.3 s after the first."""
     read = {"tier": "memory", "bytes_read": {"memory": 100}}
     restored = [event(EventKind.RESTORED, at_s, cycle, f"rank-{r}", rank=r, iteration=iteration, **read) for r in RANKS]
     first = [
         event(EventKind.PROGRESS, at_s + 0.1 * r, cycle, f"rank-{r}", rank=r, iteration=iteration + 1) for r in RANKS
     ]
-    later = [event(EventKind.PROGRESS, at_s + 5, cycle, f"rank-{r}", rank=r, iteration=iteration + 50) for r in RANKS]
+    later = [event(EventKind.PROGRESS, at_s + 5, cycle, f"rank-{r}", rank=r, iteration=iteration + more) for r in RANKS]
     return restored + first + later
 
 
@@ -64,7 +77,7 @@ def test_a_killed_rank_is_accounted_for() -> None:
         strike(10, 0, IncidentKind.WORKER_DIED, "node-1", rank=3, iteration=31),
         event(EventKind.INCIDENT, 10.02, 0, incident=KILLED),
         event(EventKind.CYCLE_ENDED, 10.03, 0, iterations={"0": 32, "1": 32}),
-        event(EventKind.CYCLE_ENDED, 10.03, 0, iterations={"2": 31, "3": 31}),
+        event(EventKind.CYCLE_ENDED, 10.03, 0, on="node-1", iterations={"2": 31, "3": 31}),
         verdict(10.05, 0, KILLED),
         *started(10.1, 1),
         *went_on(10.5, 1, 25),
@@ -213,7 +226,7 @@ def test_a_number_that_was_struck_and_taken_for_something_else_is_told() -> None
 
 
 def test_a_cycle_that_fails_before_its_first_iteration_is_no_recovery() -> None:
-    """The next one in which every rank trains again is; a start from scratch redoes everything."""
+    """The next one in which every rank trains again is; what a start from scratch redoes is the second incident's."""
     events = [
         *started(0, 0),
         strike(10, 0, IncidentKind.WORKER_DIED, "node-1", rank=3, iteration=31),
@@ -226,7 +239,8 @@ def test_a_cycle_that_fails_before_its_first_iteration_is_no_recovery() -> None:
     ]
     first, second = account_for(events)
     assert first.recovered_after_s == pytest.approx(2.0)
-    assert (first.restored_iteration, first.redone_iterations) == (0, 31)
+    assert (first.restored_iteration, first.redone_iterations) == (0, 6), "cycle 1 was back at 25"
+    assert second.redone_iterations == 26
     assert (second.fault, second.detected_after_s) == (None, None)
     assert second.recovered_after_s == pytest.approx(1.0)
 

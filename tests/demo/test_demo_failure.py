@@ -7,14 +7,17 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from test_outcome import GOOD
+from written_events import written
 
 from outlast.cli.main import main
 from outlast.demo import show, stage
 from outlast.demo.outcome import DemoOutcome
 from outlast.demo.plan import Shape
 from outlast.demo.view import SilentView
+from outlast.incidents import EventKind
 
 SHAPE = Shape(num_nodes=1, nproc_per_node=1)
 
@@ -61,7 +64,11 @@ def perform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., De
 
     def run_both(shape: Shape, seed: int, faults: object, script: Path, folder: Path, *others: object) -> DemoOutcome:
         for name in ("undisturbed", "with-faults"):
-            (folder / name / "run").mkdir(parents=True)
+            (folder / name / "run" / "journal").mkdir(parents=True)
+        started = written(EventKind.CYCLE_STARTED, ranks=[0], world_size=1)
+        (folder / "with-faults" / "run" / "journal" / "node-0-agent.jsonl").write_bytes(
+            msgspec.json.encode(started) + b"\n"
+        )
         return GOOD
 
     monkeypatch.setattr(show, "_run_both", run_both)
@@ -74,20 +81,19 @@ def perform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., De
     return play
 
 
-def test_of_a_good_demo_only_its_details_stay(perform: Callable[..., DemoOutcome], tmp_path: Path) -> None:
-    """What was done about each fault is in a file, whose path is told; what the runs wrote is gone, unless it is kept;
-    for a program nothing stays."""
-    assert perform().details is None
+def test_of_a_good_demo_only_the_page_stays(perform: Callable[..., DemoOutcome], tmp_path: Path) -> None:
+    """Its path is told; what the runs wrote is gone, unless it is kept; for a program nothing stays."""
+    assert perform().report is None
     assert list(tmp_path.iterdir()) == []
-    outcome = perform(writes_details=True)
-    assert (outcome.folder, outcome.details is None) == (None, False)
-    path = Path(str(outcome.details))
-    assert "workers restarted, going on from iteration 30" in path.read_text()
-    assert list(tmp_path.rglob("*")) == [path.parent, path]
+    outcome = perform(writes_page=True)
+    assert outcome.folder is None
+    page = Path(str(outcome.report))
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert list(tmp_path.rglob("*")) == [page.parent, page]
     kept = tmp_path / "kept"
-    outcome = perform(writes_details=True, keep=str(kept))
-    assert (outcome.folder, outcome.details) == (str(kept), str(kept / "incidents.txt"))
-    assert {one.name for one in kept.iterdir()} == {"incidents.txt", "undisturbed", "with-faults"}
+    outcome = perform(writes_page=True, keep=str(kept))
+    assert (outcome.folder, outcome.report) == (str(kept), str(kept / "report.html"))
+    assert {one.name for one in kept.iterdir()} == {"report.html", "undisturbed", "with-faults"}
 
 
 @pytest.mark.process

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from written_events import written
 
-from outlast.demo.outcome import Leaving, find_leaving, find_strikes, unkept_of_leaving
+from outlast.demo.outcome import Leaving, find_leaving, find_strikes, read_ledger, unkept_of_leaving
 from outlast.demo.plan import Deed
 from outlast.incidents import Event, EventKind
 
@@ -49,7 +49,7 @@ def run() -> list[Event]:
 
 
 def found(events: list[Event]) -> Leaving:
-    leaving = find_leaving(events)
+    leaving = find_leaving(read_ledger(events), events)
     assert leaving is not None
     return leaving
 
@@ -104,7 +104,8 @@ def test_what_was_not_kept_is_told(changes: dict[str, Any], part: str) -> None:
 
 def test_a_run_that_nobody_was_told_to_leave_is_told() -> None:
     """The demo must have come to it."""
-    assert find_leaving([]) is None
+    others = [event for event in run() if event.kind != EventKind.FAULT_SIMULATED]
+    assert find_leaving(read_ledger(others), others) is None
     assert unkept_of_leaving(None, world_size=4) == ("no rank was preempted",)
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from outlast.demo.outcome import Account, DemoOutcome, Leaving, Slowed, Sources, differences
-from outlast.demo.view import render, write_details
+from outlast.demo.view import render
 from outlast.incidents import IncidentKind
 
 RESULT = {"iterations": 100, "final_loss": 2.5, "weights": "aa", "optimizer": "bb", "losses": "cc"}
@@ -108,40 +108,28 @@ def text(outcome: DemoOutcome, width: int = 80) -> str:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_the_closing_tables_are_narrow(width: int) -> None:
-    """They fit, no word of them is broken, and each row keeps to one line."""
+def test_the_closing_lines_are_narrow(width: int) -> None:
+    """They fit, no word of them is broken, each fault has one, and the verdict is the last."""
     shown = text(ALL, width)
     assert max(map(len, shown.splitlines())) <= width
     assert shown.split() == text(ALL, 1000).split()
     rows = [line.split() for line in shown.splitlines()]
-    assert ["kind", "where", "noticed", "going", "on", "lost"] in rows
+    assert rows[0] == ["incident", "where", "noticed", "going", "on", "redone"]
     assert ["straggler", "rank", "3", "on", "node-0", "3.50", "s", "-", "0"] in rows
     assert ["worker_hung", "rank", "2", "on", "node-1", "3.01", "s", "3.40", "s", "4"] in rows
     assert ["node_lost", "node-1", "3.01", "s", "3.40", "s", "4"] in rows
     assert ["preempted", "rank", "2", "on", "node-1", "2", "ms", "3.20", "s", "0"] in rows
 
 
-def test_the_summary_counts_what_the_table_shows() -> None:
-    """As many faults as rows, those that the demo did not cause apart; the last row adds up the columns as shown."""
-    shown = text(ALL)
-    rows = [line.split() for line in shown.splitlines()]
-    assert ["6", "in", "all", "16.80", "s", "8"] in rows
-    assert "6 faults, 2 cycles in 2 jobs, the same result" in shown
+def test_eight_faults_are_told_in_ten_lines() -> None:
+    """A line each, the columns' names, and the verdict with the digest of the weights, which counts them."""
+    eight = dataclasses.replace(ALL, incidents=(HUNG, LOST, NAN, FLIPPED, HUNG, LOST))
+    lines = text(eight).splitlines()
+    assert len(lines) == 10
+    assert lines[-1] == "bit-identical: 8 faults, 2 cycles in 2 jobs, weights aa (40 s)"
     other = dataclasses.replace(ALL, incidents=(HUNG, dataclasses.replace(LOST, fault=None)), slowed=None)
-    shown = " ".join(text(other).split())
-    assert "3 in all" in shown
-    assert "2 faults and 1 incident that the demo did not cause" in shown
-    assert "1 fault, 2 cycles, the same result" in text(GOOD)
-
-
-def test_the_long_table_breaks_no_word() -> None:
-    """The longest names that a fault of the demo can have are whole in it."""
-    tensor = "model.blocks.3.attention.projection.weight"
-    found = f"replicas differ: from the majority rank 1 on node node-2 (device node-2/cpu-1) in {tensor}"
-    flipped = dataclasses.replace(FLIPPED, named=tensor, struck=tensor, evidence=found)
-    words = write_details(dataclasses.replace(ALL, incidents=(flipped, LOST))).split()
-    assert words.count(tensor) == 2
-    assert {*found.split(), *["(SIGSTOP", "of", "a", "rank)"]} <= set(words)
+    assert "2 faults and 1 incident that the demo did not cause" in " ".join(text(other).split())
+    assert "1 fault, 2 cycles, weights" in text(GOOD)
 
 
 def test_identical_means_every_digest_there_and_equal() -> None:
@@ -166,7 +154,7 @@ def test_the_json_object_has_what_the_documents_promise() -> None:
 
 
 def test_where_ranks_came_back_from_is_counted() -> None:
-    """Ranks and bytes by tier, and always those of the global tier, in the object and in the table."""
+    """Ranks and bytes by tier, and always those of the global tier."""
     outcome = dataclasses.replace(GOOD, incidents=(HUNG, LOST))
     hung, lost = json.loads(outcome.to_json())["incidents"]
     assert (hung["tiers"], hung["global_bytes_read"], hung["copies_spoiled"]) == (None, None, None)
@@ -174,9 +162,6 @@ def test_where_ranks_came_back_from_is_counted() -> None:
     assert lost["bytes_read"] == {"memory": 9_000_000, "replica": 8_500_000}
     assert (lost["global_bytes_read"], lost["copies_rejected"]) == (0, {"replica": 1})
     assert (lost["victims"], lost["copies_spoiled"]) == ([2, 3], 4)
-    shown = write_details(outcome)
-    for part in ("memory: 2 ranks, 9.0 MB", "replica: 2 ranks, 8.5 MB", "global: 0 bytes", "1 bad copy rejected"):
-        assert part in shown
 
 
 def test_wrong_numbers_are_told_with_what_was_struck_and_done() -> None:
@@ -185,12 +170,6 @@ def test_wrong_numbers_are_told_with_what_was_struck_and_done() -> None:
     nan, flipped = json.loads(outcome.to_json())["incidents"]
     assert (nan["restarts"], nan["finding"], nan["struck"]) == (0, "transient", "model.blocks.1")
     assert (flipped["restarts"], flipped["named"], flipped["quarantined"]) == (1, "model.w", ["node-1"])
-    shown = write_details(outcome)
-    for part in ("NaN in an activation", "rank 2", "step run again in place, 0 restarts", "bit flip in a weight"):
-        assert part in shown
-    assert "node-1 quarantined, a spare took over" in shown
-    assert "iteration 30" in shown
-    assert "replicas differ" in shown
 
 
 def test_a_slow_rank_is_told_with_the_report_that_named_it() -> None:
@@ -198,12 +177,6 @@ def test_a_slow_rank_is_told_with_the_report_that_named_it() -> None:
     assert json.loads(GOOD.to_json())["slowed"] is None
     told = json.loads(dataclasses.replace(GOOD, slowed=SLOW).to_json())["slowed"]
     assert (told["rank"], told["num_reports"], told["others_named"], told["restarts"]) == (3, 3, [], 0)
-    shown = write_details(dataclasses.replace(GOOD, slowed=SLOW))
-    for part in ("straggler", "rank 3 on node-0", "2 to 24", "6.10 times", "named with 3 reports", "0 restarts"):
-        assert part in shown
-    assert "Rank=3" not in shown
-    assert "copy 1.0" not in shown
-    assert "never named" in write_details(dataclasses.replace(GOOD, slowed=dataclasses.replace(SLOW, num_reports=None)))
 
 
 def test_a_notice_to_leave_is_told_with_what_was_kept() -> None:
@@ -214,25 +187,8 @@ def test_a_notice_to_leave_is_told_with_what_was_kept() -> None:
     assert (told["rank"], told["noticed_after_s"], told["iteration"], told["ranks_that_saved"]) == (2, 0.002, 92, 4)
     assert (told["exit_code"], told["resumed_at"], told["lost_iterations"]) == (75, 92, 0)
     assert (told["next_exit_code"], told["tiers"]) == (0, {"local": 4})
-    assert "in 2 jobs" in text(outcome)
-    shown = write_details(outcome)
-    for part in ("preempted", "all ranks saved", "iteration 92", "exit code 75", "2 ms", "3.20 s"):
-        assert part in shown
     apart = dataclasses.replace(LEFT, left_at={0: 92, 1: 93}, run_exit_codes=(1, 75), resumed_at={})
-    shown = write_details(dataclasses.replace(GOOD, leaving=apart))
-    assert "did not leave" in shown
-    assert "1 or 75" in shown
     assert json.loads(dataclasses.replace(GOOD, leaving=apart).to_json())["preemption"]["exit_code"] is None
-
-
-def test_the_table_tells_each_incident_and_the_comparison() -> None:
-    """Kind, victim, evidence with short paths, deed, times, and both results' digests."""
-    shown = write_details(GOOD)
-    for part in ("worker_hung", "rank 2 on node-1", "train_gpt.py, line 41", "3.01 s", "3.40 s", "stopped [T]"):
-        assert part in shown
-    assert "/a/long/path" not in shown
-    assert "bit-identical" in text(GOOD)
-    assert text(GOOD).count("the same") == 5
 
 
 def test_a_failure_says_what_went_wrong() -> None:
@@ -240,6 +196,5 @@ def test_a_failure_says_what_went_wrong() -> None:
     failed = dataclasses.replace(GOOD, struck={**RESULT, "losses": "xx"}, problems=("the results differ in losses",))
     shown = text(failed)
     assert "failed: the results differ in losses" in shown
-    assert "differ" in shown
     assert "bit-identical" not in shown
     assert text(dataclasses.replace(failed, struck={}, incidents=()))

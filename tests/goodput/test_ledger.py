@@ -107,6 +107,70 @@ def test_what_was_done_beyond_an_older_generation_is_lost_once() -> None:
     assert ledger.partition["redone"] == pytest.approx(40 + 20)
 
 
+def test_an_incident_that_is_overtaken_by_another_ends_with_it() -> None:
+    """A cycle in which one rank alone began a step trained nothing; both incidents are over once all ranks train."""
+    run = WrittenRun()
+    run.start_job(0.0)
+    run.start_cycle(0.0, 0)
+    run.on_ranks(10.0, EventKind.STEPS_STARTED, cycle=0, iteration=0)
+    run.kill(40.0, 0, 30, decided_s=41.0)
+    run.start_cycle(42.0, 1)
+    run.write(44.0, EventKind.STEPS_STARTED, proc="rank-0", cycle=1, rank=0, iteration=20)
+    run.kill(46.0, 1, 20, decided_s=47.0)
+    run.start_cycle(48.0, 2)
+    run.on_ranks(50.0, EventKind.STEPS_STARTED, cycle=2, iteration=20)
+    run.on_ranks(60.0, EventKind.SESSION_ENDED, cycle=2, iteration=30, exit_code=0)
+    run.end_job(60.0)
+    ledger = read(run)
+    assert [one.recovered_s for one in ledger.incidents] == [50.0, 50.0]
+    assert [one.resumed_iteration for one in ledger.incidents] == [20, 20]
+    assert ledger.partition["productive"] == pytest.approx(20 + 10)
+    assert sum(one.cost_s for one in ledger.incidents) == pytest.approx(60 - 30 - 10)
+
+
+def test_ranks_that_report_no_steps_are_not_waited_for() -> None:
+    """Where one rank of two has a session with steps, in all cycles, its steps are the training."""
+    run = WrittenRun()
+    run.start_job(0.0)
+    for cycle, begin_s in enumerate((0.0, 50.0)):
+        run.start_cycle(begin_s, cycle)
+        run.write(begin_s + 10, EventKind.STEPS_STARTED, proc="rank-0", cycle=cycle, rank=0, iteration=0)
+        run.write(begin_s + 30, EventKind.PROGRESS, proc="rank-0", cycle=cycle, rank=0, iteration=20)
+        if cycle == 0:
+            run.kill(40.0, 0, 20, decided_s=41.0)
+    run.end_job(90.0)
+    assert read(run).incidents[0].recovered_s == 60.0
+
+
+def test_an_incident_counts_from_its_first_report_since_the_last_decision() -> None:
+    """A hang from what another rank reports of it; a second failure of a rank from its own report, not the first's."""
+    run = WrittenRun()
+    run.start_job(0.0)
+    run.start_cycle(0.0, 0)
+    run.on_ranks(1.0, EventKind.STEPS_STARTED, cycle=0, iteration=0)
+    for failed_s in (10.0, 20.0):
+        failed = {"kind": "worker_failed", "node": "n1", "rank": 1}
+        run.write(failed_s, EventKind.INCIDENT, node="n1", proc="rank-1", cycle=0, rank=1, incident=failed)
+        data = {"verdict": {"rung": 1, "reason": "restarting in process"}, "incident": failed}
+        run.write(failed_s + 1, EventKind.VERDICT, proc="coordinator", cycle=0, **data)
+        run.write(failed_s + 2, EventKind.RESTARTED_IN_PROCESS, proc="rank-0", cycle=0, rank=0)
+        run.on_ranks(failed_s + 3, EventKind.STEPS_STARTED, cycle=0, iteration=5)
+    struck = {"fault": "SIGSTOP of a rank", "expected": "worker_hung"}
+    run.write(30.0, EventKind.FAULT_SIMULATED, node="n1", proc="demo", cycle=0, rank=1, iteration=9, **struck)
+    seen = {"kind": "worker_hung", "node": "n0", "rank": 0}
+    run.write(33.0, EventKind.INCIDENT, proc="agent", cycle=0, rank=0, incident=seen)
+    hung = {"kind": "worker_hung", "node": "n1", "rank": 1}
+    data = {"verdict": {"rung": 2, "reason": "restarting the workers"}, "incident": hung}
+    run.write(34.0, EventKind.VERDICT, proc="coordinator", cycle=0, **data)
+    run.end_job(40.0, exit_code=1)
+    ledger = read(run)
+    assert [one.at_s for one in ledger.incidents] == [10.0, 20.0, 33.0]
+    last = ledger.incidents[-1]
+    assert (last.rank, last.since_s, last.iteration, last.simulated) == (1, 30.0, 9, "SIGSTOP of a rank")
+    assert last.fault is not None
+    assert last.fault.data == struck
+
+
 def test_a_script_without_a_session_is_unobserved() -> None:
     """A script that reports no steps has no goodput, and its time is said to be unknown, not productive."""
     run = WrittenRun()
@@ -168,6 +232,7 @@ def runs(draw: st.DrawFn) -> WrittenRun:
     return run
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(runs())
 def test_every_second_belongs_to_one_part(run: WrittenRun) -> None:

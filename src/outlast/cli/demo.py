@@ -80,7 +80,7 @@ def _perform(shape: Shape, *, seed: int, keep: str | None, as_json: bool) -> int
         keep=keep,
         view=view,
         on_failure=lambda tails: click.echo(tails, err=True),
-        writes_details=not as_json,
+        writes_page=not as_json,
     )
     if as_json:
         click.echo(outcome.to_json())
@@ -90,7 +90,6 @@ def _perform(shape: Shape, *, seed: int, keep: str | None, as_json: bool) -> int
     for line in captured.get().splitlines():
         click.echo(line.rstrip())
     places = {
-        "What was done about each": outcome.details,
         "The run as a page, for a browser": outcome.report,
         "Journal, output and generations": outcome.folder,
     }

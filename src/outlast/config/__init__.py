@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outlast.config.base import require
+from outlast.config.base import require, settle_sections
 from outlast.config.checkpoint import CheckpointConfig
 from outlast.config.launching import FaultToleranceConfig, HealthConfig, PreemptionConfig
 from outlast.config.training import (
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """All settings of a session.
+    """All settings of a session. A section may be given as a mapping, too, as it stands in a file.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
@@ -79,6 +79,7 @@ class Config:
     them."""
 
     def __post_init__(self) -> None:
+        settle_sections(self)
         restart = self.in_process_restart
         if restart is not None and restart.enabled:
             object.__setattr__(self, "in_process", True)

@@ -149,6 +149,21 @@ def from_mapping(
     return _Reader(where, locate).read(cls, values, ())
 
 
+def settle_sections(config: Any) -> None:
+    """Make each section of a config that was given as a mapping, as in a file, the config that it stands for.
+
+    Raises:
+        ConfigError: A section is neither that nor a mapping, or its settings are refused.
+    """
+    for name, hint in typing.get_type_hints(type(config)).items():
+        section, value = _strip_none(hint), getattr(config, name)
+        if not dataclasses.is_dataclass(section) or value is None or isinstance(value, typing.cast(type, section)):
+            continue
+        kind = typing.cast(type, section)
+        require(isinstance(value, Mapping), f"{name} must be a {kind.__name__} or a mapping, not {value!r}")
+        object.__setattr__(config, name, from_mapping(kind, value, where=name))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Reader:
     """Make configs from one source."""

@@ -1,7 +1,8 @@
 """The outcome: what each fault cost, where the ranks' state came from, and which claims were not kept.
 
-Pure: events in, rows out. All nodes of the demo are one machine, so that the monotonic times of all events may be
-compared. Sources are counted from the ranks' own events ``restored`` and ``copy_rejected`` of the cycle that follows.
+Pure: a ledger and events in, rows out. What happened when, and what it cost, is the ledger's; what events tell besides
+is counted here: sources from ``restored`` and ``copy_rejected``, reports of slow ranks, exit codes. All nodes of the
+demo are one machine, so that the monotonic times of all events may be compared.
 
 One module because each claim is checked on the facts that are read here for it: the two change together.
 """
@@ -18,6 +19,8 @@ from typing import Any
 from outlast.decoding import convert
 from outlast.demo.plan import Deed
 from outlast.errors import ExitReason
+from outlast.goodput import IncidentCost, Ledger
+from outlast.goodput.ledger import PREEMPTED
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.policy.recovery_point import Tier
 from outlast.policy.rerun import Diagnosis, Finding, JsonNumber
@@ -80,71 +83,49 @@ def count_bytes(num_bytes: int) -> str:
     return "1 byte" if num_bytes == 1 else f"{num_bytes} bytes"
 
 
-@dataclass(frozen=True, slots=True)
-class Strike:
-    """One fault that was caused."""
+def read_ledger(events: Iterable[Event]) -> Ledger:
+    """Return the account of a run, from all of its events; those of a process in the order in which they were written.
 
-    event: Event
-    """What the demo, or the struck rank, wrote about it."""
-
-    @property
-    def is_from_outside(self) -> bool:
-        """Whether the demo caused it, and not the plan of faults within the training."""
-        return self.event.proc == "demo"
-
-    @property
-    def fault(self) -> str:
-        """What was done, for people."""
-        return str(self.event.data["fault"])
-
-    @property
-    def expected(self) -> IncidentKind:
-        """What it should be noticed as."""
-        return IncidentKind(self.event.data["expected"]) if self.is_from_outside else IncidentKind.INVALID_RESULT
-
-    def describe(self) -> str:
-        """Return what was done to whom, for people."""
-        data = self.event.data
-        if self.is_from_outside:
-            return f"{self.fault}, {data['target']}"
-        where = f"{data['tensor']}, element {data['element']}" if "tensor" in data else data["target"]
-        return f"{self.fault}, rank {self.event.rank}, {where}"
-
-    def caused(self, incident: Incident, verdict: Verdict, event: Event) -> bool:
-        """Return whether an incident, whose verdict an event holds, is the one that must have followed."""
-        struck = self.event
-        if struck.cycle != event.cycle or struck.mono_ns > event.mono_ns or kind_of(incident) != self.expected:
-            return False
-        if (self.fault == Deed.NAN) != (verdict.rung == Rung.RERUN_STEP):
-            return False
-        if struck.rank is not None:
-            return incident.rank == struck.rank
-        return bool(incident.node == struck.data["node"])
-
-
-def kind_of(incident: Incident) -> IncidentKind:
-    """Return what an incident is about: a worker that failed with a diagnosis did so for an invalid result."""
-    return IncidentKind.INVALID_RESULT if "diagnosis" in incident.evidence else incident.kind
-
-
-def split_jobs(events: Iterable[Event]) -> list[list[Event]]:
-    """Return the events of each job of the run, the first job first: each numbers its cycles from 0."""
-    jobs: dict[str, list[Event]] = {}
+    Raises:
+        ConfigError: There is no event.
+    """
+    files: dict[tuple[str, str, str], list[Event]] = {}
     for event in events:
-        jobs.setdefault(event.job, []).append(event)
-    return list(jobs.values())
+        files.setdefault((event.job, event.node, event.proc), []).append(event)
+    return Ledger.from_files(list(files.values()))
 
 
-def find_strikes(events: Iterable[Event]) -> list[Strike]:
-    """Return all strikes that are to be noticed as incidents that something is done about, by time."""
+def find_strikes(events: Iterable[Event]) -> list[Event]:
+    """Return all strikes that are to be noticed as incidents that something is done about, by time.
+
+    The demo, or the struck rank, wrote them.
+    """
     quiet = [deed for deed in Deed if deed.expected is None]
-    struck = _by_time(events, EventKind.FAULT_SIMULATED)
-    return [Strike(event) for event in struck if event.data["fault"] not in quiet]
+    return [event for event in _by_time(events, EventKind.FAULT_SIMULATED) if event.data["fault"] not in quiet]
+
+
+def _is_from_outside(strike: Event) -> bool:
+    """Return whether the demo caused it, and not the plan of faults within the training."""
+    return strike.proc == "demo"
+
+
+def _expected(strike: Event) -> IncidentKind:
+    """Return what a strike should be noticed as."""
+    return IncidentKind(strike.data["expected"]) if _is_from_outside(strike) else IncidentKind.INVALID_RESULT
+
+
+def _describe(strike: Event) -> str:
+    """Return what was done to whom, for people."""
+    data = strike.data
+    if _is_from_outside(strike):
+        return f"{data['fault']}, {data['target']}"
+    where = f"{data['tensor']}, element {data['element']}" if "tensor" in data else data["target"]
+    return f"{data['fault']}, rank {strike.rank}, {where}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """One incident, from the strike to the first iteration after it."""
+    """One incident, from the strike to the first step after it."""
 
     kind: IncidentKind
     rank: int | None
@@ -159,7 +140,7 @@ class Account:
     detected_after_s: float | None
     """Seconds from the strike to the first event that names this kind of incident; ``None`` = not struck by us."""
     recovered_after_s: float | None
-    """Seconds from the strike (or, without one, the verdict) until every rank had done an iteration again."""
+    """Seconds from the strike (or, without one, the notice) until every rank had begun a step again."""
     redone_iterations: int | None
     """Finished iterations that were done again."""
     restarts: int = 1
@@ -190,151 +171,94 @@ class Account:
     """The newest generation in the global tier when it struck; ``None`` = there was none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AnsweredIncident:
-    """An incident that something was done about, and what caused it, if the demo did."""
+def account_for(ledger: Ledger, events: Sequence[Event]) -> tuple[Account, ...]:
+    """Return a row for each incident that something was done about, in their order; a requested shutdown is none.
 
-    event: Event
-    incident: Incident
-    verdict: Verdict
-    strike: Strike | None
-
-
-def account_for(events: Sequence[Event]) -> tuple[Account, ...]:
-    """Return a row for each incident that something was done about, in their order."""
-    return tuple(_row(decision, job) for job in split_jobs(events) for decision in _decisions(job))
-
-
-def unnoticed(events: Sequence[Event]) -> tuple[str, ...]:
-    """Return the faults that no verdict names, each in one line."""
-    return tuple(line for job in split_jobs(events) for line in _unnoticed(job))
-
-
-def count_cycles(events: Iterable[Event]) -> int:
-    """Return how many cycles had workers, over all jobs."""
-    return len({(event.job, event.cycle) for event in events if event.kind == EventKind.CYCLE_STARTED})
-
-
-def _unnoticed(events: Sequence[Event]) -> Iterator[str]:
-    decisions = _decisions(events)
-    for strike in find_strikes(events):
-        if not any(decision.strike == strike for decision in decisions):
-            others = (one for one in decisions if one.event.cycle == strike.event.cycle and one.strike is None)
-            taken_for = next((one.verdict.reason for one in others), "nothing")
-            struck = f"{strike.describe()}, in cycle {strike.event.cycle}"
-            yield f"{struck}, was not noticed as {strike.expected} but taken for: {taken_for}"
-
-
-def _decisions(events: Sequence[Event]) -> list[_AnsweredIncident]:
-    found: list[_AnsweredIncident] = []
-    left = find_strikes(events)
-    for event in _by_time(events, EventKind.VERDICT, EventKind.INCIDENT):
-        if event.cycle is None or not {"verdict", "incident"} <= event.data.keys():
-            continue
-        incident = convert(event.data["incident"], Incident)
-        verdict = convert(event.data["verdict"], Verdict)
-        strike = next((one for one in left if one.caused(incident, verdict, event)), None)
-        if strike is not None:
-            left.remove(strike)
-        found.append(_AnsweredIncident(event=event, incident=incident, verdict=verdict, strike=strike))
-    return found
-
-
-def _row(decision: _AnsweredIncident, events: Sequence[Event]) -> Account:
-    event, incident, verdict = decision.event, decision.incident, decision.verdict
-    assert event.cycle is not None
-    struck = None if decision.strike is None else decision.strike.event
-    since_ns = event.mono_ns if struck is None else struck.mono_ns
-    is_rerun = verdict.rung == Rung.RERUN_STEP
-    reached: int | None
-    restored: int | None
-    next_cycle: int | None
-    recovered_ns: int | None
-    if is_rerun:  # it is decided once the second run has shown a valid result
-        reached = restored = incident.iteration
-        next_cycle, recovered_ns = None, event.mono_ns
-    else:
-        reached = _reached(event.cycle, struck, events)
-        next_cycle, recovered_ns = _recovery(event.cycle, events)
-        restored = None if next_cycle is None else _restored(next_cycle, events)
-    diagnosis = convert(incident.evidence["diagnosis"], Diagnosis) if "diagnosis" in incident.evidence else None
-    return Account(
-        kind=kind_of(incident),
-        rank=incident.rank,
-        node=incident.node,
-        cycle=event.cycle,
-        fault=None if struck is None else struck.data["fault"],
-        iteration=reached,
-        detected_after_s=None if struck is None else _since(struck, _noticed(decision, events).mono_ns),
-        recovered_after_s=None if recovered_ns is None else _seconds(recovered_ns - since_ns),
-        redone_iterations=None if restored is None or reached is None else max(0, reached - restored),
-        restarts=int(not is_rerun),
-        restored_iteration=restored,
-        evidence=_evidence(incident, diagnosis),
-        action=verdict.rung.name.lower(),
-        verdict=verdict.reason,
-        finding=None if diagnosis is None else diagnosis.finding,
-        named=None if diagnosis is None else diagnosis.what,
-        struck=None if struck is None else struck.data.get("tensor"),
-        quarantined=verdict.quarantine,
-        victims=_victims(incident, verdict, event.cycle, events),
-        copies_spoiled=None if struck is None else struck.data.get("copies_spoiled"),
-        sources=None if next_cycle is None else find_sources(next_cycle, events),
-        newest_global=newest_global(events, before_ns=since_ns),
+    Args:
+        ledger: Made of the same events.
+        events: Of all jobs.
+    """
+    return tuple(
+        _row(cost, cost.incident, cost.verdict, ledger, events)
+        for cost in ledger.incidents
+        if cost.incident is not None and cost.verdict is not None
     )
 
 
-def _victims(incident: Incident, verdict: Verdict, cycle: int, events: Sequence[Event]) -> tuple[int, ...]:
-    if incident.rank is not None and incident.node not in verdict.quarantine:
-        return (incident.rank,)
-    started = (event for event in events if event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle)
-    return tuple(sorted(rank for event in started if event.node == incident.node for rank in event.data["ranks"]))
+def unnoticed(ledger: Ledger, events: Iterable[Event]) -> tuple[str, ...]:
+    """Return the faults that were not noticed for what they are, each in one line."""
+    return tuple(_find_unnoticed(ledger, events))
 
 
-def _noticed(decision: _AnsweredIncident, events: Sequence[Event]) -> Event:
-    """Return the first event after a strike that names its kind; the verdict itself, when no other does.
-
-    The latter is so when the coordinator went down with the node: its heir finds out while it takes over.
-    """
-    decided, since_ns = decision.event, 0 if decision.strike is None else decision.strike.event.mono_ns
-    for event in _by_time(events, EventKind.INCIDENT):
-        named = event.data["incident"].get("kind") == kind_of(decision.incident) and event.cycle == decided.cycle
-        if named and since_ns <= event.mono_ns <= decided.mono_ns:
-            return event
-    return decided
+def count_cycles(ledger: Ledger) -> int:
+    """Return how many cycles had workers, over all jobs."""
+    return sum(bool(cycle.nodes) for cycle in ledger.cycles)
 
 
-def _reached(cycle: int, struck: Event | None, events: Sequence[Event]) -> int | None:
-    """Return the last iteration that any rank had done when a cycle ended."""
-    seen = [] if struck is None or struck.iteration is None else [struck.iteration]
-    for event in events:
-        if event.kind == EventKind.CYCLE_ENDED and event.cycle == cycle:
-            seen.extend(event.data.get("iterations", {}).values())
-    return max(seen, default=None)
-
-
-def _recovery(cycle: int, events: Sequence[Event]) -> tuple[int | None, int | None]:
-    """Return the first later cycle in which every rank has done an iteration, and when the last of them had."""
-    sizes: dict[int, int] = {}
-    first_ns: dict[int, dict[int, int]] = {}
-    for event in events:
-        if event.cycle is None or event.cycle <= cycle:
+def _find_unnoticed(ledger: Ledger, events: Iterable[Event]) -> Iterator[str]:
+    for strike in find_strikes(events):
+        if any(_is_due_to(cost, strike) for cost in ledger.incidents):
             continue
-        if event.kind == EventKind.CYCLE_STARTED:
-            sizes[event.cycle] = event.data["world_size"]
-        elif event.kind == EventKind.PROGRESS and event.rank is not None:
-            times = first_ns.setdefault(event.cycle, {})
-            times[event.rank] = min(event.mono_ns, times.get(event.rank, event.mono_ns))
-    for number in sorted(sizes):
-        times = first_ns.get(number, {})
-        if len(times) >= sizes[number]:
-            return number, max(times.values())
-    return None, None
+        here = (cost for cost in ledger.incidents if (cost.job, cost.cycle) == (strike.job, strike.cycle))
+        others = (cost for cost in here if cost.fault is None or not _is_due_to(cost, cost.fault))
+        taken_for = next((cost.reason or cost.text for cost in others), "nothing")
+        struck = f"{_describe(strike)}, in cycle {strike.cycle}"
+        yield f"{struck}, was not noticed as {_expected(strike)} but taken for: {taken_for}"
 
 
-def _restored(cycle: int, events: Sequence[Event]) -> int:
-    found = [e.iteration for e in events if e.kind == EventKind.RESTORED and e.cycle == cycle]
-    return min((iteration for iteration in found if iteration is not None), default=0)
+def _is_due_to(cost: IncidentCost, strike: Event) -> bool:
+    """Return whether an incident is what must follow a strike."""
+    if cost.fault != strike or strike.data["fault"] in (Deed.SLOW, Deed.LEAVE):
+        return False
+    is_rerun = cost.rung == Rung.RERUN_STEP.name.lower()
+    return cost.kind == _expected(strike) and (strike.data["fault"] == Deed.NAN) == is_rerun
+
+
+def _row(cost: IncidentCost, incident: Incident, verdict: Verdict, ledger: Ledger, events: Sequence[Event]) -> Account:
+    strike = None if cost.fault is None or not _is_due_to(cost, cost.fault) else cost.fault
+    since_s = cost.at_s if strike is None else cost.since_s
+    is_rerun = verdict.rung == Rung.RERUN_STEP
+    diagnosis = convert(incident.evidence["diagnosis"], Diagnosis) if "diagnosis" in incident.evidence else None
+    next_cycle = None if is_rerun else _find_next_cycle(cost, ledger)
+    of_job = [event for event in events if event.job == cost.job]
+    return Account(
+        kind=IncidentKind(cost.kind),
+        rank=cost.rank,
+        node=cost.node,
+        cycle=cost.cycle,
+        fault=None if strike is None else strike.data["fault"],
+        iteration=cost.iteration,
+        detected_after_s=None if strike is None else _duration(since_s, cost.at_s),
+        recovered_after_s=_duration(since_s, cost.recovered_s),
+        redone_iterations=None if cost.recovered_s is None else cost.lost_iterations,
+        restarts=int(not is_rerun),
+        restored_iteration=cost.resumed_iteration,
+        evidence=_evidence(incident, diagnosis),
+        action=cost.rung,
+        verdict=cost.reason,
+        finding=None if diagnosis is None else diagnosis.finding,
+        named=None if diagnosis is None else diagnosis.what,
+        struck=None if strike is None else strike.data.get("tensor"),
+        quarantined=verdict.quarantine,
+        victims=_victims(cost, verdict, ledger),
+        copies_spoiled=None if strike is None else strike.data.get("copies_spoiled"),
+        sources=None if next_cycle is None else find_sources(next_cycle, of_job),
+        newest_global=None if strike is None else newest_global(of_job, before_ns=strike.mono_ns),
+    )
+
+
+def _victims(cost: IncidentCost, verdict: Verdict, ledger: Ledger) -> tuple[int, ...]:
+    if cost.rank is not None and cost.node not in verdict.quarantine:
+        return (cost.rank,)
+    cycles = (cycle for cycle in ledger.cycles if (cycle.job, cycle.cycle) == (cost.job, cost.cycle))
+    nodes = (node for cycle in cycles for node in cycle.nodes if node.node == cost.node)
+    return tuple(sorted(rank for node in nodes for rank in node.ranks))
+
+
+def _find_next_cycle(cost: IncidentCost, ledger: Ledger) -> int | None:
+    """Return the first later cycle of its job in which all ranks trained."""
+    later = (cycle for cycle in ledger.cycles if cycle.job == cost.job and cycle.cycle > cost.cycle)
+    return min((cycle.cycle for cycle in later if cycle.steps_start_s is not None), default=None)
 
 
 def _evidence(incident: Incident, diagnosis: Diagnosis | None) -> str:
@@ -371,12 +295,12 @@ def _by_time(events: Iterable[Event], *kinds: EventKind) -> list[Event]:
     return sorted((event for event in events if event.kind in kinds), key=lambda event: event.mono_ns)
 
 
-def _seconds(nanoseconds: int) -> float:
-    return round(nanoseconds / 1e9, 3)
+def _duration(since_s: float | None, until_s: float | None) -> float | None:
+    return None if since_s is None or until_s is None else round(until_s - since_s, 3)
 
 
 def _since(struck: Event, ns: int) -> float:
-    return _seconds(ns - struck.mono_ns)
+    return round((ns - struck.mono_ns) / 1e9, 3)
 
 
 MAX_REPORTS = 3
@@ -525,7 +449,7 @@ class Leaving:
     sources: Sources | None
     """Where the next job's ranks came back from."""
     going_on_after_s: float | None
-    """Seconds from the signal until every rank had done an iteration in the next job."""
+    """Seconds from the signal until every rank had begun a step in the next job."""
     next_exit_codes: tuple[int, ...]
     """Those of the next job's agents, each once."""
 
@@ -543,13 +467,20 @@ class Leaving:
         return max(0, max(self.left_at.values()) - min(self.resumed_at.values()))
 
 
-def find_leaving(events: Sequence[Event]) -> Leaving | None:
-    """Return what followed the demo's notice to a rank; ``None`` = there was none."""
-    jobs = split_jobs(events)
-    for index, job in enumerate(jobs):
-        for event in job:
-            if event.kind == EventKind.FAULT_SIMULATED and event.data["fault"] == Deed.LEAVE:
-                return _follow_leaving(event, job, jobs[index + 1] if index + 1 < len(jobs) else [])
+def find_leaving(ledger: Ledger, events: Sequence[Event]) -> Leaving | None:
+    """Return what followed the demo's notice to a rank; ``None`` = there was none.
+
+    Args:
+        ledger: Made of the same events.
+        events: Of all jobs.
+    """
+    for event in events:
+        if event.kind == EventKind.FAULT_SIMULATED and event.data["fault"] == Deed.LEAVE:
+            cost = next((one for one in ledger.incidents if one.kind == PREEMPTED and one.fault == event), None)
+            jobs = [job.job for job in ledger.jobs]
+            following = jobs[jobs.index(event.job) + 1 :][:1]
+            before, after = ([one for one in events if one.job in names] for names in ([event.job], following))
+            return _follow_leaving(event, cost, before, after)
     return None
 
 
@@ -587,7 +518,9 @@ def _check_leaving(leaving: Leaving, world_size: int) -> Iterator[str]:
         yield f"the next job's exit code was {' or '.join(map(str, leaving.next_exit_codes)) or 'missing'}"
 
 
-def _follow_leaving(struck: Event, job: Sequence[Event], following: Sequence[Event]) -> Leaving:
+def _follow_leaving(
+    struck: Event, cost: IncidentCost | None, job: Sequence[Event], following: Sequence[Event]
+) -> Leaving:
     assert struck.rank is not None
     after = [event for event in job if event.mono_ns >= struck.mono_ns]
     noticed = [event for event in after if event.kind == EventKind.NOTICE and event.rank == struck.rank]
@@ -596,12 +529,6 @@ def _follow_leaving(struck: Event, job: Sequence[Event], following: Sequence[Eve
     for event in after:
         if event.kind == EventKind.SAVE_COMMITTED and "global" in event.data["tiers"]:
             saved_by.setdefault(event.iteration or 0, set()).add(event.rank)
-    size = max((e.data["world_size"] for e in following if e.kind == EventKind.CYCLE_STARTED), default=0)
-    first_ns: dict[int, int] = {}
-    for event in following:
-        if event.kind == EventKind.PROGRESS and event.rank is not None:
-            first_ns.setdefault(event.rank, event.mono_ns)
-    has_all = 0 < size <= len(first_ns)
     return Leaving(
         fault=struck.data["fault"],
         rank=struck.rank,
@@ -615,7 +542,7 @@ def _follow_leaving(struck: Event, job: Sequence[Event], following: Sequence[Eve
         run_exit_codes=_exit_codes(after),
         resumed_at=_resumed_at(following),
         sources=find_sources(0, following) if following else None,
-        going_on_after_s=_since(struck, max(first_ns.values())) if has_all else None,
+        going_on_after_s=None if cost is None else _duration(cost.since_s, cost.recovered_s),
         next_exit_codes=_exit_codes(following),
     )
 
@@ -698,8 +625,8 @@ def _elsewhere(victims: Iterable[int], sources: Sources, expected: tuple[str, ..
             yield f"rank {rank} came back from {tier} instead of {' or '.join(expected)}"
 
 
-COMPARED = {"weights": "weights", "optimizer": "optimizer state", "losses": "loss history"}
-"""What is compared, by its name in a result, for people."""
+COMPARED = ("weights", "optimizer", "losses")
+"""What is compared at least, by its name in a result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -724,8 +651,6 @@ class DemoOutcome:
     """What went wrong; empty = nothing."""
     folder: str | None = None
     """Where everything was kept; ``None`` = nothing was."""
-    details: str | None = None
-    """File with what was done about each fault; ``None`` = none was written."""
     report: str | None = None
     """The page about the run with faults; ``None`` = none was written."""
 

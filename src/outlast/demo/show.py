@@ -20,6 +20,7 @@ from outlast.demo.outcome import (
     find_leaving,
     find_slowed,
     named_ranks,
+    read_ledger,
     unkept,
     unkept_of_leaving,
     unkept_of_slowed,
@@ -27,7 +28,7 @@ from outlast.demo.outcome import (
 )
 from outlast.demo.plan import DemoFault, Scene, Shape, draw_faults, is_time
 from outlast.demo.stage import Stage, find_example, uninterrupted
-from outlast.demo.view import View, write_details
+from outlast.demo.view import View
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
 from outlast.goodput import Ledger
 from outlast.incidents import Event
@@ -49,7 +50,7 @@ def perform(
     keep: str | None,
     view: View,
     on_failure: Callable[[str], None],
-    writes_details: bool = False,
+    writes_page: bool = False,
 ) -> DemoOutcome:
     """Run the demo.
 
@@ -60,8 +61,7 @@ def perform(
             when something went wrong.
         view: Shows what happens.
         on_failure: Called with the end of the agents' output when something went wrong.
-        writes_details: Write what was done about each fault, and the page about the run, into files of the folder,
-            which then stays.
+        writes_page: Write the page about the run with faults into a file of the folder, which then stays.
 
     Raises:
         ConfigError: The folder is not empty, or there are too few iterations.
@@ -74,18 +74,16 @@ def perform(
     folder = _make_folder(keep)
     try:
         outcome = _run_both(shape, seed, faults, script, folder, view, on_failure)
-        if writes_details and outcome.incidents:
-            path = folder / "incidents.txt"
-            path.write_text(write_details(outcome), encoding="utf-8")
+        if writes_page and outcome.incidents:
             page = _write_page(folder / _WITH_FAULTS / "run", folder / "report.html")
-            outcome = dataclasses.replace(outcome, details=str(path), report=page)
+            outcome = dataclasses.replace(outcome, report=page)
     except BaseException:
         if keep is None:
             _remove(folder)
         raise
     if not outcome.ok or keep is not None:
         return dataclasses.replace(outcome, folder=str(folder))
-    if outcome.details is None:
+    if outcome.report is None:
         _remove(folder)
     else:
         _remove(folder / _UNDISTURBED, folder / _WITH_FAULTS)
@@ -139,23 +137,25 @@ def _run_both(
     events: list[Event] = []
     if not problems:
         events = _play(second, f"With faults: {size} + {_NUM_SPARES} spare nodes", faults, view, problems, on_failure)
-        problems += [*unnoticed(events), *unkept(account_for(events))]
-        problems += unkept_of_slowed(find_slowed(events))
-        problems += unkept_of_leaving(find_leaving(events), world_size=shape.world_size)
     undisturbed, struck = _read_result(first.result_path), _read_result(second.result_path)
-    if undisturbed and struck and (unequal := differences(undisturbed, struck)):
-        problems.append(f"the results differ in {', '.join(unequal)}")
-    return DemoOutcome(
-        seed=seed,
-        undisturbed=undisturbed,
-        struck=struck,
-        incidents=account_for(events),
-        slowed=find_slowed(events),
-        leaving=find_leaving(events),
-        cycles=count_cycles(events),
-        wall_s=clock.now_s() - started_s,
-        problems=tuple(problems),
+    outcome = DemoOutcome(
+        seed=seed, undisturbed=undisturbed, struck=struck, incidents=(), cycles=0, wall_s=0.0, problems=()
     )
+    if events:
+        ledger = read_ledger(events)
+        outcome = dataclasses.replace(
+            outcome,
+            incidents=account_for(ledger, events),
+            slowed=find_slowed(events),
+            leaving=find_leaving(ledger, events),
+            cycles=count_cycles(ledger),
+        )
+        problems += [*unnoticed(ledger, events), *unkept(outcome.incidents), *unkept_of_slowed(outcome.slowed)]
+        problems += unkept_of_leaving(outcome.leaving, world_size=shape.world_size)
+    if undisturbed and struck and (unequal := differences(undisturbed, struck)):
+        told = (f"{name} ({_short(undisturbed, name)} undisturbed, {_short(struck, name)})" for name in unequal)
+        problems.append(f"the results differ in {', '.join(told)}")
+    return dataclasses.replace(outcome, wall_s=clock.now_s() - started_s, problems=tuple(problems))
 
 
 def _play(
@@ -211,6 +211,10 @@ def _follow(stage: Stage, faults: tuple[DemoFault, ...], view: View) -> list[Dem
         if clock.now_s() > deadline_s:
             raise DeadlineExceeded(f"the training did not end within {limit_s:.0f} s")
         time.sleep(_POLL_S)
+
+
+def _short(result: dict[str, Any], name: str) -> str:
+    return str(result.get(name, "missing"))[:12]
 
 
 def _make_folder(keep: str | None) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from outlast.incidents import Incident, Verdict
+from outlast.incidents import Event, Incident, Verdict
 
 
 class Part(StrEnum):
@@ -138,6 +138,8 @@ class IncidentCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The sum of them."""
     simulated: str = ""
     """Label of the injected fault that caused it; empty = none did, as far as is known."""
+    fault: Event | None = None
+    """The event of that fault."""
     incident: Incident | None = None
     verdict: Verdict | None = None
     evidence: dict[str, Any] = {}

@@ -63,7 +63,7 @@ class Life:
     began_s: float
     """When the processes were there, or back in the script."""
     steps_start_s: float | None = None
-    """When the last rank began its first step."""
+    """When the last rank began its first step; ``None`` = not all of them did."""
     end_s: float = 0.0
     """When training stopped: by the fault, or by its own end."""
     from_iteration: int = 0
@@ -116,6 +116,11 @@ class CycleHistory:
     troubles: list[Episode] = field(default_factory=list)
 
     @property
+    def world_size(self) -> int:
+        """Ranks that it began with; 0 = not known."""
+        return max((int(event.data.get("world_size") or 0) for _, event in self.starts.values()), default=0)
+
+    @property
     def started_s(self) -> float | None:
         """When its workers ran on the last node; ``None`` = they never did."""
         if self.starts:
@@ -138,6 +143,8 @@ class JobHistory:
     """When the scheduler started it."""
     launcher: str = ""
     events: list[tuple[float, Event]] = field(default_factory=list)
+    num_reporting: int = 0
+    """Ranks that report steps: the most that did in any of its cycles."""
 
     @property
     def exit_code(self) -> int | None:
@@ -188,6 +195,8 @@ def split_jobs(moments: Sequence[Moment], zero_ns: int) -> list[JobHistory]:
     for job in found:
         if len([other for other in found if other.name == job.name]) > 1 and job.scheduled_s is not None:
             job.scheduled_s = max(job.scheduled_s, 0.0)
+        reports = ((*cycle.steps, *cycle.done) for cycle in job.cycles.values())
+        job.num_reporting = max((len({event.rank for _, event in pairs}) for pairs in reports), default=0)
         for number in sorted(job.cycles):
             _settle(job, job.cycles[number])
     return found
@@ -305,14 +314,14 @@ def _fill(job: JobHistory, cycle: CycleHistory, life: Life, begin_s: float, unti
     for time_s, event in steps:
         first.setdefault(event.rank, time_s)
     progress = [(time_s, event) for time_s, event in done if event.kind == EventKind.PROGRESS]
-    if steps:
-        life.steps_start_s = max(first.values())
-        life.from_iteration = min(event.iteration or 0 for _, event in steps)
-    elif progress:  # a journal of an earlier version: from the first finished iteration on
-        firsts: dict[int | None, float] = {}
+    if not steps:  # a journal of an earlier version: from the first finished iteration on
         for time_s, event in progress:
-            firsts.setdefault(event.rank, time_s)
-        life.steps_start_s = max(firsts.values())
+            first.setdefault(event.rank, time_s)
+    if first and (cycle.lives or len(first) >= min(cycle.world_size, job.num_reporting)):
+        life.steps_start_s = max(first.values())
+    if steps:
+        life.from_iteration = min(event.iteration or 0 for _, event in steps)
+    elif progress:
         restored = [event.iteration or 0 for time_s, event in cycle.restored if begin_s <= time_s < until_s]
         life.from_iteration = min(restored, default=max(0, min(event.iteration or 0 for _, event in progress) - 1))
     reached = [event.iteration or 0 for _, event in done]
@@ -322,8 +331,7 @@ def _fill(job: JobHistory, cycle: CycleHistory, life: Life, begin_s: float, unti
             reached += [int(value) for value in (event.data.get("iterations") or {}).values()]
     if life.trouble is not None:
         life.end_s = life.trouble.began_s
-        if life.trouble.incident is not None and life.trouble.incident.iteration is not None:
-            reached.append(life.trouble.incident.iteration)
+        reached += [one.iteration or 0 for one in (life.trouble.incident, life.trouble.fault) if one is not None]
     elif until_s != float("inf"):
         durations = [float(event.data.get("duration_s") or 0.0) for time_s, event in cycle.back if time_s == until_s]
         duration_s = durations[0] if durations else 0.0
@@ -334,7 +342,7 @@ def _fill(job: JobHistory, cycle: CycleHistory, life: Life, begin_s: float, unti
     life.end_s = max(life.end_s, begin_s)
     if life.steps_start_s is None:
         restored = [event.iteration or 0 for time_s, event in cycle.restored if begin_s <= time_s < until_s]
-        life.from_iteration = min(restored, default=0)
+        life.from_iteration = min(restored, default=life.from_iteration)
         life.to_iteration = max([*reached, life.from_iteration])
         life.is_tracked = bool(restored) or life.to_iteration > 0
         return
@@ -351,16 +359,22 @@ def _fill(job: JobHistory, cycle: CycleHistory, life: Life, begin_s: float, unti
 
 
 def _find_troubles(job: JobHistory, cycle: CycleHistory) -> Iterator[Episode]:
-    """Yield what something was done about, with when it was noticed and, where known, when it happened."""
+    """Yield what something was done about, with when it was noticed and, where known, when it happened.
+
+    It is noticed by the first event about it since the last decision on the like of it.
+    """
     free = list(cycle.faults)
+    decided_before: dict[tuple[Any, ...], float] = {}
     for decided_s, event in cycle.decisions:
         incident, verdict = decode(event.data["incident"], Incident), decode(event.data.get("verdict"), Verdict)
         raw = event.data["incident"]
-        kind = kind_of(incident) if incident is not None else str(raw.get("kind", ""))
+        kind, about = _kind_of(raw), _about(raw)
+        after_s = decided_before.get(about, float("-inf"))
+        decided_before[about] = decided_s
         noticed = [
             time_s
             for time_s, other in cycle.incidents
-            if time_s <= decided_s and _is_same(other.data.get("incident") or {}, raw)
+            if after_s < time_s <= decided_s and _about(other.data.get("incident") or {}) == about
         ]
         trouble = Episode(
             kind=kind,
@@ -438,13 +452,15 @@ def _match_fault(trouble: Episode, free: list[tuple[float, Event]]) -> None:
             return
 
 
-def kind_of(incident: Incident) -> str:
+def _kind_of(incident: dict[str, Any]) -> str:
     """Return what an incident is about: a worker that failed with a diagnosis did so for an invalid result."""
-    return str(IncidentKind.INVALID_RESULT if "diagnosis" in incident.evidence else incident.kind)
+    return str(IncidentKind.INVALID_RESULT if "diagnosis" in incident.get("evidence", {}) else incident.get("kind", ""))
 
 
-def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one.get(name) == other.get(name) for name in ("kind", "node", "rank"))
+def _about(incident: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what two reports of one incident have in common: of a hang not the rank, as others report it, too."""
+    kind = _kind_of(incident)
+    return (kind,) if kind == IncidentKind.WORKER_HUNG else (kind, incident.get("node"), incident.get("rank"))
 
 
 def decode(value: Any, kind: type[msgspec.Struct]) -> Any:

@@ -153,6 +153,8 @@ class _Walk:
         self._now_s = 0.0
         self._active: int | None = None
         """The incident that what follows is spent on, until all ranks train again."""
+        self._open: set[int] = set()
+        """It, and those that it overtook before all ranks trained again."""
         self._resumed: dict[int, tuple[float, int]] = {}
         """Incident to when all ranks began a step again, and from which iteration."""
         self._lost: Counter[int] = Counter()
@@ -240,7 +242,7 @@ class _Walk:
             part = Part.RESTART
         self._spend(job.end_s, part, job, on=leaving if leaving is not None else stopped_by)
         if leaving is not None:
-            self._active = leaving
+            self._begin(leaving)
 
     def _walk_cycle(self, job: JobHistory, cycle: CycleHistory, *, is_first: bool) -> None:
         started_s = cycle.started_s
@@ -268,12 +270,12 @@ class _Walk:
     def _walk_life(self, job: JobHistory, cycle: CycleHistory, life: Life) -> None:
         number = cycle.number
         trouble = life.trouble
-        caused = None if trouble is None else self._causes[id(trouble)]
+        caused = -1 if trouble is None else self._causes[id(trouble)]
         if life.steps_start_s is None:
-            has_session = any(other.sessions for other in job.cycles.values())
+            has_session = job.num_reporting > 0 or any(other.sessions for other in job.cycles.values())
             part = Part.START_UP if has_session else Part.UNOBSERVED
-            on = (self._active if self._active is not None else caused) if has_session else None
-            self._spend(life.end_s, part, job, number, on=on)
+            on = self._active if self._active is not None or trouble is None else caused
+            self._spend(life.end_s, part, job, number, on=on if has_session else None)
             if not has_session:
                 self._note_resumed(life.began_s, 0)
         else:
@@ -282,7 +284,7 @@ class _Walk:
             self._note_resumed(life.steps_start_s, life.from_iteration)
             self._spend(life.end_s, Part.PRODUCTIVE, job, number)
         if trouble is not None:
-            self._active = caused
+            self._begin(caused)
             self._spend(trouble.at_s, Part.DETECTION, job, number, on=caused)
             self._spend(
                 life.back_s if life.back_s is not None else trouble.decided_s, Part.RESTART, job, number, on=caused
@@ -305,10 +307,15 @@ class _Walk:
         self._spend(max(life.began_s, end_s - load_s), Part.START_UP, job, cycle.number, on=self._active)
         self._spend(end_s, Part.LOAD, job, cycle.number, on=self._active)
 
+    def _begin(self, incident: int) -> None:
+        """Spend what follows on an incident."""
+        self._active = incident
+        self._open.add(incident)
+
     def _note_resumed(self, at_s: float, iteration: int) -> None:
-        if self._active is not None:
-            self._resumed[self._active] = (at_s, iteration)
-            self._active = None
+        self._resumed |= dict.fromkeys(self._open, (at_s, iteration))
+        self._active = None
+        self._open.clear()
 
     # -- what was lost -------------------------------------------------------------------------------------------
 
@@ -415,6 +422,7 @@ class _Walk:
             parts=parts,
             cost_s=sum(parts.values()),
             simulated=trouble.simulated,
+            fault=trouble.fault,
             incident=incident,
             verdict=trouble.verdict,
             evidence=evidence,
