@@ -204,7 +204,7 @@ def test_a_section_may_be_a_mapping_as_in_a_file() -> None:
     """It becomes the config that it stands for, or is refused by name at once."""
     config = Config(checkpoint={"directory": "somewhere", "save-interval": 5})  # type: ignore[arg-type]
     assert config.checkpoint == CheckpointConfig(directory="somewhere", save_interval=5)
-    with pytest.raises(ConfigError, match="checkpoint: unknown key 'directry'; did you mean 'directory'?"):
+    with pytest.raises(ConfigError, match="checkpoint: unknown key 'directry'; did you mean 'directory'"):
         Config(checkpoint={"directry": "somewhere"})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="checkpoint must be a CheckpointConfig or a mapping, not 'somewhere'"):
         Config(checkpoint="somewhere")  # type: ignore[arg-type]
