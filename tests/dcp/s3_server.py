@@ -16,6 +16,18 @@ from typing import Any
 from outlast.testing.ranks import free_port
 
 READY_S = 120.0
+# moto looks whether an object exists, and then makes it; S3 does both at once.
+ATOMIC_SERVER = """
+import sys, threading
+from moto.s3.responses import S3Response
+from moto.server import main
+one_at_a_time, put_object = threading.Lock(), S3Response.put_object
+def put_alone(response):
+    with one_at_a_time:
+        return put_object(response)
+S3Response.put_object = put_alone
+main(sys.argv[1:])
+"""
 
 
 class S3Server:
@@ -64,7 +76,7 @@ class S3Server:
         """Start it, with what it had when it ended. Blocks: until it answers."""
         is_new = not self._record.exists()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+            [sys.executable, "-c", ATOMIC_SERVER, "-H", "127.0.0.1", "-p", str(self.port)],
             env={
                 **os.environ,
                 **self.environment,

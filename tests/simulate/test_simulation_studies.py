@@ -13,6 +13,7 @@ import pytest
 from outlast.errors import ConfigError
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.policy.checkpoint_plan import optimal_interval_s
+from outlast.policy.ladder import Limits
 from outlast.simulate import (
     RecoveryCosts,
     Scenario,
@@ -83,6 +84,44 @@ def test_the_closed_form_knows_two_tiers() -> None:
     study = run_study(one, repeats=20, advise=False)
     assert study.agrees, (study.ettr_ci, study.closed_form)
     assert study.loads["global"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        Scenario(num_ranks=131072),  # some 3,200 failures a run, and the ladder stops it twice
+        one_tier(failure_every_s=600.0),
+        one_tier(
+            failure_every_s=300.0, interval_iterations=20, limits=Limits(max_restarts=99, max_no_progress_cycles=99)
+        ),
+        one_tier(failure_every_s=600.0, limits=Limits(max_restarts=2, max_no_progress_cycles=2)),
+    ],
+    ids=["131072 ranks", "one tier", "without a limit", "with a low limit"],
+)
+def test_the_closed_form_knows_failures_that_are_not_rare(scenario: Scenario) -> None:
+    """Those that come during a recovery, and runs that are stopped for want of progress: it lies in the interval."""
+    study = run_study(scenario, advise=False)
+    form, (low, high) = study.closed_form, study.ettr_ci
+    assert form.holds
+    assert study.agrees, (study.ettr_ci, form)
+    assert not low <= form.first_order <= high
+    assert form.num_stops == pytest.approx(study.num_stops, rel=0.3, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"failure_every_s": 60.0},
+        {"weibull_shape": 0.7},
+        {"restart_stopped_s": None},
+        {"process_share": 0.0, "node_share": 1.0, "num_spares": 0},
+    ],
+)
+def test_the_closed_form_says_what_it_is_not_about(values: dict[str, Any]) -> None:
+    """Failures that leave little time, bursts, runs that stay stopped, waits for nodes."""
+    assert evaluate(one_tier(failure_every_s=3000.0)).holds
+    assert not evaluate(one_tier(failure_every_s=3000.0).change(**values)).holds
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,12 @@ from outlast.status.report import NodeReport, NodeState, RunState, StatusReport,
 from outlast.top import look
 from outlast.top.look import Looker, RankLine, TopReport, Unanswered
 from outlast.top.view import describe_others, plain, rank_badness, show
+
+
+@pytest.fixture(autouse=True)
+def no_board_of_another_test() -> None:
+    """Let go of what earlier tests of this process held: it is an agent here, and all its boards are looked at."""
+    gc.collect()
 
 
 def make_status(tmp_path: Path, **fields: Any) -> StatusReport:

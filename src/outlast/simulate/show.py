@@ -91,7 +91,7 @@ def _compare(result: StudyResult) -> str:
     away = f"{100 * (form.ettr - result.ettr):+.2f} points from the simulation"
     if not form.holds:
         between = f"{_time(form.overhead_s + form.lost_s)} of the {_time(form.mtbf_s)} between two"
-        return f"{away}: it is of first order, and a failure costs {between}"
+        return f"{away}: it is for rarer failures at random times, and enough spares; one costs {between}"
     parts = result.partition
     waits = [name for name in ("idle", "queued") if parts[name] > 0.001 * result.scenario.duration_s]
     # What comes but once: the first start.

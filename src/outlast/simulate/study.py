@@ -175,6 +175,8 @@ class StudyResult:
                 "overhead_s": form.overhead_s,
                 "lost_s": form.lost_s,
                 "saving": form.saving,
+                "num_stops": form.num_stops if math.isfinite(form.num_stops) else None,
+                "first_order": form.first_order,
             },
             "simulated_s": self.scenario.duration_s,
             "repeats": len(self.runs),
