@@ -300,6 +300,28 @@ def test_coordinator_that_dies_while_it_is_asked_is_no_other_program() -> None:
         stranger.join()
 
 
+@pytest.mark.parametrize(("times", "found"), [(1, Occupant.NOBODY), (3, Occupant.LEAVING)])
+def test_coordinator_that_ends_within_a_handshake_is_no_other_program(times: int, found: Occupant) -> None:
+    """One that has named the run and its key and hangs up then, as one whose heir leads, ends no agent that starts."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+
+        def greet() -> None:
+            for number in range(times):
+                accepted = listener.accept()[0]
+                handshake = control.serve_handshake(JobIdentity(run_id="run", key=KEY))
+                accepted.sendall(handshake.outgoing)
+                accepted.recv(handshake.num_wanted, socket.MSG_WAITALL)
+                if number + 1 == times:
+                    listener.close()
+                accepted.close()
+
+        ending = threading.Thread(target=greet)
+        ending.start()
+        assert probe(endpoint, "run", KEY)[0] is found
+        ending.join()
+
+
 def test_strangers_change_nothing(make: Callable[..., SomeAgent]) -> None:
     """Garbage, half a greeting, a wrong key and a recorded session are refused; the run ends as without them."""
     port = free_port()

@@ -258,6 +258,7 @@ class Occupant(Enum):
     NOBODY = "nobody listens there yet"
     UNREACHABLE = "it cannot be reached"
     UNKNOWN = "there is no such host"
+    LEAVING = "a coordinator of this run answers there, and ends"
     FOREIGN = "another program answers there"
     SILENT = "a program listens there and does not answer"
 
@@ -277,7 +278,7 @@ def probe(endpoint: Endpoint, run_id: str, key: RunKey) -> tuple[Occupant, str]:
     """
     for _ in range(_MAX_PROBES):
         occupant, why = _probe_once(endpoint, run_id, key)
-        if occupant is not Occupant.FOREIGN or why:
+        if occupant is not Occupant.LEAVING and (occupant is not Occupant.FOREIGN or why):
             break
         threading.Event().wait(_PAUSE_S)  # without a word: a coordinator that was killed ends its connections so, too
     return occupant, why
@@ -292,14 +293,17 @@ def _probe_once(endpoint: Endpoint, run_id: str, key: RunKey) -> tuple[Occupant,
         refused = found.errno == errno.ECONNREFUSED
         return (Occupant.NOBODY if refused else Occupant.UNREACHABLE), ""
     with MessageChannel[m.Answer](found, m.Answer) as channel:
+        handshake = join_handshake(run_id, key)
         try:
-            is_open = channel.authenticate(join_handshake(run_id, key), within_s=_ANSWER_S)
+            is_open = channel.authenticate(handshake, within_s=_ANSWER_S)
         except WrongRun:
             raise
         except AuthenticationFailed as error:
+            if isinstance(error.__cause__, ConnectionError):
+                return Occupant.LEAVING, ""
             return Occupant.FOREIGN, str(error)
         except TimeoutError:
             return Occupant.SILENT, ""
-        except OSError:
-            return Occupant.FOREIGN, ""
+        except OSError:  # if it has named this run and its key, it is none of another
+            return (Occupant.LEAVING if handshake.is_introduced else Occupant.FOREIGN), ""
     return (Occupant.COORDINATOR if is_open else Occupant.FOREIGN), ""

@@ -141,6 +141,11 @@ class Handshake:
         """Whether both sides have proved to know the key."""
         return not self.num_wanted
 
+    @property
+    def is_introduced(self) -> bool:
+        """Whether this is the client's side, and the server's introduction was the right one."""
+        return not self._is_server and bool(self._nonces)
+
     def feed(self, data: bytes) -> bytes:
         """Take the other side's next :attr:`num_wanted` bytes; return what to send now.
 
