@@ -154,3 +154,26 @@ def test_strangers_leave_a_run_bit_identical(tmp_path: Path) -> None:
     lines = host.output().splitlines()
     assert 0 < sum("refused a connection" in line for line in lines) < 20, "strangers do not fill the log"
     assert os.path.getsize(host.log_path) < MIB
+
+
+def test_a_node_that_starts_while_the_coordinator_is_stopped_joins_it(tmp_path: Path) -> None:
+    """What listens and says nothing may be this run's first agent, stopped or very busy: the node waits for it."""
+    script, go = tmp_path / "waits.py", tmp_path / "go"
+    script.write_text(
+        "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.05)\n"
+    )
+    limit_s = 150.0
+    with Cluster(
+        script, str(go), run_dir=tmp_path / "run", num_nodes=1, num_spares=1, num_started=1, nproc_per_node=1
+    ) as cluster:
+        cluster.wait_for("cycle 0: rank 0 of 1 runs here", limit_s)
+        first = psutil.Process(cluster.agent(0).pid)
+        first.suspend()
+        try:
+            cluster.add_node()
+            cluster.wait_for("a program listens there and does not answer", limit_s)
+        finally:
+            first.resume()
+        cluster.wait_for("node node-1 waits", limit_s)
+        go.touch()
+        assert cluster.wait(limit_s) == [0, 0]

@@ -307,7 +307,7 @@ class NodeAgent(SimpleElasticAgent):
 
         def remind() -> None:
             problem = self._client.link.problem or "no answer yet"
-            log.info("waiting for the coordinator: %s; gives up in %.0f s", problem, left_s - REMIND_S)
+            log.info("waiting for the coordinator: %s; gives up in %.0f s", problem, max(0.0, left_s - REMIND_S))
             self._wait_for_link(left_s - REMIND_S)
 
         self._timers.set("first link", REMIND_S, remind)

@@ -328,10 +328,12 @@ def _find_unknown(endpoints: Sequence[Endpoint], identity: JobIdentity) -> list[
             raise ConfigError(f"--rdzv-endpoint={endpoint}: a coordinator answers there, and {error}") from None
         if found is Occupant.UNKNOWN:
             unknown.append(f"{endpoint.host!r} ({why})")
-        elif found is Occupant.FOREIGN or (found is Occupant.SILENT and len(endpoints) == 1):
+        elif found is Occupant.FOREIGN:
             raise ConfigError(
                 f"--rdzv-endpoint={endpoint}: {found.value}, no agent of a run; name a free port, or end that program"
             )
+        elif found is Occupant.SILENT:  # this run's first agent may be stopped, or its machine very busy
+            log.warning("%s: %s; this node joins once it does, or is refused after join_timeout", endpoint, found.value)
     return unknown if len(unknown) == len(endpoints) else []
 
 
