@@ -10,6 +10,7 @@ import resource
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -170,8 +171,11 @@ def test_a_node_that_starts_while_the_coordinator_is_stopped_joins_it(tmp_path: 
         first = psutil.Process(cluster.agent(0).pid)
         first.suspend()
         try:
-            cluster.add_node()
-            cluster.wait_for("a program listens there and does not answer", limit_s)
+            spare = psutil.Process(cluster.add_node().pid)
+            deadline_s = time.monotonic() + limit_s
+            while not any(str(one.raddr.port) in cluster.endpoint for one in spare.net_connections() if one.raddr):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
         finally:
             first.resume()
         cluster.wait_for("node node-1 waits", limit_s)

@@ -100,6 +100,8 @@ def summarise(run_dir: str | os.PathLike[str], job: str) -> Summary:
 
 log = logging.getLogger(__name__)
 _RESOLVE_AGAIN_S, _RESOLVE_REMIND_S = 1.0, 10.0
+_SILENT_S = 12.0
+"""How long what listens at the only endpoint may be silent: the run's first agent may be stopped, or very busy."""
 """How often hosts that are not known are looked up again, and how often the log says so."""
 
 PRELOAD = (
@@ -324,16 +326,17 @@ def _find_unknown(endpoints: Sequence[Endpoint], identity: JobIdentity) -> list[
             continue
         try:
             found, why = probe(endpoint, identity.run_id, identity.key)
+            until_s = clock.now_s() + _SILENT_S
+            while found is Occupant.SILENT and len(endpoints) == 1 and clock.now_s() < until_s:
+                found, why = probe(endpoint, identity.run_id, identity.key)
         except WrongRun as error:
             raise ConfigError(f"--rdzv-endpoint={endpoint}: a coordinator answers there, and {error}") from None
         if found is Occupant.UNKNOWN:
             unknown.append(f"{endpoint.host!r} ({why})")
-        elif found is Occupant.FOREIGN:
+        elif found is Occupant.FOREIGN or (found is Occupant.SILENT and len(endpoints) == 1):
             raise ConfigError(
                 f"--rdzv-endpoint={endpoint}: {found.value}, no agent of a run; name a free port, or end that program"
             )
-        elif found is Occupant.SILENT:  # this run's first agent may be stopped, or its machine very busy
-            log.warning("%s: %s; this node joins once it does, or is refused after join_timeout", endpoint, found.value)
     return unknown if len(unknown) == len(endpoints) else []
 
 
