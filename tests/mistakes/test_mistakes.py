@@ -230,6 +230,7 @@ def listening(answer: bytes) -> Iterator[int]:
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["speaks", "is silent"])
 def test_another_program_at_the_endpoint_is_named(shell: Shell, answer: bytes) -> None:
     """Where another program listens, speaking or silent, the run is refused within seconds instead of waiting."""
