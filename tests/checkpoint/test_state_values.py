@@ -97,6 +97,16 @@ class _Point(collections.namedtuple("_Point", "x y")):
     pass
 
 
+@pytest.fixture(autouse=True)
+def torchs_own_list() -> Iterator[None]:
+    """Megatron, where another test has imported it, lets torch load paths and more."""
+    added = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    yield
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(added)
+
+
 @dataclasses.dataclass
 class _Settings:
     rate: float = 0.1

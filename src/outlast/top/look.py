@@ -40,8 +40,8 @@ SCHEMA = 1
 """Of what ``--json`` prints; raised when a field changes its meaning or goes."""
 FIRST_S, SCREEN_S = 60.0, 3.0
 """How long the first look may take, and how long a screen waits for it; of thousands of ranks it takes seconds."""
-ASKED_S, COUNTED_S = 5.0, 2.0
-"""How long ``--once`` waits for the coordinator, and for the goodput, once the run directory was read."""
+ASKED_S, READ_S, COUNTED_S = 5.0, 5.0, 2.0
+"""How long ``--once`` waits for the coordinator, then for the run directory, and then for the goodput."""
 UNANSWERED_S = 3.0
 """What has not answered for so long is named."""
 ASK_AGAIN_S = 1.0
@@ -170,7 +170,7 @@ class Looker:
         """Why there is nothing to look at, or a thread ended before its time."""
         self._taken: tuple[Evidence, JobEvents] | None = None
         self._ends, self._has_first, self._has_asked = threading.Event(), threading.Event(), threading.Event()
-        self._has_counted = threading.Event()
+        self._has_read, self._has_counted = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -183,12 +183,13 @@ class Looker:
         """Wait until there is something to show.
 
         Args:
-            for_all: The coordinator was asked, too, and the goodput counted.
+            for_all: The coordinator was asked, too, the run directory read, and the goodput counted.
 
         Raises:
             ConfigError: There is nothing to look at, or, for all, it does not answer.
 
-        Blocks: up to :data:`SCREEN_S`, for all :data:`FIRST_S` and then :data:`ASKED_S` and :data:`COUNTED_S`.
+        Blocks: up to :data:`SCREEN_S`, for all :data:`FIRST_S` and then :data:`ASKED_S`, :data:`READ_S`
+            and :data:`COUNTED_S`.
         """
         if not self._has_first.wait(FIRST_S if for_all else SCREEN_S) and for_all:
             raise ConfigError(
@@ -198,7 +199,9 @@ class Looker:
         self.check()
         if for_all:
             self._has_asked.wait(ASKED_S)
-            self._has_counted.wait(COUNTED_S if self._run_dir is not None else 0.0)
+            if self._run_dir is not None:  # a coordinator may have named it
+                self._has_read.wait(READ_S)
+                self._has_counted.wait(COUNTED_S)
             self.newest = self._compile(patience_s=0.5)
 
     def check(self) -> None:
@@ -253,6 +256,7 @@ class Looker:
                 elif self.newest is None:
                     self._refuse(error)
                     return
+            self._has_read.set()
             took_s = (clock.now_ns() - source.begun_ns) / 1e9
             source.begun_ns = 0
             self._ends.wait(max(self._interval_s, 4 * took_s))
