@@ -171,10 +171,15 @@ def test_a_node_that_starts_while_the_coordinator_is_stopped_joins_it(tmp_path: 
         first = psutil.Process(cluster.agent(0).pid)
         first.suspend()
         try:
-            spare = psutil.Process(cluster.add_node().pid)
+            spare, asked = cluster.add_node(), set()
             deadline_s = time.monotonic() + limit_s
-            while not any(str(one.raddr.port) in cluster.endpoint for one in spare.net_connections() if one.raddr):
+            while len(asked) < 2:  # the first time it asked it got no answer
+                assert spare.running, spare.output()
                 assert time.monotonic() < deadline_s
+                connections = psutil.Process(spare.pid).net_connections()
+                asked |= {
+                    one.laddr.port for one in connections if one.raddr and str(one.raddr.port) in cluster.endpoint
+                }
                 time.sleep(0.01)
         finally:
             first.resume()

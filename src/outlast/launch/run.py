@@ -300,8 +300,9 @@ def _check_endpoints(endpoints: Sequence[Endpoint], identity: JobIdentity, resol
     Raises:
         ConfigError: No host of theirs is known, or what answers at one is no coordinator of this run.
 
-    Blocks: about 0.01 s where all is well or nobody listens yet; some seconds where names or hosts do not answer; up to
-    ``resolve_timeout_s`` more where no host is known.
+    Blocks: about 0.01 s where all is well or nobody listens yet; some seconds where names or hosts do not answer;
+    :data:`_SILENT_S` where what listens at the only endpoint is silent; up to ``resolve_timeout_s`` more where no host
+    is known.
     """
     until_s, told_s = clock.now_s() + resolve_timeout_s, clock.now_s()
     while unknown := _find_unknown(endpoints, identity):
