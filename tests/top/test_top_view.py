@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from outlast.errors import ConfigError
 from outlast.incidents import EventKind
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
-from outlast.runtime.processes import describe_self
+from outlast.runtime.processes import _started, _stat, this_process
 from outlast.status.evidence import gather
 from outlast.status.facts import judge
 from outlast.status.report import NodeReport, NodeState, RunState, StatusReport, Trouble
@@ -25,19 +26,34 @@ from outlast.top.look import Looker, RankLine, TopReport, Unanswered
 from outlast.top.view import describe_others, plain, rank_badness, show
 
 
-@pytest.fixture(autouse=True)
-def no_board_of_another_test() -> None:
-    """Let go of what earlier tests of this process held: it is an agent here, and all its boards are looked at."""
-    gc.collect()
+@contextmanager
+def agent_of(run_dir: Path, *boards: Board) -> Iterator[subprocess.Popen[bytes]]:
+    """Write a job of one cycle whose agent is a process that holds these boards and no others."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[board.fd for board in boards]) as process:
+        try:
+            itself = this_process()
+            agent = Journal(run_dir, run_id="gpt", job="job-1", node="a", proc="agent")
+            agent.write(
+                EventKind.JOB_STARTED,
+                command=["train.py"],
+                num_nodes=1,
+                nproc_per_node=1,
+                pid=process.pid,
+                pid_started=_started(_stat(str(process.pid))),
+                host=itself.host,
+                machine=itself.machine,
+            )
+            agent.write(EventKind.CYCLE_STARTED, cycle=0, node_rank=0, ranks=[0], pids=[1], world_size=1)
+            agent.close()
+            yield process
+        finally:
+            process.kill()
 
 
 def make_status(tmp_path: Path, **fields: Any) -> StatusReport:
-    """Return the status of a job whose agent is this process, with some fields replaced."""
-    agent = Journal(tmp_path, run_id="gpt", job="job-1", node="a", proc="agent")
-    agent.write(EventKind.JOB_STARTED, command=["train.py"], num_nodes=1, nproc_per_node=1, **describe_self())
-    agent.write(EventKind.CYCLE_STARTED, cycle=0, node_rank=0, ranks=[0], pids=[1], world_size=1)
-    agent.close()
-    return msgspec.structs.replace(judge(gather(tmp_path, asks=False), clock.wall_ns()), **fields)
+    """Return the status of a job whose agent lives, with some fields replaced."""
+    with agent_of(tmp_path):
+        return msgspec.structs.replace(judge(gather(tmp_path, asks=False), clock.wall_ns()), **fields)
 
 
 def make_line(rank: int, **fields: Any) -> RankLine:
@@ -155,8 +171,7 @@ def test_a_run_that_waits_says_for_what(tmp_path: Path) -> None:
 
 
 def test_ranks_of_this_machine_are_read_from_their_board(tmp_path: Path) -> None:
-    """Sections, iteration and heartbeat come from the memory that a living agent holds, here this process; nothing is
-    written to it."""
+    """Sections, iteration and heartbeat come from the memory that a living agent holds; nothing is written to it."""
     board = Board.create(num_ranks=1)
     try:
         page = board.rank(0)
@@ -166,33 +181,34 @@ def test_ranks_of_this_machine_are_read_from_their_board(tmp_path: Path) -> None
         page.enter("forward")
         page.set_iteration(7)
         before = bytes(board.page(0))
-        make_status(tmp_path)
-        report = look_once(tmp_path)
-        (line,) = report.ranks
-        assert (line.rank, line.node, line.pid, line.state) == (0, "a", os.getpid(), "running")
-        assert (line.iteration, line.section, line.source) == (7, "step/forward", "board")
-        assert line.heartbeat_age_s is not None
-        assert bytes(board.page(0)) == before
-        page.finish()
-        assert look_once(tmp_path).ranks[0].state == "finished"
+        with agent_of(tmp_path, board):
+            report = look_once(tmp_path)
+            (line,) = report.ranks
+            assert (line.rank, line.node, line.pid, line.state) == (0, "a", os.getpid(), "running")
+            assert (line.iteration, line.section, line.source) == (7, "step/forward", "board")
+            assert line.heartbeat_age_s is not None
+            assert bytes(board.page(0)) == before
+            page.finish()
+            assert look_once(tmp_path).ranks[0].state == "finished"
     finally:
         board.close()
 
 
-def test_boards_of_earlier_cycles_are_not_taken_for_the_newest(tmp_path: Path) -> None:
-    """An agent that still holds the board of the cycle before shows the ranks of the new one."""
+@pytest.mark.parametrize("holds_newest", [True, False])
+def test_boards_of_earlier_cycles_are_not_taken_for_the_newest(tmp_path: Path, holds_newest: bool) -> None:
+    """An agent that still holds the board of the cycle before shows the ranks of the new one; once it has closed its
+    newest, what is left is of a cycle that is over."""
     boards = [Board.create(num_ranks=1) for _ in range(2)]
     try:
-        for cycle, board in enumerate(boards):
-            board.rank(0).attach(pid=os.getpid(), global_rank=0, cycle=1 - cycle)
-            board.rank(0).set_iteration(10 * (2 - cycle))
-        make_status(tmp_path)
-        agent = Journal(tmp_path, run_id="gpt", job="job-1", node="a", proc="agent")
-        agent.write(EventKind.CYCLE_STARTED, cycle=1, node_rank=0, ranks=[0], pids=[1], world_size=1)
-        agent.close()
-        assert [line.iteration for line in look_once(tmp_path).ranks] == [20]
-        boards[0].close()  # the newest: what is left is of a cycle that is over
-        assert [line.source for line in look_once(tmp_path).ranks] == ["journal"]
+        for cycle, board in zip((1, 0), boards, strict=True):
+            board.rank(0).attach(pid=os.getpid(), global_rank=0, cycle=cycle)
+            board.rank(0).set_iteration(10 * (cycle + 1))
+        with agent_of(tmp_path, *boards[0 if holds_newest else 1 :]):
+            agent = Journal(tmp_path, run_id="gpt", job="job-1", node="a", proc="agent")
+            agent.write(EventKind.CYCLE_STARTED, cycle=1, node_rank=0, ranks=[0], pids=[1], world_size=1)
+            agent.close()
+            (line,) = look_once(tmp_path).ranks
+            assert (line.iteration, line.source) == ((20, "board") if holds_newest else (None, "journal"))
     finally:
         for board in boards:
             board.close()
@@ -212,15 +228,15 @@ def look_once(run_dir: Path) -> TopReport:
 
 def test_time_that_is_left_needs_the_total(tmp_path: Path) -> None:
     """It is known once a rank has written at how many iterations the run is complete."""
-    make_status(tmp_path)
     rank = Journal(tmp_path, run_id="gpt", job="job-1", node="a", proc="rank-0")
-    rank.write(EventKind.SESSION_STARTED, cycle=0, rank=0, world_size=1)
-    rank.write(EventKind.STEPS_STARTED, cycle=0, rank=0, iteration=0)
-    rank.write(EventKind.PROGRESS, cycle=0, rank=0, iteration=1, step_s=1.0)
-    assert look_once(tmp_path).total is None
-    rank.write(EventKind.STEPS_STARTED, cycle=1, rank=0, iteration=1, total=50)
-    rank.close()
-    report = look_once(tmp_path)
+    with agent_of(tmp_path):
+        rank.write(EventKind.SESSION_STARTED, cycle=0, rank=0, world_size=1)
+        rank.write(EventKind.STEPS_STARTED, cycle=0, rank=0, iteration=0)
+        rank.write(EventKind.PROGRESS, cycle=0, rank=0, iteration=1, step_s=1.0)
+        assert look_once(tmp_path).total is None
+        rank.write(EventKind.STEPS_STARTED, cycle=1, rank=0, iteration=1, total=50)
+        rank.close()
+        report = look_once(tmp_path)
     assert (report.iteration, report.total, report.left_s) == (1, 50, None)  # no rate yet
 
 
