@@ -100,9 +100,9 @@ def summarise(run_dir: str | os.PathLike[str], job: str) -> Summary:
 
 log = logging.getLogger(__name__)
 _RESOLVE_AGAIN_S, _RESOLVE_REMIND_S = 1.0, 10.0
+"""How often hosts that are not known are looked up again, and how often the log says so."""
 _SILENT_S = 12.0
 """How long what listens at the only endpoint may be silent: the run's first agent may be stopped, or very busy."""
-"""How often hosts that are not known are looked up again, and how often the log says so."""
 
 PRELOAD = (
     "torch",
@@ -328,6 +328,8 @@ def _find_unknown(endpoints: Sequence[Endpoint], identity: JobIdentity) -> list[
         try:
             found, why = probe(endpoint, identity.run_id, identity.key)
             until_s = clock.now_s() + _SILENT_S
+            if found is Occupant.SILENT and len(endpoints) == 1:
+                log.warning("--rdzv-endpoint=%s: %s; it is asked for %.0f s more", endpoint, found.value, _SILENT_S)
             while found is Occupant.SILENT and len(endpoints) == 1 and clock.now_s() < until_s:
                 found, why = probe(endpoint, identity.run_id, identity.key)
         except WrongRun as error:
