@@ -37,6 +37,8 @@ _SHARE, _RESTARTING = 1.1, 0.5
 """Of the storm's time at most this much is training, and so much less where all faults cost a restart."""
 _REST_S = 12.0
 """What is trained after the storm, at least."""
+_ATTEMPTS = 3
+"""A machine on which steps take less and less time is given up after so many."""
 _STARTING_S = 240.0
 _NUM_SPARES = 2
 """So that a node that is lost right after another one leaves most of them: fewer may not go on without the others."""
@@ -100,7 +102,8 @@ def soak(
     Raises:
         ConfigError: A value is wrong, or the folder is not empty.
 
-    Blocks: about three times the storm's length at most, and a bounded time in any case.
+    Blocks: about three times the storm's length at most, and a bounded time in any case. Where steps become so much
+    faster that the training is over before all faults have struck, it is repeated with more of them.
     Thread: the main thread.
     """
     shape = Shape()
@@ -148,18 +151,33 @@ def _why_no_networks() -> str | None:
 
 
 def _soak(folder: Path, plan: FaultPlan, minutes: float, say: Callable[[str], None]) -> SoakOutcome:
-    problems: list[str] = []
     say(f"measuring a step: {_CALIBRATION} iterations")
-    calm_limit_s = _STARTING_S + minutes * 180
-    measured = _Training(folder / "measured", _CALIBRATION)
+    measured, problems = _Training(folder / "measured", _CALIBRATION), list[str]()
     measured.run(FaultPlan(), limit_s=_STARTING_S, problems=problems)
     step_s = _step_s(measured.events())
     gentle = sum(FaultKind(fault.kind).is_gentle for fault in plan.faults) / len(plan.faults)
     share = _SHARE - _RESTARTING * (1 - gentle)
     iterations = int((minutes * 60 * share + _REST_S) / step_s)
-    say(f"a step takes {step_s * 1000:.0f} ms; undisturbed: {iterations} iterations")
+    say(f"a step takes {step_s * 1000:.0f} ms")
+    for attempt in range(1, _ATTEMPTS + 1):
+        place = folder if attempt == 1 else folder / f"attempt-{attempt}"
+        outcome, missed = _storm(place, plan, minutes, iterations, say)
+        problems += outcome.problems
+        if problems or not missed or attempt == _ATTEMPTS:
+            break
+        iterations *= 2
+        say(f"the training was over too early ({missed[0]}): a step takes less time than it did; again, twice as long")
+    return msgspec.structs.replace(outcome, problems=problems + missed)
+
+
+def _storm(
+    folder: Path, plan: FaultPlan, minutes: float, iterations: int, say: Callable[[str], None]
+) -> tuple[SoakOutcome, list[str]]:
+    """Train undisturbed and under the plan; return what came of it, and which faults did not strike."""
+    problems: list[str] = []
+    say(f"undisturbed: {iterations} iterations")
     calm = _Training(folder / "undisturbed", iterations)
-    calm.run(FaultPlan(), limit_s=calm_limit_s, problems=problems)
+    calm.run(FaultPlan(), limit_s=_STARTING_S + minutes * 180, problems=problems)
     say(f"with {len(plan.faults)} faults in {minutes:g} min")
     struck = _Training(folder / "with-faults", iterations)
     began_s = clock.now_s()
@@ -171,13 +189,12 @@ def _soak(folder: Path, plan: FaultPlan, minutes: float, say: Callable[[str], No
     storm_s = clock.now_s() - began_s
     events = struck.events()
     rows = reckon(plan, events)
-    problems += [missing.describe() for missing in verify_fired(plan, struck.run_dir)]
     problems += _incomplete(events)
     results = [_read_result(training.result) for training in (calm, struck)]
     unequal = list(differences(*results)) if all(results) else ["everything: a result is missing"]
     if unequal:
         problems.append(f"the results differ in {', '.join(unequal)}")
-    return SoakOutcome(
+    outcome = SoakOutcome(
         seed=plan.seed,
         minutes=minutes,
         iterations=iterations,
@@ -192,6 +209,7 @@ def _soak(folder: Path, plan: FaultPlan, minutes: float, say: Callable[[str], No
         faults=rows,
         problems=problems,
     )
+    return outcome, [missing.describe() for missing in verify_fired(plan, struck.run_dir)]
 
 
 class _Training:
