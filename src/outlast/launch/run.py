@@ -328,8 +328,6 @@ def _find_unknown(endpoints: Sequence[Endpoint], identity: JobIdentity) -> list[
         try:
             found, why = probe(endpoint, identity.run_id, identity.key)
             until_s = clock.now_s() + _SILENT_S
-            if found is Occupant.SILENT and len(endpoints) == 1:
-                log.warning("--rdzv-endpoint=%s: %s; it is asked for %.0f s more", endpoint, found.value, _SILENT_S)
             while found is Occupant.SILENT and len(endpoints) == 1 and clock.now_s() < until_s:
                 found, why = probe(endpoint, identity.run_id, identity.key)
         except WrongRun as error:
