@@ -126,7 +126,17 @@ def test_one_rank_that_cannot_write_fails_all(tmp_path: Path, rank: int) -> None
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run.json", "step-20"]
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each level of the tree seconds more than the one below: the ranks, threads of one process, begin a save that
+    much apart on a busy machine, and who begins first must not be the first to give up."""
+    monkeypatch.setattr(lane_module, "LEVEL_S", 10.0)
+    for module in (lane_module, global_lane):
+        monkeypatch.setattr(module, "GRACE_S", 60.0)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("silent", [1, 17, WORLD - 1])
 def test_a_rank_that_does_not_take_part_is_named(tmp_path: Path, silent: int) -> None:
     """A leaf or an inner node of the tree: all others get the same error, those below it too; the older one stays."""
@@ -141,6 +151,7 @@ def test_a_rank_that_does_not_take_part_is_named(tmp_path: Path, silent: int) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("rank", [1, WORLD - 1])
 def test_a_rank_that_writes_too_long_is_named(tmp_path: Path, rank: int) -> None:
     """A leaf or an inner node whose writer does not end: all ranks get the same error, and nothing is committed."""
