@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,11 +17,13 @@ import pytest
 
 from outlast import clock
 from outlast.errors import ConfigError
+from outlast.goodput import Ledger
 from outlast.incidents import EventKind
+from outlast.launch.protocol import JobPhase, LiveStatus
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import _started, _stat, this_process
-from outlast.status.evidence import gather
+from outlast.status.evidence import Evidence, gather
 from outlast.status.facts import judge
 from outlast.status.report import NodeReport, NodeState, RunState, StatusReport, Trouble
 from outlast.top import look
@@ -214,9 +219,9 @@ def test_boards_of_earlier_cycles_are_not_taken_for_the_newest(tmp_path: Path, h
             board.close()
 
 
-def look_once(run_dir: Path) -> TopReport:
+def look_once(target: Path | str) -> TopReport:
     """Look as ``--once`` does."""
-    looker = Looker(str(run_dir), interval_s=0.05)
+    looker = Looker(str(target), interval_s=0.05)
     looker.start()
     try:
         looker.wait_for_first(for_all=True)
@@ -224,6 +229,33 @@ def look_once(run_dir: Path) -> TopReport:
         return looker.newest
     finally:
         assert looker.close(60.0)
+
+
+def test_one_look_waits_for_the_run_directory_that_a_coordinator_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked by its endpoint, a coordinator answers before the directory that it names has been read: one look has what
+    the directory holds all the same."""
+    live = LiveStatus(
+        time="", run_id="gpt", job="job-1", host="a", run_dir=str(tmp_path), phase=JobPhase.RUNNING, cycle=0
+    )
+    counted = threading.Event()
+
+    def gather_late(run_dir: Path, **options: Any) -> Evidence:
+        counted.wait(60.0)
+        time.sleep(0.5)  # a slow disk: there is a first view, and the goodput is known, long before
+        return gather(run_dir, **options)
+
+    def count(run_dir: Path) -> Ledger:
+        counted.set()
+        return Ledger.read(run_dir)
+
+    monkeypatch.setattr(look, "ask_coordinator", lambda endpoint, key=None: live)
+    monkeypatch.setattr(look, "gather", gather_late)
+    monkeypatch.setattr(look, "Ledger", SimpleNamespace(read=count))
+    monkeypatch.setattr(look, "READ_S", 60.0)
+    with agent_of(tmp_path):
+        assert [line.rank for line in look_once("127.0.0.1:1").ranks] == [0]
 
 
 def test_time_that_is_left_needs_the_total(tmp_path: Path) -> None:
