@@ -56,6 +56,13 @@ class Node:
         sizes = {shard.rank: shard.num_bytes for shard in manifest.shards}
         self.parts = {key: self.read_part(key, sizes[key.rank]) for key in generation.parts}
 
+    def holds(self, key: CopyKey) -> bool:
+        """Whether the node's memory has a part."""
+        _, fd = self.client.ask(f.Open(key=key), f.Done, timeout_s=60)
+        if fd is not None:
+            os.close(fd)
+        return fd is not None
+
     def open_part(self, key: CopyKey) -> int:
         """Return a descriptor of the memory that holds a part."""
         _, fd = self.client.ask(f.Open(key=key), f.Done, timeout_s=60)

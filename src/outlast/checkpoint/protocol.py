@@ -130,6 +130,8 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     key: CopyKey
     num_bytes: int
+    chunks: tuple[str, ...]
+    """Digests of the part: what arrives with others is not held as it."""
     target: Target | None = None
     """Who holds it."""
     members: tuple[ParityMember, ...] = ()

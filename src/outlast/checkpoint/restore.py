@@ -257,7 +257,9 @@ class CopyProver:
         rank = self.peers.rank
         num_bytes, chunks = manifest.shards[rank].num_bytes, manifest.shards[rank].chunks
         limit_s = self.config.replication_timeout
-        request = f.Fetch(key=self._key(copy), num_bytes=num_bytes, target=target, members=members, timeout_s=limit_s)
+        request = f.Fetch(
+            key=self._key(copy), num_bytes=num_bytes, chunks=chunks, target=target, members=members, timeout_s=limit_s
+        )
         arena = self.arenas.take(num_bytes)
         try:
             fetched, _ = self.writer.ask(request, f.Fetched, timeout_s=self.config.save_timeout, fd=arena.fd)

@@ -126,13 +126,19 @@ class Vault:
             return image
 
     def stage(self, fd: int, key: CopyKey, length: int) -> Image:
-        """Note what a rank has staged; return the image. Memory that an earlier writer gave out is taken over."""
+        """Note what a rank has staged; return the image. Memory that an earlier writer gave out is taken over.
+
+        Where another image of the rank held the same part, that one is free: it was found to be bad, and fetched again.
+        """
         with self._lock:
             try:
                 image = self.image_of(fd)
             except HoldingsError:
                 image = Image(os.dup(fd), os.fstat(fd).st_size, key.rank)
                 self._images.append(image)
+            for other in self._images:
+                if other is not image and other.rank is not None and other.key == key:
+                    self._forget(other)
             image.key, image.length, image.kept = key, length, False
             return image
 

@@ -192,7 +192,8 @@ class Writer:
             chunks = fetch(request.target, self._key(), key, fd, num_bytes, timeout_s=timeout_s)
         else:
             raise HoldingsError("the request names nobody to fetch from")
-        self._vault.stage(fd, key, num_bytes)
+        if chunks == request.chunks:  # else it would be kept as the part once the ranks have that from elsewhere
+            self._vault.stage(fd, key, num_bytes)
         return f.Fetched(chunks=chunks)
 
     def _key(self) -> bytes:
