@@ -81,7 +81,8 @@ def undisturbed(iterations: int, *, pp: int = 2, cp: int = 2) -> tuple[list[torc
     for iteration in range(1, iterations + 1):
         grads, loss = [torch.zeros_like(weight) for weight in weights], 0.0
         for microbatch in sequences_of(iteration).chunk(MICROBATCHES):
-            values = [list(microbatch.chunk(cp, dim=1))]
+            # As the actors have their slices: a product of other strides may be summed up in another order.
+            values = [[one.contiguous() for one in microbatch.chunk(cp, dim=1)]]
             for weight in weights:
                 values.append(slices.forward(values[-1], weight))
             loss += float(slices.sum([one.square().sum() for one in values[-1]])) / 2
