@@ -17,15 +17,15 @@ pytestmark = [pytest.mark.overlay, pytest.mark.process, pytest.mark.slow]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_job"
 LIMIT_S = 240.0
 HEAD = """
-import logging, sys
-import ray
-ray.init(
-    address="local", num_cpus=8, num_gpus=0, object_store_memory=150 << 20, include_dashboard=True,
-    dashboard_port=int(sys.argv[1]), log_to_driver=False, logging_level=logging.ERROR, _temp_dir=sys.argv[2],
-)
+import sys
+from ray.cluster_utils import Cluster
+# Its agent, which starts jobs, has a port of its own: a cluster of another test may hold the usual one.
+head = {"num_cpus": 8, "num_gpus": 0, "object_store_memory": 150 << 20, "include_dashboard": True}
+head |= {"dashboard_port": int(sys.argv[1]), "dashboard_agent_listen_port": 0}
+cluster = Cluster(initialize_head=True, head_node_args=head)
 print("ready", flush=True)
 sys.stdin.read()
-ray.shutdown()
+cluster.shutdown()
 """
 SUBMIT = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
 
@@ -59,13 +59,14 @@ def submit(name: str, port: int, folder: Path, checkpoints: Path, iterations: in
 
 def test_a_job_that_is_submitted_again_continues(tmp_path: Path) -> None:
     """Both jobs succeed; the second begins at the iteration that the first one saved last."""
-    port, folder = free_port(), Path(f"/tmp/olj-{os.getpid()}")
+    port, folder = free_port(), Path(f"/tmp/olj-{os.getpid()}/ray")  # short: sockets lie in it
+    folder.mkdir(parents=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    environment = {**os.environ, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {**os.environ, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(folder.parent)}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     environment.pop("RAY_ADDRESS", None)
     head = subprocess.Popen(
-        [sys.executable, "-c", HEAD, str(port), str(folder)],
+        [sys.executable, "-c", HEAD, str(port)],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -81,4 +82,4 @@ def test_a_job_that_is_submitted_again_continues(tmp_path: Path) -> None:
         assert "trained from iteration 3 to 5, 0 recoveries" in second, second
     finally:
         head.communicate("", timeout=60)
-        subprocess.run(["rm", "-rf", str(folder)], check=False)
+        subprocess.run(["rm", "-rf", str(folder.parent)], check=False)
