@@ -210,7 +210,8 @@ class EventKind(StrEnum):
     JOB_STARTED = "job_started"
     """Agent: ``command``, ``num_nodes``, ``max_nodes``, ``min_nodes``, ``nproc_per_node``, ``endpoints`` (where the
     coordinator may be), ``limits`` (``max_restarts``, ``max_restarts_total``, ``max_no_progress_cycles``),
-    ``join_timeout_s``, ``version``; the agent's own process: ``pid``, ``pid_started`` (its start in clock ticks since
+    ``join_timeout_s``, ``version``, ``start_up_s`` (seconds since the agent began: its imports, its health checks, and
+    until it found the coordinator); the agent's own process: ``pid``, ``pid_started`` (its start in clock ticks since
     the machine's boot), ``host``, ``machine`` (names the boot and the process namespace in which the pid is valid)."""
     NODE_JOINED = "node_joined"
     """Coordinator: ``name``, ``spare``."""

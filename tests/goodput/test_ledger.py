@@ -44,6 +44,26 @@ def test_clocks_that_differ_change_nothing(ahead_s: dict[str, float]) -> None:
     assert any("aligned by" in note for note in ledger.notes)
 
 
+def test_the_agents_own_start_counts() -> None:
+    """Agents take 40 and 90 seconds before they join: the run begins with the one that joined first. What the second
+    job's agents take is no time in the queue."""
+    run = WrittenRun()
+    for at_s, job, done in ((0.0, "j", 0), (1000.0, "k", 10)):
+        run.write(at_s, EventKind.JOB_STARTED, job=job, start_up_s=40.0, command=["train.py"])
+        run.write(at_s + 5, EventKind.JOB_STARTED, node="n1", job=job, start_up_s=90.0, command=["train.py"])
+        run.start_cycle(at_s + 10, 0, job)
+        run.on_ranks(at_s + 20, EventKind.STEPS_STARTED, job=job, cycle=0, iteration=done)
+        run.on_ranks(at_s + 120, EventKind.PROGRESS, job=job, cycle=0, iteration=done + 10)
+        run.end_job(at_s + 120, job, exit_code=0 if job == "k" else 75)
+    ledger = read(run)
+    assert ledger.wall_s == 1160
+    assert ledger.partition["productive"] == 200
+    assert ledger.partition["queued"] == 1000 - 40 - 120
+    assert ledger.partition["start_up"] == 2 * (40 + 10)
+    assert ledger.partition["rendezvous"] == 2 * 10
+    assert sum(ledger.partition.values()) == pytest.approx(ledger.wall_s)
+
+
 def test_torn_lines_are_skipped_and_named(tmp_path: Path) -> None:
     """The torn last line of a killed process is skipped; a note names the file."""
     folder = two_hundred_minutes().save(tmp_path)

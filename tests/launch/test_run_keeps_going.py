@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from outlast.errors import ExitReason
+from outlast.goodput import Ledger
 from outlast.incidents import EventKind
 from outlast.testing import Cluster
 
@@ -126,6 +127,19 @@ def test_finished_run_is_not_started_again(tmp_path: Path) -> None:
             events = [event for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED]
             assert len(events) == num_starts
             assert said in cluster.agent(0).output().splitlines()[-1]
+
+
+def test_the_account_begins_with_the_agent(tmp_path: Path) -> None:
+    """Imports and checks come before the journal's first event; the report's time holds them, as the last line's."""
+    with Cluster(write(tmp_path, ""), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
+        assert cluster.wait(timeout_s=150) == [0]
+        (began,) = [event for event in cluster.events() if event.kind == EventKind.JOB_STARTED]
+        assert began.data["start_up_s"] > 0
+        ledger = Ledger.read(tmp_path / "run")
+        assert ledger.began_wall_ns / 1e9 <= began.wall_ns / 1e9 - began.data["start_up_s"] + 0.01
+        assert ledger.partition["start_up"] > 0  # the rest until the event is the rendezvous, which begins before it
+        (told,) = re.findall(r"job over after ([\d.]+) s", cluster.agent(0).output())
+        assert began.data["start_up_s"] < ledger.wall_s <= float(told) + 0.1
 
 
 @pytest.mark.slow

@@ -170,6 +170,7 @@ class Watching:
             client=self.client,
             checkups=None,
             mailbox=self.mailbox,
+            began_s=0.0,
         )
         self.go_on(cycle)
         self.agent._state = AgentState.RUNNING

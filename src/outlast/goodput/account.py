@@ -34,7 +34,8 @@ class Part(StrEnum):
     LOAD = "load"
     """A generation is loaded and verified."""
     START_UP = "start_up"
-    """Workers run, and train not yet or no longer: imports, model, first compilation; a last save, the exit."""
+    """Workers run, and train not yet or no longer: imports, model, first compilation; a last save, the exit. Before
+    them, the start of the agent that joined first."""
     IDLE = "idle"
     """The job waits for nodes that are missing."""
     QUEUED = "queued"

@@ -141,6 +141,8 @@ class JobHistory:
     notices: list[tuple[float, Event]] = field(default_factory=list)
     scheduled_s: float | None = None
     """When the scheduler started it."""
+    launched_s: float | None = None
+    """When the agent that joined first began; ``None`` = not known."""
     launcher: str = ""
     events: list[tuple[float, Event]] = field(default_factory=list)
     num_reporting: int = 0
@@ -169,6 +171,11 @@ class JobHistory:
         """All incidents that something was done about, by time."""
         found = [trouble for number in sorted(self.cycles) for trouble in self.cycles[number].troubles]
         return sorted(found, key=lambda trouble: trouble.at_s)
+
+
+def start_up_s(event: Event) -> float:
+    """Return how long an agent had run when it wrote ``job_started``, in seconds."""
+    return float(event.data.get("start_up_s") or 0.0)
 
 
 def split_jobs(moments: Sequence[Moment], zero_ns: int) -> list[JobHistory]:
@@ -209,6 +216,8 @@ def _take(job: JobHistory, time_s: float, event: Event, zero_ns: int) -> None:
     pair = (time_s, event)
     match event.kind:
         case EventKind.JOB_STARTED:
+            if not job.started:
+                job.launched_s = time_s - start_up_s(event)
             job.started.append(pair)
             return
         case EventKind.JOB_ENDED:

@@ -36,7 +36,7 @@ from outlast.goodput.account import (
     Warned,
 )
 from outlast.goodput.clocks import Moment, align
-from outlast.goodput.history import CycleHistory, Episode, JobHistory, Life, all_lives, split_jobs
+from outlast.goodput.history import CycleHistory, Episode, JobHistory, Life, all_lives, split_jobs, start_up_s
 from outlast.goodput.spans import (
     cycle_span,
     find_loads,
@@ -139,7 +139,7 @@ class _Walk:
     """A ledger in the making."""
 
     def __init__(self, moments: Sequence[Moment]) -> None:
-        self._zero_ns = moments[0].time_ns
+        self._zero_ns = _find_begin_ns(moments)
         self._run_id = next((one.event.run_id for one in moments if one.event.run_id), "")
         self._jobs = split_jobs(moments, self._zero_ns)
         self._troubles: list[Episode] = []
@@ -227,6 +227,8 @@ class _Walk:
 
     def _walk_job(self, job: JobHistory, *, is_first: bool) -> None:
         begins_s = job.start_s
+        if job.launched_s is not None:
+            begins_s = min(begins_s, max(job.launched_s, self._now_s))
         if job.scheduled_s is not None and (is_first or job.scheduled_s > self._now_s):
             begins_s = min(begins_s, max(job.scheduled_s, self._now_s))
         if not is_first:
@@ -441,6 +443,15 @@ class _Walk:
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def _find_begin_ns(moments: Sequence[Moment]) -> int:
+    """Return when the run began: with its first event, or with the start of the agent that joined first."""
+    first = moments[0]
+    started = next((one for one in moments if one.event.kind == EventKind.JOB_STARTED), first)
+    if started.event.job != first.event.job:
+        return first.time_ns
+    return min(first.time_ns, started.time_ns - int(start_up_s(started.event) * 1e9))
 
 
 def _leaving(job: JobHistory) -> list[Episode]:

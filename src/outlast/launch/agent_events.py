@@ -156,12 +156,13 @@ class NodeJournal:
     Args:
         options: The launcher's options.
         node: Name of the node.
+        began_s: When the agent began, by the monotonic clock.
 
     Thread: the agent's main thread.
     """
 
-    def __init__(self, options: RunOptions, node: str) -> None:
-        self._options, self._node = options, node
+    def __init__(self, options: RunOptions, node: str, *, began_s: float) -> None:
+        self._options, self._node, self._began_s = options, node, began_s
         self._journal: Journal | None = None
         self._cycle: int | None = None
         self.job = ""
@@ -187,6 +188,7 @@ class NodeJournal:
             },
             join_timeout_s=options.join_timeout_s,
             version=__version__,
+            start_up_s=round(clock.now_s() - self._began_s, 3),
             **describe_self(),
         )
         if (started_ns := env.scheduler_start_ns()) is not None:

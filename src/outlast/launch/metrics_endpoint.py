@@ -445,6 +445,7 @@ class NodeHistory:
         match event.kind:
             case EventKind.JOB_STARTED if self._began_s is None:
                 self._began_s = clock.now_s() + clock.seconds_until(event.wall_ns / 1e9)
+                self._began_s -= float(data.get("start_up_s") or 0.0)
             case EventKind.CYCLE_STARTED:
                 self._num_cycles += 1
             case EventKind.VERDICT if "incident" in data and verdict.get("rung") in _RESTARTING:

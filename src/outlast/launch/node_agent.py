@@ -101,6 +101,7 @@ class NodeAgent(SimpleElasticAgent):
         client: This node's connection to the coordinator, not yet started.
         checkups: Checks this node; closed with the agent. ``None`` = the node is not checked.
         mailbox: Where the connection and the signal handlers deliver.
+        began_s: When the agent began, by the monotonic clock.
 
     Thread: the main thread.
     """
@@ -114,6 +115,7 @@ class NodeAgent(SimpleElasticAgent):
         client: CoordinatorClient,
         checkups: Checkups | None,
         mailbox: Mailbox[object],
+        began_s: float,
     ) -> None:
         super().__init__(launch.spec)
         self._launch, self.options = launch, launch.options
@@ -123,7 +125,7 @@ class NodeAgent(SimpleElasticAgent):
         """Whether this process hosts the coordinator."""
         self._workers, self._writer, self._client, self._mailbox = workers, writer, client, mailbox
         self._relay = client.link.relay
-        self._journal, self._timers = NodeJournal(self.options, client.node), Timers()
+        self._journal, self._timers = NodeJournal(self.options, client.node, began_s=began_s), Timers()
         self._health = NodeHealth(
             checkups,
             client=client,

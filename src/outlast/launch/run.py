@@ -188,6 +188,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
                 client=_make_client(options, identity, lease, job, mailbox, nproc=spec.local_world_size),
                 checkups=checkups,
                 mailbox=mailbox,
+                began_s=started_s,
             )
         except (ValueError, OSError) as error:
             # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
