@@ -109,7 +109,7 @@ class FaultKind(StrEnum):
 
     @property
     def is_gentle(self) -> bool:
-        """Whether it costs no restart, in a run that is not told to leave on it."""
+        """Whether it causes no restart, unless the run is configured to restart on it."""
         return self.is_of_copies or self.is_of_disks or self in _GENTLE
 
     @property
