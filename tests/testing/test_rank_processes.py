@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -173,10 +174,31 @@ def test_free_ports_are_those_that_the_kernel_gives_to_nobody() -> None:
         socket.create_server(("", port)).close()
 
 
-def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port on which somebody listens is passed over; where the kernel's range leaves none, one of that is taken."""
-    monkeypatch.setattr(reaping, "_FIRST_PORT", port := free_port())
+@pytest.fixture
+def only_port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the one port that is drawn before the kernel is asked for another."""
+    port = free_port()
+    reaping._claims.pop().close()
+    monkeypatch.setattr(reaping, "_FIRST_PORT", port)
     monkeypatch.setattr(reaping, "_ephemeral_ports", lambda: (port + 1, 65535))
-    assert free_port() == port
-    with socket.create_server(("", port)):
-        assert free_port() != port
+    return port
+
+
+def test_no_two_processes_are_given_the_same_port(only_port: int) -> None:
+    """What one process was given, no other is, though nobody listens there; once that process is gone, another is."""
+    choice = f"r._FIRST_PORT, r._ephemeral_ports = {only_port}, lambda: ({only_port + 1}, 65535)"
+    ask = f"import outlast.testing.ranks as r; {choice}; print(r.free_port(), flush=True); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", ask], stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout is not None
+        assert int(other.stdout.readline()) == only_port
+        assert free_port() != only_port
+        other.communicate("\n", timeout=60)
+    assert free_port() == only_port
+
+
+def test_a_port_in_use_is_not_free(only_port: int) -> None:
+    """A port on which somebody listens is passed over; where the kernel's range leaves none, one of that is taken."""
+    with socket.create_server(("", only_port)):
+        assert free_port() != only_port
+    assert free_port() == only_port

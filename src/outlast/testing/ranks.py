@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,8 @@ TOKEN = "OUTLAST_TEST_CLUSTER"
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 20000  # below, many programs have ports of their own, Ray's workers among them
 _NUM_TRIES = 100
+_claims: deque[socket.socket] = deque(maxlen=64)
+"""What keeps this process's last ports from being given to another: names in the kernel that end with the process."""
 
 
 def processes_with(token: str) -> list[psutil.Process]:
@@ -71,8 +74,9 @@ def describe_process(process: psutil.Process) -> str:
 def free_port() -> int:
     """Return a TCP port of this machine that nobody listened on a moment ago.
 
-    It is drawn at random from those that the kernel gives to no outgoing connection: neither such a connection nor
-    another process that asks in the same moment is likely to take it before it is used.
+    It is drawn at random from those that the kernel gives to no outgoing connection, and while this process lives
+    and has not asked for 64 more, no process on this machine is given it: what is to listen there may take its time,
+    and may end and begin again.
     """
     low, high = _ephemeral_ports()
     candidates = [port for port in range(_FIRST_PORT, 1 << 16) if not low <= port <= high]
@@ -84,8 +88,23 @@ def free_port() -> int:
             except OSError:  # somebody has it
                 continue
             found: int = probe.getsockname()[1]
+        if _claim(found) or not port:
             return found
     raise OSError("this machine has no free TCP port; end what holds them")
+
+
+def _claim(port: int) -> bool:
+    """Take a port for this process, if no other on this machine has; both see the same ports and the same names."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0outlast-test-port-{port}")
+    except OSError:
+        claim.close()
+        return False
+    if len(_claims) == _claims.maxlen:
+        _claims.popleft().close()
+    _claims.append(claim)
+    return True
 
 
 def _ephemeral_ports() -> tuple[int, int]:
