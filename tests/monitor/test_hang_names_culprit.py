@@ -2,6 +2,7 @@
 
 import queue
 import re
+import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from outlast.monitor import examination
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import Position, find_culprit
@@ -36,8 +38,24 @@ def _time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["stop", "sleep", "gil"])
-def test_hang_names_culprit(kind: str, tmp_path: Path) -> None:
-    """The report names the one rank that all wait for, its section, iteration and the line it hangs on."""
+def test_hang_names_culprit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report names the one rank that all wait for, its section, iteration and the line it hangs on; a stopped one
+    is woken for that once the others have answered."""
+    answered_at_wake: list[int] = []
+    answers: list[examination._Answers] = []
+    ask, send = examination._Answers.__enter__, examination._send
+
+    def ask_and_note(asked: examination._Answers) -> examination._Answers:
+        answers.append(asked)
+        return ask(asked)
+
+    def send_and_note(pid: int, number: signal.Signals) -> bool:
+        if number == signal.SIGCONT:
+            answered_at_wake.append(sum(rank.answered for rank in answers[-1].asked.values()))
+        return send(pid, number)
+
+    monkeypatch.setattr(examination._Answers, "__enter__", ask_and_note)
+    monkeypatch.setattr(examination, "_send", send_and_note)
     board = Board.create(num_ranks=WORLD_SIZE)
     reports: queue.Queue[HangReport] = queue.Queue()
     timeouts = Timeouts(sections={"setup": 200.0, "step": 5.0}, num_warmup_iterations=1)
@@ -66,6 +84,7 @@ def test_hang_names_culprit(kind: str, tmp_path: Path) -> None:
     assert where.stack_line == f'File "{WORKER}", line {number} in load_batch'
     assert where.stack_line in culprit.reason
     assert f"line {number} in load_batch" in (tmp_path / "stacks" / f"rank-{BAD_RANK}.txt").read_text()
+    assert answered_at_wake == ([WORLD_SIZE - 1] if kind == "stop" else [])
     victims = [one for one in positions if one.global_rank != BAD_RANK]
     assert all(one.responsive and one.waits_in_collective for one in victims)
     assert len({one.collectives for one in victims}) == 1

@@ -33,6 +33,9 @@ _SYSTEM_CONFIG = {
 actors get their share of a busy machine."""
 
 
+_NUM_STARTS = 5
+
+
 @contextmanager
 def run_ray(num_cpus: int = 16) -> Iterator[Cluster]:
     """Run a cluster with room for so many actors on its first node; more nodes may be added, and removed again."""
@@ -43,16 +46,7 @@ def run_ray(num_cpus: int = 16) -> Iterator[Cluster]:
     os.mkdir(f"{temp_dir}/ray")
     cluster = None
     try:
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": num_cpus,
-                "num_gpus": 0,
-                "object_store_memory": 150 << 20,
-                "include_dashboard": False,
-                "_system_config": _SYSTEM_CONFIG,
-            },
-        )
+        cluster = _start(num_cpus, token)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING", namespace=token)
         yield cluster
     finally:
@@ -70,6 +64,25 @@ def run_ray(num_cpus: int = 16) -> Iterator[Cluster]:
             deadline = clock.now_s() + 10
             while os.path.exists(temp_dir) and clock.now_s() < deadline:  # Ray's own processes write until they end
                 shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _start(num_cpus: int, token: str) -> Cluster:
+    """Start the first node; Ray itself gives up after 30 s, which a very busy machine may need."""
+    arguments = {
+        "num_cpus": num_cpus,
+        "num_gpus": 0,
+        "object_store_memory": 150 << 20,
+        "include_dashboard": False,
+        "_system_config": _SYSTEM_CONFIG,
+    }
+    for left in reversed(range(_NUM_STARTS)):
+        try:
+            return Cluster(initialize_head=True, head_node_args=arguments)
+        except Exception as error:
+            if not left or "timed out during startup" not in str(error):
+                raise
+            end_processes(token)
+    raise AssertionError
 
 
 def leaked(pids: Collection[int] = ()) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -178,7 +179,7 @@ def test_free_ports_are_those_that_the_kernel_gives_to_nobody() -> None:
 def only_port(monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the one port that is drawn before the kernel is asked for another."""
     port = free_port()
-    reaping._claims.pop().close()
+    os.close(reaping._claims.pop())
     monkeypatch.setattr(reaping, "_FIRST_PORT", port)
     monkeypatch.setattr(reaping, "_ephemeral_ports", lambda: (port + 1, 65535))
     return port

@@ -307,7 +307,8 @@ def examine(
 ) -> list[Position]:
     """Look at every rank of a board: its process, its stacks, its collectives.
 
-    Nothing is ended. A stopped process is woken just long enough to write its stacks, and stopped again.
+    Nothing is ended. Once the others have told where they are, a stopped process is woken just long enough to write
+    its stacks, and stopped again.
 
     Args:
         board: The node's board; ranks that nobody attached or assigned are left out.
@@ -315,7 +316,7 @@ def examine(
         stacks_dir: Where each rank's stacks are written, as ``rank-<global rank>.txt``; ``None`` = nowhere.
         expired: Timeouts that were exceeded.
 
-    Blocks: about 0.1 s when every rank answers, about 1 s when one cannot, two seconds at most; where py-spy is
+    Blocks: about 0.1 s when every rank answers, about 1 s when one cannot, three seconds at most; where py-spy is
     installed, one second more for each rank that could not write its stacks.
     """
     # The state is read before a process is touched: afterwards it tells what was done here.
@@ -327,9 +328,8 @@ def examine(
     with _Answers(board, [rank for rank in living if rank.state.attached and rank.responsive]) as answers:
         for rank in living:
             rank.dump = stacks.Dump(rank.state.pid)
-            # A process that a debugger holds (t) is left alone.
-            if rank.process_state != "t" and rank.dump.request() and rank.process_state == "T":
-                rank.woken = _send(rank.state.pid, signal.SIGCONT)
+            if rank.process_state != "t":  # one that a debugger holds is left alone
+                rank.dump.request()
         try:
             _collect(living, answers, started)
         finally:
@@ -342,6 +342,8 @@ def examine(
 
 def _collect(ranks: list[_ExaminedRank], answers: _Answers, started: float) -> None:
     is_told_apart = not all(rank.responsive for rank in ranks)
+    stopped = [rank for rank in ranks if rank.process_state == "T" and rank.dump is not None and rank.dump.requested]
+    dump_s = DUMP_S
     while True:
         for rank in ranks:
             if rank.dump is not None and rank.dump.requested and not rank.complete and rank.dump.is_complete():
@@ -349,14 +351,20 @@ def _collect(ranks: list[_ExaminedRank], answers: _Answers, started: float) -> N
                 if rank.woken:
                     _send(rank.state.pid, signal.SIGSTOP)
         waited_s = time.monotonic() - started
-        dumping = any(rank.dump and rank.dump.requested and not rank.complete for rank in ranks)
-        dumping = dumping and waited_s < DUMP_S
+        dumping = [rank for rank in ranks if rank.dump and rank.dump.requested and not rank.complete]
         missing = [rank for rank in answers.asked.values() if not rank.answered]
+        # Once awake it goes on with its work, and others with theirs: first they say where they wait.
+        others_have_told = not missing and all(rank.process_state == "T" for rank in dumping)
+        if stopped and (others_have_told or waited_s >= ANSWER_S):
+            for rank in stopped:
+                rank.woken = _send(rank.state.pid, signal.SIGCONT)
+            stopped, dump_s = [], waited_s + DUMP_S
         answer_s = ANSWER_S if missing else BOOKS_S
         asking = missing or (not is_told_apart and any(rank.books is None for rank in answers.asked.values()))
-        if not dumping and not (asking and waited_s < answer_s):
+        is_dumping = dumping and waited_s < dump_s
+        if not is_dumping and not (asking and waited_s < answer_s):
             break
-        answers.receive(_LOOK_S if dumping else answer_s - waited_s)
+        answers.receive(_LOOK_S if is_dumping else answer_s - waited_s)
     for rank in missing:
         rank.responsive = False
 

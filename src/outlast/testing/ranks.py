@@ -35,8 +35,9 @@ TOKEN = "OUTLAST_TEST_CLUSTER"
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 20000  # below, many programs have ports of their own, Ray's workers among them
 _NUM_TRIES = 100
-_claims: deque[socket.socket] = deque(maxlen=64)
-"""What keeps this process's last ports from being given to another: names in the kernel that end with the process."""
+_MAX_CLAIMS = 64
+_claims: deque[int] = deque()
+"""Descriptors of sockets whose names keep this process's last ports from being given to another; they end with it."""
 
 
 def processes_with(token: str) -> list[psutil.Process]:
@@ -101,9 +102,9 @@ def _claim(port: int) -> bool:
     except OSError:
         claim.close()
         return False
-    if len(_claims) == _claims.maxlen:
-        _claims.popleft().close()
-    _claims.append(claim)
+    _claims.append(claim.detach())
+    if len(_claims) > _MAX_CLAIMS:
+        os.close(_claims.popleft())
     return True
 
 
