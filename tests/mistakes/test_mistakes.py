@@ -325,6 +325,25 @@ def test_what_no_restart_can_mend_ends_all_nodes(tmp_path: Path) -> None:
             assert "No module named 'nosuchthing' (train.py:1)" in agent.output().splitlines()[-1]
 
 
+def test_ranks_that_fail_alike_need_not_fail_at_once(tmp_path: Path) -> None:
+    """One rank of a node has failed, another not yet, when the other node reports the same: it has its time still."""
+    folder = tmp_path / "run"
+    code = """
+import os, pathlib, sys, time
+kind = {"0": None, "1": '"cycle_ended"'}.get(os.environ["RANK"], '"worker_exited"')
+while kind and not any(kind in one.read_text() for one in pathlib.Path(sys.argv[1]).iterdir()):
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    time.sleep(0.5)  # in which the coordinator tells this node
+import nosuchthing
+"""
+    (tmp_path / "train.py").write_text(code)
+    journal = str(folder / "journal")
+    with Cluster(tmp_path / "train.py", journal, run_dir=folder, num_nodes=2, nproc_per_node=2) as cluster:
+        assert cluster.wait(timeout_s=240) == [2, 2], cluster.tails()
+        assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
+
+
 def test_a_rank_that_fails_as_the_other_finishes_is_no_success(shell: Shell) -> None:
     """Rank 1 lacks a module, which might be every rank's mistake; rank 0 ends with 0 meanwhile: the run has failed."""
     code = "import os, time\nif os.environ['RANK'] == '1':\n    import nosuchthing\ntime.sleep(1)\n"

@@ -531,9 +531,10 @@ class NodeAgent(SimpleElasticAgent):
         cycle = self._running
         if cycle is None or cycle.number != over.cycle or self._state not in (AgentState.RUNNING, AgentState.FINISHED):
             return
-        if over.awaits_alike and not cycle.all_ended and not self._timers.is_set("clear"):
+        if over.awaits_alike and not cycle.all_ended:
             # The ranks here are about to fail as those elsewhere did, or wait for them.
-            self._timers.set("clear", SAME_FAULT_S, lambda: self._fail_or_follow(cycle, over.reason))
+            if not self._timers.is_set("clear"):  # else one has failed, and the others have their time already
+                self._timers.set("clear", SAME_FAULT_S, lambda: self._fail_or_follow(cycle, over.reason))
             return
         level = logging.DEBUG if self.is_host else logging.WARNING  # the verdict follows there
         log.log(level, "cycle %d is over: %s", over.cycle, over.reason)
