@@ -96,7 +96,7 @@ def test_without_ray_the_command_says_what_to_install() -> None:
     """Without Ray the module is imported as any other; the benchmark is one line on standard error and exit code 2."""
     call = "import sys; sys.modules['ray'] = None; from outlast.cli.main import main; main()"
     command = (sys.executable, "-c", call, "bench", "ray", "--json")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("outlast: Ray Train is not installed")

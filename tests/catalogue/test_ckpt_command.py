@@ -180,7 +180,7 @@ def test_prune_asks_on_a_terminal(tmp_path: Path, answer: str, left: int) -> Non
             stdin=theirs,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
             check=False,
         )
     finally:
@@ -205,6 +205,6 @@ def test_local_directories_need_no_torch(tmp_path: Path, name: str) -> None:
     )
     words = [*("ckpt", name, str(tmp_path)), *(("--keep", "1") if name == "prune" else ())]
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -299,7 +299,7 @@ def run_outlast(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
 

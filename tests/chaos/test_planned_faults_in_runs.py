@@ -70,7 +70,7 @@ def test_process_faults_come_once_a_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     script = _write(tmp_path, plan)
     with Cluster(script, str(tmp_path), "-1", run_dir=run_dir, num_nodes=1) as cluster:
-        assert cluster.wait(timeout_s=80) == [0], cluster.tails()
+        assert cluster.wait(timeout_s=300) == [0], cluster.tails()
         struck = {(event.data["fault"], event.iteration, event.cycle) for event in _strikes(cluster)}
         assert struck == {("kill", 3, 0), ("exception", 4, 1), ("sleep", 5, 2)}
         assert cluster.agents[0].output().count("ends with [[7.0, 7.0], [7.0, 7.0]]") == 2
@@ -91,11 +91,11 @@ def test_a_persistent_fault_of_a_device_stays_on_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     script = _write(tmp_path, plan)
     with Cluster(script, str(tmp_path), "1", run_dir=run_dir, num_nodes=1, nproc_per_node=1) as cluster:
-        cluster.wait_for(lambda event: event.kind == EventKind.FAULT_SIMULATED and event.cycle == 1, timeout_s=120)
+        cluster.wait_for(lambda event: event.kind == EventKind.FAULT_SIMULATED and event.cycle == 1, timeout_s=300)
         spare = cluster.add_node()
-        cluster.wait_for("the node is a spare", timeout_s=120)
+        cluster.wait_for("the node is a spare", timeout_s=300)
         cluster.agent("node-0").kill()
-        assert spare.wait(timeout_s=120) == 0, cluster.tails()
+        assert spare.wait(timeout_s=300) == 0, cluster.tails()
         assert "rank 0 ends with [[7.0, 7.0], [7.0, 7.0]]" in spare.output()
         struck = [(event.data["fault"], event.cycle, event.node) for event in _strikes(cluster)]
     assert struck == [("sign_flip", 0, "node-0"), ("exit", 0, "node-0"), ("sign_flip", 1, "node-0")]

@@ -21,7 +21,7 @@ def test_a_writer_says_whose_it_is(capfd: pytest.CaptureFixture[str], monkeypatc
     """A line of the writer has the form of all others, and names the node or the rank that started it."""
     monkeypatch.setenv("OUTLAST_LOG", "xml")  # something that it warns of
     with closing(WriterProcess(owner="rank 3", node="a")) as writer, closing(WriterClient(writer.address)) as client:
-        client.ask(protocol.List(), protocol.Listed, timeout_s=100.0)
+        client.ask(protocol.List(), protocol.Listed, timeout_s=300.0)
     (line,) = capfd.readouterr().err.splitlines()
     assert re.match(
         r"\d\d:\d\d:\d\d\.\d{3} WARNING \[checkpoint writer rank 3\] environment variable OUTLAST_LOG='xml'", line
@@ -34,7 +34,7 @@ def test_a_manifest_that_cannot_be_read_is_refused_with_the_reason() -> None:
     with closing(WriterProcess()) as writer, closing(WriterClient(writer.address)) as client:
         request = protocol.PreparePart(key=CopyKey(1, "a", 0), manifest=b"no")
         with pytest.raises(CheckpointError, match="the manifest cannot be read"):
-            client.ask(request, protocol.Done, timeout_s=100.0)
+            client.ask(request, protocol.Done, timeout_s=300.0)
 
 
 @pytest.mark.process
@@ -42,7 +42,7 @@ def test_a_writer_without_free_descriptors_keeps_what_it_holds(capfd: pytest.Cap
     """It does not end, and serves whoever comes once there are descriptors again."""
     with closing(WriterProcess()) as writer, closing(WriterClient(writer.address)) as client:
         pid = writer.pid
-        client.ask(protocol.List(), protocol.Listed, timeout_s=100.0)
+        client.ask(protocol.List(), protocol.Listed, timeout_s=300.0)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (16, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]))
         with ExitStack() as opened:
             for _ in range(16):
@@ -54,5 +54,5 @@ def test_a_writer_without_free_descriptors_keeps_what_it_holds(capfd: pytest.Cap
                 time.sleep(0.01)
                 text += capfd.readouterr().err
         with closing(WriterClient(writer.address)) as another:
-            another.ask(protocol.List(), protocol.Listed, timeout_s=100.0)
+            another.ask(protocol.List(), protocol.Listed, timeout_s=300.0)
         assert writer.pid == pid

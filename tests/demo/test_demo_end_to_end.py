@@ -131,14 +131,14 @@ def test_told_to_end_it_leaves_nothing(tmp_path: Path, number: int, code: int) -
             assert time.monotonic() < deadline, "the training did not start"
             time.sleep(0.02)
         demo.send_signal(number)
-        demo.communicate(timeout=100)
+        demo.communicate(timeout=300)
         assert demo.returncode == code
         assert left_running(tmp_path) == []
         assert list(tmp_path.glob("outlast-demo-*")) == []
     finally:
         for process in left_running(tmp_path):
             process.kill()
-        demo.wait(timeout=100)
+        demo.wait(timeout=300)
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_a_reader_that_has_seen_enough_ends_it(tmp_path: Path) -> None:
     finally:
         for process in left_running(tmp_path):
             process.kill()
-        demo.wait(timeout=100)
+        demo.wait(timeout=300)
         demo.communicate()
 
 
@@ -195,7 +195,7 @@ def test_bad_input_is_one_line_before_anything_starts(tmp_path: Path, options: t
     (tmp_path / "file").write_text("")
     names = {"full": str(tmp_path), "file": str(tmp_path / "file")}
     demo = start(tmp_path, *(option.format(**names) for option in options))
-    output, errors = demo.communicate(timeout=100)
+    output, errors = demo.communicate(timeout=300)
     assert demo.returncode == 2
     assert output == ""
     assert part in errors

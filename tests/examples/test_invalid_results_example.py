@@ -18,7 +18,7 @@ def _plant(folder: Path, what: str) -> tuple[int, str]:
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder / what), "--plant", what],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=80,
+        timeout=300,
         check=False,
         text=True,
         stdout=subprocess.PIPE,

@@ -88,7 +88,7 @@ def trained(example: ModuleType, mesh: Mesh, batches: list[dict[str, torch.Tenso
 
     try:
         with ThreadPoolExecutor(mesh.size) as pool:
-            results = list(pool.map(train, range(mesh.size), timeout=40))
+            results = list(pool.map(train, range(mesh.size), timeout=300))
     finally:
         torch.set_num_threads(threads)
     for shard in range(1, mesh.dp):

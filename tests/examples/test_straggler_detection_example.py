@@ -64,7 +64,7 @@ def test_with_two_ranks_under_torchrun_the_last_one_is_slow_and_named(tmp_path: 
     refused = subprocess.run(
         [sys.executable, str(SCRIPT), "--slow-rank=2"],
         env=environment,
-        timeout=60,
+        timeout=300,
         check=False,
         capture_output=True,
         text=True,

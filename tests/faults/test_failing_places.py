@@ -105,4 +105,4 @@ def test_a_place_that_takes_no_more_fails_saves_until_it_does_again(
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)

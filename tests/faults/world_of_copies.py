@@ -58,14 +58,14 @@ class Node:
 
     def holds(self, key: CopyKey) -> bool:
         """Whether the node's memory has a part."""
-        _, fd = self.client.ask(f.Open(key=key), f.Done, timeout_s=60)
+        _, fd = self.client.ask(f.Open(key=key), f.Done, timeout_s=300)
         if fd is not None:
             os.close(fd)
         return fd is not None
 
     def open_part(self, key: CopyKey) -> int:
         """Return a descriptor of the memory that holds a part."""
-        _, fd = self.client.ask(f.Open(key=key), f.Done, timeout_s=60)
+        _, fd = self.client.ask(f.Open(key=key), f.Done, timeout_s=300)
         assert fd is not None
         return fd
 
@@ -98,14 +98,14 @@ class Node:
     def serve(self) -> int:
         """Return the port where the writer takes and gives copies."""
         folder = os.fspath(self.folder) if self.folder is not None else None
-        return self.client.ask(f.Serve(host="127.0.0.1", secret=KEY, folder=folder), f.Serving, timeout_s=60)[0].port
+        return self.client.ask(f.Serve(host="127.0.0.1", secret=KEY, folder=folder), f.Serving, timeout_s=300)[0].port
 
     def close(self) -> None:
         self.client.close()
         self.writer.close()
 
     def _list(self) -> tuple[f.InMemory, ...]:
-        return self.client.ask(f.List(), f.Listed, timeout_s=60)[0].generations
+        return self.client.ask(f.List(), f.Listed, timeout_s=300)[0].generations
 
     def _fill_memory(self, port: int) -> None:
         target = Target(node=self.name, host="127.0.0.1", port=port)
@@ -119,13 +119,13 @@ class Node:
                     assert outcome.error is None, outcome
         own = next(key for key in self.parts if key.rank == self.rank)
         data = self.parts[own]
-        _, memory = self.client.ask(f.Take(rank=self.rank, num_bytes=len(data), may_steal=True), f.Done, timeout_s=60)
+        _, memory = self.client.ask(f.Take(rank=self.rank, num_bytes=len(data), may_steal=True), f.Done, timeout_s=300)
         assert memory is not None
         os.pwrite(memory, data, 0)
-        self.client.ask(f.Write(key=own, num_bytes=len(data), path=None), f.Written, timeout_s=60, fd=memory)
+        self.client.ask(f.Write(key=own, num_bytes=len(data), path=None), f.Written, timeout_s=300, fd=memory)
         os.close(memory)
-        self.client.ask(f.PreparePart(key=own, manifest=self.manifest), f.Done, timeout_s=60)
-        self.client.ask(f.KeepPart(key=own), f.Done, timeout_s=60)
+        self.client.ask(f.PreparePart(key=own, manifest=self.manifest), f.Done, timeout_s=300)
+        self.client.ask(f.KeepPart(key=own), f.Done, timeout_s=300)
 
 
 class World:

@@ -174,7 +174,7 @@ def test_killed_writer_leaves_every_earlier_event(tmp_path: Path) -> None:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
         writer.send_signal(signal.SIGKILL)
-        assert writer.wait(timeout=100) == -signal.SIGKILL
+        assert writer.wait(timeout=300) == -signal.SIGKILL
     iterations = [event.iteration for event in read(tmp_path)]
     assert iterations == list(range(len(iterations)))
     assert len(iterations) > 50

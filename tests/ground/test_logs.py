@@ -26,7 +26,7 @@ def written(code: str, **variables: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", start + textwrap.dedent(code)],
         env={**inherited, **variables},
-        timeout=60,
+        timeout=300,
         check=True,
         text=True,
         stderr=subprocess.PIPE,

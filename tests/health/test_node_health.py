@@ -189,9 +189,9 @@ def test_check_that_hangs_is_answered_for_and_ended(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     config = HealthConfig(commands=(f"sleep 1000 & echo $! > {pid_file}; wait", "true"), check_timeout=0.5)
     with Prober() as prober:
-        assert prober.ask(CommandCheck(command="true"), "command", "before", timeout_s=100).status == Status.OK
+        assert prober.ask(CommandCheck(command="true"), "command", "before", timeout_s=300).status == Status.OK
         first = prober.ask(CommandCheck(command=config.commands[0]), "command", "hangs", timeout_s=2.5)
-        second = prober.ask(CommandCheck(command=config.commands[1]), "command", "after", timeout_s=100)
+        second = prober.ask(CommandCheck(command=config.commands[1]), "command", "after", timeout_s=300)
     assert (first.status, second.status) == (Status.TIMED_OUT, Status.OK)
     stat = Path(f"/proc/{int(pid_file.read_text())}/stat")
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
@@ -201,8 +201,8 @@ def test_check_that_hangs_is_answered_for_and_ended(tmp_path: Path) -> None:
 def test_check_that_crashes_its_process_is_answered_for() -> None:
     """A check whose process is killed, as by a driver's crash, fails with the signal's name; the next one is made."""
     with Prober() as prober:
-        first = prober.ask(CommandCheck(command=f"kill -{int(signal.SIGSEGV)} $PPID"), "command", "it", timeout_s=100)
-        second = prober.ask(CommandCheck(command="true"), "command", "it", timeout_s=100)
+        first = prober.ask(CommandCheck(command=f"kill -{int(signal.SIGSEGV)} $PPID"), "command", "it", timeout_s=300)
+        second = prober.ask(CommandCheck(command="true"), "command", "it", timeout_s=300)
     assert (first.status, second.status) == (Status.FAILED, Status.OK)
     assert "SIGSEGV" in first.reason
 

@@ -28,7 +28,7 @@ def run(folder: Path, kind: str, timeout_s: float) -> RankProcesses:
 def test_all_alive(tmp_path: Path) -> None:
     """Ranks that answer are found well, each time."""
     with run(tmp_path, "alive", 20) as ranks:
-        assert ranks.wait(timeout_s=60) == [0, 0, 0]
+        assert ranks.wait(timeout_s=300) == [0, 0, 0]
     for rank in range(3):
         assert [one[:2] for one in found(tmp_path, rank)] == [["ok", "all 3 ranks answer"]] * 4
 
@@ -36,10 +36,10 @@ def test_all_alive(tmp_path: Path) -> None:
 def test_gone_rank(tmp_path: Path) -> None:
     """A killed rank is gone, not silent; it is named, long before the timeout, and other groups go on working."""
     with run(tmp_path, "killed", 30) as ranks:
-        ranks.wait_for("ready", timeout_s=60, ranks=range(3))
+        ranks.wait_for("ready", timeout_s=300, ranks=range(3))
         ranks.kill(2)
         (tmp_path / "go").touch()
-        ranks.wait_for("done", timeout_s=60, ranks=range(2))
+        ranks.wait_for("done", timeout_s=300, ranks=range(2))
     for rank in range(2):
         first, second, third = found(tmp_path, rank)
         assert first[0] == "ok"
@@ -54,10 +54,10 @@ def test_gone_rank(tmp_path: Path) -> None:
 def test_silent_rank(tmp_path: Path) -> None:
     """A stopped rank is silent, not gone: all say so, and none takes a peer that gave up for a dead one."""
     with run(tmp_path, "stopped", 10) as ranks:
-        ranks.wait_for("ready", timeout_s=60, ranks=range(3))
+        ranks.wait_for("ready", timeout_s=300, ranks=range(3))
         ranks.stop(2)
         (tmp_path / "go").touch()
-        ranks.wait_for("done", timeout_s=60, ranks=range(2))
+        ranks.wait_for("done", timeout_s=300, ranks=range(2))
     for rank in range(2):
         _, second, _ = found(tmp_path, rank)
         assert second[0] == "timed_out", second
@@ -67,7 +67,7 @@ def test_silent_rank(tmp_path: Path) -> None:
 def test_wrong_answer(tmp_path: Path) -> None:
     """A rank that computes something else is neither: all others name it."""
     with run(tmp_path, "wrong", 20) as ranks:
-        assert ranks.wait(timeout_s=60) == [0, 0, 0]
+        assert ranks.wait(timeout_s=300) == [0, 0, 0]
     for rank in (0, 2):
         assert found(tmp_path, rank)[1][:3] == [
             "failed",

@@ -74,11 +74,11 @@ class Pods:
             pod.kill()
             pod.wait()
         for name in reversed(self._namespaces):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=60)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=300)
 
     @staticmethod
     def _ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
+        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=300)
 
     def start(self, index: int, machine: str) -> None:
         """Start a pod, or a new one in the place of one that has ended; its name is not published yet."""
@@ -152,7 +152,7 @@ class Pods:
     @staticmethod
     def _host_of(pid: int) -> str:
         words = ["nsenter", "--target", str(pid), "--uts", "hostname"]
-        return subprocess.run(words, check=False, capture_output=True, text=True, timeout=60).stdout.strip()
+        return subprocess.run(words, check=False, capture_output=True, text=True, timeout=300).stdout.strip()
 
     def wait_for(self, text: str, index: int, *, times: int = 1) -> None:
         """Return once a pod's log has a text so often."""

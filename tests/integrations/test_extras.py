@@ -212,7 +212,7 @@ def make_environment(folder: Path, *under: Path) -> Path:
     python = folder / "bin" / "python"
     asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(
-        subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+        subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True, timeout=300).stdout.strip()
     )
     (site / "under.pth").write_text("".join(f"{one}\n" for one in under))
     return python

@@ -63,9 +63,9 @@ def test_one_ranks_signal_and_one_ranks_nan_count_on_all_ranks(number: int, tmp_
     the same step."""
     (script := tmp_path / "train.py").write_text(LOOP)
     with RankProcesses(script, world_size=2, directory=tmp_path / "logs") as ranks:
-        ranks.wait_for("at step 5", timeout_s=120, ranks=range(2))
+        ranks.wait_for("at step 5", timeout_s=300, ranks=range(2))
         ranks.signal(1, number)
-        assert ranks.wait(timeout_s=120) == [75, 75], ranks.tails()
+        assert ranks.wait(timeout_s=300) == [75, 75], ranks.tails()
 
 
 def test_the_detector_raises_where_it_should() -> None:

@@ -295,7 +295,7 @@ def test_a_pytorch_job_sees_what_may_be_tried_again(code: int, seen: int, tmp_pa
     (container,) = pod_of(KubernetesJob(**GIVEN, kind="PyTorchJob").manifests())["containers"]
     script = expand(container["args"], {})[:3]
     assert script[0] == "-c"
-    done = subprocess.run(["sh", *script, "sh", "-c", f"exit {code}"], check=False, timeout=60)
+    done = subprocess.run(["sh", *script, "sh", "-c", f"exit {code}"], check=False, timeout=300)
     assert done.returncode == seen
 
 
@@ -327,7 +327,7 @@ def test_a_pytorch_job_that_is_told_at_once_hands_sigterm_on(tmp_path: Path) -> 
     early = script.replace("& p=$!", f"& kill -TERM $$; read ready < {tmp_path}/ready; p=$!")
     assert early != script
     agent = f"trap 'exit 75' TERM; echo > {tmp_path}/ready; for turn in $(seq 500); do sleep 0.1; done; exit 9"
-    done = subprocess.run(["sh", option, early, "sh", "sh", "-c", agent], timeout=60, check=False)
+    done = subprocess.run(["sh", option, early, "sh", "sh", "-c", agent], timeout=300, check=False)
     assert done.returncode == 75 + 128
 
 
@@ -412,7 +412,7 @@ def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", main, "k8s", "manifest", *words],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
 
@@ -643,7 +643,7 @@ def test_an_unknown_name_is_waited_for_only_as_long_as_asked(tmp_path: Path) -> 
     for conf in ([], ["--rdzv-conf=resolve_timeout=0.2"]):
         words = ["run", "--nnodes=2", "--rdzv-endpoint=no-such-host.invalid:29400", *conf, "train.py"]
         done = subprocess.run(
-            [sys.executable, "-c", main, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+            [sys.executable, "-c", main, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 2
         assert "no such host: 'no-such-host.invalid'" in done.stderr
@@ -669,5 +669,5 @@ def test_the_page_shows_a_manifest_of_the_code() -> None:
 def test_the_module_imports_no_framework() -> None:
     """Making manifests needs neither torch nor a client of Kubernetes."""
     code = f"import sys, {kubernetes.__name__}; print({{'torch', 'yaml', 'kubernetes', 'numpy'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == "set()\n"

@@ -212,7 +212,7 @@ def test_the_wrap_restarts_the_function_and_lets_go_of_megatrons_state(tmp_path:
     """Rank 0 fails: both ranks' functions are called again, with Bridge's state reset and its queue closed once."""
     (script := tmp_path / "train.py").write_text(RESTART)
     with RankProcesses(script, world_size=2, directory=tmp_path / "logs") as ranks:
-        assert ranks.wait(timeout_s=120) == [0, 0], ranks.tails()
+        assert ranks.wait(timeout_s=300) == [0, 0], ranks.tails()
         for rank in range(2):
             output = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
             assert "returned (2, 4.0)" in output, output

@@ -112,7 +112,7 @@ def test_a_sink_that_hangs_ends_no_session_late(tmp_path: Path) -> None:
         "with outlast.init(outlast.Config(), log_metrics=sink) as run:\n"
         "    print([*run.steps({'w': torch.zeros(1)}, total=50)][-1])\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "49\n"), done.stderr
     assert "CallableSink did not end within 5 s, 4 records of figures are not written" in done.stderr
     assert "CallableSink: 46 records of figures dropped" in done.stderr
@@ -196,7 +196,7 @@ def test_a_sink_behind_a_callable_is_written_at_exit(tmp_path: Path) -> None:
         "    (lambda figures, iteration: sink(figures, iteration))({'a': 1.0}, iteration)\n"
         "atexit.register(gate.set)\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "wrote 1\nwrote 2\nclose\n"), done.stderr
 
 
@@ -791,7 +791,7 @@ def test_the_session_tells_a_sink_where_it_begins(tmp_path: Path) -> None:
     for total in ("2", "3"):
         done = subprocess.run(
             [sys.executable, str(script), str(tmp_path / "ckpt"), total],
-            capture_output=True, text=True, timeout=100, check=False,
+            capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         texts.append(done.stdout.splitlines())

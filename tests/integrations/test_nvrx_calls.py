@@ -26,7 +26,7 @@ def test_two_ranks_agree() -> None:
     has made more queues than the other; a peer that does not come is an error in time; the slow rank is named by its
     kernels and its section; calculated timeouts are the same on all ranks."""
     with RankProcesses("outlast.integrations.nvrx", str(SCRIPT), world_size=2, module=True) as ranks:
-        codes = ranks.wait(timeout_s=150)
+        codes = ranks.wait(timeout_s=300)
         assert codes == [0, 0], ranks.output(0) + ranks.output(1)
         for rank in range(2):
             assert ranks.output(rank).splitlines()[-1] == "ok"
@@ -156,7 +156,7 @@ def test_faults_happen(tmp_path: Path, fault: str, code: int) -> None:
     script = tmp_path / "fault.py"
     script.write_text(FAULTS)
     command = [sys.executable, "-m", "outlast.integrations.nvrx", str(script), fault]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code, done.stderr
     assert done.stdout.split() == ["now", "raised"] if code == 0 else ["now"]
     assert f"the fault {fault} is injected on purpose" in done.stderr

@@ -19,6 +19,6 @@ def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
     check = 'assert state["current_timeouts"]["section"]["section"] == {"step": 1.0}, state\nprint("ok")\n'
     (script := tmp_path / "train.py").write_text("".join([*blocks, check]))
     done = subprocess.run(
-        [sys.executable, str(script)], env={**os.environ}, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(script)], env={**os.environ}, capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr

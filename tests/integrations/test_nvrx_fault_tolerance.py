@@ -48,7 +48,7 @@ def launch(launcher: list[str], *arguments: str, folder: Path) -> tuple[int, str
             output, _ = process.communicate(timeout=200)
         except subprocess.TimeoutExpired:
             process.terminate()  # a launcher ends its workers
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=300)
             raise AssertionError(f"the launcher did not end: {output}") from None
     return process.returncode, output
 

@@ -103,7 +103,7 @@ def test_the_documented_use_survives_an_exception_and_a_killed_rank(
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("RANK_ASSIGNMENT", rule))
     with RankProcesses(script, world_size=4, directory=tmp_path / "logs") as processes:
-        codes = processes.wait(timeout_s=120)
+        codes = processes.wait(timeout_s=300)
         outputs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in range(4)]
         assert codes == [0, -9, 0, 0], processes.tails()
     weights = set()

@@ -21,7 +21,7 @@ def run(code: str, *arguments: str, path: Path | None = None) -> str:
         env={**os.environ, "PYTHONPATH": python_path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -140,7 +140,7 @@ def test_a_safe_path_stays_as_it_is(tmp_path: Path) -> None:
         ["-P", "-m", "outlast.integrations.nvrx", str(tmp_path / "train.py")],
     ):
         command = [sys.executable, *launcher]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout.splitlines())
     assert outputs[0] == outputs[1]
@@ -158,7 +158,7 @@ def test_a_script_runs_unchanged(tmp_path: Path, target: list[str]) -> None:
         env={**os.environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stdout) == (7, "0.6.0 __main__ ['--lr', '-m'] 1\n"), done.stderr
@@ -168,6 +168,6 @@ def test_a_script_runs_unchanged(tmp_path: Path, target: list[str]) -> None:
 def test_a_wrong_command_line_is_bad_input(arguments: list[str]) -> None:
     """What cannot be run ends with 2 and the usage, which no launcher restarts."""
     command = [sys.executable, "-m", "outlast.integrations.nvrx", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert "usage: python -m outlast.integrations.nvrx" in done.stderr

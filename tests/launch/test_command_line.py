@@ -56,7 +56,7 @@ def test_script_for_a_shell(shell: str) -> None:
 def test_module_is_the_command(tmp_path: Path) -> None:
     """`python -m outlast` is `outlast`, from anywhere: exit codes and one-line errors."""
     line = [sys.executable, "-m", "outlast", "runn"]
-    refused = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    refused = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert refused.returncode == 2
     assert refused.stderr == "outlast: there is no command 'runn'; did you mean 'run'?\n"
 

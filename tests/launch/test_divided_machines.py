@@ -58,7 +58,7 @@ while True:
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=300)
 
 
 class Machines:
@@ -107,7 +107,7 @@ class Machines:
             agent.kill()
             agent.wait()
         for name in (*self.names, self.switch):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=60)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=300)
 
     def divide(self, parts: Sequence[int]) -> None:
         """Put each machine into a part of the network; what is on its way to another is swallowed."""

@@ -48,7 +48,7 @@ def _run(tmp_path: Path, *, iteration: int, nproc: int = 1) -> tuple[list[int], 
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with Cluster(script, str(iteration), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=nproc) as cluster:
-        return cluster.wait(timeout_s=150), cluster
+        return cluster.wait(timeout_s=300), cluster
 
 
 def _untrusted(cluster: Cluster) -> list[Incident]:
@@ -104,7 +104,7 @@ for iteration in range(100, 200):
     detector.check(math.nan if iteration > 104 and os.environ["RANK"] == "1" else 1.0, iteration=iteration)
 """)
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
-        assert cluster.wait(timeout_s=150) == [17], cluster.tails()
+        assert cluster.wait(timeout_s=300) == [17], cluster.tails()
     assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
     (verdict,) = (event.data["verdict"] for event in cluster.events() if event.kind == EventKind.VERDICT)
     assert "NaN or infinity at iteration 107: loss of rank 1; 3 in a row" in verdict["reason"]
@@ -121,4 +121,4 @@ def test_the_next_job_of_the_run_is_told_too(tmp_path: Path) -> None:
         with Cluster(
             script, "125", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options
         ) as cluster:
-            assert cluster.wait(timeout_s=150) == [code], cluster.tails()
+            assert cluster.wait(timeout_s=300) == [code], cluster.tails()

@@ -35,7 +35,7 @@ PORTS = range(41000, 41050)
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=300)
 
 
 class Machines:
@@ -61,7 +61,7 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=60)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=300)
 
     def give(self, link: str, *addresses: str) -> None:
         """Give each machine its address on a link."""

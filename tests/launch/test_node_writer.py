@@ -47,18 +47,18 @@ def test_one_writer_serves_every_cycle_and_is_replaced_when_it_dies(tmp_path: Pa
     script.write_text(SCRIPT)
     go = tmp_path / "go"
     with Cluster(script, str(go), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
-        cluster.wait_for("cycle 0 has the writer", timeout_s=150)
+        cluster.wait_for("cycle 0 has the writer", timeout_s=300)
         first = _writer(cluster)
-        cluster.wait_for("cycle 1 has the writer", timeout_s=150)
+        cluster.wait_for("cycle 1 has the writer", timeout_s=300)
         assert _writer(cluster) == first
         first.send_signal(signal.SIGKILL)
-        event = cluster.wait_for(lambda event: event.kind == EventKind.WRITER_ENDED, timeout_s=150)
+        event = cluster.wait_for(lambda event: event.kind == EventKind.WRITER_ENDED, timeout_s=300)
         assert event is not None
         assert f"pid {first.pid}" in event.data["summary"]
         assert "SIGKILL" in event.data["summary"]
         assert _writer(cluster) != first
         go.touch()
-        assert cluster.wait(timeout_s=150) == [0]
+        assert cluster.wait(timeout_s=300) == [0]
         cluster.assert_no_orphans(within_s=60)
         said = [
             line
@@ -74,7 +74,7 @@ def test_a_lost_agent_takes_its_writer_along(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with Cluster(script, str(tmp_path / "go"), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
-        cluster.wait_for("cycle 1 has the writer", timeout_s=150)
+        cluster.wait_for("cycle 1 has the writer", timeout_s=300)
         assert _writer(cluster).is_running()
         cluster.agent(0).kill()
         cluster.assert_no_orphans(within_s=60)

@@ -64,7 +64,7 @@ def test_training_goes_on_from_a_copy_that_does_not_descend_from_the_bad_one(has
     """Cycle 1 loads iteration 15 from a near tier, saves 20 to all tiers, and judges a result invalid at 22. Cycle 2
     loads neither of the two, but an older one; the run ends with the state of a training that never saw cycle 1."""
     with _cluster(tmp_path, "once", has_global=has_global) as cluster:
-        assert cluster.wait(timeout_s=100) == [0], cluster.tails()
+        assert cluster.wait(timeout_s=300) == [0], cluster.tails()
         restored = _restored(cluster)
         assert restored[1].iteration == 15
         assert restored[1].data["tier"] != "global"
@@ -86,7 +86,7 @@ def test_invalid_results_from_every_copy_end_with_the_diagnosis(has_global: bool
     """Where every copy leads to an invalid result, the run ends with 17 after a bounded number of cycles, none of which
     loads what an earlier one had loaded from the same kind of tier."""
     with _cluster(tmp_path, "always", has_global=has_global) as cluster:
-        assert cluster.wait(timeout_s=100) == [ExitReason.FAILED_VALIDATION], cluster.tails()
+        assert cluster.wait(timeout_s=300) == [ExitReason.FAILED_VALIDATION], cluster.tails()
         loads = [(event.iteration, event.data["tier"] == "global") for event in _restored(cluster).values()]
         assert 2 <= len(loads) <= 4
         assert len(set(loads)) == len(loads)

@@ -108,9 +108,9 @@ class Nodes(Cluster):
     def run(self) -> list[int]:
         """Let the ranks go once every node is there; return the agents' exit codes."""
         joined: set[str] = set()
-        self.wait_for(lambda event: self._joins(event.data, event.kind, joined), timeout_s=60)
+        self.wait_for(lambda event: self._joins(event.data, event.kind, joined), timeout_s=300)
         (self.folder / "go").touch()
-        return self.wait(timeout_s=90)
+        return self.wait(timeout_s=300)
 
     def _joins(self, data: dict[str, Any], kind: EventKind, joined: set[str]) -> bool:
         if kind == EventKind.NODE_JOINED:

@@ -86,7 +86,7 @@ def test_crash_before_every_save_stops_with_93(tmp_path: Path) -> None:
     """A script that reports its saves and crashes before the next one gets 3 cycles, then exit code 93."""
     script = write(tmp_path, SESSION_LIKE)
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
-        assert cluster.wait(timeout_s=150) == [ExitReason.NO_PROGRESS]
+        assert cluster.wait(timeout_s=300) == [ExitReason.NO_PROGRESS]
         assert started_cycles(cluster) == {0, 1, 2}
         assert (tmp_path / "run" / "ladder.json").exists()
 
@@ -97,7 +97,7 @@ def test_crash_after_every_save_goes_on_to_the_end(tmp_path: Path) -> None:
     script = write(tmp_path, SESSION_LIKE)
     options = ["--max-restarts=1"]
     with Cluster(script, "saves", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
-        assert cluster.wait(timeout_s=150) == [0]
+        assert cluster.wait(timeout_s=300) == [0]
         assert started_cycles(cluster) == set(range(6))
 
 
@@ -107,7 +107,7 @@ def test_total_budget_bounds_even_progress(tmp_path: Path) -> None:
     script = write(tmp_path, SESSION_LIKE)
     options = ["--max-restarts-total=2"]
     with Cluster(script, "saves", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
-        assert cluster.wait(timeout_s=150) == [ExitReason.FAILED]
+        assert cluster.wait(timeout_s=300) == [ExitReason.FAILED]
         assert started_cycles(cluster) == {0, 1, 2}
 
 
@@ -123,7 +123,7 @@ def test_finished_run_is_not_started_again(tmp_path: Path) -> None:
     ):
         script = write(tmp_path, code)
         with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
-            assert cluster.wait(timeout_s=150) == [0]
+            assert cluster.wait(timeout_s=300) == [0]
             events = [event for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED]
             assert len(events) == num_starts
             assert said in cluster.agent(0).output().splitlines()[-1]
@@ -132,7 +132,7 @@ def test_finished_run_is_not_started_again(tmp_path: Path) -> None:
 def test_the_account_begins_with_the_agent(tmp_path: Path) -> None:
     """Imports and checks come before the journal's first event; the report's time holds them, as the last line's."""
     with Cluster(write(tmp_path, ""), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
-        assert cluster.wait(timeout_s=150) == [0]
+        assert cluster.wait(timeout_s=300) == [0]
         (began,) = [event for event in cluster.events() if event.kind == EventKind.JOB_STARTED]
         assert began.data["start_up_s"] > 0
         ledger = Ledger.read(tmp_path / "run")
@@ -150,7 +150,7 @@ def test_hang_names_the_one_culprit(how: str, tmp_path: Path) -> None:
     script = write(tmp_path, HANGING)
     options = ["--ft-rank-section-timeouts=step:5"]
     with Cluster(script, how, run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2, options=options) as cluster:
-        assert cluster.wait(timeout_s=150) == [0, 0]
+        assert cluster.wait(timeout_s=300) == [0, 0]
         first = verdicts(cluster)[0]
         incident = first["incident"]
         assert isinstance(incident, dict)
@@ -173,16 +173,16 @@ def test_lost_control_store_host_is_replaced(tmp_path: Path) -> None:
         script, str(leave), run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1,
         options=["--ft-node-heartbeat-timeout=8"],
     ) as cluster:  # fmt: skip
-        cluster.wait_for("rank 0 runs", timeout_s=150)
-        cluster.wait_for("rank 1 runs", timeout_s=150)
+        cluster.wait_for("rank 0 runs", timeout_s=300)
+        cluster.wait_for("rank 1 runs", timeout_s=300)
         spare = cluster.add_node("spare")
-        cluster.wait_for("the node is a spare", timeout_s=150)
+        cluster.wait_for("the node is a spare", timeout_s=300)
         host = next(agent for agent in cluster.agents if "hosts the coordinator" in agent.output())
         host.kill()
         cluster.assert_no_orphans(within_s=60)
-        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.node == "spare", timeout_s=150)
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.node == "spare", timeout_s=300)
         leave.touch()
-        codes = dict(zip((agent.name for agent in cluster.agents), cluster.wait(timeout_s=150), strict=True))
+        codes = dict(zip((agent.name for agent in cluster.agents), cluster.wait(timeout_s=300), strict=True))
         assert codes.pop(host.name) == -signal.SIGKILL
         assert set(codes.values()) == {0}
         ranks = {
@@ -202,15 +202,15 @@ def test_dead_zygote_is_replaced(tmp_path: Path) -> None:
     leave = tmp_path / "leave"
     script = write(tmp_path, UNTIL_TOLD)
     with Cluster(script, str(leave), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
-        cluster.wait_for("rank 0 runs", timeout_s=150)
-        cluster.wait_for("rank 1 runs", timeout_s=150)
-        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=150)
+        cluster.wait_for("rank 0 runs", timeout_s=300)
+        cluster.wait_for("rank 1 runs", timeout_s=300)
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=300)
         zygote = psutil.Process(cluster.worker_pid(0)).parent()
         assert zygote is not None
         zygote.kill()
-        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.cycle == 1, timeout_s=150)
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.cycle == 1, timeout_s=300)
         leave.touch()
-        assert cluster.wait(timeout_s=150) == [0]
+        assert cluster.wait(timeout_s=300) == [0]
 
 
 @pytest.mark.slow
@@ -219,10 +219,10 @@ def test_signal_ends_a_plain_script_with_the_signals_code(number: signal.Signals
     """A script that saves nothing ends at the first signal; the exit code says which; nobody is left."""
     script = write(tmp_path, UNTIL_TOLD)
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1) as cluster:
-        cluster.wait_for("rank 0 runs", timeout_s=150)
-        cluster.wait_for("rank 1 runs", timeout_s=150)
+        cluster.wait_for("rank 0 runs", timeout_s=300)
+        cluster.wait_for("rank 1 runs", timeout_s=300)
         cluster.agent(0).signal(number)
-        assert cluster.wait(timeout_s=150) == [128 + number, 128 + number]
+        assert cluster.wait(timeout_s=300) == [128 + number, 128 + number]
         cluster.assert_no_orphans(within_s=60)
 
 
@@ -231,9 +231,9 @@ def test_signal_that_is_not_to_be_handled_ends_the_job_at_once(tmp_path: Path) -
     """Ctrl-C where `--signals-to-handle` names SIGTERM alone: the line tells it from one before the training."""
     script, options = write(tmp_path, UNTIL_TOLD), ["--signals-to-handle=SIGTERM"]
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
-        cluster.wait_for("rank 0 runs", timeout_s=150)
+        cluster.wait_for("rank 0 runs", timeout_s=300)
         cluster.agent(0).signal(signal.SIGINT)
-        assert cluster.wait(timeout_s=150) == [128 + signal.SIGINT]
+        assert cluster.wait(timeout_s=300) == [128 + signal.SIGINT]
         cluster.assert_no_orphans(within_s=60)
         output = cluster.agent(0).output()
     assert "received SIGINT: --signals-to-handle does not name it, so the job ends at once and saves nothing" in output
@@ -245,11 +245,11 @@ def test_second_signal_ends_workers_that_take_their_time(tmp_path: Path) -> None
     code = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('noticed', flush=True))\n" + UNTIL_TOLD
     script = write(tmp_path, code)
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
-        cluster.wait_for("rank 0 runs", timeout_s=150)
+        cluster.wait_for("rank 0 runs", timeout_s=300)
         cluster.agent(0).signal(signal.SIGTERM)
-        cluster.wait_for("noticed", timeout_s=150)
+        cluster.wait_for("noticed", timeout_s=300)
         cluster.agent(0).signal(signal.SIGTERM)
-        assert cluster.wait(timeout_s=150) == [128 + signal.SIGTERM]
+        assert cluster.wait(timeout_s=300) == [128 + signal.SIGTERM]
 
 
 def test_second_signal_leaves_what_was_saved_before(tmp_path: Path) -> None:
@@ -268,12 +268,12 @@ with outlast.init(outlast.Config(checkpoint=checkpoint)) as run:
 """
     script = write(tmp_path, code)
     with Cluster(script, str(tmp_path / "ckpt"), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
-        cluster.wait_for("never comes back", timeout_s=150)
-        cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED and event.iteration == 2, timeout_s=150)
+        cluster.wait_for("never comes back", timeout_s=300)
+        cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED and event.iteration == 2, timeout_s=300)
         cluster.agent(0).signal(signal.SIGTERM)
-        cluster.wait_for("a second signal ends them", timeout_s=150)
+        cluster.wait_for("a second signal ends them", timeout_s=300)
         cluster.agent(0).signal(signal.SIGTERM)
-        assert cluster.wait(timeout_s=150) == [ExitReason.PREEMPTED]
+        assert cluster.wait(timeout_s=300) == [ExitReason.PREEMPTED]
         assert "shutdown requested; a saved generation exists" in cluster.agent(0).output()
 
 
@@ -283,9 +283,9 @@ def test_notice_before_the_workers_run_starts_none(tmp_path: Path) -> None:
     script = write(tmp_path, UNTIL_TOLD)
     options = ["--log-level=debug"]
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2, options=options) as cluster:
-        cluster.wait_for("the ranks are watched as soon as", timeout_s=150)
+        cluster.wait_for("the ranks are watched as soon as", timeout_s=300)
         cluster.agent(0).signal(signal.SIGTERM)
-        assert cluster.wait(timeout_s=150) == [128 + signal.SIGTERM]
+        assert cluster.wait(timeout_s=300) == [128 + signal.SIGTERM]
         cluster.assert_no_orphans(within_s=60)
 
 
@@ -299,10 +299,10 @@ if os.environ["RANK"] == "0":
 """
     script = write(tmp_path, code + UNTIL_TOLD)
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
-        cluster.wait_for("rank 0 runs", timeout_s=150)
-        cluster.wait_for("rank 1 runs", timeout_s=150)
+        cluster.wait_for("rank 0 runs", timeout_s=300)
+        cluster.wait_for("rank 1 runs", timeout_s=300)
         cluster.agent(0).signal(signal.SIGTERM)
-        assert cluster.wait(timeout_s=150) == [128 + signal.SIGTERM]
+        assert cluster.wait(timeout_s=300) == [128 + signal.SIGTERM]
         assert "did not end in time" in cluster.agent(0).output()
 
 
@@ -314,14 +314,14 @@ def test_programs_and_modules_and_fresh_interpreters_run_too(tmp_path: Path) -> 
     program.write_text("#!/bin/sh\necho program rank $RANK cycle $OUTLAST_CYCLE\n[ $OUTLAST_CYCLE = 1 ]\n")
     program.chmod(0o755)
     with Cluster(program, run_dir=tmp_path / "a", num_nodes=1, nproc_per_node=2, options=["--no-python"]) as cluster:
-        assert cluster.wait(timeout_s=150) == [0]
+        assert cluster.wait(timeout_s=300) == [0]
         assert "program rank 1 cycle 1" in cluster.agent(0).output()
     with Cluster("this", run_dir=tmp_path / "b", num_nodes=1, nproc_per_node=1, options=["--module"]) as cluster:
-        assert cluster.wait(timeout_s=150) == [0]
+        assert cluster.wait(timeout_s=300) == [0]
         assert "Beautiful is better than ugly" in cluster.agent(0).output()
     script = write(tmp_path, "import sys; print('outlast.runtime' in sys.modules, flush=True)")
     with Cluster(script, run_dir=tmp_path / "c", num_nodes=1, nproc_per_node=1, options=["--no-warm-start"]) as cluster:
-        assert cluster.wait(timeout_s=150) == [0]
+        assert cluster.wait(timeout_s=300) == [0]
         assert "False" in cluster.agent(0).output()
 
 
@@ -330,7 +330,7 @@ def test_output_goes_where_torchrun_puts_it(tmp_path: Path) -> None:
     script = write(tmp_path, "import sys; print('to stdout'); print('to stderr', file=sys.stderr)")
     options = ["--redirects=2", "--tee=1", f"--log-dir={tmp_path / 'logs'}"]
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
-        assert cluster.wait(timeout_s=150) == [0]
+        assert cluster.wait(timeout_s=300) == [0]
         assert "[default0]:to stdout" in cluster.agent(0).output()
         assert "to stderr" not in cluster.agent(0).output()
     (stderr,) = tmp_path.glob("logs/*/attempt_0/0/stderr.log")
@@ -345,12 +345,12 @@ def test_stopped_coordinator_is_waited_for_and_then_given_up_on(tmp_path: Path) 
     script = write(tmp_path, UNTIL_TOLD)
     options = ["--rdzv-conf=join_timeout=5"]  # also for lining up, on a busy machine
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1, options=options) as cluster:
-        cluster.wait_for("rank 0 runs", timeout_s=150)
-        cluster.wait_for("rank 1 runs", timeout_s=150)
+        cluster.wait_for("rank 0 runs", timeout_s=300)
+        cluster.wait_for("rank 1 runs", timeout_s=300)
         host = next(agent for agent in cluster.agents if "hosts the coordinator" in agent.output())
         other = next(agent for agent in cluster.agents if agent is not host)
         host.signal(signal.SIGSTOP)
         (rank,) = next(e.data["ranks"] for e in cluster.events() if e.node == other.name and "ranks" in e.data)
         psutil.Process(cluster.worker_pid(rank)).kill()
-        assert other.wait(timeout_s=120) == ExitReason.FAILED
+        assert other.wait(timeout_s=300) == ExitReason.FAILED
         assert "gave no answer" in other.output()

@@ -71,7 +71,7 @@ def test_parsing_imports_no_torch(script: str) -> None:
         "import sys; import outlast.cli.run; from outlast.launch.options import parse_options; "
         f"parse_options(['{script}']); print(*{{'torch', 'numpy', 'rich', 'fsspec', 'asyncio'}} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split() == []
 
 
@@ -152,7 +152,7 @@ def test_bad_input_ends_with_2_and_starts_nothing(script: str) -> None:
         [sys.executable, "-c", code, "run", "--nnodes=0", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 2
@@ -233,7 +233,7 @@ def test_ladder_file_that_cannot_be_read_is_refused(script: str) -> None:
         [sys.executable, "-c", code, "run", "--run-dir=run", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 2

@@ -62,7 +62,7 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 assert "outlast" in rendezvous_handler_registry._registry, "the entry point is not installed"
 print(*sorted(name for name in sys.modules if name.startswith("outlast")))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split() == [
         "outlast",
         "outlast.launch",

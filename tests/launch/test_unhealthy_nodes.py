@@ -90,7 +90,7 @@ def cluster_of(folder: Path, code: str, *args: str, num_nodes: int = 2, num_spar
 
 
 def wait_until_joined(cluster: Cluster, name: str) -> None:
-    cluster.wait_for(lambda event: event.kind == EventKind.NODE_JOINED and event.data["name"] == name, timeout_s=60)
+    cluster.wait_for(lambda event: event.kind == EventKind.NODE_JOINED and event.data["name"] == name, timeout_s=300)
 
 
 @pytest.fixture
@@ -143,9 +143,9 @@ def test_unfit_node_is_not_admitted(what: str, small_disk: Path, tmp_path: Path)
         first = cluster.add_node()
         wait_until_joined(cluster, first.name)  # it hosts the coordinator
         sick = cluster.add_node("sick", options=[config])
-        assert sick.wait(timeout_s=120) == ExitReason.UNHEALTHY_NODE, cluster.tails()
+        assert sick.wait(timeout_s=300) == ExitReason.UNHEALTHY_NODE, cluster.tails()
         spare = cluster.add_node("spare")
-        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=120)
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=300)
         (tmp_path / "go").touch()
         assert [agent.wait(120) for agent in (first, spare)] == [0, 0], cluster.tails()
         for agent in (sick, first, spare):
@@ -163,8 +163,8 @@ def test_others_hear_why_and_a_spare_takes_the_place(tmp_path: Path) -> None:
         cluster.add_node("first")
         wait_until_joined(cluster, "first")
         sick = cluster.add_node("sick", options=[config])
-        assert sick.wait(timeout_s=60) == ExitReason.UNHEALTHY_NODE, cluster.tails()
-        cluster.wait_for("node sick is unhealthy", timeout_s=60)
+        assert sick.wait(timeout_s=300) == ExitReason.UNHEALTHY_NODE, cluster.tails()
+        cluster.wait_for("node sick is unhealthy", timeout_s=300)
         later = cluster.add_node("later")
         assert [agent.wait(100) for agent in (cluster.agent(0), later)] == [0, 0], cluster.tails()
         for agent in (cluster.agent(0), later):
@@ -184,10 +184,10 @@ def test_unfit_host_of_the_control_store_stays_for_the_others(tmp_path: Path) ->
     config = settings(tmp_path, 'commands = ["exit 3"]')
     with cluster_of(tmp_path, HELLO, num_nodes=1, num_spares=1) as cluster:
         sick = cluster.add_node("sick", options=[config])
-        cluster.wait_for("its agent keeps running, as it hosts the coordinator", timeout_s=60)
+        cluster.wait_for("its agent keeps running, as it hosts the coordinator", timeout_s=300)
         healthy = cluster.add_node("healthy")
-        assert healthy.wait(timeout_s=100) == 0, cluster.tails()
-        assert sick.wait(timeout_s=150) == ExitReason.UNHEALTHY_NODE, cluster.tails()
+        assert healthy.wait(timeout_s=300) == 0, cluster.tails()
+        assert sick.wait(timeout_s=300) == ExitReason.UNHEALTHY_NODE, cluster.tails()
         assert "trained" in healthy.output()
         assert "trained" not in sick.output()
 
@@ -199,7 +199,7 @@ def test_single_unfit_node_ends_the_job_at_once(tmp_path: Path) -> None:
     with Cluster(
         script(tmp_path, HELLO), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=[config]
     ) as cluster:
-        assert cluster.wait(timeout_s=100) == [ExitReason.UNHEALTHY_NODE], cluster.tails()
+        assert cluster.wait(timeout_s=300) == [ExitReason.UNHEALTHY_NODE], cluster.tails()
         assert "trained" not in cluster.agent(0).output()
 
 
@@ -211,9 +211,9 @@ def test_node_that_recovers_joins(tmp_path: Path) -> None:
     with Cluster(
         script(tmp_path, HELLO), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=[config]
     ) as cluster:
-        cluster.wait_for("it is checked again in 0.2 s", timeout_s=60)
+        cluster.wait_for("it is checked again in 0.2 s", timeout_s=300)
         (tmp_path / "repaired").touch()
-        assert cluster.wait(timeout_s=100) == [0], cluster.tails()
+        assert cluster.wait(timeout_s=300) == [0], cluster.tails()
         assert json.loads((tmp_path / "run" / "ladder.json").read_text())["quarantined"] == []
 
 
@@ -232,7 +232,7 @@ def test_node_that_falls_ill_while_training_is_replaced(tmp_path: Path) -> None:
             ill = [settings(folder, f'node_interval = 0.3\ncommands = ["test ! -e {folder / "trains"}"]')]
             cluster.add_node("node-0", options=ill if is_disturbed else ())
             cluster.add_node("node-1")
-            cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=90)
+            cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=300)
             cluster.add_node("spare")
             assert cluster.wait(timeout_s=200) == [0, 0, 0], cluster.tails()
             lines = [line for agent in cluster.agents for line in agent.output().splitlines() if "DIGEST" in line]
@@ -260,11 +260,11 @@ def test_full_disk_alone_ends_no_run(tmp_path: Path) -> None:
         nproc_per_node=1,
         options=[config],
     ) as cluster:
-        found = cluster.wait_for(lambda event: event.kind == EventKind.INCIDENT, timeout_s=90)
+        found = cluster.wait_for(lambda event: event.kind == EventKind.INCIDENT, timeout_s=300)
         assert found is not None
         assert found.data["incident"]["kind"] == "node_unhealthy"
         (tmp_path / "end").touch()
-        assert cluster.wait(timeout_s=60) == [0], cluster.tails()
+        assert cluster.wait(timeout_s=300) == [0], cluster.tails()
         assert "is unhealthy (while it trains): command" in cluster.agent(0).output()
         assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
 
@@ -280,12 +280,12 @@ def test_node_is_looked_at_before_it_gets_its_slot_back(has_spare: bool, tmp_pat
     with cluster_of(tmp_path, CRASHES, *arguments, num_spares=1) as cluster:
         cluster.add_node("node-0")
         cluster.add_node("node-1", options=[config])
-        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=90)
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=300)
         if has_spare:
             cluster.add_node("spare")
             wait_until_joined(cluster, "spare")
         (tmp_path / "go").touch()
-        assert cluster.wait(timeout_s=150) == [0] * len(cluster.agents), cluster.tails()
+        assert cluster.wait(timeout_s=300) == [0] * len(cluster.agents), cluster.tails()
         assert "node node-1 is unhealthy (after a fault): command" in cluster.agent("node-1").output()
         verdicts = [e.data["verdict"] for e in cluster.events() if e.kind == EventKind.VERDICT and "incident" in e.data]
         assert verdicts[-1]["rung"] == (Rung.REPLACE_NODE if has_spare else Rung.RESTART_WORKERS)

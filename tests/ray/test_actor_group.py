@@ -217,7 +217,7 @@ def test_a_keeper_that_dies_costs_no_save(group: ActorGroup, folder: Path) -> No
     (pid,) = (one["Pid"] for one in alive if one["ActorClassName"] == "NodeKeeper")
     writers = psutil.Process(pid).children()
     os.kill(pid, signal.SIGKILL)
-    assert not psutil.wait_procs(writers, timeout=60)[1]  # the keeper's writer ends with it
+    assert not psutil.wait_procs(writers, timeout=300)[1]  # the keeper's writer ends with it
     train(group, 2)
     deadline_s = clock.now_s() + 60
     while len(journal_of(folder, EventKind.INCIDENT)) == len(before):

@@ -81,5 +81,5 @@ def test_a_job_that_is_submitted_again_continues(tmp_path: Path) -> None:
         second = submit("second", port, folder, tmp_path / "run", 5, environment)
         assert "trained from iteration 3 to 5, 0 recoveries" in second, second
     finally:
-        head.communicate("", timeout=60)
+        head.communicate("", timeout=300)
         subprocess.run(["rm", "-rf", str(folder.parent)], check=False)

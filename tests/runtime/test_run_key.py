@@ -60,7 +60,7 @@ def test_a_directorys_key_is_made_once_and_its_owners_alone(tmp_path: Path) -> N
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     several = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
-    assert len({one.communicate(timeout=120)[0] for one in several}) == 1
+    assert len({one.communicate(timeout=300)[0] for one in several}) == 1
     assert stat.S_IMODE(os.stat(tmp_path / run_key.FILE_NAME).st_mode) == 0o600
     assert os.listdir(tmp_path) == [run_key.FILE_NAME]
 

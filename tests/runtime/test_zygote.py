@@ -158,7 +158,7 @@ def test_clear_ends_workers_and_their_children(zygote: Zygote, tmp_path: Path) -
         cleared = receive(zygote, Cleared)
     assert cleared == Cleared(token=7)
     assert not psutil.pid_exists(pid)
-    _, alive = psutil.wait_procs([psutil.Process(child)] if psutil.pid_exists(child) else [], timeout=60)
+    _, alive = psutil.wait_procs([psutil.Process(child)] if psutil.pid_exists(child) else [], timeout=300)
     assert not alive
 
 
@@ -180,9 +180,9 @@ def test_owner_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:
     processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
     assert len(processes) == 2
     owner.kill()
-    owner.wait(timeout=60)
+    owner.wait(timeout=300)
     owner.stdout.close()
-    _, alive = psutil.wait_procs(processes, timeout=60)
+    _, alive = psutil.wait_procs(processes, timeout=300)
     assert not alive
 
 
@@ -193,7 +193,7 @@ def test_dead_zygote_is_an_error_not_a_hang(zygote: Zygote, tmp_path: Path) -> N
     os.kill(zygote.pid, signal.SIGKILL)
     wait_for(zygote)
     assert zygote.receive() is None
-    _, alive = psutil.wait_procs([worker], timeout=60)
+    _, alive = psutil.wait_procs([worker], timeout=300)
     assert not alive
     with pytest.raises(OutlastError, match="is gone"):
         zygote.send(Clear())

@@ -151,7 +151,7 @@ def test_a_deadline_shorter_than_the_save_keeps_the_earlier_generation(tmp_path:
             if writer.is_running():
                 writer.resume()
         codes, outputs = ranks.end(120)
-        assert not psutil.wait_procs(writers, timeout=100)[1]
+        assert not psutil.wait_procs(writers, timeout=300)[1]
     assert codes == [75, 75], outputs
     kept = _newest_whole(tmp_path)
     (ended,) = {event.iteration for event in _events(tmp_path, EventKind.SESSION_ENDED)}

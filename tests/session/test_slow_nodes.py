@@ -37,7 +37,7 @@ def open_gate(cluster: Cluster, folder: Path, num_nodes: int) -> None:
             joined.add(event.data["name"])
         return len(joined) == num_nodes
 
-    cluster.wait_for(all_are_there, timeout_s=100)
+    cluster.wait_for(all_are_there, timeout_s=300)
     (folder / "go").touch()
 
 

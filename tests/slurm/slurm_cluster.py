@@ -73,7 +73,7 @@ class SlurmCluster:
 
     def call(self, *command: str, cwd: Path | None = None) -> str:
         """Run a command; return its output. It must succeed."""
-        done = subprocess.run(command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -160,7 +160,7 @@ def run_slurm() -> Iterator[SlurmCluster]:
             finally:
                 assert keeper.stdin is not None
                 keeper.stdin.close()
-                keeper.wait(timeout=30)
+                keeper.wait(timeout=300)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -179,5 +179,5 @@ def _path() -> str:
 
 def _is_up(cluster: SlurmCluster) -> bool:
     command = ["sinfo", "--noheader", "--Node", "--format=%T"]
-    done = subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode == 0 and done.stdout.split() == ["idle"] * len(NODES)

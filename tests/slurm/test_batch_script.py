@@ -28,7 +28,7 @@ def directives(text: str) -> list[str]:
 
 
 def is_bash(text: str) -> bool:
-    return subprocess.run(["bash", "-n"], input=text, text=True, check=False, timeout=100).returncode == 0
+    return subprocess.run(["bash", "-n"], input=text, text=True, check=False, timeout=300).returncode == 0
 
 
 def test_steps_are_signalled_not_the_batch_shell() -> None:
@@ -251,7 +251,7 @@ def test_finished_run_is_not_submitted_again(tmp_path: Path) -> None:
 def test_examples_are_the_tools_own(tmp_path: Path) -> None:
     """The batch scripts under examples/ are what the commands beside them print."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    subprocess.run([EXAMPLES / "generate.sh", tmp_path], env={**os.environ, "PATH": path}, check=True, timeout=100)
+    subprocess.run([EXAMPLES / "generate.sh", tmp_path], env={**os.environ, "PATH": path}, check=True, timeout=300)
     made = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert made == {file.name: file.read_text() for file in EXAMPLES.glob("*.sbatch")}, "run examples/slurm/generate.sh"
     assert len(made) == 3

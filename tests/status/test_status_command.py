@@ -245,6 +245,6 @@ def test_watch_ends_by_ctrl_c_without_a_traceback(tmp_path: Path) -> None:
             if line.startswith("incidents"):
                 break
         watching.send_signal(signal.SIGINT)
-        out, err = watching.communicate(timeout=100)
+        out, err = watching.communicate(timeout=300)
     assert watching.returncode == 130
     assert "Traceback" not in out + err

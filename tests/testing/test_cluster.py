@@ -50,8 +50,8 @@ def write(folder: Path, code: str) -> Path:
 def test_nodes_workers_and_output_are_seen(tmp_path: Path) -> None:
     """Events, worker pids and output of every node can be asked for while they run."""
     with Cluster(write(tmp_path, SLEEPS), "fast", run_dir=tmp_path / "run", num_nodes=2) as nodes:
-        assert nodes.wait_for("node-1 started with ['fast']", timeout_s=100) is None
-        event = nodes.wait_for(lambda event: event.data.get("ranks") == [0], timeout_s=100)
+        assert nodes.wait_for("node-1 started with ['fast']", timeout_s=300) is None
+        event = nodes.wait_for(lambda event: event.data.get("ranks") == [0], timeout_s=300)
         assert event is not None
         assert event.kind == EventKind.CYCLE_STARTED
         assert nodes.worker_pid(0) == event.data["pids"][0]
@@ -59,7 +59,7 @@ def test_nodes_workers_and_output_are_seen(tmp_path: Path) -> None:
         with pytest.raises(LookupError, match="no cycle has started rank 7"):
             nodes.worker_pid(7)
         nodes.agent(0).signal(signal.SIGTERM)
-        assert nodes.agent(0).wait(timeout_s=100) == 75
+        assert nodes.agent(0).wait(timeout_s=300) == 75
     assert nodes.processes() == []
 
 
@@ -67,7 +67,7 @@ def test_orphans_of_a_killed_agent_are_found_and_ended(tmp_path: Path) -> None:
     """A worker that outlives its agent is reported as an orphan, and is gone after the block."""
     with Cluster(write(tmp_path, SLEEPS), run_dir=tmp_path / "run", num_nodes=2) as nodes:
         for rank in range(2):
-            nodes.wait_for(lambda event, rank=rank: event.data.get("ranks") == [rank], timeout_s=100)
+            nodes.wait_for(lambda event, rank=rank: event.data.get("ranks") == [rank], timeout_s=300)
         nodes.assert_no_orphans(within_s=0)
         orphan = nodes.worker_pid(0)
         nodes.agent(0).kill()
@@ -81,7 +81,7 @@ def test_orphans_of_a_killed_agent_are_found_and_ended(tmp_path: Path) -> None:
 def test_stopped_agents_are_ended_too(tmp_path: Path) -> None:
     """An agent that hangs under SIGSTOP does not survive the block."""
     with Cluster(write(tmp_path, SLEEPS), run_dir=tmp_path / "run", num_nodes=1) as nodes:
-        nodes.wait_for("started", timeout_s=100)
+        nodes.wait_for("started", timeout_s=300)
         nodes.agent(0).signal(signal.SIGSTOP)
     assert nodes.agent(0).wait(timeout_s=0) == -signal.SIGKILL
     assert nodes.processes() == []
@@ -92,27 +92,27 @@ def test_failed_wait_shows_every_nodes_end(tmp_path: Path) -> None:
     script = write(tmp_path, "print('worker was here'); raise SystemExit(3)")
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=2) as nodes:
         with pytest.raises(DeadlineExceeded) as caught:
-            nodes.wait_for("never printed", timeout_s=100)
+            nodes.wait_for("never printed", timeout_s=300)
         assert "all agents ended without 'never printed'" in str(caught.value)
         for name in ("node-0", "node-1"):
             assert f"--- {name} (ended with 3) ---" in str(caught.value)
         assert str(caught.value).count("worker was here") == 2
-        assert nodes.wait(timeout_s=60) == [3, 3]
+        assert nodes.wait(timeout_s=300) == [3, 3]
 
 
 def test_late_node_keeps_the_others_log(tmp_path: Path) -> None:
     """A node may be added at any time; one that comes back under its name appends to its output."""
     with Cluster(write(tmp_path, "raise SystemExit(0)"), run_dir=tmp_path / "run", num_nodes=1) as nodes:
-        assert nodes.wait(timeout_s=100) == [0]
+        assert nodes.wait(timeout_s=300) == [0]
         nodes.add_node("node-0")
-        assert nodes.wait(timeout_s=100) == [0, 0]
+        assert nodes.wait(timeout_s=300) == [0, 0]
         assert nodes.agent("node-0").output().count("started") == 2
 
 
 def test_waits_are_bounded(tmp_path: Path) -> None:
     """Waiting for what does not come ends at its timeout, with the nodes still running."""
     with Cluster(write(tmp_path, SLEEPS), run_dir=tmp_path / "run", num_nodes=1) as nodes:
-        nodes.wait_for("started", timeout_s=100)
+        nodes.wait_for("started", timeout_s=300)
         with pytest.raises(DeadlineExceeded, match=r"agent node-0 still runs after"):
             nodes.wait(timeout_s=0.1)
         with pytest.raises(DeadlineExceeded, match=r"0.1 s passed without the event"):

@@ -39,7 +39,7 @@ def script(tmp_path: Path) -> Path:
 def test_ranks_are_told_their_places(script: Path, tmp_path: Path) -> None:
     """Each rank gets the variables of its rank, counted on its own node where nodes are named; output stays."""
     with RankProcesses(script, "end", world_size=3, directory=tmp_path / "out", nodes=["a", "b", "a"]) as ranks:
-        assert ranks.wait(timeout_s=60) == [0, 0, 0]
+        assert ranks.wait(timeout_s=300) == [0, 0, 0]
     places = [(tmp_path / "out" / f"rank-{rank}.log").read_text().strip() for rank in range(3)]
     assert places == [
         "place 0 0 2 3 a 127.0.0.1 end",
@@ -59,7 +59,7 @@ def test_nothing_of_the_ranks_is_left(script: Path) -> None:
 
 def look_and_fail(ranks: RankProcesses) -> None:
     with ranks:
-        ranks.wait_for("waiting", timeout_s=60, ranks=range(2))
+        ranks.wait_for("waiting", timeout_s=300, ranks=range(2))
         ranks.stop(1)
         assert len(ranks.processes()) == 4
         raise KeyError
@@ -69,16 +69,16 @@ def look_and_fail(ranks: RankProcesses) -> None:
 def test_one_rank_is_killed_and_the_others_are_not(script: Path) -> None:
     """A signal goes to one rank alone; a wait that cannot end says so, with everybody's output."""
     with RankProcesses(script, world_size=2) as ranks:
-        ranks.wait_for("waiting", timeout_s=60, ranks=range(2))
+        ranks.wait_for("waiting", timeout_s=300, ranks=range(2))
         ranks.kill(0)
-        assert ranks.wait(timeout_s=60, ranks=[0]) == [-signal.SIGKILL]
+        assert ranks.wait(timeout_s=300, ranks=[0]) == [-signal.SIGKILL]
         ranks.stop(1)
         ranks.resume(1)
         assert ranks.running(1)
         with pytest.raises(DeadlineExceeded, match=r"(?s)rank 1 still runs.*rank 0 \(ended with -9\).*waiting"):
             ranks.wait(timeout_s=0.05)
         with pytest.raises(DeadlineExceeded, match="ranks ended without 'more' from ranks"):
-            ranks.wait_for("more", timeout_s=60, ranks=[0])
+            ranks.wait_for("more", timeout_s=300, ranks=[0])
 
 
 @pytest.mark.process
@@ -194,7 +194,7 @@ def test_no_two_processes_are_given_the_same_port(only_port: int) -> None:
         assert other.stdout is not None
         assert int(other.stdout.readline()) == only_port
         assert free_port() != only_port
-        other.communicate("\n", timeout=60)
+        other.communicate("\n", timeout=300)
     assert free_port() == only_port
 
 

@@ -35,7 +35,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoad
 from typing import Any, NoReturn
 
 from outlast import env, logs
-from outlast.errors import OutlastError
+from outlast.errors import OutlastError, PeerLost
 from outlast.runtime import postmortem, processes
 
 log = logging.getLogger(__name__)
@@ -284,8 +284,9 @@ def _run_main(argv: list[str], *, is_module: bool) -> Any:
             own = own.tb_next
         is_kept = _record(error.with_traceback(own))
         if is_kept and isinstance(error, OutlastError):
-            # Its message is enough for the log; the run directory has its traceback.
-            log.error("%s: %s", type(error).__qualname__, error)
+            # Its message is enough for the log; the run directory has its traceback. Of a peer's end the agents tell.
+            level = logging.INFO if isinstance(error, PeerLost) else logging.ERROR
+            log.log(level, "%s: %s", type(error).__qualname__, error)
             return 1
         return _report(error)
     return 0
