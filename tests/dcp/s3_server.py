@@ -16,16 +16,21 @@ from typing import Any
 from outlast.testing.ranks import free_port
 
 READY_S = 120.0
-# moto looks whether an object exists, and then makes it; S3 does both at once.
+# moto looks whether an object exists, and then makes it, and closes what it replaces or deletes, though another request
+# may be reading it; S3 does each at once.
 ATOMIC_SERVER = """
-import sys, threading
+import functools, sys, threading
 from moto.s3.responses import S3Response
 from moto.server import main
-one_at_a_time, put_object = threading.Lock(), S3Response.put_object
-def put_alone(response):
-    with one_at_a_time:
-        return put_object(response)
-S3Response.put_object = put_alone
+one_at_a_time = threading.Lock()
+def alone(method):
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        with one_at_a_time:
+            return method(*args, **kwargs)
+    return call
+for name in ("put_object", "get_object", "delete_object", "_bucket_response_delete_keys"):
+    setattr(S3Response, name, alone(getattr(S3Response, name)))
 main(sys.argv[1:])
 """
 

@@ -41,11 +41,13 @@ class SomeAgent:
     ) -> None:
         self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self.server: CoordinatorServer | None = None
+        self.where: HostSettings | None = None
         settings = JobSettings(
             job="job", beat_interval_s=0.05, host=node, **{"num_slots": 1, "node_timeout_s": 60.0, **job}
         )
 
         def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
+            self.where = where
             self.server = CoordinatorServer(
                 listeners,
                 where.complete(settings),
@@ -130,6 +132,29 @@ def test_closed_connection_is_a_death(make: Callable[..., SomeAgent]) -> None:
         assert host.wait_for(m.Start).num_nodes == 2
     over = host.wait_for(m.CycleOver)
     assert "node b is lost" in over.reason
+
+
+def test_whose_place_can_be_taken_is_dead(make: Callable[..., SomeAgent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is just ending may still take a connection and reset it, which tells nothing. That another one on
+    its machine can listen where it did tells that it is gone."""
+    port = free_port()
+    host, heir = make("a", port).start(), make("b", port).start()
+    assert host.server is not None
+    join, is_reset = heir.link._join_at, threading.Event()
+
+    def join_late(endpoint: Endpoint, answer_s: float) -> Any:
+        if not is_reset.is_set():
+            is_reset.set()
+            raise ConnectionResetError
+        return join(endpoint, answer_s)
+
+    monkeypatch.setattr(heir.link, "_join_at", join_late)
+    host.link._closing.set()  # it does not come back
+    host.server.close()
+    assert heir.wait_for(LinkUp).is_host
+    assert heir.where is not None
+    assert heir.where.former is not None
+    assert (heir.where.former.host, heir.where.former.host_is_dead) == ("a", True)
 
 
 def test_broken_connection_is_not_a_death(make: Callable[..., SomeAgent], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ class JobInProgress:
     term: int
     """The highest that this agent has obeyed."""
     host_is_dead: bool
-    """Its agent is gone for certain: its machine says that nobody listens any more."""
+    """Its agent is gone for certain: nobody listens any more where it did, as its machine says, or is this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,7 +533,9 @@ class ControlLink:
             return False
         port = listeners[0].getsockname()[1]
         self._endpoints[order] = Endpoint(endpoint.host, port)
-        former = None if self._job is None else replace(self._job, host_is_dead=host_is_dead)
+        # Who listened there until now does no longer, or these sockets could not.
+        is_gone = host_is_dead or endpoint == self.endpoint
+        former = None if self._job is None else replace(self._job, host_is_dead=is_gone)
         settings = HostSettings(former=former, order=order, num_endpoints=len(self._endpoints))
         self._yields.clear()
         self._server = self._serve(listeners, settings)
