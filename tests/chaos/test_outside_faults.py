@@ -163,8 +163,9 @@ def test_a_full_disk_and_a_slow_one_cost_saves_alone(tmp_path: Path) -> None:
     """While the global tier's disk is full, saves there fail and training continues; a slow one delays them."""
     answer, events = run_under(
         tmp_path,
-        Fault(kind="disk_full", tier="global", iteration=1, duration_s=1.5),
-        Fault(kind="slow_disk", tier="local", iteration=40, duration_s=1, delay_s=0.2),
+        Fault(kind="disk_full", tier="global", iteration=1, duration_s=8),  # a busy machine takes long to get to a save
+        Fault(kind="slow_disk", tier="local", iteration=45, duration_s=1, delay_s=0.2),
+        step_s=0.2,
     )
     assert answer["faults"][0]["noticed_as"] == "save_failed"
     failed = incidents(events, IncidentKind.SAVE_FAILED)
