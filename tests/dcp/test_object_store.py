@@ -170,7 +170,7 @@ for options in ({"checkpoint_id": url}, {"storage_reader": VerifiedReader(url)})
     assert state["epoch"] == 3.0
 """
     environment = {**os.environ, **server.environment}
-    subprocess.run([sys.executable, "-c", script, f"{url}/step-7"], env=environment, check=True, timeout=600)
+    subprocess.run([sys.executable, "-c", script, f"{url}/step-7"], env=environment, check=True, timeout=300)
 
 
 def test_large_files_go_up_in_parts(server: S3Server, url: str) -> None:
