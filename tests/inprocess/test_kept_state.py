@@ -132,6 +132,8 @@ def test_what_a_device_has_not_computed_is_not_whole(
 class BrokenMark:
     """Stands for an event of a device that has failed."""
 
+    device = torch.device("cpu")
+
     def query(self) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -201,12 +201,15 @@ class _Ours:
         config = CheckpointConfig(local_directory=str(folder), local_most_recent_k=-1, overlap_staging=overlap)
         self._manager = CheckpointManager(config)
         self._folder, self._state, self._iteration = folder, state, 0
+        self._overlaps = overlap
         for _ in range(2):  # each of the two buffers once: fresh pages cost several times the copy
             self.save()
 
     def begin_save(self) -> SaveHandle:
-        """Begin the next save."""
+        """Begin the next save, which comes after a step of the optimizer; without gradients it changes nothing."""
         self._iteration += 1
+        if self._overlaps:
+            self._state["optim"].step()
         return self._manager.save(self._state, self._iteration)
 
     def save(self) -> tuple[float, float, float]:

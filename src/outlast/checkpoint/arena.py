@@ -3,6 +3,9 @@
 Shared memory (``memfd``) that the writer owns has no name, so nothing is left behind by any death. Fresh pages cost
 several times the copy, so an arena is kept, and touched ahead.
 
+What lies on a device is copied by the device, in a stream of its own (:class:`outlast.runtime.device.DeviceCopies`),
+straight into the arena's pages, which are pinned once.
+
 Parameters and optimizer states change in the optimizer's ``step()`` and nowhere else, so their copy may overlap the
 next forward and backward; a :class:`CopyGuard` has the next step wait for it. Everything else (buffers, scalars, what
 is not a module or an optimizer of torch) is copied before ``save()`` returns.
@@ -19,7 +22,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -34,6 +37,7 @@ from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorS
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
+from outlast.runtime.device import Copied, DeviceCopies, copies_of, is_capturing
 
 PIECE_BYTES = 8 << 20
 SMALL_BYTES = 256 << 10
@@ -41,6 +45,10 @@ SMALL_BYTES = 256 << 10
 RUN_BYTES = 1 << 20
 """What is put together at once; it stays in the cache."""
 TOUCH_BYTES = 128 << 20
+DEVICE_LIMIT_S = 600.0
+"""Unless another limit is given: a device that does not finish a copy in this time hangs."""
+_SETTLE_S = 10.0
+"""Seconds that copies get to end when what they are for is given up."""
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 2
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -63,6 +71,11 @@ class Arena:
         self.fd, self.num_bytes = fd, found.st_size
         self.inode = found.st_ino
         """Tells it from all others, in any process."""
+        self.is_lost = False
+        """A device may still write to it, for nobody knows how long: it gets no other use."""
+        self._pinning = threading.Lock()
+        self._pinned: DeviceCopies | None = None
+        self._is_pin_tried = False
         try:
             with contextlib.suppress(PermissionError):  # see memory_file: one that cannot be sealed
                 fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # no process that maps it can lose a page
@@ -80,17 +93,40 @@ class Arena:
             if stop.is_set() or _libc.madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
                 return  # stopped, or a kernel before 5.14: the first copy is slow, that is all
 
+    def pin(self, copies: DeviceCopies) -> None:
+        """Have devices copy straight into its pages, from now on. Idempotent; tried once.
+
+        Blocks: while the pages are registered, by whichever thread came first. Thread: any.
+        """
+        with self._pinning:
+            if not self._is_pin_tried and self.fd >= 0:
+                self._is_pin_tried = True
+                if copies.pin(self.array.ctypes.data, self.num_bytes):
+                    self._pinned = copies
+
     def view(self, num_bytes: int) -> memoryview:
         """Return its first bytes, to be read while the arena is not given back."""
         return memoryview(self.array)[:num_bytes]  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Unmap the memory; its pages are freed once the writer has released it, too. Idempotent."""
+        """Unmap the memory; its pages are freed once the writer has released it, too. Idempotent.
+
+        Blocks: while another thread pins it. What is lost stays mapped until the process ends.
+        """
         if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+            with self._pinning:
+                os.close(self.fd)
+                self.fd = -1
+                if self.is_lost:
+                    _lost.append(self.array)
+                elif self._pinned is not None:
+                    self._pinned.unpin(self.array.ctypes.data)
             # The mapping goes with the last array that looks into it.
             self.array = np.empty(0, dtype=np.uint8)
+
+
+_lost: list[Bytes] = []
+"""What devices may still write to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +137,48 @@ class Staged:
     num_bytes: int
     tensors: tuple[TensorEntry, ...]
     _copies: tuple[Future[None], ...] = ()
+    _queued: tuple[Copied, ...] = ()
+    _limit_s: float = DEVICE_LIMIT_S
 
-    def wait(self) -> None:
-        """Wait until everything is copied. Thread: any. Blocks: up to the rest of one memory copy."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait until everything is copied.
+
+        Args:
+            limit_s: Longest time that a device may take from now on; ``None`` = the stager's.
+
+        Raises:
+            CheckpointError: A device hangs; the arena is lost.
+
+        Thread: any. Blocks: up to the rest of one memory copy.
+        """
         wait(self._copies)
         for copy in self._copies:
             copy.result()
+        limit_s = self._limit_s if limit_s is None else limit_s
+        if not all(copied.wait(limit_s) for copied in self._queued):
+            self.arena.is_lost = True
+            raise _hanging(limit_s)
+
+    def hold_back(self) -> bool:
+        """Have nothing that is done from now on change what is still copied: devices by order of their streams.
+
+        Returns:
+            Whether everything is copied; otherwise what is computed in another stream must be held back, too.
+
+        Raises:
+            CheckpointError: A device hangs, while a graph is being captured.
+
+        Thread: training's. Blocks: while the host's memory is copied; hardly for a device's.
+        """
+        wait(self._copies)
+        for copied in self._queued:
+            if not copied.hold_back(self._limit_s):
+                raise _hanging(self._limit_s)
+        return all(copied.wait(0.0) for copied in self._queued)
+
+
+def _hanging(limit_s: float) -> CheckpointError:
+    return CheckpointError(f"the device has not copied the state within {limit_s:g} s; it hangs")
 
 
 @dataclass(slots=True)
@@ -141,9 +213,14 @@ def _num_bytes(named: NamedTensor) -> int:
 
 
 class Stager:
-    """Copy states into arenas, with two threads. Thread: the training thread."""
+    """Copy states into arenas, with two threads, and the devices themselves. Thread: the training thread.
 
-    def __init__(self) -> None:
+    Args:
+        limit_s: Longest time that a device may take for a copy, what it computes before included.
+    """
+
+    def __init__(self, limit_s: float = DEVICE_LIMIT_S) -> None:
+        self._limit_s = limit_s
         self._helpers = ThreadPoolExecutor(2, thread_name_prefix="outlast-stage")
         self._key: list[tuple[object, ...]] = []
         self._layout = ShardLayout(())
@@ -171,6 +248,9 @@ class Stager:
             deferred: Names of tensors that may be copied after the return; they must not change before
                 :meth:`Staged.wait` has.
 
+        Raises:
+            CheckpointError: A device hangs.
+
         Blocks: while the bytes that are not deferred are copied.
         """
         with without_collection():
@@ -179,8 +259,20 @@ class Stager:
         arena = provide(size)
         target = arena.array
         target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
-        now, later = self._pieces(flat, len(head), deferred)
+        queue = _DeviceQueue(arena, self._limit_s)
+        now, later = self._pieces(flat, len(head), deferred, queue)
         now.append((slice(tree.offset, size), np.frombuffer(flat.tree, dtype=np.uint8)))
+        try:
+            queue.begin()
+            copies = self._copy(target, now, later)
+            queue.finish()
+        except BaseException:  # a signal's, too
+            queue.settle()
+            raise
+        return Staged(arena, size, entries, copies, queue.late, self._limit_s)
+
+    def _copy(self, target: Bytes, now: list[_Piece], later: list[_Piece]) -> tuple[Future[None], ...]:
+        """Copy what lies on the host, half of it in another thread; return what is copied later."""
         if sum(where.stop - where.start for where, _ in now) >= 4 * PIECE_BYTES:
             other = self._helpers.submit(_copy, target, now[1::2])
             try:
@@ -189,8 +281,7 @@ class Stager:
                 other.result()  # also when a signal ends our half: the arena gets another use
         else:
             _copy(target, now)
-        copies = tuple(self._helpers.submit(_copy, target, later[half::2]) for half in (0, 1)) if later else ()
-        return Staged(arena, size, entries, copies)
+        return tuple(self._helpers.submit(_copy, target, later[half::2]) for half in (0, 1)) if later else ()
 
     def close(self) -> None:
         """End the helper threads. Blocks: up to the rest of one memory copy, since its arena gets another use."""
@@ -210,19 +301,23 @@ class Stager:
             self._runs = _runs(flat, self._layout)
         return self._layout.place(identity, len(flat.tree))
 
-    def _pieces(self, flat: FlatState, start: int, deferred: Collection[str]) -> tuple[list[_Piece], list[_Piece]]:
-        """Return what is copied where, at once and later."""
+    def _pieces(
+        self, flat: FlatState, start: int, deferred: Collection[str], queue: _DeviceQueue
+    ) -> tuple[list[_Piece], list[_Piece]]:
+        """Return what is copied where by the host, at once and later; what devices copy goes into their queue."""
         now, later, tensors = list[_Piece](), list[_Piece](), flat.tensors
         for run in self._runs:
-            begin = run.begin + start
+            begin, named = run.begin + start, tensors[run.indices[0]]
+            where = slice(begin, run.end + start)
+            is_late = not run.is_small and named.name in deferred
+            if (copies := copies_of(named.device)) is not None:
+                queue.add(copies, where, [tensors[index].tensor for index in run.indices], is_late=is_late)
+                continue
             if run.is_small:
                 small = [tensors[index].tensor for index in run.indices]
-                # From a device at once: only this thread's stream waits for the kernels that training queued.
-                source = small if small[0].device.type == "cpu" else _joined(small)
-                now.append((slice(begin, run.end + start), source))
+                now.append((where, small if named.device.type == "cpu" else _joined(small)))
                 continue
-            named = tensors[run.indices[0]]
-            whole, pieces = _bytes_of(named.tensor), later if named.name in deferred else now
+            whole, pieces = _bytes_of(named.tensor), later if is_late else now
             for first in range(0, len(whole), PIECE_BYTES):
                 last = min(first + PIECE_BYTES, len(whole))
                 pieces.append((slice(begin + first, begin + last), whole[first:last]))
@@ -265,20 +360,68 @@ def _copy(target: Bytes, pieces: list[_Piece]) -> None:
         np.copyto(target[where], _joined(source) if isinstance(source, list) else source)
 
 
+class _DeviceQueue:
+    """What devices copy into one arena."""
+
+    def __init__(self, arena: Arena, limit_s: float) -> None:
+        self._arena, self._limit_s = arena, limit_s
+        self._runs: dict[tuple[bool, DeviceCopies], list[tuple[slice, list[torch.Tensor]]]] = {}
+        self._queued: list[tuple[bool, Copied]] = []
+
+    def add(self, copies: DeviceCopies, where: slice, tensors: list[torch.Tensor], *, is_late: bool) -> None:
+        """Add tensors that lie side by side, in the image and of one type."""
+        self._runs.setdefault((is_late, copies), []).append((where, tensors))
+
+    def begin(self) -> None:
+        """Have the devices begin: with what is awaited, then with what is late."""
+        if not self._runs:
+            return
+        image = torch.from_numpy(self._arena.array)
+        for (is_late, copies), runs in sorted(self._runs.items(), key=lambda item: item[0][0]):
+            self._arena.pin(copies)
+            pairs = ((_as_bytes(_as_one(tensors)), image[where]) for where, tensors in runs)
+            self._queued.append((is_late, copies.to_host(pairs)))
+
+    def finish(self) -> None:
+        """Wait for what is not late. Raises: CheckpointError, when a device hangs."""
+        if not all(copied.wait(self._limit_s) for is_late, copied in self._queued if not is_late):
+            raise _hanging(self._limit_s)
+
+    def settle(self) -> None:
+        """Wait for all that was begun, as the arena gets another use; one that may still be written to is lost."""
+        is_known = len(self._queued) == len(self._runs)
+        self._arena.is_lost |= not (is_known and all(copied.wait(_SETTLE_S) for _, copied in self._queued))
+
+    @property
+    def late(self) -> tuple[Copied, ...]:
+        """What is still being copied."""
+        return tuple(copied for is_late, copied in self._queued if is_late)
+
+
 def _joined(tensors: list[torch.Tensor]) -> Bytes:
     """Return the bytes of tensors of one type and device, one behind the other, put together in one call."""
     with torch.no_grad():
-        joined = torch._C._nn.flatten_dense_tensors(tensors)
-    return _bytes_of(joined)
+        return _bytes_of(_as_one(tensors))
+
+
+def _as_one(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    joined: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    return joined
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    # From a device of another make this is already the copy; it waits for the kernels queued before it.
+    return _as_bytes(tensor.detach().cpu()).numpy()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes, where it lies."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    # From a device this is already the copy; it waits for the kernels queued before it.
-    flat = tensor.cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy()
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 log = logging.getLogger(__name__)
@@ -322,13 +465,18 @@ class ArenaPool:
             return arena
 
     def give_back(self, arena: Arena) -> None:
-        """Say that this process needs an arena no more. Idempotent. Thread: any."""
+        """Say that this process needs an arena no more. Idempotent; one that is lost stays in use. Thread: any."""
         with self._changed:
-            self._busy.discard(arena.inode)
+            if not arena.is_lost:
+                self._busy.discard(arena.inode)
             self._changed.notify_all()
 
-    def prepare(self, num_bytes: int) -> None:
+    def prepare(self, num_bytes: int, device: torch.device | None = None) -> None:
         """Have free arenas of that size touched in the background, so that the first save finds warm pages.
+
+        Args:
+            num_bytes: Of a save.
+            device: Whose copies go there: the pages are pinned, too; ``None`` = the host's.
 
         Blocks: never. Thread: the training thread.
         """
@@ -338,7 +486,9 @@ class ArenaPool:
             self._writer.start()  # here, since a process of its own dies with the thread that starts it
         except CheckpointError:
             return  # the save that needs it reports the error
-        self._toucher = threading.Thread(target=self._prepare, args=(num_bytes,), name="outlast-touch", daemon=True)
+        self._toucher = threading.Thread(
+            target=self._prepare, args=(num_bytes, device), name="outlast-touch", daemon=True
+        )
         self._toucher.start()
 
     def stop(self) -> None:
@@ -382,7 +532,7 @@ class ArenaPool:
         for inode in idle[:-1]:
             self._known.pop(inode).close()
 
-    def _prepare(self, num_bytes: int) -> None:
+    def _prepare(self, num_bytes: int, device: torch.device | None) -> None:
         """Take all free arenas, give them back, and touch them. Thread: the toucher's."""
         arenas = []
         with self._changed:
@@ -393,65 +543,112 @@ class ArenaPool:
                 log.debug("no memory is prepared for saves: %s", error)  # the save that needs it reports the error
         for arena in arenas:
             self.give_back(arena)
+        copies = None if device is None else copies_of(device)
         for arena in arenas:
             arena.touch(self._stop)
+            if copies is not None and not self._stop.is_set():
+                arena.pin(copies)
 
 
 DEFERRABLE_BYTES = 1 << 20
 """Tensors below this are copied at once: a step counter may change anywhere, and nothing is won."""
 
 
-def changed_only_by_step(state: Mapping[str, Any], flat: FlatState) -> frozenset[str]:
-    """Return the names of the tensors that only a ``step()`` of an optimizer in ``state`` changes.
+def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: FlatState) -> frozenset[str]:
+    """Return the names of the tensors that only a ``step()`` of one of these optimizers changes.
 
     Args:
-        state: As given to ``save()``.
-        flat: The same, taken apart.
+        optimizers: Those of :meth:`CopyGuard.stepping`.
+        flat: The state that is saved, taken apart.
     """
-    late = {_address(tensor) for optimizer in _optimizers(state) for tensor in _tensors_of(optimizer)}
+    late = {_address(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer)}
     return frozenset(
         named.name
         for named in flat.tensors
-        if named.tensor.device.type == "cpu"
+        if (named.device.type == "cpu" or copies_of(named.device) is not None)
         and named.tensor.numel() * named.tensor.element_size() >= DEFERRABLE_BYTES
         and named.tensor.data_ptr() in late
     )
 
 
 class CopyGuard:
-    """Wait for copies before an optimizer changes what is being copied."""
+    """Wait for copies before an optimizer changes what is being copied.
+
+    An optimizer's tensors are copied late only if its ``step()`` was seen since the last save: one that is captured in
+    a graph, or compiled, may change them without a word.
+
+    Thread: training's; :meth:`wait`: any.
+    """
 
     def __init__(self) -> None:
         self.stall_s = 0.0
-        """Seconds that :meth:`wait` took so far."""
-        self._waits: list[Callable[[], None]] = []
+        """Seconds that steps and :meth:`wait` took so far; a device's own waiting is not in it."""
+        self._under_way: list[Staged] = []
         self._hooks = weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]()
+        self._seen, self._trusted = weakref.WeakSet[torch.optim.Optimizer](), weakref.WeakSet[torch.optim.Optimizer]()
+        self._iteration: int | None = None
         self._lock = threading.Lock()
 
-    def watch(self, state: Mapping[str, Any], wait: Callable[[], None]) -> None:
-        """Have ``wait`` called before the next step of any optimizer in ``state``."""
-        with self._lock:
-            self._waits.append(wait)
-        for optimizer in _optimizers(state):
-            if optimizer not in self._hooks:
-                self._hooks[optimizer] = optimizer.register_step_pre_hook(lambda *_: self.wait())
+    def stepping(self, state: Mapping[str, Any], iteration: int | None = None) -> list[torch.optim.Optimizer]:
+        """Return the optimizers in ``state`` whose next step will be seen; from now on all of them are looked at.
 
-    def wait(self) -> None:
-        """Wait for all copies that are under way. Thread: any. Blocks: up to the rest of one memory copy."""
+        Args:
+            state: As given to ``save()``.
+            iteration: Of the save, with one answer for all saves of it; ``None`` = nothing is saved yet.
+        """
+        optimizers = list(_optimizers(state))
+        for optimizer in optimizers:
+            if optimizer not in self._hooks:
+                self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+        if iteration != self._iteration:
+            self._iteration, self._trusted, self._seen = iteration, self._seen, weakref.WeakSet()
+        return [optimizer for optimizer in optimizers if optimizer in self._trusted]
+
+    def watch(self, staged: Staged) -> None:
+        """Hold back the next step of any optimizer for what is still copied."""
         with self._lock:
-            waits, self._waits = self._waits, []
-        if waits:
+            self._under_way.append(staged)
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait for all copies that are under way.
+
+        Args:
+            limit_s: As for :meth:`Staged.wait`.
+
+        Raises:
+            CheckpointError: A device hangs.
+
+        Blocks: up to the rest of one memory copy.
+        """
+        with self._lock:
+            under_way, self._under_way = self._under_way, []
+        if under_way:
             started_ns = clock.now_ns()
-            for wait in waits:
-                wait()
+            for staged in under_way:
+                staged.wait(limit_s)
             self.stall_s += (clock.now_ns() - started_ns) / 1e9
 
     def close(self) -> None:
-        """Wait a last time, and let the optimizers alone. Idempotent."""
-        self.wait()
+        """Let the optimizers alone, and wait a last time. Idempotent. Blocks: up to the rest of one copy, or 10 s."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+        try:
+            self.wait(_SETTLE_S)
+        except CheckpointError as error:
+            log.warning("%s", error)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not is_capturing():
+            self._seen.add(optimizer)
+        with self._lock:
+            under_way = self._under_way
+        if under_way:
+            started_ns = clock.now_ns()
+            done = {id(staged) for staged in under_way if staged.hold_back()}
+            with self._lock:
+                self._under_way = [staged for staged in self._under_way if id(staged) not in done]
+            self.stall_s += (clock.now_ns() - started_ns) / 1e9
 
 
 def _optimizers(state: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:

@@ -10,6 +10,8 @@ import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
+import torch
+
 from outlast import clock
 from outlast.checkpoint.arena import Arena, ArenaPool, CopyGuard, Stager, changed_only_by_step
 from outlast.checkpoint.dcp.global_lane import GlobalLane
@@ -75,7 +77,7 @@ class CheckpointManager:
             opened.callback(self._peers.close)
             self._places = places = agree_places(config, place, self._peers, self._writer)
             self._claims = Claims(config, place, places, on_lost=self._note_refused)
-            self._stager = Stager()
+            self._stager = Stager(config.save_timeout)
             self._arenas = ArenaPool(
                 self._writer,
                 place.global_rank,
@@ -306,23 +308,26 @@ class CheckpointManager:
         except Exception as error:  # a state_dict() may raise anything; the peers wait for this rank's word
             self._submit(dataclasses.replace(save, error=str(error)))
             raise
-        deferred = changed_only_by_step(state, flat) if self.config.overlap_staging else frozenset[str]()
+        deferred = frozenset[str]()
+        if self.config.overlap_staging:
+            deferred = changed_only_by_step(self._guard.stepping(state, iteration), flat)
         save = self._stage(save, flat, deferred)
-        if save.guard is not None:
-            self._guard.watch(state, save.guard)
         self._submit(save)
         if save.error is None:
             self._cost_s = save.stall_s + COST_WEIGHT * (self._cost_s - save.stall_s) if self._cost_s else save.stall_s
         if not self.config.async_save:
             wait_for_all([handle], self._limit_s)
         elif save.attempt.ordinal == 0 and save.arena is not None:
-            self._arenas.prepare(save.arena.num_bytes)
+            self._arenas.prepare(save.arena.num_bytes, device_of(flat))
         if self.refusal is not None:  # only now: other ranks may not know it yet, and count on this one
             raise self.refusal
         return handle
 
     def finish_staging(self) -> None:
         """Wait until what ``overlap_staging`` copies beside training is copied. Optimizers' steps do it by themselves.
+
+        Raises:
+            CheckpointError: A device hangs.
 
         Blocks: up to the rest of one memory copy.
         """
@@ -458,7 +463,10 @@ class CheckpointManager:
         """Allow saves, and have memory ready for the first, which is going to be about as large as the state is now."""
         self._may_save = True
         flat = flatten({"state": capture(state), "random": capture_random()})
-        self._arenas.prepare(self._stager.size_of(flat, self._identity(0, self._attempt(0))) + (1 << 16))
+        if self.config.overlap_staging:
+            self._guard.stepping(state)
+        num_bytes = self._stager.size_of(flat, self._identity(0, self._attempt(0))) + (1 << 16)
+        self._arenas.prepare(num_bytes, device_of(flat))
 
     def _stage(self, save: Save, flat: FlatState, deferred: frozenset[str]) -> Save:
         """Copy a state; what goes wrong is the save's error, for all ranks.
@@ -485,6 +493,8 @@ class CheckpointManager:
             if isinstance(error, CheckpointError | RuntimeError | OSError | MemoryError):
                 return dataclasses.replace(save, error=str(error))
             raise
+        if deferred:
+            self._guard.watch(staged)
         return dataclasses.replace(
             save,
             arena=staged.arena,
@@ -517,6 +527,11 @@ class CheckpointManager:
         """Give up what is not committed yet and end the lanes' threads; return whether they ended in time."""
         ended = self._near.stop(timeout_s)
         return (self._global is None or self._global.stop(timeout_s)) and ended
+
+
+def device_of(flat: FlatState) -> torch.device | None:
+    """Return a device that copies of a state come from; ``None``: all of it lies on the host."""
+    return next((named.device for named in flat.tensors if named.device.type != "cpu"), None)
 
 
 def _checked_iteration(iteration: int) -> int:

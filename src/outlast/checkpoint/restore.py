@@ -2,13 +2,18 @@
 
 A copy is proven before any live state is touched: every byte is compared with its digest. It is checked whether it fits
 the live state, and only once all ranks have voted (:mod:`outlast.checkpoint.recovery`) is it put into it.
+
+What is going to lie on a device is copied there while it is proven, into memory beside the live state: what the device
+copies are the very bytes that were compared. Where there is no memory for that, it is read into the host's memory.
 """
 
 from __future__ import annotations
 
+import bisect
 import logging
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +28,7 @@ from outlast.checkpoint.dcp.reshard import Resharded, load_resharded
 from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.places import Peers, Places, group_of
 from outlast.checkpoint.replica.client import ParityMember, Target
-from outlast.checkpoint.shard import DTYPE_NAMES, TREE, shard_name
+from outlast.checkpoint.shard import DTYPE_NAMES, TREE, TensorSpan, shard_name
 from outlast.checkpoint.state import (
     OtherLayout,
     Wrapped,
@@ -41,9 +46,17 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
+from outlast.runtime.device import Copied, DeviceCopies, copies_of, empty_cache
 
 log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 30.0
+LANDED_BYTES = 256 << 10
+"""Tensors below this are read into the host's memory: one by one, copies cost more than their bytes."""
+SLOT_BYTES = 4 << 20
+NUM_LANDING_THREADS = 12
+"""At most; a core reads and digests some 5 GB/s, a link to a device takes up to 55."""
+_DEVICE_LIMIT_S = 60.0
+"""A device that does not take 4 MiB in this time hangs."""
 
 
 class ProvenCopy:
@@ -66,16 +79,174 @@ class ProvenCopy:
         """Release it."""
 
 
+class _PinnedSlot:
+    """Pinned memory of one thread, from which a device copies."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory, self.view = memory, bytes_of(memory)
+        self.copied: list[Copied] = []
+
+    def wait(self) -> None:
+        """Wait until the devices have copied what it holds. Raises: CheckpointError, when one hangs."""
+        if not all(copied.wait(_DEVICE_LIMIT_S) for copied in self.copied):
+            raise CheckpointError(f"the device has not taken {SLOT_BYTES} bytes within {_DEVICE_LIMIT_S:g} s; it hangs")
+        self.copied = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """A tensor of a device, as bytes, that takes a part of a shard."""
+
+    begin: int
+    end: int
+    bytes: torch.Tensor
+    copies: DeviceCopies
+
+
+class Landing:
+    """Read a shard, and have devices copy its large tensors, as far as they have memory beside the live state.
+
+    Args:
+        fd: The shard.
+        spans: What lies where.
+        state: The live state, which says what belongs on which device; nothing of it is touched.
+
+    Thread: that of the training loop; :meth:`read`: any, several at once.
+    """
+
+    def __init__(self, fd: int, spans: Mapping[str, TensorSpan], state: Mapping[str, Any]) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        """What has a place on a device, by name; filled once all was read and :meth:`finish` has returned."""
+        self.num_threads = min(NUM_LANDING_THREADS, len(os.sched_getaffinity(0)))
+        self._fd, self._rooms, self._slots = fd, list[_Room](), list[_PinnedSlot]()
+        self._mine = threading.local()
+        for name, copies in _places_on_devices(spans, state):
+            span = spans[name]
+            tensor = copies.make_room(span.shape, TORCH_TYPES[span.dtype])
+            if tensor is None:
+                break  # nor is there for the rest
+            self.tensors[name] = tensor
+            whole = tensor.reshape(-1).view(torch.uint8)
+            self._rooms.append(_Room(span.offset, span.offset + span.num_bytes, whole, copies))
+        self._rooms.sort(key=lambda room: room.begin)
+        self._ends = [room.end for room in self._rooms]
+
+    def read(self, start: int, end: int, _: memoryview) -> Iterator[memoryview]:
+        """See :class:`outlast.checkpoint.verification.ShardReader`. Raises: CheckpointError, when a device hangs."""
+        slots = self._own_slots()
+        while start < end:
+            slots.reverse()  # one is filled while the device copies from the other
+            slot = slots[0]
+            slot.wait()
+            if not (count := os.preadv(self._fd, [slot.view[: end - start]], start)):
+                return
+            yield slot.view[:count]
+            self._send(slot, start, start + count)
+            start += count
+
+    def finish(self) -> None:
+        """Wait until the devices have copied everything. Raises: CheckpointError, when one hangs."""
+        for slot in self._slots:
+            slot.wait()
+
+    def close(self) -> None:
+        """Release what was not used. Idempotent. Blocks: until nothing is copied any more."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            log.warning("%s", error)
+            _lost.append(self)  # its memory must not be used again
+        self.tensors, self._rooms, self._slots = {}, [], []
+
+    def _own_slots(self) -> list[_PinnedSlot]:
+        slots: list[_PinnedSlot] | None = getattr(self._mine, "slots", None)
+        if slots is None:
+            copies = self._rooms[0].copies
+            self._mine.slots = slots = [_PinnedSlot(copies.pinned(SLOT_BYTES)) for _ in range(2)]
+            self._slots += slots
+        return slots
+
+    def _send(self, slot: _PinnedSlot, start: int, end: int) -> None:
+        """Have the devices copy what a slot holds: the shard's bytes from ``start`` to ``end``."""
+        pairs: dict[DeviceCopies, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for room in self._rooms[bisect.bisect_right(self._ends, start) :]:
+            if room.begin >= end:
+                break
+            first, last = max(start, room.begin), min(end, room.end)
+            pair = slot.memory[first - start : last - start], room.bytes[first - room.begin : last - room.begin]
+            pairs.setdefault(room.copies, []).append(pair)
+        slot.copied = [copies.to_device(some) for copies, some in pairs.items()]
+
+
+_lost: list[Landing] = []
+
+
+def _places_on_devices(spans: Mapping[str, TensorSpan], state: Mapping[str, Any]) -> Iterable[tuple[str, DeviceCopies]]:
+    """Yield which large tensors of a shard belong on a device: where the live state has such a one, and what an
+    optimizer has not made yet, beside its parameter."""
+    live = {named.name: named for named in flatten({"state": capture(state)}).tensors}
+    parameters = dict(_parameters("state", state))
+    for name, span in spans.items():
+        if span.num_bytes < LANDED_BYTES:
+            continue
+        named = live.get(name)
+        if named is not None:
+            same = tuple(named.shape) == span.shape and named.dtype == TORCH_TYPES[span.dtype]
+            device = named.device if same else None
+        else:
+            path, _, rest = name.rpartition(".state.")
+            index = rest.partition(".")[0]
+            parameter = parameters.get((path, int(index))) if index.isdecimal() else None
+            device = None if parameter is None else parameter.device
+        if device is not None and (copies := copies_of(device)) is not None:
+            yield name, copies
+
+
+def _parameters(path: str, value: Any) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
+    """Yield the parameters of the optimizers in a state, by their paths and numbers."""
+    if isinstance(value, torch.optim.Optimizer):
+        parameters = (parameter for group in value.param_groups for parameter in group["params"])
+        yield from (((path, number), parameter) for number, parameter in enumerate(parameters))
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _parameters(f"{path}.{name}", inner)
+
+
 class _ShardCopy(ProvenCopy):
-    """A shard in a file or in shared memory."""
+    """A shard in a file or in shared memory.
+
+    Args:
+        fd: Its descriptor, from now on the copy's.
+        manifest: Its generation.
+        rank: Whose it is.
+        state: The live state that it is for; nothing of it is touched.
+        in_memory: It lies in shared memory that may be longer than the shard.
+        on_close: Is called when it is released after all.
+    """
 
     def __init__(
-        self, fd: int, manifest: Manifest, rank: int, *, in_memory: bool, on_close: Callable[[], None] | None = None
+        self,
+        fd: int,
+        manifest: Manifest,
+        rank: int,
+        state: Mapping[str, Any],
+        *,
+        in_memory: bool,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         self._fd, self._manifest, self._rank, self._on_close = fd, manifest, rank, on_close
+        self._landing: Landing | None = None
+
+        def land(spans: Mapping[str, TensorSpan]) -> Landing | None:
+            landing = Landing(fd, spans, state)
+            self._landing = landing if landing.tensors else None
+            return self._landing
+
         try:
-            self._proof = prove_shard(fd, manifest, rank, in_memory=in_memory)
+            self._proof = prove_shard(fd, manifest, rank, in_memory=in_memory, open_reader=land)
+            self._await_device()
         except BaseException:
+            self._release()
             os.close(fd)  # and nothing else: what was refused is not held
             raise
         self.num_bytes_read = manifest.shards[rank].num_bytes
@@ -93,12 +264,25 @@ class _ShardCopy(ProvenCopy):
             span = self._proof.spans.get(named.name)
             if span is not None and _takes(named.tensor, span.shape, span.dtype):
                 into[named.name] = named.tensor
-        tensors = read_tensors(self._fd, self._manifest, self._rank, self._proof, into)
+        landed = {} if self._landing is None else self._landing.tensors
+        tensors = read_tensors(self._fd, self._manifest, self._rank, self._proof, into, landed)
         saved = decode(self._proof.tree, partial(_present, tensors), meshes_of(live))
         restore_into(state, saved["state"])
         return dict(saved["random"])
 
+    def _await_device(self) -> None:
+        if self._landing is not None:
+            self._landing.finish()
+
+    def _release(self) -> None:
+        """Give back what lies on devices beside the live state."""
+        if self._landing is not None:
+            self._landing.close()
+            self._landing = None
+            empty_cache()
+
     def close(self) -> None:
+        self._release()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -204,7 +388,7 @@ class CopyProver:
                 self._checked(manifest, copy)
                 _, fd = self.writer.ask(f.Open(key=self._key(copy)), f.Done, timeout_s=OPEN_TIMEOUT_S)
                 if fd is not None:
-                    return _ShardCopy(fd, manifest, self.peers.rank, in_memory=True)
+                    return _ShardCopy(fd, manifest, self.peers.rank, self.state, in_memory=True)
         raise Incomplete("the writer does not hold it any more")
 
     def _from_disk(self, copy: Copy) -> _ShardCopy:
@@ -212,7 +396,7 @@ class CopyProver:
         manifest = self._checked(self.places.local.manifest(copy.generation)[0], copy)
         path = self.places.local.generation(copy.generation) / shard_name(self.peers.rank)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return _ShardCopy(fd, manifest, self.peers.rank, in_memory=False)
+        return _ShardCopy(fd, manifest, self.peers.rank, self.state, in_memory=False)
 
     def _from_node(self, copy: Copy) -> _ShardCopy:
         target = self.places.targets[copy.holder]
@@ -267,7 +451,12 @@ class CopyProver:
                 wrong = next(n for n, chunk in enumerate(chunks) if fetched.chunks[n : n + 1] != (chunk,))
                 raise Corrupt(f"{problem}: chunk {wrong} differs")
             return _ShardCopy(
-                os.dup(arena.fd), manifest, rank, in_memory=True, on_close=lambda: self._hold(arena, copy, data)
+                os.dup(arena.fd),
+                manifest,
+                rank,
+                self.state,
+                in_memory=True,
+                on_close=lambda: self._hold(arena, copy, data),
             )
         except BaseException:  # whatever failed, the memory serves the next one
             self.arenas.give_back(arena)
@@ -319,7 +508,12 @@ class CopyProver:
 
 
 def read_tensors(
-    fd: int, manifest: Manifest, rank: int, proof: Proof, into: Mapping[str, torch.Tensor]
+    fd: int,
+    manifest: Manifest,
+    rank: int,
+    proof: Proof,
+    into: Mapping[str, torch.Tensor],
+    landed: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read a proven shard's tensors.
 
@@ -329,9 +523,10 @@ def read_tensors(
         rank: Whose it is.
         proof: What ``prove_shard`` returned.
         into: Contiguous CPU tensors of the right type and shape that take their bytes, by name; others are new.
+        landed: Tensors that have their bytes already, by name; they are not read again.
 
     Returns:
-        All tensors but the tree, by name; those of ``into`` are the given ones.
+        All tensors but the tree, by name; those of ``into`` and ``landed`` are the given ones.
 
     Raises:
         CheckpointError: It is not what was proven; what ``into`` holds is unusable.
@@ -339,13 +534,15 @@ def read_tensors(
 
     Blocks: while all of it is read, by two threads.
     """
+    landed = landed or {}
     tensors = {
         name: into[name] if name in into else torch.empty(span.shape, dtype=TORCH_TYPES[span.dtype])
         for name, span in proof.spans.items()
+        if name not in landed
     }
     read_shard(fd, manifest, rank, proof, {name: bytes_of(tensor) for name, tensor in tensors.items()})
     del tensors[TREE]
-    return tensors
+    return {**tensors, **landed}
 
 
 def _takes(tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> bool:

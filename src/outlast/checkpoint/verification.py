@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
@@ -118,6 +119,7 @@ def verify(
     num_threads: int,
     on_piece: Callable[[memoryview, int], None] | None = None,
     until_flaw: bool = False,
+    chunks: Callable[[int], bool] | None = None,
 ) -> list[Flaw]:
     """Compare every byte of files with its digest, several chunks at once.
 
@@ -126,13 +128,15 @@ def verify(
         num_threads: Readers, each of which holds ``room_bytes`` of a file in memory.
         on_piece: Called in the readers' threads with each piece and its offset in its file.
         until_flaw: Whether no further chunk is begun once something is wrong.
+        chunks: Returns whether the chunk of this number is read; ``None`` = all are.
 
     Returns:
         What is wrong, in the order of the files and their chunks; what cannot be read is named once a file.
 
     Blocks: while all of it is read. Ctrl-C ends it once each reader has read the piece that it is at.
     """
-    turns = ((file, index) for file in files for index in range(len(file.chunks)))
+    wanted = [(file, index) for file in files for index in range(len(file.chunks)) if chunks is None or chunks(index)]
+    turns = iter(wanted)
     flaws, unreadable, failures = list[Flaw](), set[int](), list[BaseException]()
     lock, stop = threading.Lock(), threading.Event()
     ended = queue.SimpleQueue[None]()  # has one entry for each reader that has ended
@@ -173,7 +177,7 @@ def verify(
         finally:
             ended.put(None)
 
-    num_threads = min(num_threads, sum(len(file.chunks) for file in files))
+    num_threads = min(num_threads, len(wanted))
     if num_threads < 2:
         read()
     else:
@@ -307,7 +311,23 @@ def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = 
         raise CheckpointError(f"cannot be read ({error.strerror})") from error
 
 
-def prove_shard(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = False) -> Proof:
+class ShardReader(Protocol):
+    """Reads a shard, and does something with the very bytes that are then compared with their digests."""
+
+    num_threads: int
+
+    def read(self, start: int, end: int, room: memoryview) -> Iterable[memoryview]:
+        """As :attr:`StoredFile.read`; may be called by several threads at once."""
+
+
+def prove_shard(
+    fd: int,
+    manifest: Manifest,
+    rank: int,
+    *,
+    in_memory: bool = False,
+    open_reader: Callable[[Mapping[str, TensorSpan]], ShardReader | None] | None = None,
+) -> Proof:
     """Compare every byte of a rank's shard with its digest.
 
     Args:
@@ -315,12 +335,13 @@ def prove_shard(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = Fal
         manifest: The generation that it should belong to.
         rank: Whose shard it should be.
         in_memory: It lies in shared memory that may be longer than the shard.
+        open_reader: Gets what lies where, and returns what reads the shard from ``fd``; ``None``: nothing special.
 
     Raises:
         CheckpointError: The shard is torn, changed, or another one.
         OSError: It cannot be read.
 
-    Blocks: while all of it is read, by two threads.
+    Blocks: while all of it is read, by two threads, or as many as the reader wants.
     """
     entry = manifest.shards[rank]
     head, spans = _prove_head(fd, manifest, rank, in_memory=in_memory)
@@ -335,7 +356,10 @@ def prove_shard(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = Fal
             if begin < end:
                 into[begin - offset : end - offset] = piece[begin - position : end - position]
 
-    if in_memory:
+    reader = None if open_reader is None else open_reader(spans)
+    if reader is not None:
+        _verify_shard(shard_file(entry, reader.read, spans=spans), copy_out, num_threads=reader.num_threads)
+    elif in_memory:
         with mmap.mmap(fd, entry.num_bytes, prot=mmap.PROT_READ) as image, memoryview(image) as view:
             _verify_shard(shard_file(entry, partial(_read_image, view), spans=spans), copy_out)
     else:
@@ -345,15 +369,28 @@ def prove_shard(fd: int, manifest: Manifest, rank: int, *, in_memory: bool = Fal
     return Proof(spans, bytes(tree), len(head))
 
 
+class _Unread:
+    """Stands for memory that takes bytes which nobody needs but the digest."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    def __len__(self) -> int:
+        return self._num_bytes
+
+    def __getitem__(self, where: slice) -> memoryview:
+        return memoryview(bytearray(len(range(self._num_bytes)[where])))
+
+
 def read_shard(fd: int, manifest: Manifest, rank: int, proof: Proof, parts: Mapping[str, memoryview]) -> None:
-    """Read a proven shard.
+    """Read a proven shard; chunks of which no tensor is wanted are left out.
 
     Args:
         fd: The shard.
         manifest: Its generation.
         rank: Whose it is.
         proof: What :func:`prove_shard` returned.
-        parts: What takes the bytes of each of its tensors, by name.
+        parts: What takes the bytes of each of its tensors, by name; those that are left out are not wanted.
 
     Raises:
         CheckpointError: It is not what was proven; what ``parts`` hold is unusable.
@@ -363,7 +400,15 @@ def read_shard(fd: int, manifest: Manifest, rank: int, proof: Proof, parts: Mapp
     """
     ordered = sorted((span for span in proof.spans.values() if span.num_bytes), key=lambda span: span.offset)
     starts = [0, *(span.offset for span in ordered)]
-    views = [memoryview(bytearray(proof.head_bytes)), *(parts[span.name] for span in ordered)]
+    views = [
+        memoryview(bytearray(proof.head_bytes)),
+        *(parts.get(span.name) or _Unread(span.num_bytes) for span in ordered),
+    ]
+    is_wanted = [True, *(span.name in parts for span in ordered)]
+
+    def has_wanted(chunk: int) -> bool:
+        first = bisect.bisect_right(starts, chunk * CHUNK_BYTES) - 1
+        return any(is_wanted[first : bisect.bisect_left(starts, (chunk + 1) * CHUNK_BYTES)])
 
     def room_of(start: int, end: int) -> Iterator[memoryview]:
         index = bisect.bisect_right(starts, start) - 1
@@ -383,11 +428,17 @@ def read_shard(fd: int, manifest: Manifest, rank: int, proof: Proof, parts: Mapp
                 yield buffer[:left]
                 left -= min(left, len(buffer))
 
-    _verify_shard(shard_file(manifest.shards[rank], read, spans=proof.spans))
+    _verify_shard(shard_file(manifest.shards[rank], read, spans=proof.spans), chunks=has_wanted)
 
 
-def _verify_shard(file: StoredFile, on_piece: Callable[[memoryview, int], None] | None = None) -> None:
-    for flaw in verify([file], num_threads=NUM_LOAD_THREADS, on_piece=on_piece, until_flaw=True):
+def _verify_shard(
+    file: StoredFile,
+    on_piece: Callable[[memoryview, int], None] | None = None,
+    *,
+    num_threads: int = NUM_LOAD_THREADS,
+    chunks: Callable[[int], bool] | None = None,
+) -> None:
+    for flaw in verify([file], num_threads=num_threads, on_piece=on_piece, until_flaw=True, chunks=chunks):
         raise flaw.error
 
 

@@ -8,14 +8,17 @@ are here, too: python's, numpy's and torch's are captured together with the devi
 from __future__ import annotations
 
 import _random
+import contextlib
 import ctypes
 import importlib.util
+import logging
 import random
 import re
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     import torch.profiler
 
+log = logging.getLogger(__name__)
 _QUERY_S = 0.002
 _COLLECTIVE = (
     *("nccl", "rccl", "gloo", "c10d", "alltoall", "all_to_all", "allreduce", "all_reduce", "allgather", "all_gather"),
@@ -267,13 +271,226 @@ def mark_work() -> Any:
 
 
 def is_done(mark: Any, *, timeout_s: float) -> bool:
-    """Return whether the work before a mark is done. Blocks: until it is, up to ``timeout_s`` seconds."""
-    end_s = clock.now_s() + timeout_s
-    while not mark.query():
+    """Return whether the work before a mark is done. Blocks: until it is, up to ``timeout_s`` seconds. Thread: any."""
+    end_s, pause_s = clock.now_s() + timeout_s, _QUERY_S / 64
+    while True:
+        with _beside_training(mark.device):  # for the question alone: training captures nothing while it waits for us
+            if mark.query():
+                return True
         if clock.now_s() >= end_s:
             return False
-        threading.Event().wait(_QUERY_S)  # torch offers no wait with a timeout
-    return True
+        threading.Event().wait(pause_s)  # torch offers no wait with a timeout
+        pause_s = min(_QUERY_S, 2 * pause_s)
+
+
+@contextlib.contextmanager
+def _beside_training(device: torch.device) -> Iterator[None]:
+    """Have the calls of a thread other than training's harm nothing.
+
+    A thread begins on the first GPU, where its first call would take memory for a context. And while training captures
+    a graph, calls of any thread that could wait for the device end the capture, unless the thread says that what it
+    asks has nothing to do with it.
+    """
+    import torch
+
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        exchange = _capture_mode()
+        mode = ctypes.c_int(_CAPTURE_RELAXED)  # and then what it was
+        if exchange is None or exchange(ctypes.byref(mode)):
+            yield
+            return
+        try:
+            yield
+        finally:
+            exchange(ctypes.byref(mode))
+
+
+_CAPTURE_RELAXED = 2
+"""cudaStreamCaptureModeRelaxed."""
+
+
+@cache
+def _capture_mode() -> Callable[[Any], int] | None:
+    """Return what exchanges this thread's mode of captures with another; ``None``: torch's runtime is not found."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            path = next(line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line)
+        exchange: Callable[[Any], int] = ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode
+    except (OSError, StopIteration, AttributeError):
+        return None
+    return exchange
+
+
+# -- copies between a device and the host ------------------------------------------------------------------------------
+
+
+class Copied:
+    """Copies that were queued behind each other.
+
+    Args:
+        mark: Behind the last of them.
+        sources: What is copied; it must live until then, as its memory would be used again.
+    """
+
+    def __init__(self, mark: torch.cuda.Event, sources: list[torch.Tensor]) -> None:
+        self._mark, self._sources = mark, sources
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether they are done. Blocks: until they are, up to ``timeout_s`` seconds. Thread: any."""
+        if not self._sources:
+            return True
+        if not is_done(self._mark, timeout_s=timeout_s):
+            return False
+        self._sources = []
+        return True
+
+    def hold_back(self, timeout_s: float) -> bool:
+        """Have the device do what it is given from now on in its current stream only after them.
+
+        Returns:
+            Whether it will; ``False``: a graph is being captured, and they are not done in time.
+
+        Blocks: never; while a graph is captured until they are done, up to ``timeout_s`` seconds.
+        Thread: training's.
+        """
+        import torch
+
+        if not self._sources:
+            return True
+        if is_capturing():
+            return self.wait(timeout_s)  # what is captured is done later, and again, with nothing before it
+        torch.cuda.current_stream(self._mark.device).wait_event(self._mark)
+        return True
+
+
+class DeviceCopies:
+    """Copies between one device and the host, in a stream of their own, beside what the device computes.
+
+    Thread: any, for each call; what is queued by several threads is done one after the other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        with _beside_training(device):
+            self._stream = torch.cuda.Stream(device)
+
+    def pin(self, address: int, num_bytes: int) -> bool:
+        """Register memory of this process: copies then go straight into its pages. Undo it before it is unmapped.
+
+        Returns:
+            Whether it was; otherwise copies take a detour through memory of the driver's, and wait for it.
+
+        Blocks: some 0.1 s a GiB, more where the kernel has not provided the pages yet.
+        """
+        import torch
+
+        with _beside_training(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+            if code:
+                self._forget_error()
+                log.warning("%.1f GiB cannot be pinned (CUDA error %d): copies are slower", num_bytes / 2**30, code)
+        return code == 0
+
+    def unpin(self, address: int) -> None:
+        """Undo :meth:`pin`. Blocks: until the device copies nothing there any more."""
+        import torch
+
+        with _beside_training(self._device):
+            if int(torch.cuda.cudart().cudaHostUnregister(address)):
+                self._forget_error()
+
+    def to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Copied:
+        """Queue copies behind all that the device was given so far in its current stream.
+
+        Args:
+            pairs: What is copied, as bytes, and where to. Drawn one by one: what the device has to do to make a source
+                is done in the copies' stream.
+
+        Blocks: hardly, where the memory is pinned; else while the copies are made.
+        """
+        import torch
+
+        sources = []
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+                sources.append(source)
+            mark = torch.cuda.Event()
+            mark.record(self._stream)
+        return Copied(mark, sources)
+
+    def to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Copied:
+        """Queue copies to the device; what takes them must have been given to :meth:`make_room` before."""
+        import torch
+
+        sources = []
+        with _beside_training(self._device), torch.cuda.stream(self._stream), torch.no_grad():
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+                sources.append(source)
+            mark = torch.cuda.Event()
+            mark.record(self._stream)
+        return Copied(mark, sources)
+
+    def make_room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a new tensor of the device that copies may fill; ``None``: there is no memory for it.
+
+        Some memory is left for others. Thread: training's.
+        """
+        import torch
+
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        cached_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        num_bytes = dtype.itemsize * torch.Size(shape).numel()
+        if num_bytes + total_bytes // _LEFT_FREE > free_bytes + cached_bytes:
+            return None
+        try:
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        except torch.OutOfMemoryError:
+            return None  # what is cached lies in pieces
+        # Its memory may have been another tensor's, which kernels that are still queued use.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return tensor
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return new pinned memory of the host, as bytes."""
+        import torch
+
+        with _beside_training(self._device):
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def _forget_error(self) -> None:
+        """Take a refused call's error back: the runtime keeps it, and would report it at the next kernel's start."""
+        import torch
+
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._device)
+
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: for all GPUs of this process."""
+_LEFT_FREE = 20
+"""One part of so many of a device's memory is left free by :meth:`DeviceCopies.make_room`."""
+
+
+@cache
+def copies_of(device: torch.device) -> DeviceCopies | None:
+    """Return what copies between this device and the host; ``None``: its memory is the host's, or torch has no streams
+    for it that we use."""
+    return DeviceCopies(device) if device.type == "cuda" else None
+
+
+def is_capturing() -> bool:
+    """Return whether what this thread gives the device is captured as a graph, instead of being done."""
+    import torch
+
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def timing_event() -> Any:

@@ -1,0 +1,105 @@
+"""A stand-in for a GPU's copies, which a machine without one cannot make: host memory plays the device.
+
+Copies are made by a thread, in the order in which they were queued, and only while the gate is open: late, as by a
+device that is behind. Everything else of a save or a load is the real thing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+
+TIMEOUT_S = 300.0
+
+
+class LaggingCopied:
+    """Stands for :class:`outlast.runtime.device.Copied`."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.done, self._calls = threading.Event(), calls
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.done.wait(timeout_s)
+
+    def hold_back(self, timeout_s: float) -> bool:
+        """Wait, since what this device is given next is done by the caller, at once."""
+        self._calls.append("hold_back")
+        return self.done.wait(TIMEOUT_S)
+
+
+class LaggingCopies:
+    """Stands for :class:`outlast.runtime.device.DeviceCopies`."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls: list[str] = []
+        self.pinned_at: dict[int, int] = {}
+        """Address to bytes of what is pinned."""
+        self.may_pin = True
+        self.room_bytes = 1 << 40
+        """Memory that the device has left for :meth:`make_room`."""
+        self.num_copied_bytes = 0
+        self._queue = queue.SimpleQueue[tuple[list[tuple[torch.Tensor, torch.Tensor]], LaggingCopied] | None]()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def pin(self, address: int, num_bytes: int) -> bool:
+        assert address not in self.pinned_at, "pinned twice"
+        self.calls.append("pin")
+        if self.may_pin:
+            self.pinned_at[address] = num_bytes
+        return self.may_pin
+
+    def unpin(self, address: int) -> None:
+        self.calls.append("unpin")
+        del self.pinned_at[address]
+
+    def to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> LaggingCopied:
+        return self._give(pairs)
+
+    def to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> LaggingCopied:
+        return self._give(pairs)
+
+    def make_room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if num_bytes > self.room_bytes:
+            return None
+        self.room_bytes -= num_bytes
+        return torch.full(shape, 77, dtype=dtype)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def close(self) -> None:
+        self.gate.set()
+        self._queue.put(None)
+        self._thread.join()
+
+    def _give(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> LaggingCopied:
+        copied = LaggingCopied(self.calls)
+        self._queue.put((list(pairs), copied))
+        return copied
+
+    def _run(self) -> None:
+        while (given := self._queue.get()) is not None:
+            pairs, copied = given
+            for source, target in pairs:
+                assert self.gate.wait(TIMEOUT_S)
+                target.copy_(source)
+                self.num_copied_bytes += source.numel()
+            copied.done.set()
+
+
+def lagging_device(patch: pytest.MonkeyPatch) -> Iterator[LaggingCopies]:
+    """Have the memory of all tensors count as a device's. The generator of a fixture."""
+    copies = LaggingCopies()
+    for module in ("arena", "restore"):
+        patch.setattr(f"outlast.checkpoint.{module}.copies_of", lambda _: copies)
+    patch.setattr("outlast.checkpoint.manager.device_of", lambda _: torch.device("cpu"))
+    yield copies
+    copies.close()
