@@ -664,7 +664,10 @@ def decode(
                 return _load_pickled(data)
         raise CheckpointError(f"the tree of plain values has an unknown node {str(node)[:80]}")
 
-    return value(decoded_tree(tree))
+    try:
+        return value(decoded_tree(tree))
+    finally:
+        del value  # it refers to itself, and would keep what get() has until garbage is next collected
 
 
 def decoded_tree(tree: bytes) -> Any:
