@@ -221,7 +221,8 @@ class EventKind(StrEnum):
     FORMING = "forming"
     """Coordinator: ``missing``, the slots without a node: as soon as some are missing, and with 0 once each has one."""
     CYCLE_STARTED = "cycle_started"
-    """Agent, once its workers run: ``node_rank``, ``ranks``, ``pids``, ``world_size``, ``master``."""
+    """Agent, once its workers run: ``node_rank``, ``ranks``, ``pids``, ``world_size``, ``master``; where there are GPUs
+    ``gpu_memory_wait_s`` (how long the wait for the memory of the workers before took)."""
     WORKER_EXITED = "worker_exited"
     """Agent: ``pid``, ``exit_code``, ``killed_by_us``; ``spared`` (the others continue without it, in process)."""
     INCIDENT = "incident"

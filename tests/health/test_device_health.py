@@ -13,11 +13,13 @@ from outlast.health.devices import (
     EXPECTED,
     ComputeCheck,
     DeviceMemoryCheck,
+    DeviceMemoryUse,
     NvmlReading,
     digest_of,
     factors,
     find_faults,
     judge_reading,
+    read_memory_use,
     read_nvml,
 )
 
@@ -143,6 +145,40 @@ def test_reading_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (reading.rows_pending, reading.rows_failed, reading.retired_pages) == (True, False, None)
     assert (reading.links_active, reading.links_inactive) == (4, 14)
     assert closed == [True]
+
+
+def test_memory_in_use_is_read_of_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By UUID, in NVML's order. A GPU that does not give it, and one that is lost, are unknown and keep their place."""
+
+    def handle(index: int) -> int:
+        if index == 1:
+            raise NVMLError("GPU is lost")
+        return index
+
+    def memory(index: int) -> Any:
+        if index == 2:
+            raise NVMLError("Not Supported")
+        return types.SimpleNamespace(used=5 + index)
+
+    module = fake_nvml(
+        nvmlDeviceGetCount=lambda: 4,
+        nvmlDeviceGetHandleByIndex=handle,
+        nvmlDeviceGetUUID=lambda index: f"GPU-{'dcba'[index]}".encode(),
+        nvmlDeviceGetMemoryInfo=memory,
+    )
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", module)
+    used = read_memory_use()
+    assert isinstance(used, dict)
+    assert list(used.items()) == [("GPU-d", 5), ("1", None), ("GPU-b", None), ("GPU-a", 8)]
+    assert DeviceMemoryUse().run().facts == {"used_bytes": used}
+
+    def lost() -> None:
+        raise NVMLError("Driver Not Loaded")
+
+    module.__dict__.update(nvmlDeviceGetCount=lost)
+    assert read_memory_use() == "NVML does not count the GPUs (Driver Not Loaded)"
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    assert DeviceMemoryUse().run().status == Status.SKIPPED
 
 
 def test_without_nvml_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,9 @@ def test_every_setting_is_taken_in_every_spelling(spelling: str, form: str) -> N
         ),
         "rank_out_of_section_timeout": ("30", 30.0),
         "safety_factor": ("4", 4.0),
+        "gpu_memory_reclaim_timeout": ("20", 20.0),
+        "gpu_memory_tolerance_mb": ("256", 256.0),
+        "gpu_memory_poll_interval": ("2", 2.0),
     }
     for plain, (text, value) in values.items():
         name = spelling.format(plain=plain, dashes=plain.replace("_", "-"))

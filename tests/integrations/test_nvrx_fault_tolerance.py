@@ -282,10 +282,14 @@ def test_settings_are_the_extensions(tmp_path: Path) -> None:
     path = tmp_path / "ft.yaml"
     path.write_text(
         "model:\n  fault_tolerance:\n    rank_heartbeat_timeout: 60\n    rank_termination_signal: sigterm\n    x: 1\n"
+        "    gpu_memory_reclaim_timeout: 20\n    gpu_memory_poll_interval: 2\n"
     )
     config = NvrxFaultToleranceConfig.from_yaml_file(str(path))
     assert (config.rank_heartbeat_timeout, config.initial_rank_heartbeat_timeout) == (60, 3600.0)
     assert config.to_outlast().rank_termination_signal == "SIGTERM"
+    assert {name: value for name, value in config.to_outlast().given.items() if name.startswith("gpu_memory")} == {
+        "gpu_memory_reclaim_timeout": 20  # what is as in the extension is left to the launcher
+    }
     with pytest.raises(ConfigError, match="not used here: x"):
         NvrxFaultToleranceConfig.from_yaml_file(str(path), ignore_not_recognized=False)
     with pytest.raises(ConfigError, match=r"health\.network_interfaces"):

@@ -26,6 +26,7 @@ DIFFERENT = {
     "checkpointing.local.replication.strategies.CliqueReplicationStrategy.from_replication_params": "as in Megatron",
     "checkpointing.local.replication.strategies.LazyCliqueReplicationStrategy": "None as in Megatron",
     "checkpointing.local.replication.strategies.ReplicationStrategy": "theirs is abstract, ours takes anything",
+    "fault_tolerance.FaultToleranceConfig": "0.6.0 has the settings of GPU memory",
     "fault_tolerance.RankMonitorClient.init_workload_monitoring": "0.6.0 takes num_warmup_iters",
     "inprocess.CallWrapper": "nobody but the wrapper makes one",
     "inprocess.FrozenState": "ours also has the node and its faults",

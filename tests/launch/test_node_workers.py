@@ -91,12 +91,15 @@ def test_a_zygote_that_dies_while_workers_are_ended_leaves_nothing_to_clear() ->
     assert workers.are_cleared
 
 
-def test_a_health_check_that_waits_for_dying_workers_begins_when_their_zygote_dies() -> None:
-    """Workers of a zygote that died are gone, so that a check of the GPUs which they held need not wait any more."""
-    agent: Any = SimpleNamespace(_state=AgentState.JOINING, _health=Mock(), _start_if_ready=Mock())
+@pytest.mark.parametrize("state", [AgentState.JOINING, AgentState.RUNNING])
+def test_what_waits_for_dying_workers_begins_when_their_zygote_dies(state: AgentState) -> None:
+    """Workers of a zygote that died are gone: a check of the GPUs which they held, and the wait for their memory, need
+    not wait any more."""
+    agent: Any = Mock(_state=state)
     NodeAgent._on_workers_lost(agent)
+    assert agent._end_cycle.called is (state == AgentState.RUNNING)
     agent._health.note_cleared.assert_called_once_with()
-    agent._start_if_ready.assert_called_once_with()
+    agent._start_if_clear.assert_called_once_with()
 
 
 def exit_in(state: AgentState, *, all_ended: bool) -> Any:

@@ -169,6 +169,7 @@ class Watching:
             writer=None,
             client=self.client,
             checkups=None,
+            memory=Mock(waited_s=0.0),
             mailbox=self.mailbox,
             began_s=0.0,
         )
@@ -304,13 +305,15 @@ def test_ranks_that_differ_and_settings_without_effect_are_named(
     """The first rank's settings hold and another's are said to differ, once; what comes too late for the agents is said
     with where to give it."""
     cycle = make_cycle()
-    attach(cycle, FaultToleranceConfig(rank_heartbeat_timeout=7.0, node_heartbeat_timeout=2.0))
+    settings = {"node_heartbeat_timeout": 2.0, "gpu_memory_reclaim_timeout": 3.0}
+    attach(cycle, FaultToleranceConfig(rank_heartbeat_timeout=7.0, **settings))
     attach(cycle, FaultToleranceConfig(rank_heartbeat_timeout=8.0), local_rank=1)
     attach(cycle, FaultToleranceConfig(rank_heartbeat_timeout=9.0), local_rank=1)
     assert enforced(cycle).heartbeat_s == 7.0
     assert caplog.text.count("local rank 1 differ from another rank's") == 1
-    assert "node_heartbeat_timeout of the script's config has no effect" in caplog.text
-    assert "--ft-node-heartbeat-timeout" in caplog.text
+    for name in settings:
+        assert f"{name} of the script's config has no effect" in caplog.text
+        assert f"--ft-{name.replace('_', '-')}" in caplog.text
 
 
 def test_a_script_that_contradicts_an_option_keeps_the_options(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
 from scenes import Proof, Scene, differs
 
 from outlast.chaos.armed import arm_configured, simulated_fault
@@ -17,6 +18,7 @@ from outlast.health.devices import probe_devices
 from outlast.health.node import probe_node
 from outlast.health.probing import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind, Rung
+from outlast.launch import device_memory
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import AgentStops, Timers
 from outlast.launch.control import JobIdentity
@@ -159,6 +161,25 @@ def leaves_within_the_agents_grace(scene: Scene) -> None:
     board.close()
 
 
+def waits_for_gpu_memory(config: FaultToleranceConfig) -> Any:
+    """Return how often, and for how long, memory was looked at until workers started beside 600 MiB of others."""
+    now_s, waits = 0.0, []
+
+    def wait(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        waits.append(seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_memory, "has_gpus", lambda: False)
+        patch.setattr(device_memory, "clock", SimpleNamespace(now_s=lambda: now_s))
+        memory = device_memory.MemoryReclaim(config, Mock())
+        patch.setattr(memory, "_closed", Mock(wait=wait, **{"is_set.return_value": False}))
+        patch.setattr(memory, "_read", lambda: {"GPU-0": 600 << 20})
+        memory._wait({"GPU-0": 0}, config.gpu_memory_reclaim_timeout)
+    return waits
+
+
 def armed(config: FaultToleranceConfig) -> bool:
     return arm_configured(Config(), config, PLACE, Mock(spec=Journal)) is not None
 
@@ -184,6 +205,9 @@ FAULT_TOLERANCE: dict[str, Proof] = {
     "min_nodes": differs(may_shrink, F, min_nodes=2),
     "node_heartbeat_timeout": beats_as_often_as_told,
     "shutdown_grace": leaves_within_the_agents_grace,
+    "gpu_memory_reclaim_timeout": differs(waits_for_gpu_memory, F, gpu_memory_reclaim_timeout=2.0),
+    "gpu_memory_tolerance_mb": differs(waits_for_gpu_memory, F, gpu_memory_tolerance_mb=1024.0),
+    "gpu_memory_poll_interval": differs(waits_for_gpu_memory, F, gpu_memory_poll_interval=3.0),
     "simulate_fault": differs(armed, F, simulate_fault=True),
     "simulated_fault_type": differs(fault, F, SIMULATES, simulated_fault_type="rank_killed"),
     "simulated_fault_rank": differs(fault, F, SIMULATES, simulated_fault_rank=2),

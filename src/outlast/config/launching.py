@@ -18,7 +18,11 @@ from outlast.config.base import (
     require_one_of,
 )
 
-LAUNCHERS_OWN = ("max_no_progress_cycles", "max_node_faults", "min_nodes", "node_heartbeat_timeout", "shutdown_grace")
+AGENTS_OWN = (
+    *("node_heartbeat_timeout", "gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
+)
+"""Fields that agents need before the script runs: they have no effect in a script's own config."""
+LAUNCHERS_OWN = ("max_no_progress_cycles", "max_node_faults", "min_nodes", "shutdown_grace", *AGENTS_OWN)
 """Fields for a launcher: they have no effect without ``outlast run``."""
 
 
@@ -83,6 +87,16 @@ class FaultToleranceConfig(Partial):
     shutdown_grace: float = 60.0
     """Seconds that workers get to save after SIGTERM or Ctrl-C reached their agent; 0 = none."""
 
+    gpu_memory_reclaim_timeout: float = 50.0
+    """Longest time in seconds that a node's next workers wait for the GPU memory of those that were killed; 0 = they do
+    not wait."""
+
+    gpu_memory_tolerance_mb: float = 512.0
+    """MiB of each GPU that may be in use then, beyond what was in use before the first workers."""
+
+    gpu_memory_poll_interval: float = 0.1
+    """Seconds from one look at the GPUs' memory to the next."""
+
     simulate_fault: bool = False
     """Cause one fault on purpose, once a run."""
 
@@ -99,6 +113,9 @@ class FaultToleranceConfig(Partial):
         require_finite(self)
         timeouts = ("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout")
         require_above_zero(self, *timeouts, "node_heartbeat_timeout", what=" seconds; write none to switch it off")
+        require_above_zero(self, "gpu_memory_poll_interval")
+        require_at_least(self, 0, "gpu_memory_reclaim_timeout", what="; 0 = nothing is waited for")
+        require_at_least(self, 0, "gpu_memory_tolerance_mb")
         for name, seconds in self.rank_section_timeouts.items():
             require(
                 seconds is None or seconds > 0,

@@ -331,7 +331,7 @@ def _metavar(field: FieldDoc) -> str:
     if "Mapping" in field.type_name:
         return "NAME:SECONDS,..."
     if "float" in field.type_name:
-        return "FACTOR" if field.name.endswith("factor") else "SECONDS"
+        return {"factor": "FACTOR", "mb": "MIB"}.get(field.name.rpartition("_")[2], "SECONDS")
     return "N" if "int" in field.type_name else "NAME"
 
 

@@ -8,8 +8,8 @@ each product and each partial sum is a number that the format holds exactly: the
 split reductions and TF32 change nothing, and one digest holds for every correct CPU and GPU. A device that gets a
 single bit wrong gives another.
 
-Faults that the driver recorded come from NVIDIA's management library (``nvidia-ml-py``, optional; a GPU, or a driver,
-that does not offer some counter gives ``None`` for it), and from the XIDs in the kernel's log.
+Faults that the driver recorded, and how much memory is in use, come from NVIDIA's management library, NVML (a GPU, or a
+driver, that does not offer some counter gives ``None`` for it); faults also from the XIDs in the kernel's log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import xxhash
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+T = TypeVar("T")
 Factors = tuple["np.ndarray[Any, np.dtype[np.int64]]", "np.ndarray[Any, np.dtype[np.int64]]"]
 
 EXPECTED = {(512, 8): "d95868279b2af29f", (2048, 8): "e98b6ae67a7869c2", (2048, 1): "010ac15c69d5f908"}
@@ -213,6 +214,14 @@ class DriverCheck(Check, frozen=True, kw_only=True):
         return ok(f"{reading.name}: no fault recorded", **facts)
 
 
+class DeviceMemoryUse(Check, frozen=True, kw_only=True):
+    """How much memory each NVIDIA GPU has in use: ``facts["used_bytes"]``, by UUID, in NVML's order."""
+
+    def run(self) -> CheckOutcome:
+        used = read_memory_use()
+        return skipped(used) if isinstance(used, str) else ok(f"{len(used)} GPUs", used_bytes=used)
+
+
 def factors(size: int, largest: int) -> Factors:
     """Return two square matrices of whole numbers from ``-largest`` to ``largest``, always the same ones."""
     import numpy as np
@@ -316,6 +325,43 @@ def judge_reading(reading: NvmlReading) -> list[str]:
 
 def read_nvml(uuid: str) -> NvmlReading | str:
     """Return what NVML reports about the GPU with this UUID; a text: why it reports nothing."""
+
+    def read(nvml: Any) -> NvmlReading | str:
+        try:
+            return _read_counters(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+        except nvml.NVMLError as error:
+            return f"NVML does not know {uuid} ({error})"
+
+    return _ask_nvml(read)
+
+
+def read_memory_use() -> dict[str, int | None] | str:
+    """Return the bytes that each GPU has in use, by UUID, in NVML's order; a text: why NVML reports nothing.
+
+    ``None``: not known of that GPU. One that does not even give its UUID, as it is lost, or another container's, stands
+    under its number.
+    """
+
+    def read(nvml: Any) -> dict[str, int | None] | str:
+        used: dict[str, int | None] = {}
+        try:
+            for index in range(nvml.nvmlDeviceGetCount()):
+                name = str(index)
+                try:
+                    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                    name = _text(nvml.nvmlDeviceGetUUID(handle))
+                    used[name] = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+                except nvml.NVMLError:
+                    used[name] = None
+        except nvml.NVMLError as error:
+            return f"NVML does not count the GPUs ({error})"
+        return used
+
+    return _ask_nvml(read)
+
+
+def _ask_nvml(read: Callable[[Any], T]) -> T | str:
+    """Return what a function reads from NVML's module; a text: why NVML cannot be asked."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
@@ -325,9 +371,7 @@ def read_nvml(uuid: str) -> NvmlReading | str:
     except nvml.NVMLError as error:
         return f"NVML cannot be used ({error})"
     try:
-        return _read_counters(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
-    except nvml.NVMLError as error:
-        return f"NVML does not know {uuid} ({error})"
+        return read(nvml)
     finally:
         nvml.nvmlShutdown()
 

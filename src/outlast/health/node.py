@@ -21,7 +21,7 @@ import psutil
 
 from outlast import env
 from outlast.config.launching import HealthConfig
-from outlast.health.devices import ComputeCheck, DeviceCount, DeviceMemoryCheck, DriverCheck
+from outlast.health.devices import ComputeCheck, DeviceCount, DeviceMemoryCheck, DeviceMemoryUse, DriverCheck
 from outlast.health.probing import Check, CheckOutcome, CheckResult, Prober, Status, failed, ok, skipped
 from outlast.runtime.files import memory_file
 from outlast.runtime.processes import channel_to_parent, die_with_parent
@@ -364,9 +364,8 @@ def _bytes(gib: float) -> int:
 def main() -> None:
     """Make checks until the parent closes the channel."""
     node_checks = DiskCheck | StoreCheck | SharedMemoryCheck | MemoryCheck | OpenFilesCheck | ClockCheck | NetworkCheck
-    channel = channel_to_parent(
-        sys.argv[1], node_checks | CommandCheck | DeviceCount | ComputeCheck | DeviceMemoryCheck | DriverCheck
-    )
+    device_checks = DeviceCount | ComputeCheck | DeviceMemoryCheck | DeviceMemoryUse | DriverCheck
+    channel = channel_to_parent(sys.argv[1], node_checks | CommandCheck | device_checks)
     die_with_parent(int(sys.argv[2]))
     while (check := channel.receive()) is not None:
         try:

@@ -13,7 +13,7 @@ import os
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from outlast import clock, env
 from outlast.incidents import EventKind, Incident, IncidentKind
@@ -198,8 +198,9 @@ class NodeJournal:
         """Note which cycle what follows belongs to."""
         self._cycle = number
 
-    def write_started(self, start: Start, workers: Sequence[WorkerProcess]) -> None:
+    def write_started(self, start: Start, workers: Sequence[WorkerProcess], *, gpu_memory_wait_s: float) -> None:
         """Write that all workers of a cycle run."""
+        waited: dict[str, Any] = {"gpu_memory_wait_s": round(gpu_memory_wait_s, 3)} if gpu_memory_wait_s else {}
         self.write(
             EventKind.CYCLE_STARTED,
             node_rank=start.node_rank,
@@ -207,6 +208,7 @@ class NodeJournal:
             pids=[worker.pid for worker in workers],
             world_size=start.world_size,
             master=f"{start.master_addr}:{start.master_port}",
+            **waited,
         )
         log.info(
             "cycle %d: %s %s here%s",

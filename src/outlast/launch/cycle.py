@@ -31,7 +31,8 @@ from torch.distributed.elastic.utils.api import macros
 from torch.distributed.run import _get_logs_specs_class
 
 from outlast import clock, env
-from outlast.config.sources import SCRIPT, LayeredSettings
+from outlast.config.launching import AGENTS_OWN
+from outlast.config.sources import SCRIPT, LayeredSettings, ft_option
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import protocol as m
@@ -67,8 +68,11 @@ _MAX_TAIL = 16 * 1024
 ALONE_S = 5.0
 """How long workers that are shutting down have left once one of them ended without having saved."""
 _WITHOUT_EFFECT = {
-    "node_heartbeat_timeout": "agents need it before the script runs; give outlast run --ft-node-heartbeat-timeout, or "
-    "--config with a file that has it",
+    **{
+        name: f"agents need it before the script runs; give outlast run {ft_option(name)}, or "
+        "--config with a file that has it"
+        for name in AGENTS_OWN
+    },
     "rank_termination_signal": NO_TERMINATION_SIGNAL,
 }
 

@@ -92,6 +92,10 @@ def shrink(slots: Sequence[Slot], *, min_nodes: int | None) -> tuple[Slot, ...] 
     return held if min_nodes is not None and len(held) >= min_nodes else None
 
 
+START_S = 180.0
+"""How long a node may take to start a cycle's workers, without a wait for GPU memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
     """The coordinator's settings for a job."""
@@ -118,8 +122,9 @@ class JobSettings:
     """Between two signs of life of a node."""
     prepare_timeout_s: float = 30.0
     """How long the first node may take to open a cycle's store."""
-    start_timeout_s: float = 180.0
-    """How long a node may take to start a cycle's workers, the last one's end and a health check included."""
+    start_timeout_s: float = START_S
+    """How long a node may take to start a cycle's workers, the last one's end, a health check and a wait for GPU memory
+    included."""
     rejoin_timeout_s: float = 60.0
     """How long a node may take to report a cycle's end."""
     host: str = ""

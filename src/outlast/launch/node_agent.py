@@ -18,7 +18,7 @@ States::
 
 From RUNNING a failure here or elsewhere leads to JOINING at once: the request for the next cycle goes out while the
 zygote still kills what is left of this one, and the next workers start when both the answer has come and the zygote has
-reported that all are gone.
+reported that all are gone, with their memory on the GPUs.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from outlast.launch.agent_events import (
 )
 from outlast.launch.coordinator_client import GOODBYE_S, CoordinatorClient, LinkDown, LinkFailed, LinkUp
 from outlast.launch.cycle import ALONE_S, Cycle, WorkerLaunch
+from outlast.launch.device_memory import MemoryReclaim, MemoryReclaimed
 from outlast.launch.membership import REMIND_S
 from outlast.launch.metrics_endpoint import AgentOutlook
 from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
@@ -100,6 +101,7 @@ class NodeAgent(SimpleElasticAgent):
             started: each worker starts its own.
         client: This node's connection to the coordinator, not yet started.
         checkups: Checks this node; closed with the agent. ``None`` = the node is not checked.
+        memory: Waits for the GPU memory of workers that ended; closed with the agent.
         mailbox: Where the connection and the signal handlers deliver.
         began_s: When the agent began, by the monotonic clock.
 
@@ -114,6 +116,7 @@ class NodeAgent(SimpleElasticAgent):
         writer: WriterProcess | None,
         client: CoordinatorClient,
         checkups: Checkups | None,
+        memory: MemoryReclaim,
         mailbox: Mailbox[object],
         began_s: float,
     ) -> None:
@@ -124,6 +127,7 @@ class NodeAgent(SimpleElasticAgent):
         self.is_host = False
         """Whether this process hosts the coordinator."""
         self._workers, self._writer, self._client, self._mailbox = workers, writer, client, mailbox
+        self._memory = memory
         self._relay = client.link.relay
         self._journal, self._timers = NodeJournal(self.options, client.node, began_s=began_s), Timers()
         self._health = NodeHealth(
@@ -183,6 +187,7 @@ class NodeAgent(SimpleElasticAgent):
         """Free everything; whatever worker is left is killed."""
         never_ran = self._cycle is None
         self._health.close()
+        self._memory.close()
         if self._cycle is not None:
             self._cycle.close(wait_for_logs=True)
         self._cycle = None
@@ -231,7 +236,8 @@ class NodeAgent(SimpleElasticAgent):
             case Started() if self._cycle is not None:
                 if self._cycle.note_started(event):
                     self._client.send(m.Running(cycle=self._cycle.number))
-                    self._journal.write_started(self._cycle.start, list(self._cycle.workers.values()))
+                    workers, waited_s = list(self._cycle.workers.values()), self._memory.waited_s
+                    self._journal.write_started(self._cycle.start, workers, gpu_memory_wait_s=waited_s)
             case FailedToStart():
                 self._fail(self._journal.incident(IncidentKind.CANNOT_START, event.error))
             case Exited():
@@ -239,7 +245,7 @@ class NodeAgent(SimpleElasticAgent):
             case Cleared():
                 self._timers.cancel("reap")
                 self._health.note_cleared()
-                self._start_if_ready()
+                self._start_if_clear()
             case None:
                 self._timers.cancel("reap")
                 self._on_workers_lost()
@@ -275,6 +281,9 @@ class NodeAgent(SimpleElasticAgent):
             case NodeFit():
                 if self._state == AgentState.OUTSIDE:
                     self._join(None)
+                self._start_if_clear()
+            case MemoryReclaimed():
+                self._memory.take(event)
                 self._start_if_ready()
             case AgentStops():
                 self._finish(event.stop)
@@ -346,6 +355,13 @@ class NodeAgent(SimpleElasticAgent):
             self._timers.set("answer", self.options.join_timeout_s + _ANSWER_MARGIN_S, self._give_up_on_link)
         self._client.join(ended)
 
+    def _start_if_clear(self) -> None:
+        """Start the next workers, once the GPUs have the memory of the last ones back, if all else is ready."""
+        is_clear = self._state == AgentState.JOINING and self._workers.are_cleared
+        if is_clear and not self._health.uses_gpus:  # a check has memory of its own there: it comes first
+            self._memory.begin()
+        self._start_if_ready()
+
     def _start_if_ready(self) -> None:
         start = self._start
         if (
@@ -353,6 +369,7 @@ class NodeAgent(SimpleElasticAgent):
             or not self._workers.are_cleared
             or self._state != AgentState.JOINING
             or self._health.is_looking
+            or self._memory.is_awaited
         ):
             return
         self._start = None
@@ -382,6 +399,7 @@ class NodeAgent(SimpleElasticAgent):
         self._worker_group.group_world_size = start.num_nodes  # type: ignore[assignment]
         self._state = AgentState.RUNNING
         self._journal.begin_cycle(start.cycle)
+        self._memory.note_started()
         if self._relay is not None:
             self._relay.begin_cycle(start.cycle)
         try:
@@ -605,15 +623,14 @@ class NodeAgent(SimpleElasticAgent):
             self._finish(self.stop)
         elif self._state == AgentState.LEAVING:
             self._leave()
-        elif self._state == AgentState.RUNNING and (cycle := self._running) is not None:
-            why = "the process that starts workers died"
-            incident = self._journal.incident(IncidentKind.WORKER_DIED, why, exit_code=-9)
-            self._journal.write_incident(incident)
-            self._end_cycle(cycle, cycle.facts(incident), incident.describe(), are_gone=True)
-            self._health.note_cleared()
         else:
+            if self._state == AgentState.RUNNING and (cycle := self._running) is not None:
+                why = "the process that starts workers died"
+                incident = self._journal.incident(IncidentKind.WORKER_DIED, why, exit_code=-9)
+                self._journal.write_incident(incident)
+                self._end_cycle(cycle, cycle.facts(incident), incident.describe(), are_gone=True)
             self._health.note_cleared()  # a check may wait for the workers that were being ended
-            self._start_if_ready()
+            self._start_if_clear()
 
     # -- restarts inside the processes -------------------------------------------------------------------------
 

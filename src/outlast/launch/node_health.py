@@ -299,6 +299,11 @@ class NodeHealth:
         return None if unfit is None else self._incident(unfit, cycle=cycle)
 
     @property
+    def uses_gpus(self) -> bool:
+        """Whether the check after a fault takes memory of the GPUs, or is about to."""
+        return self.is_looking and self._with_gpus
+
+    @property
     def _with_gpus(self) -> bool:
         return self._config is not None and self._config.gpus and self._num_faults > 1
 

@@ -28,7 +28,8 @@ from outlast.errors import ConfigError, ExitReason
 from outlast.goodput.ledger import PREEMPTED, Ledger
 from outlast.launch.agent_events import AgentStops, Mailbox, SignalReceived, WriterDied
 from outlast.launch.control import JobIdentity, Occupant, WrongRun, probe
-from outlast.launch.membership import JobSettings, name_job
+from outlast.launch.device_memory import MemoryReclaim
+from outlast.launch.membership import START_S, JobSettings, name_job
 from outlast.launch.metrics_endpoint import MetricsEndpoint
 from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
@@ -172,6 +173,9 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
         if (checkups := _begin_checkups(options, mailbox)) is not None:
             stack.callback(checkups.close)
             startup.actions.append(checkups.abandon)
+        memory = MemoryReclaim(options.fault_tolerance, mailbox.put)
+        stack.callback(memory.close)
+        startup.actions.append(memory.abandon)
         if (writer := _start_writer(mailbox, options.node_name)) is not None:
             stack.callback(writer.close)
             startup.actions.append(writer.kill)
@@ -187,6 +191,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
                 writer=writer,
                 client=_make_client(options, identity, lease, job, mailbox, nproc=spec.local_world_size),
                 checkups=checkups,
+                memory=memory,
                 mailbox=mailbox,
                 began_s=started_s,
             )
@@ -471,6 +476,7 @@ def _make_client(
         is_named=options.is_named,
         node_timeout_s=ft.node_heartbeat_timeout,
         beat_interval_s=beat_interval_s,
+        start_timeout_s=START_S + ft.gpu_memory_reclaim_timeout,
         host=options.node_name,
     )
 

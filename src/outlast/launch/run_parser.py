@@ -256,6 +256,9 @@ _FT_GROUPS = {
     "node_heartbeat_timeout": _NODES,
     "max_no_progress_cycles": _RESTARTS,
     "shutdown_grace": _RESTARTS,
+    "gpu_memory_reclaim_timeout": _RESTARTS,
+    "gpu_memory_tolerance_mb": _RESTARTS,
+    "gpu_memory_poll_interval": _RESTARTS,
 }
 _COMMON_NAMES = ("config", "help", "local-addr", "log-dir", "log-level", "module")
 _SCRIPTS_OWN = frozenset((*_COMMON_NAMES, "preload", "quiet", "role", "run-dir", "run-path"))

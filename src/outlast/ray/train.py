@@ -36,6 +36,7 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Worker
 from outlast import env, logs
 from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
 from outlast.config.base import require
+from outlast.config.launching import AGENTS_OWN
 from outlast.errors import BudgetExhausted, OutlastError
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, decide
@@ -106,7 +107,7 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
             not self._fault_tolerance.calc_ft_timeouts,
             "calc_ft_timeouts is not for Ray Train, where timeouts are not learned; name them in rank_section_timeouts",
         )
-        for name in ("safety_factor", "max_node_faults", "min_nodes", "node_heartbeat_timeout"):
+        for name in ("safety_factor", "max_node_faults", "min_nodes", *AGENTS_OWN):
             require(
                 name not in self._fault_tolerance.given,
                 f"fault_tolerance.{name} is not for Ray Train, which places the workers itself; leave it out",

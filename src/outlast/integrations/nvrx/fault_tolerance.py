@@ -118,6 +118,10 @@ class NvrxFaultToleranceConfig:
     enable_nic_monitor: bool = True
     pci_topo_file: str | None = None
     link_down_path_template: str | None = None
+    gpu_memory_reclaim_timeout: float = 50.0
+    """The launcher's, as are the next two: in a script they have no effect, and a session logs so."""
+    gpu_memory_tolerance_mb: float = 512.0
+    gpu_memory_poll_interval: float = 2.0
 
     def __post_init__(self) -> None:
         given: Any = self.rank_termination_signal
@@ -176,6 +180,11 @@ class NvrxFaultToleranceConfig:
         Raises:
             ConfigError: A value is out of range, or contradicts another.
         """
+        changed = {
+            name: value
+            for name in ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval")
+            if (value := getattr(self, name)) != getattr(NvrxFaultToleranceConfig, name)
+        }
         return FaultToleranceConfig(
             enable_ft_package=True,
             initial_rank_heartbeat_timeout=self.initial_rank_heartbeat_timeout,
@@ -184,6 +193,7 @@ class NvrxFaultToleranceConfig:
             rank_out_of_section_timeout=self.rank_out_of_section_timeout,
             safety_factor=self.safety_factor,
             rank_termination_signal=self.rank_termination_signal.name,
+            **changed,
         )
 
 
