@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := src tests examples docs
-PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml nvidia-ml-py
+PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup slurm chromium wheel soak test test-torch test-faults test-gpu lint types collected unit docs demo demo-ray bench bench-peers bench-results format clean
+.PHONY: help setup slurm chromium wheel soak test test-torch test-faults test-gpu bench-gpu lint types collected unit docs demo demo-ray bench bench-peers bench-results format clean
 
 help:
 	@echo "make demo    train through slow, hung and killed ranks, lost nodes and a preemption, and prove the result"
@@ -18,11 +18,12 @@ help:
 	@echo "make soak    ten minutes of training under a fault every five seconds, and the proof that nothing changed"
 	@echo "make test-integrations    the adapters on packages that clash with the pinned ones, each extra alone"
 	@echo "make test-torch TORCH=2.8.0    launcher, checkpoints, sessions, restarts in process on another torch (gigabytes)"
-	@echo "make test-gpu    what needs a GPU"
+	@echo "make test-gpu    what needs a GPU, with an interpreter whose torch can use one; installs nothing"
 	@echo "make setup   only make $(VENV), with pinned packages"
 	@echo "make slurm   install Slurm and munge, on which some tests start a cluster of their own"
 	@echo "make lint | types | unit | docs    one part of make test"
 	@echo "make bench   measure against the stock launcher and other checkpoint libraries"
+	@echo "make bench-gpu   measure on a GPU, with such an interpreter"
 	@echo "make bench-peers   install more libraries, and measure restarts in process and checkpoints beside them"
 	@echo "make bench-results   measure everything and write the figures of the docs (docs/results)"
 	@echo "make wheel   build the sdist and the wheel into dist/, without a network"
@@ -65,6 +66,8 @@ chromium:
 
 # Two parts at a time; the tests begin last, so that their summary is what ends the output.
 test: setup slurm chromium
+	@$(BIN)/python -c 'from outlast.runtime.device import why_absent; why = why_absent("gpu"); \
+	print("make test: the GPU tests are skipped;", f"{why};" if why else "", "make test-gpu runs them on a GPU")'
 	@$(MAKE) --no-print-directory -j2 lint types docs unit
 
 # pytest compiles each test module for its assertions: here once, and not in each of the eight processes of `unit`.
@@ -125,14 +128,35 @@ test-torch:
 	@grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
 	$(TORCH_PIP) torch==$(TORCH)
 	$(TORCH_PIP) --constraint $(TORCH_VENV)/constraints.txt setuptools PyYAML hypothesis 'moto[server]' py-spy pytest \
-	  pytest-timeout pytest-xdist s3fs safetensors numpy xxhash msgspec click rich psutil fsspec
+	  pytest-timeout pytest-xdist s3fs safetensors numpy xxhash msgspec click rich psutil fsspec nvidia-ml-py
 	$(TORCH_PIP) --no-build-isolation --no-deps --editable .
 	PATH="$(CURDIR)/$(TORCH_VENV)/bin:$$PATH" $(TORCH_VENV)/bin/python -m pytest -n 1 --durations=10 $(TORCH_TESTS)
 
-test-gpu: setup
-	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-	then $(BIN)/python -m pytest -m gpu --durations=10; \
-	else echo "make test-gpu: no GPU that torch can use is here; nothing was run"; fi
+# Runs $(1) with the first interpreter whose torch can use a GPU, as it is: nothing is installed, no network is needed, and
+# no torch for CPUs comes over one for GPUs. What it needs beside torch: $(2), where the module has another name behind =.
+define ON_GPU
+@export PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"; lacking=; \
+for python in "$(PYTHON)" $(wildcard $(BIN)/python); do \
+  "$$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >/dev/null 2>&1 || continue; \
+  missing=$$("$$python" -c 'import importlib.util, sys; names = [name.partition("=") for name in sys.argv[1:]]; \
+    print(*(name for name, _, module in names if not importlib.util.find_spec(module or name)))' $(2)) || exit 2; \
+  if [ -z "$$missing" ]; then exec "$$python" $(1); fi; \
+  lacking="$${lacking:-$$python lacks $$missing: $$python -m pip install $$missing}"; \
+done; \
+if [ -n "$$lacking" ]; then echo "make $@: $$lacking" >&2; exit 2; fi; \
+echo "make $@: no GPU that torch can use is here; nothing was run"
+endef
+GPU_PACKAGES := numpy msgspec xxhash click rich psutil fsspec
+GPU_TESTS = $$(grep -rlE 'mark\.gpu\b' --include='test_*.py' tests)
+
+# Modules that need other packages are not even collected. Four at a time: small models, on a GPU that all can share.
+test-gpu: export OUTLAST_TESTS_COLD := 1
+test-gpu:
+	$(call ON_GPU,-m pytest -m gpu -W default -n 4 --dist loadscope --no-loadscope-reorder --durations=10 $(GPU_TESTS),\
+	  $(GPU_PACKAGES) pytest pytest-timeout=pytest_timeout pytest-xdist=xdist hypothesis)
+
+bench-gpu:
+	$(call ON_GPU,-m outlast bench gpu,$(GPU_PACKAGES))
 
 docs: setup
 	$(BIN)/python docs/generate.py --check

@@ -74,7 +74,7 @@ def empties_the_cache(scene: Scene) -> None:
     for value, times in ((True, 1), (False, 0)):
         config = InProcessRestartConfig(empty_cuda_cache=value)
         one = rank.WrappedRank(config, Wrapper(config)._plugins)
-        one._handle, one._page, one._background = Mock(), Mock(), Mock()
+        one._handle, one._page, one._background = Mock(iteration=0), Mock(), Mock()
         emptied.reset_mock()
         one._leave(None)
         assert emptied.call_count == times

@@ -156,12 +156,13 @@ class Handle:
         """Have something called when the call has to be left, before collectives that are under way are aborted.
 
         What an aborted collective leaves behind is garbage, and so is what a device computes from it: this is the last
-        moment to ask what the device is done with. It is called on the monitor thread; the restart waits for it.
+        moment to ask what the device is done with. It is called on the monitor thread, or on the main thread of a rank
+        that leaves by itself; the restart waits for it.
         """
         self._looks.append(look)
 
     def look_before_abort(self) -> None:
-        """Call what :meth:`before_abort` was given. Thread: the monitor thread."""
+        """Call what :meth:`before_abort` was given; once in a call."""
         for look in list(self._looks):
             look()
 

@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 import queue
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -228,6 +229,9 @@ class WrappedRank:
         self._returned: CallOutcome | None = None
         self._kept: dict[str, Any] = {}
         self._handle: calls.Handle | None = None
+        self._aborting = threading.Lock()
+        self._aborted = -1
+        """The last call whose collectives were aborted."""
         self._store: calls.CallStore | None = None
         self._interruption = SignalInterruption(calls.RestartRequested, WrappedRank._enter.__code__)
 
@@ -490,6 +494,7 @@ class WrappedRank:
             return
         self._page.set_phase(RankPhase.OUT)
         self._close_store()
+        self._abort_collectives(handle)
         try:
             calls.leave(handle.take_callbacks(), error, self._background)
             calls.set_current(None)
@@ -608,16 +613,34 @@ class WrappedRank:
 
     def _abort(self) -> None:
         """End what the main thread may wait on beyond connections; on the monitor thread."""
+        if (handle := self._handle) is not None:
+            self._abort_collectives(handle)
         try:
-            if self._handle is not None:
-                self._handle.look_before_abort()
-        except Exception:
-            log.exception("the check before the abort failed")
-        try:
-            device.abort_collectives()
             self._plugins.abort(self._describe())
         except Exception:
             log.exception("the abort plug-in failed")
+
+    def _abort_collectives(self, handle: calls.Handle) -> None:
+        """Abort what a call's collectives have on devices, once: on the monitor thread, or when this rank leaves first.
+
+        A rank that raised does not wait for the order to leave. What it still has under way may wait for a peer that
+        is gone, and so would reading its state, and destroying its groups. Whoever comes second waits here: what is
+        looked at after an abort is garbage.
+
+        Blocks: half a second for the look, and while NCCL aborts.
+        """
+        with self._aborting:
+            if handle.iteration <= self._aborted:
+                return
+            self._aborted = handle.iteration
+            try:
+                handle.look_before_abort()
+            except Exception:
+                log.exception("the check before the abort failed")
+            try:
+                device.abort_collectives()
+            except Exception:
+                log.exception("the collectives of the devices could not be aborted")
 
     def _check_group(self, backend: str, timeout_s: float) -> None:
         device.check_collectives(backend, timeout_s, hard_timeout_s=self._config.hard_timeout)

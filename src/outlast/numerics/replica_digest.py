@@ -520,7 +520,7 @@ def _weigh_words(words: torch.Tensor, start: int) -> torch.Tensor:
         total += ((whole * weights).sum(dim=1) * factors).sum()
     rest = words[num_blocks * BLOCK_WORDS :]
     if rest.numel():
-        factor = _scatter(torch.tensor(block + num_blocks, device=words.device))
+        factor = _scatter(torch.full((), block + num_blocks, device=words.device))  # tensor() waits for the device
         total += (rest * weights[offset : offset + rest.numel()]).sum() * factor
     return total
 

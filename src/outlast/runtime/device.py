@@ -176,6 +176,7 @@ def abort_collectives() -> int:
             backend = group._get_backend(torch.device("cuda"))
         except RuntimeError:
             continue  # a group of CPUs only
+        backend = getattr(backend, "wrapped_pg", backend)  # what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it
         if isinstance(backend, dist.ProcessGroupNCCL):
             nccl.append(backend)
     if nccl:

@@ -1,0 +1,39 @@
+"""What the tests on a GPU have in common: fresh processes, a limit for each, and a device that is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from device_runs import DEVICE, ON_GPU, own_device
+
+_TIMEOUT_S = 120
+if not ON_GPU:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for all that the tests start: a GPU that is here is left alone
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the processes of these tests afresh: a fork server would hide what importing torch does to a fork.
+
+    Warnings are no errors here: they depend on the driver and on the build of torch.
+    """
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.cold)
+            if item.get_closest_marker("process") is not None:
+                item.add_marker(pytest.mark.slow)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device() -> torch.device:
+    """Return the device; a test that was asked for by ``-m gpu`` fails where there is none."""
+    if DEVICE not in ("cuda", "cpu"):
+        pytest.fail(f"OUTLAST_TEST_DEVICE={DEVICE} is neither cuda nor cpu")
+    if ON_GPU and not torch.cuda.is_available():
+        pytest.fail("torch can use no GPU here; set OUTLAST_TEST_DEVICE=cpu to run these programs on the CPU")
+    return own_device()

@@ -1,0 +1,45 @@
+"""One rank that aborts all its NCCL groups and makes new ones, twice; its argument is ``eager`` or ``lazy``.
+
+It prints a JSON object: how many groups each abort found, and what the collectives gave.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from outlast.runtime import device as accelerator
+
+DEVICE = torch.device("cuda", 0)
+
+
+def main() -> None:
+    """Make a default group and two more, use them, abort them; and again."""
+    torch.cuda.set_device(DEVICE)
+    accelerator.settle_collectives()
+    found, sums = [], []
+    for _ in range(2):
+        dist.init_process_group(
+            "nccl",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=timedelta(seconds=100),
+            device_id=DEVICE if sys.argv[1] == "eager" else None,
+        )
+        for group in (None, dist.new_group([0]), dist.new_group([0])):
+            number = torch.full((1,), 7.0, device=DEVICE)
+            dist.all_reduce(number, group=group)
+            sums.append(float(number))
+        found.append(accelerator.abort_collectives())
+        dist.destroy_process_group()
+        found.append(accelerator.abort_collectives())
+    sys.stdout.write(json.dumps({"aborted": found, "sums": sums}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The launcher beside a GPU: only workers use it, each sees the right one, and a dead one's memory is free."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from device_runs import LAUNCHED, ON_GPU, PATIENCE_S, driver_files, needs_gpu
+
+from outlast.testing import Cluster
+
+pytestmark = [pytest.mark.gpu, pytest.mark.process]
+
+COMPUTES = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+
+assert not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+assert float((torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)).sum()) == 64**3
+print("computed on", device, flush=True)
+deadline = time.monotonic() + 100
+while not Path(sys.argv[1], "go").exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+"""
+SHOWS_DEVICES = """
+import json, os, sys
+from pathlib import Path
+import torch
+
+local = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(local)
+found = {"world_size": int(os.environ["WORLD_SIZE"]), "device": str(torch.cuda.get_device_properties(local).uuid)}
+Path(sys.argv[1], "rank-" + os.environ["RANK"]).write_text(json.dumps(found))
+"""
+SHOWS_PLACE = """
+import json, os, sys
+from pathlib import Path
+
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "CUDA_VISIBLE_DEVICES")
+place = {name: os.environ.get(name) for name in names}
+Path(sys.argv[1], "rank-" + os.environ["RANK"]).write_text(json.dumps(place))
+"""
+HOLDS_MEMORY = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+
+note = Path(sys.argv[1], "memory.json")
+free, _ = torch.cuda.mem_get_info()
+if os.environ["OUTLAST_CYCLE"] == "0":
+    num_bytes = free // 2
+    block = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    note.write_text(json.dumps({"held": num_bytes, "left": torch.cuda.mem_get_info()[0]}))
+    os.kill(os.getpid(), signal.SIGKILL)
+known = json.loads(note.read_text())
+block = torch.zeros(known["held"], dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+note.write_text(json.dumps({**known, "free_after": free, "allocated": block.numel()}))
+"""
+
+
+def write(folder: Path, code: str) -> Path:
+    """Return a script with this code."""
+    script = folder / "script.py"
+    script.write_text(code)
+    return script
+
+
+def places(folder: Path) -> list[Any]:
+    """Return what the ranks have left in a folder, in the order of their ranks."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*"))]
+
+
+@pytest.mark.parametrize("options", [[], LAUNCHED], ids=["checked", "unchecked"])
+def test_only_workers_use_the_driver(tmp_path: Path, options: list[str]) -> None:
+    """While a worker computes on the GPU, neither the agent (whether it has checked the node's health or not) nor the
+    process from which workers are forked has opened the GPU's driver: they have no context there, and take no memory of
+    it. Nor was CUDA touched before the fork: the worker can use it."""
+    script = write(tmp_path, COMPUTES)
+    with Cluster(
+        script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options
+    ) as cluster:
+        cluster.wait_for(f"computed on {'cuda' if ON_GPU else 'cpu'}", PATIENCE_S)
+        worker = cluster.worker_pid(0)
+        zygote = psutil.Process(worker).ppid()
+        assert "outlast.runtime.zygote" in " ".join(psutil.Process(zygote).cmdline())
+        used = {name: driver_files(pid) for name, pid in (("agent", cluster.agent(0).pid), ("zygote", zygote))}
+        used_by_worker = driver_files(worker)
+        (tmp_path / "go").touch()
+        assert cluster.wait(PATIENCE_S) == [0], cluster.tails()
+    assert used == {"agent": set(), "zygote": set()}
+    if ON_GPU and not used_by_worker:
+        pytest.skip("/proc does not show here which processes use the driver: not even the worker has its files")
+
+
+@needs_gpu("there are no GPUs to count")
+def test_gpu_means_one_worker_for_each(tmp_path: Path) -> None:
+    """With --nproc-per-node=gpu as many workers start as there are GPUs, each on one of its own."""
+    script = write(tmp_path, SHOWS_DEVICES)
+    options = ["--nproc-per-node=gpu", *LAUNCHED]
+    with Cluster(script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=1, options=options) as cluster:
+        assert cluster.wait(PATIENCE_S) == [0], cluster.tails()
+    found = places(tmp_path)
+    assert len(found) == torch.cuda.device_count()
+    assert {place["world_size"] for place in found} == {torch.cuda.device_count()}
+    assert len({place["device"] for place in found}) == len(found)
+
+
+@pytest.mark.parametrize("visible", [None, "3,5"], ids=["all", "some"])
+@pytest.mark.parametrize("virtual", [False, True], ids=["own_number", "virtual"])
+def test_ranks_see_the_devices_that_torchrun_shows_them(tmp_path: Path, virtual: bool, visible: str | None) -> None:
+    """LOCAL_RANK and CUDA_VISIBLE_DEVICES of every worker are those that torchrun gives it, with --virtual-local-rank
+    and without, whether the node's own CUDA_VISIBLE_DEVICES is set or not."""
+    options = ["--nproc-per-node=2", *(["--virtual-local-rank"] * virtual)]
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment |= {"OMP_NUM_THREADS": "1"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    launchers = {
+        "torchrun": ["torch.distributed.run", "--standalone"],
+        "outlast": ["outlast", "run", *LAUNCHED, f"--run-dir={tmp_path / 'run'}"],
+    }
+    found = {}
+    for name, (module, *words) in launchers.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        command = [sys.executable, "-m", module, *words, *options, str(write(folder, SHOWS_PLACE)), str(folder)]
+        ended = subprocess.run(
+            command,
+            env=environment,
+            timeout=PATIENCE_S / 2,
+            check=False,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert ended.returncode == 0, ended.stdout
+        found[name] = places(folder)
+    assert len(found["torchrun"]) == 2
+    assert found["outlast"] == found["torchrun"]
+
+
+@needs_gpu("there is no memory of a device")
+def test_memory_of_a_killed_rank_is_free_again(tmp_path: Path) -> None:
+    """A rank that is killed while it holds half of the GPU's free memory leaves it to the next cycle's rank, which
+    finds it free from its first line on and allocates as much again."""
+    script = write(tmp_path, HOLDS_MEMORY)
+    options = ["--no-health-check", "--ft-gpu-memory-reclaim-timeout=20"]  # in vain, where other tests use the GPU
+    run_dir = tmp_path / "run"
+    with Cluster(script, str(tmp_path), run_dir=run_dir, num_nodes=1, nproc_per_node=1, options=options) as cluster:
+        assert cluster.wait(PATIENCE_S) == [0], cluster.tails()
+    memory = json.loads((tmp_path / "memory.json").read_text())
+    assert memory["allocated"] == memory["held"] > 0
+    assert memory["free_after"] >= memory["held"]
+    assert memory["free_after"] >= memory["left"] + memory["held"] // 2
