@@ -76,7 +76,7 @@ def test_each_benchmark_is_a_command_with_help_of_its_own() -> None:
         text = CliRunner().invoke(bench, [name, "--help"]).output
         assert {"Takes", "--json", "--repeats"} <= set(text.split())
         assert f"outlast bench {name} --repeats 9 --json" in text
-        assert ("--tensors" in text) == (name in ("save", "load", "replica"))
+        assert ("--tensors" in text) == (name in ("save", "load", "replica", "gpu"))
 
 
 @pytest.mark.process

@@ -29,10 +29,11 @@ class CheckpointState:
 
     Args:
         num_tensors: Tensors of 16 MiB.
+        device: Where they lie.
     """
 
-    def __init__(self, num_tensors: int) -> None:
-        parameters = [torch.nn.Parameter(torch.empty(_SIDE, _SIDE)) for _ in range(num_tensors)]
+    def __init__(self, num_tensors: int, device: torch.device | None = None) -> None:
+        parameters = [torch.nn.Parameter(torch.empty(_SIDE, _SIDE, device=device)) for _ in range(num_tensors)]
         self.model = torch.nn.ParameterList(parameters)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.num_bytes = num_tensors * TENSOR_BYTES
@@ -73,7 +74,7 @@ class CheckpointState:
 
 def holds(tensors: dict[str, torch.Tensor]) -> bool:
     """Return whether tensors have the values that :meth:`CheckpointState.fill` gives."""
-    return all(torch.equal(tensor, _values(number)) for number, tensor in enumerate(tensors.values()))
+    return all(torch.equal(tensor.cpu(), _values(number)) for number, tensor in enumerate(tensors.values()))
 
 
 def _values(number: int) -> torch.Tensor:

@@ -81,8 +81,10 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     failures: list[str] = []
     measures: dict[str, Callable[[], RestartTiming]] = {}
     for size in _WORLD_SIZES:
-        measures[f"outlast, {size} ranks"] = partial(_kill_under_outlast, size)
-        measures[f"torchrun, {size} ranks"] = partial(_kill_under_torchrun, size, failures, progress)
+        measures[f"outlast, {size} ranks"] = partial(kill_under_outlast, size, reduce_until_killed)
+        measures[f"torchrun, {size} ranks"] = partial(
+            kill_under_torchrun, size, reduce_until_killed, failures, progress
+        )
     found = run_rounds(measures, repeats=repeats, progress=progress)
     beyond_s = _hang(repeats, progress)
     bars, notes = [], []
@@ -106,18 +108,19 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     return BenchResult("restart", bars, notes)
 
 
-def stages_of(killed_ns: int, marks: Marks, events: Sequence[Event]) -> dict[str, float]:
+def stages_of(killed_ns: int, marks: Marks, events: Sequence[Event], victim: int = _VICTIM) -> dict[str, float]:
     """Return when each stage was over, in seconds since the kill.
 
     Args:
         killed_ns: When the signal was sent.
         marks: What the ranks of the next cycle wrote.
         events: The journal of the agent; empty for a launcher that keeps none.
+        victim: Rank that was killed.
     """
     exits = [one for one in events if one.kind == EventKind.WORKER_EXITED and one.cycle == 0]
     starts = [one.mono_ns for one in events if one.kind == EventKind.CYCLE_STARTED and one.cycle]
     ends_ns = {
-        "noticed": min((one.mono_ns for one in exits if one.rank == _VICTIM), default=None),
+        "noticed": min((one.mono_ns for one in exits if one.rank == victim), default=None),
         "all ended": max((one.mono_ns for one in exits), default=None),
         "started": min(starts, default=None),
         "script begun": max(mark["begun_ns"] for mark in marks.values()),
@@ -136,32 +139,43 @@ def _breakdown(some: Sequence[RestartTiming]) -> str:
     return ", ".join(parts) + " ms"
 
 
-def _kill_under_outlast(size: int) -> RestartTiming:
+Task = Callable[[int, str], None]
+"""What each worker does: see :func:`reduce_until_killed`."""
+
+
+def kill_under_outlast(size: int, task: Task) -> RestartTiming:
+    """Kill one of so many ranks under ``outlast run``. Raises: OutlastError, when they do not recover."""
     try:
-        return _kill_one(*_OUTLAST, size=size)
+        return _kill_one(*_OUTLAST, size=size, task=task)
     except DeadlineExceeded as error:
         raise OutlastError(f"outlast run with {size} ranks did not recover: {error}") from error
 
 
-def _kill_under_torchrun(size: int, failures: list[str], progress: Progress) -> RestartTiming:
+def kill_under_torchrun(size: int, task: Task, failures: list[str], progress: Progress) -> RestartTiming:
+    """Kill one of so many ranks under torchrun; what fails is done again, and added to ``failures``.
+
+    Raises:
+        OutlastError: They do not recover three times in a row.
+    """
     for _ in range(_MOST_FAILURES):
         try:
-            return _kill_one(*_TORCHRUN, size=size, variables=_PEER_VARIABLES)
+            return _kill_one(*_TORCHRUN, size=size, task=task, variables=_PEER_VARIABLES)
         except DeadlineExceeded as error:
             failures.append(str(error))
             progress(f"torchrun with {size} ranks did not recover; once more ({str(error).splitlines()[0]})")
     raise OutlastError(f"torchrun with {size} ranks did not recover {_MOST_FAILURES} times in a row: {failures[-1]}")
 
 
-def _kill_one(*launcher: str, size: int, variables: Mapping[str, str] | None = None) -> RestartTiming:
-    with _launch(*launcher, f"--nproc-per-node={size}", task=reduce_until_killed, variables=variables) as (job, folder):
+def _kill_one(*launcher: str, size: int, task: Task, variables: Mapping[str, str] | None = None) -> RestartTiming:
+    victim = min(_VICTIM, size - 1)
+    with _launch(*launcher, f"--nproc-per-node={size}", task=task, variables=variables) as (job, folder):
         _, marks = _wait_for_marks(job, folder, (0,), size, _START_TIMEOUT_S)
         killed_ns = clock.now_ns()
-        os.kill(marks[_VICTIM]["pid"], SIGKILL)
+        os.kill(marks[victim]["pid"], SIGKILL)
         cycle, marks = _wait_for_marks(job, folder, (1, 2, 3), size, _RESTART_TIMEOUT_S)
         with suppress(DeadlineExceeded):  # the figure is there; what still runs is ended
             job.wait(_END_TIMEOUT_S)
-        stages_s = stages_of(killed_ns, marks, list(read(folder / "run")))
+        stages_s = stages_of(killed_ns, marks, list(read(folder / "run")), victim)
     return RestartTiming(stages_s["all-reduced"], cycle, stages_s)
 
 

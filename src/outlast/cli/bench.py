@@ -57,6 +57,7 @@ def _benchmark(
     takes_s: float,
     repeats: int = 5,
     sized: bool = False,
+    size: str = "64",
     ranked: bool = False,
     crowded: bool = False,
     example: str = "",
@@ -68,6 +69,7 @@ def _benchmark(
         takes_s: The same in seconds, for the suite's progress.
         repeats: Rounds that count unless others are asked for.
         sized: It moves a state whose size can be chosen.
+        size: Its default size.
         ranked: It simulates ranks whose number can be chosen.
         crowded: It can have many light actors instead.
         example: One more example for its help.
@@ -81,7 +83,7 @@ def _benchmark(
         examples = [f"outlast bench {name}", example, f"outlast bench {name} --repeats 9 --json | jq .bars"]
         measure: Any = partial(_measure, name)
         if sized:
-            tensors = "Size of the state, in tensors of 16 MiB; default 64, which the bars are for."
+            tensors = f"Size of the state, in tensors of 16 MiB; default {size}, which the bars are for."
             measure = click.option("--tensors", "num_tensors", type=_NUMBER, metavar="N", help=tensors)(measure)
         if ranked:
             ranks = "Simulated ranks; default 16384, which the bars are for."
@@ -224,6 +226,16 @@ def adapters() -> None:
 
     How much longer a step of Lightning's Trainer and of Hugging Face's takes with the adapter when nothing is wrong:
     one rank and two, on CPU, beside the bare framework. Needs outlast[lightning] and outlast[transformers].
+    """
+
+
+@_benchmark(takes="about four minutes", takes_s=240, repeats=3, sized=True, size="1192 (20 GB)")
+def gpu() -> None:
+    """Saves, loads, restarts and digests on a GPU.
+
+    How long training waits in a save, and in a load, of a state on the GPU, beside pinned copies of as many bytes and
+    torch.distributed.checkpoint; from SIGKILL to the next step on the GPU, beside torchrun; an exception recovered
+    in process with NCCL; what watches a device. Needs a GPU, and three times the state's size of memory.
     """
 
 
