@@ -2,12 +2,69 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from outlast.numerics.replica_digest import BLOCK_WORDS, PIECE_BLOCKS, digest_tensors, weigh
+from outlast.numerics import replica_digest
+from outlast.numerics.replica_digest import (
+    BLOCK_WORDS,
+    GROUP_BLOCKS,
+    PIECE_BLOCKS,
+    digest_tensors,
+    weigh,
+    weigh_at_once,
+)
+
+
+class PlayedKernel:
+    """Stands for the compiled kernel, which this plays by its arguments: reads memory by address, as that does."""
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        def run(
+            addresses: torch.Tensor,
+            counts: torch.Tensor,
+            groups: torch.Tensor,
+            weights: torch.Tensor,
+            factors: torch.Tensor,
+            sums: torch.Tensor,
+            **fixed: int,
+        ) -> None:
+            blocks, words = fixed["num_blocks"], fixed["block_words"]
+            assert fixed["tile_words"] * fixed["num_tiles"] == words
+            assert (grid, sums.shape) == ((len(addresses), fixed["num_tiles"]),) * 2
+            for task, (address, count, group) in enumerate(zip(addresses, counts, groups, strict=True)):
+                first = int(group) * blocks * words
+                here = np.zeros(blocks * words, dtype=np.int64)
+                num_words = min(int(count) - first, len(here))
+                memory = (ctypes.c_int32 * num_words).from_address(int(address) + 4 * first)
+                here[:num_words] = np.frombuffer(memory, dtype=np.int32)
+                mine = factors[int(group) * blocks : (int(group) + 1) * blocks, None]
+                weighed = torch.from_numpy(here).view(blocks, words) * weights * mine
+                sums[task] = weighed.view(blocks, fixed["num_tiles"], -1).sum(dim=(0, 2))
+
+        return run
+
+
+class BrokenKernel:
+    """Stands for Triton where it finds no compiler."""
+
+    def __getitem__(self, _: tuple[int, int]) -> Callable[..., None]:
+        raise RuntimeError("Failed to find C compiler")
+
+
+def at_once(tensors: list[torch.Tensor]) -> list[int]:
+    """Return what one kernel weighs, without a device to run it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outlast.numerics.replica_digest._find_kernel", PlayedKernel)
+        sums = weigh_at_once(tensors, torch.device("cpu"))
+    assert sums is not None
+    return sums.tolist()
+
 
 WAYS: dict[str, Callable[[torch.Tensor], int]] = {
     "host": lambda tensor: digest_tensors([tensor])[0],
@@ -123,3 +180,32 @@ def test_digests_come_in_the_order_of_the_tensors() -> None:
     """Many tensors at once have the digests that they have alone."""
     tensors = [_random(size) for size in (5, 0, 64, 7)]
     assert digest_tensors(tensors) == [digest_tensors([tensor])[0] for tensor in tensors]
+
+
+def test_all_tensors_at_once_have_the_digests_that_each_has_alone() -> None:
+    """Of any sizes, types and strides, in full groups of blocks or not: ranks with and without Triton agree."""
+    group = 4 * BLOCK_WORDS * GROUP_BLOCKS
+    sizes = (0, 1, 2, 3, 4, 5, 4096, 4 * BLOCK_WORDS + 3, group - 4, group, group + 4, 2 * group + 8189)
+    tensors = [_random(size) for size in sizes]
+    tensors += [_random(8 * 99, dtype) for dtype in DTYPES]
+    tensors += [torch.randn(33, 7).t(), torch.randn(99, 20)[::2, ::3], _random(4002)[2:], torch.randn(5)[1:]]
+    tensors.append(torch.tensor([1 + 2j, 3 - 1j]).conj())
+    assert at_once(tensors) == [int(weigh(tensor)) for tensor in tensors]
+    assert at_once([]) == []
+
+
+def test_where_triton_does_not_work_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A missing compiler costs speed alone: the sums are computed otherwise, which is logged, and it is not tried
+    again."""
+    monkeypatch.setattr(replica_digest, "_broken", [])
+    find = replica_digest._find_kernel
+    monkeypatch.setattr(replica_digest, "_find_kernel", lambda: None if replica_digest._broken else BrokenKernel())
+    monkeypatch.setattr(replica_digest._find_kernel, "cache_clear", find.cache_clear, raising=False)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert weigh_at_once([_random(64)], torch.device("cpu")) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "digests are computed by torch's own operations, several times slower: Failed to find C compiler"
+    ]

@@ -16,7 +16,8 @@ parameters of ``FullyShardedDataParallel`` and the state of a ``ZeroRedundancyOp
 A tensor's digest has 64 bits, which change when a bit, or the order of the bytes, does. Memory that the CPU can read is
 digested by xxh3_64, which is faster than memory is read by one core. What lies on an accelerator is digested there, as
 copying it to the host would take longer than the step: :func:`weigh` is a sum of all words, each times an odd
-pseudo-random weight of its position. Integer sums do not depend on their order, so that it is the same on every device.
+pseudo-random weight of its position. Integer sums do not depend on their order, so that it is the same on every device,
+and however it is computed: where Triton works, by one kernel for all tensors (:func:`weigh_at_once`).
 Words are 32 bits wide and weights 64. With words of 64 bits the highest bit of a word would count only whether it was
 flipped an even number of times, whatever the weights are (odd x 2**63 is 2**63): two flipped signs would cancel.
 ``torch.hash_tensor`` is no alternative: it is an XOR, which sees neither order nor equal flips in two places.
@@ -29,15 +30,18 @@ of any size, and every rank knows the outcome: all of them enter what follows, i
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -474,9 +478,12 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
             found[index] = xxhash.xxh3_64_intdigest(_bytes(tensor).numpy().data)
         else:
             elsewhere.setdefault(tensor.device, []).append(index)
-    for indices in elsewhere.values():
-        sums = torch.stack([weigh(tensors[index]) for index in indices]).tolist()
-        for index, value in zip(indices, sums, strict=True):
+    for device, indices in elsewhere.items():
+        some = [tensors[index] for index in indices]
+        sums = weigh_at_once(some, device)
+        if sums is None:
+            sums = torch.stack([weigh(tensor) for tensor in some])
+        for index, value in zip(indices, sums.tolist(), strict=True):
             found[index] = value & _MASK
     return found
 
@@ -495,12 +502,7 @@ def weigh(tensor: torch.Tensor) -> torch.Tensor:
     if data.storage_offset() % 4:
         data = data.clone()  # words cannot be read from there
     num_words, rest = divmod(data.numel(), 4)
-    if rest:
-        last = torch.zeros(4, dtype=torch.uint8, device=data.device)
-        last[:rest] = data[num_words * 4 :]
-        total = _weigh_words(last.view(torch.int32), num_words)
-    else:
-        total = torch.zeros((), dtype=torch.int64, device=data.device)
+    total = _weigh_rest(data, num_words) if rest else torch.zeros((), dtype=torch.int64, device=data.device)
     words = data[: num_words * 4].view(torch.int32)
     step = BLOCK_WORDS * PIECE_BLOCKS
     for start in range(0, num_words, step):
@@ -523,6 +525,136 @@ def _weigh_words(words: torch.Tensor, start: int) -> torch.Tensor:
         factor = _scatter(torch.full((), block + num_blocks, device=words.device))  # tensor() waits for the device
         total += (rest * weights[offset : offset + rest.numel()]).sum() * factor
     return total
+
+
+# -- the same sums, in one pass over all tensors -----------------------------------------------------------------------
+
+GROUP_BLOCKS = 8
+"""Blocks that a program of the kernel weighs."""
+_TILE_WORDS = 1024
+"""Places of each of them that it weighs: it reads their weights once."""
+tl: Any = None
+"""triton.language, once :func:`_find_kernel` has imported it; the kernel looks it up here."""
+constexpr: TypeAlias = Any
+"""What the kernel is compiled for, by Triton's name."""
+
+
+@torch.no_grad()
+def weigh_at_once(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """Return what :func:`weigh` returns of each tensor, by one kernel that reads every byte once.
+
+    torch's own operations write each product to memory and read it again, and start several kernels for each tensor.
+
+    Args:
+        tensors: All on ``device``.
+        device: An accelerator.
+
+    Returns:
+        An int64 tensor of one dimension on the device; ``None``: there is no Triton that works here.
+
+    Blocks: while the tables go to the device; the first time some seconds, while the kernel is compiled.
+    """
+    if (kernel := _find_kernel()) is None:
+        return None
+    with torch.accelerator.device_index(device.index) if device.index is not None else nullcontext():
+        return _weigh_at_once(kernel, tensors, device)
+
+
+def _weigh_at_once(kernel: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    held = [_words(tensor) for tensor in tensors]  # also keeps what had to be copied
+    counts = np.array([words.nbytes // 4 for words in held], dtype=np.int64)
+    num_groups = -(-counts // (BLOCK_WORDS * GROUP_BLOCKS))
+    owners = np.repeat(np.arange(len(held)), num_groups)
+    groups = np.arange(len(owners)) - np.repeat(np.cumsum(num_groups) - num_groups, num_groups)
+    addresses = np.array([words.data_ptr() for words in held], dtype=np.int64)
+    table = torch.from_numpy(np.stack([addresses[owners], counts[owners], groups, owners])).to(device)
+    totals = torch.zeros(len(held), dtype=torch.int64, device=device)
+    if len(owners):
+        num_tiles = BLOCK_WORDS // _TILE_WORDS
+        sums = torch.empty(len(owners), num_tiles, dtype=torch.int64, device=device)
+        factors = _scatter(torch.arange(int(num_groups.max()) * GROUP_BLOCKS, device=device))
+        try:
+            kernel[(len(owners), num_tiles)](
+                *(table[row] for row in range(3)),
+                _weights(device),
+                factors,
+                sums,
+                num_blocks=GROUP_BLOCKS,
+                tile_words=_TILE_WORDS,
+                block_words=BLOCK_WORDS,
+                num_tiles=num_tiles,
+            )
+        except Exception as error:  # noqa: BLE001 - a compiler, a driver or a GPU that Triton cannot work with
+            log.info("digests are computed by torch's own operations, several times slower: %s", str(error)[:300])
+            _broken.append(str(error))
+            _find_kernel.cache_clear()
+            return None
+        totals.index_add_(0, table[3], sums.sum(dim=1))
+    for index, (words, num_words) in enumerate(zip(held, counts.tolist(), strict=True)):
+        if words.nbytes % 4:
+            totals[index] += _weigh_rest(words, num_words)
+    return totals
+
+
+_broken: list[str] = []
+"""Why the kernel does not work here."""
+
+
+@cache
+def _find_kernel() -> Any:
+    """Return the kernel; ``None``: there is no Triton, or it does not work here."""
+    global tl
+    if _broken:
+        return None
+    try:
+        triton: Any = importlib.import_module("triton")
+        tl = importlib.import_module("triton.language")
+    except ImportError as error:
+        log.info("digests on devices are computed by torch's own operations, several times slower: %s", error)
+        return None
+    globals()["constexpr"] = tl.constexpr  # for TRITON_INTERPRET, which reads the kernel's source anew
+    return triton.jit(_weigh_groups)
+
+
+def _weigh_groups(  # type: ignore[no-untyped-def]  # Triton reads annotations
+    addresses,
+    counts,
+    groups,
+    weights,
+    factors,
+    sums,
+    num_blocks: constexpr,
+    tile_words: constexpr,
+    block_words: constexpr,
+    num_tiles: constexpr,
+) -> None:
+    """Weigh one tile of the places of some blocks: Triton's language, compiled for the device."""
+    task, tile = tl.program_id(0), tl.program_id(1)
+    words = tl.load(addresses + task).to(tl.pointer_type(tl.int32))
+    num_words = tl.load(counts + task)
+    first = tl.load(groups + task) * num_blocks
+    places = tile * tile_words + tl.arange(0, tile_words)
+    total = tl.zeros([tile_words], dtype=tl.int64)
+    for number in tl.static_range(num_blocks):
+        at = (first + number) * block_words + places
+        word = tl.load(words + at, mask=at < num_words, other=0)
+        total += word.to(tl.int64) * tl.load(factors + first + number)
+    tl.store(sums + task * num_tiles + tile, tl.sum(total * tl.load(weights + places), axis=0))
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in their order, where words can be read."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor = _bytes(tensor)
+    return tensor.clone() if tensor.data_ptr() % 4 else tensor
+
+
+def _weigh_rest(tensor: torch.Tensor, num_words: int) -> torch.Tensor:
+    """Weigh the bytes behind a tensor's last whole word, with zeros behind them."""
+    data = _bytes(tensor)[num_words * 4 :]
+    last = torch.zeros(4, dtype=torch.uint8, device=data.device)
+    last[: data.numel()] = data
+    return _weigh_words(last.view(torch.int32), num_words)
 
 
 @cache
