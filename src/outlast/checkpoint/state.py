@@ -626,8 +626,23 @@ def decode(
         CheckpointError: The tree is not one, or holds a tensor subclass that this process does not know.
         OtherLayout: It holds a DTensor over a mesh that the live state does not use.
     """
+    return _Decoding(get, meshes, rewrap).value(decoded_tree(tree))
 
-    def value(node: list[Any]) -> Any:
+
+class _Decoding:
+    """Puts one state together.
+
+    No function within :func:`decode`: that would refer to itself, and keep all tensors until garbage is collected.
+    """
+
+    def __init__(
+        self, get: Callable[[str], torch.Tensor], meshes: Sequence[Any], rewrap: Callable[[Wrapped], Any]
+    ) -> None:
+        self._get, self._meshes, self._rewrap = get, meshes, rewrap
+
+    def value(self, node: list[Any]) -> Any:
+        """Return what a node stands for."""
+        value, get, meshes = self.value, self._get, self._meshes
         match node:
             case ["v" | "L", plain]:
                 return plain
@@ -650,7 +665,7 @@ def decode(
                 return distribute(get(name), layout, meshes)
             case ["w", kind, dtype, shape, stride, context, parts, _, layout]:
                 found = {attribute: value(part) for attribute, part in parts}
-                local = rewrap(Wrapped(kind, _dtype(dtype), tuple(shape), tuple(stride), value(context), found))
+                local = self._rewrap(Wrapped(kind, _dtype(dtype), tuple(shape), tuple(stride), value(context), found))
                 return local if layout is None else distribute(local, layout, meshes)
             case ["n", name]:
                 return get(name).numpy().copy()
@@ -663,11 +678,6 @@ def decode(
             case ["o", data]:
                 return _load_pickled(data)
         raise CheckpointError(f"the tree of plain values has an unknown node {str(node)[:80]}")
-
-    try:
-        return value(decoded_tree(tree))
-    finally:
-        del value  # it refers to itself, and would keep what get() has until garbage is next collected
 
 
 def decoded_tree(tree: bytes) -> Any:

@@ -1,0 +1,161 @@
+"""Loads of a state onto the device: copied there while it is proven, from memory, disk, or through the host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_runs import needs_gpu
+
+from outlast import env
+from outlast.checkpoint import CheckpointManager, restore
+from outlast.checkpoint.writer_client import WriterProcess
+from outlast.config import CheckpointConfig
+from outlast.errors import CheckpointError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.process]
+
+SIDE, NUM_LAYERS = 1024, 8
+TIMEOUT_S = 100.0
+
+
+class Training:
+    """A model on the device with an optimizer of two moments; what it holds is known without the device."""
+
+    def __init__(self, device: torch.device, *, has_stepped: bool = True) -> None:
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(SIDE, SIDE) for _ in range(NUM_LAYERS))).to(device)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self.state: dict[str, Any] = {"model": self.model, "optim": self.optimizer}
+        if has_stepped:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all large tensors, by name."""
+        found = dict(self.model.state_dict())
+        for number, values in self.optimizer.state_dict()["state"].items():
+            found |= {f"{number}.{name}": values[name] for name in ("exp_avg", "exp_avg_sq")}
+        return found
+
+    def set(self, seed: int) -> dict[str, torch.Tensor]:
+        """Give every tensor new values; return the host's copy of them."""
+        generator = torch.Generator().manual_seed(seed)
+        expected = {}
+        for name, tensor in self.tensors().items():
+            expected[name] = torch.randint(0, 256, tensor.shape, generator=generator).to(tensor.dtype)
+            tensor.copy_(expected[name])
+        return expected
+
+    def content(self) -> dict[str, torch.Tensor]:
+        """Return what it holds, on the host."""
+        return {name: tensor.cpu() for name, tensor in self.tensors().items()}
+
+
+def is_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def manage(folder: Path) -> CheckpointManager:
+    return CheckpointManager(CheckpointConfig(local_directory=os.fspath(folder / "saves")))
+
+
+@pytest.fixture(params=["local", "memory"])
+def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Return from where it is loaded: from files, or from the memory of a writer that outlives the manager."""
+    if request.param == "local":
+        yield "local"
+        return
+    writer = WriterProcess()
+    monkeypatch.setenv(env.WRITER, writer.address)
+    yield "memory"
+    writer.close()
+
+
+def save(device: torch.device, folder: Path) -> dict[str, torch.Tensor]:
+    """Save a state; return what it holds."""
+    training, manager = Training(device), manage(folder)
+    expected = training.set(5)
+    manager.load_latest(training.state)
+    manager.save(training.state, 7).wait(TIMEOUT_S)
+    manager.close()
+    return expected
+
+
+@pytest.fixture
+def landed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return how many tensors each shard that is read puts onto the device on the way."""
+    found: list[int] = []
+    finish = restore.Landing.finish
+
+    def note(landing: restore.Landing) -> None:
+        finish(landing)
+        found.append(len(landing.tensors))
+
+    monkeypatch.setattr(restore.Landing, "finish", note)
+    return found
+
+
+@pytest.mark.parametrize("has_stepped", [True, False], ids=["stepped", "fresh"])
+def test_what_was_saved_is_loaded(
+    device: torch.device, tmp_path: Path, tier: str, landed: list[int], has_stepped: bool
+) -> None:
+    """Model and optimizer are what was saved, to the bit, also where the optimizer has not made its state yet; its
+    tensors lie on the device, and all large ones came there while they were proven."""
+    expected = save(device, tmp_path)
+    other, manager = Training(device, has_stepped=has_stepped), manage(tmp_path)
+    restored = manager.load_latest(other.state)
+    manager.close()
+    assert restored is not None
+    assert (restored.iteration, restored.tier) == (7, tier)
+    assert is_same(other.content(), expected)
+    assert {tensor.device for tensor in other.tensors().values()} == {device}
+    if device.type != "cpu":
+        assert landed[0] == 3 * NUM_LAYERS, "weights and two moments; biases are small"
+
+
+@needs_gpu("there is no memory of a device")
+def test_nothing_of_it_stays_beside_the_state(device: torch.device, tmp_path: Path) -> None:
+    """What lay on the device beside the live state is given back to the driver, not only to the allocator's cache."""
+    save(device, tmp_path)
+    other, manager = Training(device), manage(tmp_path)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    manager.load_latest(other.state)
+    manager.close()
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    assert allocated <= before[0] + (1 << 20)
+    assert reserved <= before[1] + (64 << 20)
+
+
+def test_a_device_without_room_is_loaded_through_the_host(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device has no memory to spare, the state comes by way of the host's memory, and is right."""
+    expected = save(device, tmp_path)
+    monkeypatch.setattr("outlast.runtime.device.DeviceCopies.make_room", lambda *_: None)
+    other, manager = Training(device), manage(tmp_path)
+    manager.load_latest(other.state)
+    manager.close()
+    assert is_same(other.content(), expected)
+
+
+def test_a_damaged_copy_touches_nothing_on_the_device(device: torch.device, tmp_path: Path) -> None:
+    """One flipped bit is found before the live state is touched: it is refused, and the device holds what it held."""
+    save(device, tmp_path)
+    path = max((tmp_path / "saves").rglob("step-7/*"), key=lambda one: one.stat().st_size)
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    other, manager = Training(device), manage(tmp_path)
+    before = other.set(6)
+    with pytest.raises(CheckpointError, match="differs from its digest"):
+        manager.load_latest(other.state)
+    manager.close()
+    assert is_same(other.content(), before)
