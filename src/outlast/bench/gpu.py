@@ -56,7 +56,7 @@ _SECONDS = {
     "to_host": "the state's bytes from the device into pinned memory",
     "to_device": "the same from pinned memory to the device",
     "ours": "outlast: the stall of a save",
-    "dcp": "dcp.async_save with pinned memory that is kept, the better of its two stagers: the stall",
+    "dcp": "dcp.async_save with pinned memory that is kept: the stall",
     "overlapped": "outlast, overlap_staging: the stall",
     "guard": "outlast, overlap_staging: the wait before optimizer.step(), if it came at once",
     "step": "a training step while nothing is copied",
@@ -172,6 +172,20 @@ class _Nowhere(FileSystemWriter):
         """Write nothing, either."""
 
 
+def _pinned_stager() -> Any:
+    """Return a stager of DCP that copies into pinned memory, which it keeps, before it returns."""
+    options = StagingOptions(
+        use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
+    )
+    try:
+        with closing(DefaultStager(options)) as tried:
+            for _ in range(2):
+                tried.stage(torch.nn.Linear(1, 1, device=training_device()).state_dict())
+    except KeyError:  # some versions of torch forget how to copy
+        return BlockingAsyncStager(cache_staged_state_dict=True)
+    return DefaultStager(options)
+
+
 def measure_saves(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Found]:
     """Yield seconds of saves that copy before they return, of DCP's, and of loads from memory.
 
@@ -180,12 +194,7 @@ def measure_saves(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
     device = training_device()
     saved, config = CheckpointState(int(num_tensors), device), CheckpointConfig(local_directory=f"{folder}/saves")
     manager, iteration = CheckpointManager(config), 0
-    blocking = BlockingAsyncStager(cache_staged_state_dict=True)
-    default: DefaultStager | None = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
-        )
-    )
+    stager = _pinned_stager()
 
     def save_ours() -> float:
         nonlocal iteration
@@ -193,29 +202,18 @@ def measure_saves(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
         begin = partial(manager.save, saved.state, iteration, tiers=["memory"])
         return time_save(begin, lambda handle: handle.wait())[0]
 
-    def save_dcp(stager: Any) -> float:
+    def save_dcp() -> float:
         def begin() -> Any:
             writer: Any = _Nowhere(f"{folder}/dcp")
             return async_save(saved.state_dict(), storage_writer=writer, async_stager=stager, no_dist=True)
 
         return time_save(begin, lambda written: written.result())[0]
 
-    def save_dcp_at_its_best() -> float:
-        """Return the shorter stall of its two stagers; some versions of torch cannot use the newer one twice."""
-        nonlocal default
-        found = [save_dcp(blocking)]
-        if default is not None:
-            try:
-                found.append(save_dcp(default))
-            except KeyError:
-                default = None
-        return min(found)
-
     for _ in range(2):  # each of the two buffers once
         save_ours()
     for _ in range(int(num_rounds)):
         found = _measure_links(device, saved.num_bytes)
-        found |= {"ours": save_ours(), "dcp": save_dcp_at_its_best()}
+        found |= {"ours": save_ours(), "dcp": save_dcp()}
         manager.close()
         saved.forget()
         manager = CheckpointManager(config)
@@ -223,8 +221,7 @@ def measure_saves(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
         if restored is None or restored.tier != "memory" or not saved.is_right():
             raise SystemExit(f"what was loaded is not what was saved: {restored}")
         yield found
-    if default is not None:
-        default.close()
+    stager.close()
     manager.close()
 
 

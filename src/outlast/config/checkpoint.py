@@ -53,7 +53,8 @@ class CheckpointConfig:
 
     overlap_staging: bool = False
     """Return from a save before parameters and optimizer states are copied; the copy continues beside the next forward
-    and backward, and the optimizer's ``step()`` waits for it. Only for training that changes them nowhere else."""
+    and backward, and the optimizer's ``step()`` waits for it. Only for training that changes them nowhere else. What
+    belongs to an optimizer of which no ``step()`` was seen since the last save is copied before the return."""
 
     replication: bool | None = None
     """Copy every rank's shard to other nodes; ``None`` = where there are several nodes and a local tier or an agent."""
