@@ -268,6 +268,7 @@ class _ShardCopy(ProvenCopy):
         tensors = read_tensors(self._fd, self._manifest, self._rank, self._proof, into, landed)
         saved = decode(self._proof.tree, partial(_present, tensors), meshes_of(live))
         restore_into(state, saved["state"])
+        tensors.clear()  # what has decoded them refers to itself, and is freed when garbage is next collected
         return dict(saved["random"])
 
     def _await_device(self) -> None:

@@ -626,23 +626,8 @@ def decode(
         CheckpointError: The tree is not one, or holds a tensor subclass that this process does not know.
         OtherLayout: It holds a DTensor over a mesh that the live state does not use.
     """
-    return _Decoding(get, meshes, rewrap).value(decoded_tree(tree))
 
-
-class _Decoding:
-    """Puts one state together.
-
-    No function within :func:`decode`: that would refer to itself, and keep all tensors until garbage is collected.
-    """
-
-    def __init__(
-        self, get: Callable[[str], torch.Tensor], meshes: Sequence[Any], rewrap: Callable[[Wrapped], Any]
-    ) -> None:
-        self._get, self._meshes, self._rewrap = get, meshes, rewrap
-
-    def value(self, node: list[Any]) -> Any:
-        """Return what a node stands for."""
-        value, get, meshes = self.value, self._get, self._meshes
+    def value(node: list[Any]) -> Any:
         match node:
             case ["v" | "L", plain]:
                 return plain
@@ -665,7 +650,7 @@ class _Decoding:
                 return distribute(get(name), layout, meshes)
             case ["w", kind, dtype, shape, stride, context, parts, _, layout]:
                 found = {attribute: value(part) for attribute, part in parts}
-                local = self._rewrap(Wrapped(kind, _dtype(dtype), tuple(shape), tuple(stride), value(context), found))
+                local = rewrap(Wrapped(kind, _dtype(dtype), tuple(shape), tuple(stride), value(context), found))
                 return local if layout is None else distribute(local, layout, meshes)
             case ["n", name]:
                 return get(name).numpy().copy()
@@ -678,6 +663,8 @@ class _Decoding:
             case ["o", data]:
                 return _load_pickled(data)
         raise CheckpointError(f"the tree of plain values has an unknown node {str(node)[:80]}")
+
+    return value(decoded_tree(tree))
 
 
 def decoded_tree(tree: bytes) -> Any:
