@@ -16,6 +16,13 @@ import torch
 TIMEOUT_S = 300.0
 
 
+def await_release() -> None:
+    """Wait until what was pinned for managers that are closed is released."""
+    for thread in threading.enumerate():
+        if thread.name == "outlast-unpin":
+            thread.join(TIMEOUT_S)
+
+
 class LaggingCopied:
     """Stands for :class:`outlast.runtime.device.Copied`."""
 
@@ -60,7 +67,13 @@ class LaggingCopies:
         del self.pinned_at[address]
 
     def to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> LaggingCopied:
-        return self._give(pairs)
+        """Take copies, none of which may go over the end of pinned memory: a driver refuses that."""
+        chosen = list(pairs)
+        for _, target in chosen:
+            begin, end = target.data_ptr(), target.data_ptr() + target.numel()
+            for address, num_bytes in list(self.pinned_at.items()):
+                assert end <= address or begin >= address + num_bytes or address <= begin <= end <= address + num_bytes
+        return self._give(chosen)
 
     def to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> LaggingCopied:
         return self._give(pairs)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lagging_device import LaggingCopies, lagging_device
+from lagging_device import LaggingCopies, await_release, lagging_device
 from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.arena import SMALL_BYTES, Arena, Staged, Stager, changed_only_by_step
 from outlast.checkpoint.restore import Landing
@@ -61,6 +61,12 @@ def is_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bo
 
 def manage(folder: Path, **settings: Any) -> CheckpointManager:
     return CheckpointManager(CheckpointConfig(local_directory=os.fspath(folder), **settings))
+
+
+def provide(num_bytes: int) -> Arena:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, num_bytes)
+    return Arena(fd)
 
 
 def in_thread(work: Callable[[], object], done: threading.Event) -> threading.Thread:
@@ -162,20 +168,57 @@ def test_a_step_is_held_back_for_what_the_device_still_copies(device: LaggingCop
 
 
 @pytest.mark.process
-def test_arenas_are_pinned_once_and_released(device: LaggingCopies, tmp_path: Path) -> None:
-    """However many saves there are, each arena's pages are registered once, all of them; closing undoes it."""
+@pytest.mark.parametrize("part_bytes", [256 << 20, 1 << 20], ids=["whole", "in parts"])
+def test_arenas_are_pinned_once_and_released(
+    device: LaggingCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    """However many saves there are, each arena's pages are registered once, all of them, and no copy goes over the end
+    of a part; closing undoes it, beside whatever comes next. What is saved is right."""
+    monkeypatch.setattr("outlast.checkpoint.arena.PIN_BYTES", part_bytes)
     training, manager = Training(), manage(tmp_path / "saves")
     manager.load_latest(training.state)
     for iteration in range(1, 6):
         training.step()
         manager.save(training.state, iteration).wait(TIMEOUT_S)
-    assert 1 <= device.calls.count("pin") <= 2
-    assert min(device.pinned_at.values()) >= sum(
-        one.numel() * one.element_size() for one in training.content().values()
-    )
+    arenas = list(manager._arenas._known.values())
+    assert 1 <= len(arenas) <= 2
+    assert sum(device.pinned_at.values()) == sum(arena.num_bytes for arena in arenas)
+    assert max(device.pinned_at.values()) <= part_bytes
     manager.close()
+    await_release()
     assert device.pinned_at == {}
     assert device.calls.count("unpin") == device.calls.count("pin")
+    other, again = Training(seed=1), manage(tmp_path / "saves")
+    again.load_latest(other.state)
+    assert is_same(other.content(), training.content())
+    again.close()
+
+
+def test_pages_are_pinned_by_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that prepares an arena can be stopped between two parts; a save registers the rest, once each."""
+    monkeypatch.setattr("outlast.checkpoint.arena.PIN_BYTES", 4096)
+    copies, stop = LaggingCopies(), threading.Event()
+    arena = provide(5 * 4096 + 100)
+    pin = copies.pin
+
+    def pin_and_stop(address: int, num_bytes: int) -> bool:
+        if len(copies.pinned_at) == 1:
+            stop.set()
+        return pin(address, num_bytes)
+
+    copies.pin = pin_and_stop  # type: ignore[method-assign]
+    arena.pin(copies, stop)  # type: ignore[arg-type]
+    assert len(copies.pinned_at) == 2
+    threads = [threading.Thread(target=arena.pin, args=(copies,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert sorted(copies.pinned_at.values()) == [100, *[4096] * 5]
+    arena.close()
+    await_release()
+    assert copies.pinned_at == {}
+    copies.close()
 
 
 @pytest.mark.process
@@ -193,12 +236,6 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(device: LaggingCopies
     again.load_latest(other.state)
     assert is_same(other.content(), training.content())
     again.close()
-
-
-def provide(num_bytes: int) -> Arena:
-    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, num_bytes)
-    return Arena(fd)
 
 
 def test_a_device_that_hangs_fails_the_save_and_loses_the_arena(device: LaggingCopies) -> None:

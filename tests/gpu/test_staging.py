@@ -11,6 +11,7 @@ import pytest
 import torch
 from device_runs import needs_gpu
 
+from lagging_device import await_release
 from outlast.checkpoint import CheckpointManager
 from outlast.config import CheckpointConfig
 from outlast.runtime import device as accelerator
@@ -191,6 +192,7 @@ def test_the_buffers_are_pinned_once_and_released(
     arenas = list(manager._arenas._known.values())
     pinned = [torch.from_numpy(arena.array).is_pinned() for arena in arenas]
     manager.close()
+    await_release()
     assert 1 <= len(notes["pin"]) <= 2
     assert all(is_pinned for _, is_pinned in notes["pin"]), "this machine's driver pins no shared memory"
     assert all(pinned)

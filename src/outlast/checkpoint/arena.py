@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -47,6 +48,7 @@ RUN_BYTES = 1 << 20
 TOUCH_BYTES = 128 << 20
 DEVICE_LIMIT_S = 600.0
 """Unless another limit is given: a device that does not finish a copy in this time hangs."""
+PIN_BYTES = 256 << 20
 _SETTLE_S = 10.0
 """Seconds that copies get to end when what they are for is given up."""
 _MADV_POPULATE_WRITE = 23
@@ -74,8 +76,9 @@ class Arena:
         self.is_lost = False
         """A device may still write to it, for nobody knows how long: it gets no other use."""
         self._pinning = threading.Lock()
-        self._pinned: DeviceCopies | None = None
-        self._is_pin_tried = False
+        self._num_tried = 0
+        """Parts that are pinned, or could not be."""
+        self._pinned: list[tuple[DeviceCopies, int]] = []
         try:
             with contextlib.suppress(PermissionError):  # see memory_file: one that cannot be sealed
                 fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # no process that maps it can lose a page
@@ -93,16 +96,26 @@ class Arena:
             if stop.is_set() or _libc.madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
                 return  # stopped, or a kernel before 5.14: the first copy is slow, that is all
 
-    def pin(self, copies: DeviceCopies) -> None:
-        """Have devices copy straight into its pages, from now on. Idempotent; tried once.
+    def pin(self, copies: DeviceCopies, stop: threading.Event | None = None) -> None:
+        """Have devices copy straight into its pages, from now on, until done or stopped. Idempotent.
 
-        Blocks: while the pages are registered, by whichever thread came first. Thread: any.
+        Part by part: while the driver registers one, other threads' calls may have to wait for it. Where it refuses
+        one, the rest is left as it is.
+
+        Blocks: while the pages are registered. Thread: any; several do it together.
         """
-        with self._pinning:
-            if not self._is_pin_tried and self.fd >= 0:
-                self._is_pin_tried = True
-                if copies.pin(self.array.ctypes.data, self.num_bytes):
-                    self._pinned = copies
+        num_parts = -(-self.num_bytes // PIN_BYTES)
+        while self._num_tried < num_parts and not (stop is not None and stop.is_set()):
+            with self._pinning:
+                start = self._num_tried * PIN_BYTES
+                if self.fd < 0 or start >= self.num_bytes:
+                    return
+                address = self.array.ctypes.data + start
+                if copies.pin(address, min(PIN_BYTES, self.num_bytes - start)):
+                    self._pinned.append((copies, address))
+                    self._num_tried += 1
+                else:
+                    self._num_tried = num_parts
 
     def view(self, num_bytes: int) -> memoryview:
         """Return its first bytes, to be read while the arena is not given back."""
@@ -111,22 +124,32 @@ class Arena:
     def close(self) -> None:
         """Unmap the memory; its pages are freed once the writer has released it, too. Idempotent.
 
-        Blocks: while another thread pins it. What is lost stays mapped until the process ends.
+        What is pinned is released before, by a thread of its own: a restart in process does not wait for it. What is
+        lost stays mapped until the process ends.
+
+        Blocks: while another thread pins a part of it.
         """
         if self.fd >= 0:
             with self._pinning:
                 os.close(self.fd)
                 self.fd = -1
-                if self.is_lost:
-                    _lost.append(self.array)
-                elif self._pinned is not None:
-                    self._pinned.unpin(self.array.ctypes.data)
+            if self.is_lost:
+                _lost.append(self.array)
+            elif self._pinned:
+                release = partial(_unpin, self.array, self._pinned)
+                threading.Thread(target=release, name="outlast-unpin", daemon=True).start()
             # The mapping goes with the last array that looks into it.
             self.array = np.empty(0, dtype=np.uint8)
 
 
 _lost: list[Bytes] = []
 """What devices may still write to."""
+
+
+def _unpin(_pages: Bytes, parts: list[tuple[DeviceCopies, int]]) -> None:
+    """Release pinned pages, which are kept mapped until then."""
+    for copies, address in parts:
+        copies.unpin(address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +285,13 @@ class Stager:
         queue = _DeviceQueue(arena, self._limit_s)
         now, later = self._pieces(flat, len(head), deferred, queue)
         now.append((slice(tree.offset, size), np.frombuffer(flat.tree, dtype=np.uint8)))
+        copies: tuple[Future[None], ...] = ()
         try:
             queue.begin()
             copies = self._copy(target, now, later)
             queue.finish()
-        except BaseException:  # a signal's, too
+        except BaseException:  # a signal's, too: the arena gets another use
+            wait(copies)
             queue.settle()
             raise
         return Staged(arena, size, entries, copies, queue.late, self._limit_s)
@@ -278,7 +303,7 @@ class Stager:
             try:
                 _copy(target, now[::2])
             finally:
-                other.result()  # also when a signal ends our half: the arena gets another use
+                other.result()  # also when a signal ends our half
         else:
             _copy(target, now)
         return tuple(self._helpers.submit(_copy, target, later[half::2]) for half in (0, 1)) if later else ()
@@ -379,7 +404,7 @@ class _DeviceQueue:
         image = torch.from_numpy(self._arena.array)
         for (is_late, copies), runs in sorted(self._runs.items(), key=lambda item: item[0][0]):
             self._arena.pin(copies)
-            pairs = ((_as_bytes(_as_one(tensors)), image[where]) for where, tensors in runs)
+            pairs = (pair for where, tensors in runs for pair in _pairs(tensors, image, where))
             self._queued.append((is_late, copies.to_host(pairs)))
 
     def finish(self) -> None:
@@ -388,7 +413,7 @@ class _DeviceQueue:
             raise _hanging(self._limit_s)
 
     def settle(self) -> None:
-        """Wait for all that was begun, as the arena gets another use; one that may still be written to is lost."""
+        """Wait for all that was begun; an arena that may still be written to is lost."""
         is_known = len(self._queued) == len(self._runs)
         self._arena.is_lost |= not (is_known and all(copied.wait(_SETTLE_S) for _, copied in self._queued))
 
@@ -396,6 +421,17 @@ class _DeviceQueue:
     def late(self) -> tuple[Copied, ...]:
         """What is still being copied."""
         return tuple(copied for is_late, copied in self._queued if is_late)
+
+
+def _pairs(
+    tensors: list[torch.Tensor], image: torch.Tensor, where: slice
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the bytes of tensors that lie side by side, and where each of them goes: not over a pinned part's end."""
+    source, begin = _as_bytes(_as_one(tensors)), where.start
+    while begin < where.stop:
+        end = min(where.stop, (begin // PIN_BYTES + 1) * PIN_BYTES)
+        yield source[begin - where.start : end - where.start], image[begin:end]
+        begin = end
 
 
 def _joined(tensors: list[torch.Tensor]) -> Bytes:
@@ -546,8 +582,8 @@ class ArenaPool:
         copies = None if device is None else copies_of(device)
         for arena in arenas:
             arena.touch(self._stop)
-            if copies is not None and not self._stop.is_set():
-                arena.pin(copies)
+            if copies is not None:
+                arena.pin(copies, self._stop)
 
 
 DEFERRABLE_BYTES = 1 << 20
