@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -66,7 +66,10 @@ class LaggingCopies:
         self.calls.append("unpin")
         del self.pinned_at[address]
 
-    def to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> LaggingCopied:
+    def note_work(self) -> None:
+        """All that was given to this device is done."""
+
+    def queue(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], behind: None = None) -> LaggingCopied:
         """Take copies, none of which may go over the end of pinned memory: a driver refuses that."""
         chosen = list(pairs)
         for _, target in chosen:
@@ -75,15 +78,16 @@ class LaggingCopies:
                 assert end <= address or begin >= address + num_bytes or address <= begin <= end <= address + num_bytes
         return self._give(chosen)
 
-    def to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> LaggingCopied:
-        return self._give(pairs)
-
-    def make_room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        if num_bytes > self.room_bytes:
-            return None
-        self.room_bytes -= num_bytes
-        return torch.full(shape, 77, dtype=dtype)
+    def make_room(
+        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], *, together: bool = False
+    ) -> list[torch.Tensor]:
+        found = []
+        for shape, dtype in shapes:
+            self.room_bytes -= torch.Size(shape).numel() * dtype.itemsize
+            if self.room_bytes < 0:
+                break
+            found.append(torch.full(shape, 77, dtype=dtype))
+        return found
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

@@ -76,9 +76,10 @@ def in_thread(work: Callable[[], object], done: threading.Event) -> threading.Th
     return thread
 
 
-def close_behind_the_first(device: LaggingCopies) -> list[int]:
-    """Let the device copy what it is given first, and nothing after it; return the bytes of each, as they come."""
-    give, given = device._give, list[int]()
+def close_behind_the_first(device: LaggingCopies) -> tuple[list[int], threading.Event]:
+    """Let the device copy what it is given first, and nothing after it; return the bytes of each, as they come, and an
+    event that is set once there are two."""
+    give, given, has_second = device._give, list[int](), threading.Event()
 
     def give_and_close(pairs: Any) -> Any:
         chosen = list(pairs)
@@ -87,10 +88,12 @@ def close_behind_the_first(device: LaggingCopies) -> list[int]:
         if len(given) == 1:
             assert copied.done.wait(TIMEOUT_S)
             device.gate.clear()
+        else:
+            has_second.set()
         return copied
 
     device._give = give_and_close  # type: ignore[method-assign]
-    return given
+    return given, has_second
 
 
 @pytest.mark.process
@@ -143,9 +146,9 @@ def test_a_step_is_held_back_for_what_the_device_still_copies(device: LaggingCop
     manager.wait(TIMEOUT_S)
     training.step()
     expected = training.content()
-    given = close_behind_the_first(device)
+    given, has_second = close_behind_the_first(device)
     handle = manager.save(training.state, 2)
-    assert len(given) == 2
+    assert has_second.wait(TIMEOUT_S)
     assert given[1] == 9 * SIDE * SIDE * 4, "the matrices and their two moments each"
     assert not handle.done
     training.optimizer.zero_grad()

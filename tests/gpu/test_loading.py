@@ -137,7 +137,7 @@ def test_a_device_without_room_is_loaded_through_the_host(
 ) -> None:
     """Where the device has no memory to spare, the state comes by way of the host's memory, and is right."""
     expected = save(device, tmp_path)
-    monkeypatch.setattr("outlast.runtime.device.DeviceCopies.make_room", lambda *_: None)
+    monkeypatch.setattr("outlast.runtime.device.DeviceCopies.make_room", lambda *_, **__: [])
     other, manager = Training(device), manage(tmp_path)
     manager.load_latest(other.state)
     manager.close()

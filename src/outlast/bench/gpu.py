@@ -82,6 +82,8 @@ def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS)
     """
     if (why := why_absent("gpu")) is not None:
         raise ConfigError(f"there is nothing to measure: {why}")
+    if training_device().type == "cpu":
+        raise ConfigError("there is nothing to measure: torch can use no GPU here")
     try:
         writer = WriterProcess()
     except OSError as error:

@@ -160,7 +160,7 @@ class Staged:
     num_bytes: int
     tensors: tuple[TensorEntry, ...]
     _copies: tuple[Future[None], ...] = ()
-    _queued: tuple[Copied, ...] = ()
+    _queued: tuple[Future[Copied], ...] = ()
     _limit_s: float = DEVICE_LIMIT_S
 
     def wait(self, limit_s: float | None = None) -> None:
@@ -178,7 +178,14 @@ class Staged:
         for copy in self._copies:
             copy.result()
         limit_s = self._limit_s if limit_s is None else limit_s
-        if not all(copied.wait(limit_s) for copied in self._queued):
+        try:
+            are_done = all(queued.result(limit_s).wait(limit_s) for queued in self._queued)
+        except TimeoutError:
+            are_done = False
+        except Exception as error:
+            self.arena.is_lost = True  # some copies may be under way
+            raise CheckpointError(f"the device cannot copy the state: {error}") from error
+        if not are_done:
             self.arena.is_lost = True
             raise _hanging(limit_s)
 
@@ -189,15 +196,18 @@ class Staged:
             Whether everything is copied; otherwise what is computed in another stream must be held back, too.
 
         Raises:
-            CheckpointError: A device hangs, while a graph is being captured.
+            CheckpointError: A device hangs.
 
-        Thread: training's. Blocks: while the host's memory is copied; hardly for a device's.
+        Thread: training's. Blocks: while the host's memory is copied; for a device's until its copies are queued.
         """
         wait(self._copies)
-        for copied in self._queued:
-            if not copied.hold_back(self._limit_s):
-                raise _hanging(self._limit_s)
-        return all(copied.wait(0.0) for copied in self._queued)
+        are_queued = not wait(self._queued, self._limit_s).not_done
+        copies = [queued.result() for queued in self._queued if queued.done() and queued.exception() is None]
+        if not are_queued or not all(copied.hold_back(self._limit_s) for copied in copies):
+            raise _hanging(self._limit_s)
+        return all(
+            copied.wait(0.0) for copied in copies
+        )  # one that failed has failed its save: it is no reason to wait
 
 
 def _hanging(limit_s: float) -> CheckpointError:
@@ -282,7 +292,7 @@ class Stager:
         arena = provide(size)
         target = arena.array
         target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
-        queue = _DeviceQueue(arena, self._limit_s)
+        queue = _DeviceQueue(arena, self._helpers, self._limit_s)
         now, later = self._pieces(flat, len(head), deferred, queue)
         now.append((slice(tree.offset, size), np.frombuffer(flat.tree, dtype=np.uint8)))
         copies: tuple[Future[None], ...] = ()
@@ -388,10 +398,12 @@ def _copy(target: Bytes, pieces: list[_Piece]) -> None:
 class _DeviceQueue:
     """What devices copy into one arena."""
 
-    def __init__(self, arena: Arena, limit_s: float) -> None:
-        self._arena, self._limit_s = arena, limit_s
+    def __init__(self, arena: Arena, helpers: ThreadPoolExecutor, limit_s: float) -> None:
+        self._arena, self._helpers, self._limit_s = arena, helpers, limit_s
         self._runs: dict[tuple[bool, DeviceCopies], list[tuple[slice, list[torch.Tensor]]]] = {}
-        self._queued: list[tuple[bool, Copied]] = []
+        self._now: list[Copied] = []
+        self.late: tuple[Future[Copied], ...] = ()
+        """What is copied later; queueing many copies takes a while, too, and is left to a helper."""
 
     def add(self, copies: DeviceCopies, where: slice, tensors: list[torch.Tensor], *, is_late: bool) -> None:
         """Add tensors that lie side by side, in the image and of one type."""
@@ -405,22 +417,22 @@ class _DeviceQueue:
         for (is_late, copies), runs in sorted(self._runs.items(), key=lambda item: item[0][0]):
             self._arena.pin(copies)
             pairs = (pair for where, tensors in runs for pair in _pairs(tensors, image, where))
-            self._queued.append((is_late, copies.to_host(pairs)))
+            if is_late:
+                self.late += (self._helpers.submit(copies.queue, pairs, copies.note_work()),)
+            else:
+                self._now.append(copies.queue(pairs, copies.note_work()))
 
     def finish(self) -> None:
         """Wait for what is not late. Raises: CheckpointError, when a device hangs."""
-        if not all(copied.wait(self._limit_s) for is_late, copied in self._queued if not is_late):
+        if not all(copied.wait(self._limit_s) for copied in self._now):
             raise _hanging(self._limit_s)
 
     def settle(self) -> None:
         """Wait for all that was begun; an arena that may still be written to is lost."""
-        is_known = len(self._queued) == len(self._runs)
-        self._arena.is_lost |= not (is_known and all(copied.wait(_SETTLE_S) for _, copied in self._queued))
-
-    @property
-    def late(self) -> tuple[Copied, ...]:
-        """What is still being copied."""
-        return tuple(copied for is_late, copied in self._queued if is_late)
+        are_queued = len(self._now) + len(self.late) == len(self._runs) and not wait(self.late, _SETTLE_S).not_done
+        are_known = are_queued and all(queued.exception() is None for queued in self.late)
+        copies = [*self._now, *(queued.result() for queued in self.late)] if are_known else []
+        self._arena.is_lost |= not (are_known and all(copied.wait(_SETTLE_S) for copied in copies))
 
 
 def _pairs(

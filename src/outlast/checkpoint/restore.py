@@ -13,7 +13,7 @@ import bisect
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -120,14 +120,13 @@ class Landing:
         self.num_threads = min(NUM_LANDING_THREADS, len(os.sched_getaffinity(0)))
         self._fd, self._rooms, self._slots = fd, list[_Room](), list[_PinnedSlot]()
         self._mine = threading.local()
-        for name, copies in _places_on_devices(spans, state):
-            span = spans[name]
-            tensor = copies.make_room(span.shape, TORCH_TYPES[span.dtype])
-            if tensor is None:
-                break  # nor is there for the rest
-            self.tensors[name] = tensor
-            whole = tensor.reshape(-1).view(torch.uint8)
-            self._rooms.append(_Room(span.offset, span.offset + span.num_bytes, whole, copies))
+        for (copies, is_copied), names in _places_on_devices(spans, state).items():
+            shapes = [(spans[name].shape, TORCH_TYPES[spans[name].dtype]) for name in names]
+            # What is only copied from is given back at once; of the rest each is going to be part of the state.
+            for name, tensor in zip(names, copies.make_room(shapes, together=is_copied), strict=False):
+                begin, end = spans[name].offset, spans[name].offset + spans[name].num_bytes
+                self.tensors[name] = tensor
+                self._rooms.append(_Room(begin, end, tensor.view(-1).view(torch.uint8), copies))
         self._rooms.sort(key=lambda room: room.begin)
         self._ends = [room.end for room in self._rooms]
 
@@ -155,7 +154,7 @@ class Landing:
             self.finish()
         except CheckpointError as error:
             log.warning("%s", error)
-            _lost.append(self)  # its memory must not be used again
+            _lost.append((self.tensors, self._slots))  # their memory must not be used again
         self.tensors, self._rooms, self._slots = {}, [], []
 
     def _own_slots(self) -> list[_PinnedSlot]:
@@ -175,41 +174,56 @@ class Landing:
             first, last = max(start, room.begin), min(end, room.end)
             pair = slot.memory[first - start : last - start], room.bytes[first - room.begin : last - room.begin]
             pairs.setdefault(room.copies, []).append(pair)
-        slot.copied = [copies.to_device(some) for copies, some in pairs.items()]
+        slot.copied = [copies.queue(some) for copies, some in pairs.items()]
 
 
-_lost: list[Landing] = []
+_lost: list[tuple[dict[str, torch.Tensor], list[_PinnedSlot]]] = []
+"""What a device may still write to, or read."""
 
 
-def _places_on_devices(spans: Mapping[str, TensorSpan], state: Mapping[str, Any]) -> Iterable[tuple[str, DeviceCopies]]:
-    """Yield which large tensors of a shard belong on a device: where the live state has such a one, and what an
-    optimizer has not made yet, beside its parameter."""
+def _places_on_devices(
+    spans: Mapping[str, TensorSpan], state: Mapping[str, Any]
+) -> dict[tuple[DeviceCopies, bool], list[str]]:
+    """Return which large tensors of a shard belong on which device, and whether they are copied into live ones there.
+
+    They belong where the live state has such a one; and what an optimizer has not made yet, beside its parameter. Only
+    modules and bare tensors copy; an optimizer, or whatever else has a ``load_state_dict``, may keep what it is given.
+    """
     live = {named.name: named for named in flatten({"state": capture(state)}).tensors}
-    parameters = dict(_parameters("state", state))
+    parts = list(_parts("state", state))
+    copying = [path for path, value in parts if isinstance(value, torch.nn.Module | torch.Tensor)]
+    parameters = {
+        (path, number): parameter
+        for path, value in parts
+        if isinstance(value, torch.optim.Optimizer)
+        for number, parameter in enumerate(one for group in value.param_groups for one in group["params"])
+    }
+    found: dict[tuple[DeviceCopies, bool], list[str]] = {}
     for name, span in spans.items():
         if span.num_bytes < LANDED_BYTES:
             continue
-        named = live.get(name)
-        if named is not None:
-            same = tuple(named.shape) == span.shape and named.dtype == TORCH_TYPES[span.dtype]
-            device = named.device if same else None
+        device = None
+        if (named := live.get(name)) is not None:
+            if tuple(named.shape) == span.shape and named.dtype == TORCH_TYPES[span.dtype]:
+                device = named.device
         else:
             path, _, rest = name.rpartition(".state.")
             index = rest.partition(".")[0]
-            parameter = parameters.get((path, int(index))) if index.isdecimal() else None
-            device = None if parameter is None else parameter.device
+            if index.isdecimal() and (parameter := parameters.get((path, int(index)))) is not None:
+                device = parameter.device
         if device is not None and (copies := copies_of(device)) is not None:
-            yield name, copies
+            is_copied = any(name == path or name.startswith(f"{path}.") for path in copying)
+            found.setdefault((copies, is_copied), []).append(name)
+    return found
 
 
-def _parameters(path: str, value: Any) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
-    """Yield the parameters of the optimizers in a state, by their paths and numbers."""
-    if isinstance(value, torch.optim.Optimizer):
-        parameters = (parameter for group in value.param_groups for parameter in group["params"])
-        yield from (((path, number), parameter) for number, parameter in enumerate(parameters))
-    elif isinstance(value, Mapping):
+def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is no mapping in a state, by its path."""
+    if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _parameters(f"{path}.{name}", inner)
+            yield from _parts(f"{path}.{name}", inner)
+    else:
+        yield path, value
 
 
 class _ShardCopy(ProvenCopy):

@@ -17,7 +17,7 @@ import re
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -405,33 +405,32 @@ class DeviceCopies:
             if int(torch.cuda.cudart().cudaHostUnregister(address)):
                 self._forget_error()
 
-    def to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Copied:
-        """Queue copies behind all that the device was given so far in its current stream.
+    def note_work(self) -> torch.cuda.Event:
+        """Return a mark behind all that the device was given so far in this thread's current stream."""
+        import torch
+
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+    def queue(
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], behind: torch.cuda.Event | None = None
+    ) -> Copied:
+        """Queue copies to the host, or to the device.
 
         Args:
-            pairs: What is copied, as bytes, and where to. Drawn one by one: what the device has to do to make a source
-                is done in the copies' stream.
+            pairs: What is copied, and where to. Drawn one by one: what the device has to do to make a source is done in
+                the copies' stream.
+            behind: What of the device's work comes before, from :meth:`note_work`; ``None`` = only copies.
 
-        Blocks: hardly, where the memory is pinned; else while the copies are made.
+        Blocks: hardly, where the host's memory is pinned; else while the copies are made.
         """
         import torch
 
         sources = []
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            for source, target in pairs:
-                target.copy_(source, non_blocking=True)
-                sources.append(source)
-            mark = torch.cuda.Event()
-            mark.record(self._stream)
-        return Copied(mark, sources)
-
-    def to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Copied:
-        """Queue copies to the device; what takes them must have been given to :meth:`make_room` before."""
-        import torch
-
-        sources = []
         with _beside_training(self._device), torch.cuda.stream(self._stream), torch.no_grad():
+            if behind is not None:
+                self._stream.wait_event(behind)
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
                 sources.append(source)
@@ -439,8 +438,14 @@ class DeviceCopies:
             mark.record(self._stream)
         return Copied(mark, sources)
 
-    def make_room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a new tensor of the device that copies may fill; ``None``: there is no memory for it.
+    def make_room(
+        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], *, together: bool = False
+    ) -> list[torch.Tensor]:
+        """Return new tensors of the device that copies may fill: the first ones, as far as there is memory for them.
+
+        Args:
+            shapes: Their shapes and element types.
+            together: In one piece of memory, which is taken at once, and free once none of them is in use.
 
         Some memory is left for others. Thread: training's.
         """
@@ -448,16 +453,27 @@ class DeviceCopies:
 
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         cached_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        num_bytes = dtype.itemsize * torch.Size(shape).numel()
-        if num_bytes + total_bytes // _LEFT_FREE > free_bytes + cached_bytes:
-            return None
+        spare_bytes, places, end = free_bytes + cached_bytes - total_bytes // _LEFT_FREE, list[slice](), 0
+        for shape, dtype in shapes:
+            begin = -(-end // _ALIGNED) * _ALIGNED
+            end = begin + torch.Size(shape).numel() * dtype.itemsize
+            if end > spare_bytes:
+                break
+            places.append(slice(begin, end))
+        fitting = list(zip(shapes, places, strict=False))
+        tensors: list[torch.Tensor] = []
         try:
-            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            if together and fitting:
+                piece = torch.empty(places[-1].stop, dtype=torch.uint8, device=self._device)
+                tensors = [piece[place].view(dtype).view(shape) for (shape, dtype), place in fitting]
+            elif fitting:
+                for (shape, dtype), _ in fitting:
+                    tensors.append(torch.empty(shape, dtype=dtype, device=self._device))
         except torch.OutOfMemoryError:
-            return None  # what is cached lies in pieces
-        # Its memory may have been another tensor's, which kernels that are still queued use.
+            pass  # what is cached lies in pieces
+        # Their memory may have been other tensors', which kernels that are still queued use.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return tensor
+        return tensors
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Return new pinned memory of the host, as bytes."""
@@ -478,6 +494,8 @@ _PORTABLE = 1
 """cudaHostRegisterPortable: for all GPUs of this process."""
 _LEFT_FREE = 20
 """One part of so many of a device's memory is left free by :meth:`DeviceCopies.make_room`."""
+_ALIGNED = 512
+"""Bytes at a multiple of which a tensor begins in a piece of memory, as in the allocator's own."""
 
 
 @cache
