@@ -716,5 +716,6 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.detach().data_ptr())
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # to ask for an attribute that is missing takes long
+    local = tensor.to_local() if not is_plain and hasattr(tensor, "to_local") else tensor
+    return int(local.data_ptr())
