@@ -104,6 +104,8 @@ def test_an_update_that_began_tears_it(kept: KeptTrainingState) -> None:
 class Mark:
     """Stands for a CUDA event, which this needs a GPU for."""
 
+    device = torch.device("cpu")
+
     def __init__(self, *answers: bool) -> None:
         self._answers = list(answers)
 
