@@ -274,7 +274,7 @@ def test_what_is_late_and_hangs_fails_its_save_alone(device: LaggingCopies) -> N
 
 
 @pytest.mark.process
-def test_an_interrupted_save_waits_for_the_device(device: LaggingCopies) -> None:
+def test_an_interrupted_save_waits_for_the_device(device: LaggingCopies, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal in the middle of a copy leaves only once the device writes to the arena no more: it is used again."""
     flat = flatten({"state": {"w": torch.randn(SIDE, SIDE)}})
     arenas: list[Arena] = []
@@ -288,6 +288,7 @@ def test_an_interrupted_save_waits_for_the_device(device: LaggingCopies) -> None
             raise KeyboardInterrupt
 
         patch.setattr("lagging_device.LaggingCopied.wait", interrupt)
+        monkeypatch.setattr("outlast.checkpoint.arena._SETTLE_S", TIMEOUT_S)
         with pytest.raises(KeyboardInterrupt):
             stager.stage(flat, IDENTITY, lambda size: arenas.append(provide(size)) or arenas[0])
     assert not arenas[0].is_lost
