@@ -306,8 +306,8 @@ class _DeviceSteps:
         self.run(3)
 
     def run(self, number: int) -> list[float]:
-        """Return the seconds of each of so many steps."""
-        return [time_on_device(self._step, self._device) for _ in range(number)]
+        """Return the seconds of each of so many steps; copies in other streams go on meanwhile."""
+        return [time_on_device(self._step, self._device, in_stream=True) for _ in range(number)]
 
     def run_for(self, seconds: float) -> list[float]:
         """Return the seconds of the steps that fit into a time, at least of one."""

@@ -38,7 +38,7 @@ from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorS
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
-from outlast.runtime.device import Copied, DeviceCopies, copies_of, is_capturing
+from outlast.runtime.device import Copied, DeviceCopies, copies_of, is_capturing, start_driver_thread
 
 PIECE_BYTES = 8 << 20
 SMALL_BYTES = 256 << 10
@@ -136,8 +136,8 @@ class Arena:
             if self.is_lost:
                 _lost.append(self.array)
             elif self._pinned:
-                release = partial(_unpin, self.array, self._pinned)
-                threading.Thread(target=release, name="outlast-unpin", daemon=True).start()
+                stop = threading.Event()
+                start_driver_thread(partial(_unpin, self.array, self._pinned, stop), "outlast-unpin", stop)
             # The mapping goes with the last array that looks into it.
             self.array = np.empty(0, dtype=np.uint8)
 
@@ -146,9 +146,11 @@ _lost: list[Bytes] = []
 """What devices may still write to."""
 
 
-def _unpin(_pages: Bytes, parts: list[tuple[DeviceCopies, int]]) -> None:
-    """Release pinned pages, which are kept mapped until then."""
+def _unpin(_pages: Bytes, parts: list[tuple[DeviceCopies, int]], stop: threading.Event) -> None:
+    """Release pinned pages, which are kept mapped until then; what is left when the process ends, the driver does."""
     for copies, address in parts:
+        if stop.is_set():
+            return
         copies.unpin(address)
 
 
@@ -534,10 +536,7 @@ class ArenaPool:
             self._writer.start()  # here, since a process of its own dies with the thread that starts it
         except CheckpointError:
             return  # the save that needs it reports the error
-        self._toucher = threading.Thread(
-            target=self._prepare, args=(num_bytes, device), name="outlast-touch", daemon=True
-        )
-        self._toucher.start()
+        self._toucher = start_driver_thread(partial(self._prepare, num_bytes, device), "outlast-touch", self._stop)
 
     def stop(self) -> None:
         """Touch nothing more."""

@@ -26,7 +26,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -59,17 +58,23 @@ class StreamEvent(Protocol):
         """Return the milliseconds from this one to another one; both have happened."""
 
 
-@dataclass(slots=True)
 class DeviceSpan:
-    """A section on the device, from one event to another."""
+    """A section on the device, from one event to another; used again and again.
 
-    section: int
-    begin: StreamEvent
-    end: StreamEvent
-    outer: DeviceSpan | None
-    inner_s: float = 0.0
-    """Seconds that are not its own."""
-    counts: bool = True
+    Args:
+        begin: The event at its begin.
+        end: That at its end.
+    """
+
+    __slots__ = ("begin", "counts", "end", "inner_s", "outer", "section")
+
+    def __init__(self, begin: StreamEvent, end: StreamEvent) -> None:
+        self.begin, self.end = begin, end
+        self.section = 0
+        self.outer: DeviceSpan | None = None
+        self.inner_s = 0.0
+        """Seconds that are not its own."""
+        self.counts = True
 
 
 class DeviceTimes:
@@ -83,15 +88,19 @@ class DeviceTimes:
 
     def __init__(self, make_event: Callable[[], StreamEvent]) -> None:
         self._make_event = make_event
-        self._free: list[StreamEvent] = []
+        self._free: list[DeviceSpan] = []
         self._pending: deque[DeviceSpan] = deque()
         self._done_s: dict[int, deque[float]] = {}
 
     def begin(self, section: int, outer: DeviceSpan | None) -> DeviceSpan | None:
         """Mark the begin of a section; ``None``: too many are pending."""
-        if len(self._pending) >= MAX_PENDING:
+        if self._free:
+            span = self._free.pop()
+        elif len(self._pending) < MAX_PENDING:
+            span = DeviceSpan(self._make_event(), self._make_event())
+        else:
             return None
-        span = DeviceSpan(section, self._event(), self._event(), outer)
+        span.section, span.outer, span.inner_s = section, outer, 0.0
         span.begin.record()
         return span
 
@@ -103,16 +112,19 @@ class DeviceTimes:
 
     def poll(self) -> None:
         """Read the spans that the device has finished, oldest first."""
-        pending = self._pending
+        pending, done_s = self._pending, self._done_s
         while pending and pending[0].end.query():
             span = pending.popleft()
             took_s = span.begin.elapsed_time(span.end) / 1e3
-            if span.outer is not None:
-                span.outer.inner_s += took_s
+            if (outer := span.outer) is not None:
+                outer.inner_s += took_s
+                span.outer = None
             if span.counts:
-                done_s = self._done_s.setdefault(span.section, deque(maxlen=MAX_SAMPLES))
-                done_s.append(max(0.0, took_s - span.inner_s))
-            self._free += (span.begin, span.end)
+                if (times_s := done_s.get(span.section)) is None:
+                    times_s = done_s[span.section] = deque(maxlen=MAX_SAMPLES)
+                own_s = took_s - span.inner_s
+                times_s.append(own_s if own_s > 0.0 else 0.0)
+            self._free.append(span)
 
     def take(self) -> dict[int, list[float]]:
         """Return the seconds of all spans that are done, by section, and forget them; the others count next time."""
@@ -120,9 +132,6 @@ class DeviceTimes:
         done_s = {section: list(times) for section, times in self._done_s.items()}
         self._done_s = {}
         return done_s
-
-    def _event(self) -> StreamEvent:
-        return self._free.pop() if self._free else self._make_event()
 
 
 class KernelTimes:
@@ -239,13 +248,16 @@ class SectionRecorder:
         """Begin a section; one within itself is part of the one around it."""
         if threading.get_ident() != self._thread:
             return
-        times = self.active and not self._left_out
+        times, outer = self.active and not self._left_out, None
         for entry in self._stack:
-            times = times and entry[0] != index
+            if entry[0] == index:
+                times = False
+            elif entry[3] is not None:
+                outer = entry[3]
         if times:
             span = None
             if self._device is not None and (index < 0 or self._on_device[index]):
-                span = self._device.begin(index, self._span())
+                span = self._device.begin(index, outer)
             self._stack.append([index, perf_counter_ns(), 0, span])
         else:
             self._stack.append([index, 0, 0, None])
@@ -322,14 +334,6 @@ class SectionRecorder:
         self._ended.clear()
         self._has_ended = [False] * len(names)
         return tuple(timings)
-
-    def _span(self) -> DeviceSpan | None:
-        """Return the innermost open span on the device."""
-        for entry in reversed(self._stack):
-            if entry[3] is not None:
-                span: DeviceSpan = entry[3]
-                return span
-        return None
 
 
 class StepSection:
