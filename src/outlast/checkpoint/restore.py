@@ -10,16 +10,19 @@ copies are the very bytes that were compared. Where there is no memory for that,
 from __future__ import annotations
 
 import bisect
+import collections
 import logging
 import os
+import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from outlast import clock
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import Arena, ArenaPool
 from outlast.checkpoint.dcp.items import TORCH_TYPES
@@ -46,15 +49,20 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
-from outlast.runtime.device import Copied, DeviceCopies, copies_of, empty_cache
+from outlast.runtime.device import Copied, DeviceCopies, copies_of, empty_cache, start_driver_thread
 
 log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 30.0
 LANDED_BYTES = 256 << 10
 """Tensors below this are read into the host's memory: one by one, copies cost more than their bytes."""
-SLOT_BYTES = 4 << 20
+SLOT_BYTES = 8 << 20
+READ_BYTES = 1 << 20
+"""Read at once: what is digested and copied next is in the cache still."""
 NUM_LANDING_THREADS = 12
-"""At most; a core reads and digests some 5 GB/s, a link to a device takes up to 55."""
+"""At most; a core reads and digests some 4 GB/s, a link to a device takes up to 55."""
+NUM_SPARE_SLOTS = 4
+"""Slots that a device copies from while each reader fills one."""
+_POLL_S, _LOOK_S = 0.0002, 0.1
 _DEVICE_LIMIT_S = 60.0
 """A device that does not take 4 MiB in this time hangs."""
 
@@ -80,17 +88,14 @@ class ProvenCopy:
 
 
 class _PinnedSlot:
-    """Pinned memory of one thread, from which a device copies."""
+    """Pinned memory that a device copies from."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory, self.view = memory, bytes_of(memory)
-        self.copied: list[Copied] = []
 
-    def wait(self) -> None:
-        """Wait until the devices have copied what it holds. Raises: CheckpointError, when one hangs."""
-        if not all(copied.wait(_DEVICE_LIMIT_S) for copied in self.copied):
-            raise CheckpointError(f"the device has not taken {SLOT_BYTES} bytes within {_DEVICE_LIMIT_S:g} s; it hangs")
-        self.copied = []
+
+_Filled: TypeAlias = tuple[_PinnedSlot, int, int]
+"""A slot, and between which of the shard's bytes it holds what was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,9 @@ class _Room:
 class Landing:
     """Read a shard, and have devices copy its large tensors, as far as they have memory beside the live state.
 
+    What reads fills pinned slots, and one thread gives the devices what is filled: this way Python's lock is
+    needed for little, which else is the limit with many readers.
+
     Args:
         fd: The shard.
         spans: What lies where.
@@ -118,8 +126,7 @@ class Landing:
         self.tensors: dict[str, torch.Tensor] = {}
         """What has a place on a device, by name; filled once all was read and :meth:`finish` has returned."""
         self.num_threads = min(NUM_LANDING_THREADS, len(os.sched_getaffinity(0)))
-        self._fd, self._rooms, self._slots = fd, list[_Room](), list[_PinnedSlot]()
-        self._mine = threading.local()
+        self._fd, self._rooms, self._slots, self._num_slots = fd, list[_Room](), list[_PinnedSlot](), 0
         for (copies, is_copied), names in _places_on_devices(spans, state).items():
             shapes = [(spans[name].shape, TORCH_TYPES[spans[name].dtype]) for name in names]
             # What is only copied from is given back at once; of the rest each is going to be part of the state.
@@ -129,52 +136,110 @@ class Landing:
                 self._rooms.append(_Room(begin, end, tensor.view(-1).view(torch.uint8), copies))
         self._rooms.sort(key=lambda room: room.begin)
         self._ends = [room.end for room in self._rooms]
+        self._lock, self._failure = threading.Lock(), list[BaseException]()
+        self._free, self._filled = queue.SimpleQueue[_PinnedSlot](), queue.SimpleQueue[_Filled | None]()
+        self._sender: threading.Thread | None = None
+        self._is_over = False
+        if self.tensors:
+            # Ended by finish(), or by a device that hangs: in time before the interpreter ends.
+            self._sender = start_driver_thread(self._send_all, "outlast-landing", threading.Event())
 
     def read(self, start: int, end: int, _: memoryview) -> Iterator[memoryview]:
         """See :class:`outlast.checkpoint.verification.ShardReader`. Raises: CheckpointError, when a device hangs."""
-        slots = self._own_slots()
         while start < end:
-            slots.reverse()  # one is filled while the device copies from the other
-            slot = slots[0]
-            slot.wait()
-            if not (count := os.preadv(self._fd, [slot.view[: end - start]], start)):
-                return
-            yield slot.view[:count]
-            self._send(slot, start, start + count)
-            start += count
+            slot, filled, stop = self._take_slot(), start, min(end, start + SLOT_BYTES)
+            while filled < stop:
+                room = slot.view[filled - start : min(filled + READ_BYTES, stop) - start]
+                if not (count := os.preadv(self._fd, [room], filled)):
+                    return  # nothing of this load counts any more, the slot neither
+                yield room[:count]
+                filled += count
+            self._filled.put((slot, start, stop))
+            start = stop
 
     def finish(self) -> None:
         """Wait until the devices have copied everything. Raises: CheckpointError, when one hangs."""
-        for slot in self._slots:
-            slot.wait()
+        if self._sender is not None:
+            self._filled.put(None)
+            self._sender.join()
+            self._sender = None
+        if self._failure:
+            raise self._failure[0]
 
     def close(self) -> None:
         """Release what was not used. Idempotent. Blocks: until nothing is copied any more."""
         try:
             self.finish()
-        except CheckpointError as error:
+        except Exception as error:  # noqa: BLE001 - whatever kept the devices from copying
             log.warning("%s", error)
             _lost.append((self.tensors, self._slots))  # their memory must not be used again
-        self.tensors, self._rooms, self._slots = {}, [], []
+        self.tensors, self._rooms, self._slots, self._failure = {}, [], [], []
 
-    def _own_slots(self) -> list[_PinnedSlot]:
-        slots: list[_PinnedSlot] | None = getattr(self._mine, "slots", None)
-        if slots is None:
-            copies = self._rooms[0].copies
-            self._mine.slots = slots = [_PinnedSlot(copies.pinned(SLOT_BYTES)) for _ in range(2)]
-            self._slots += slots
-        return slots
+    def _take_slot(self) -> _PinnedSlot:
+        """Return a slot that no device copies from. Raises: CheckpointError, when one hangs."""
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            pass
+        with self._lock:
+            if is_new := self._num_slots < self.num_threads + NUM_SPARE_SLOTS:
+                self._num_slots += 1
+        if is_new:
+            slot = _PinnedSlot(self._rooms[0].copies.pinned(SLOT_BYTES))
+            self._slots.append(slot)
+            return slot
+        end_s = clock.now_s() + 2 * _DEVICE_LIMIT_S
+        while not self._failure:
+            try:
+                return self._free.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if clock.now_s() >= end_s:
+                    raise _hanging() from None
+        raise self._failure[0]
 
-    def _send(self, slot: _PinnedSlot, start: int, end: int) -> None:
-        """Have the devices copy what a slot holds: the shard's bytes from ``start`` to ``end``."""
+    def _send_all(self) -> None:
+        """Have the devices copy what is filled, until :meth:`finish`. Thread: the sender's."""
+        under_way = collections.deque[tuple[float, list[Copied], list[_PinnedSlot]]]()
+        try:
+            while (batch := self._next_batch(_POLL_S if under_way else None)) is not None or under_way:
+                if batch:
+                    under_way.append((clock.now_s(), self._send(batch), [slot for slot, _, _ in batch]))
+                while under_way and all(copied.wait(0.0) for copied in under_way[0][1]):
+                    for slot in under_way.popleft()[2]:
+                        self._free.put(slot)
+                if under_way and clock.now_s() >= under_way[0][0] + _DEVICE_LIMIT_S:
+                    raise _hanging()
+        except BaseException as error:  # noqa: BLE001 - raised again by finish(), and by whoever waits for a slot
+            self._failure.append(error)
+
+    def _next_batch(self, timeout_s: float | None) -> list[_Filled] | None:
+        """Return what was filled since, waiting for the first so long; ``None``: that was all."""
+        if self._is_over and timeout_s is None:
+            return None
+        batch = list[_Filled]()
+        try:
+            while (found := self._filled.get_nowait() if batch else self._filled.get(timeout=timeout_s)) is not None:
+                batch.append(found)
+            self._is_over = True
+        except queue.Empty:
+            pass
+        return None if self._is_over and not batch else batch
+
+    def _send(self, batch: Iterable[_Filled]) -> list[Copied]:
+        """Have the devices copy what slots hold: the shard's bytes from here to there."""
         pairs: dict[DeviceCopies, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for room in self._rooms[bisect.bisect_right(self._ends, start) :]:
-            if room.begin >= end:
-                break
-            first, last = max(start, room.begin), min(end, room.end)
-            pair = slot.memory[first - start : last - start], room.bytes[first - room.begin : last - room.begin]
-            pairs.setdefault(room.copies, []).append(pair)
-        slot.copied = [copies.queue(some) for copies, some in pairs.items()]
+        for slot, start, end in batch:
+            for room in self._rooms[bisect.bisect_right(self._ends, start) :]:
+                if room.begin >= end:
+                    break
+                first, last = max(start, room.begin), min(end, room.end)
+                pair = slot.memory[first - start : last - start], room.bytes[first - room.begin : last - room.begin]
+                pairs.setdefault(room.copies, []).append(pair)
+        return [copies.queue(some) for copies, some in pairs.items()]
+
+
+def _hanging() -> CheckpointError:
+    return CheckpointError(f"the device has not taken {SLOT_BYTES} bytes within {_DEVICE_LIMIT_S:g} s; it hangs")
 
 
 _lost: list[tuple[dict[str, torch.Tensor], list[_PinnedSlot]]] = []
