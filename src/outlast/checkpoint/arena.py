@@ -315,7 +315,8 @@ class Stager:
         target = arena.array
         target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
         queue = _DeviceQueue(arena, self._helpers, self._limit_s)
-        now, later = self._pieces(flat, len(head), deferred, queue)
+        with without_collection():
+            now, later = self._pieces(flat, len(head), deferred, queue)
         now.append((slice(tree.offset, size), np.frombuffer(flat.tree, dtype=np.uint8)))
         copies: tuple[Future[None], ...] = ()
         try:
@@ -363,11 +364,12 @@ class Stager:
     ) -> tuple[list[_Piece], list[_Piece]]:
         """Return what is copied where by the host, at once and later; what devices copy goes into their queue."""
         now, later, tensors = list[_Piece](), list[_Piece](), flat.tensors
+        copying = {device: copies_of(device) for device in {named.device for named in tensors}}
         for run in self._runs:
             begin, named = run.begin + start, tensors[run.indices[0]]
             where = slice(begin, run.end + start)
             is_late = not run.is_small and named.name in deferred
-            if (copies := copies_of(named.device)) is not None:
+            if (copies := copying[named.device]) is not None:
                 queue.add(copies, where, [tensors[index].tensor for index in run.indices], is_late=is_late)
                 continue
             if run.is_small:
@@ -423,6 +425,7 @@ class _DeviceQueue:
     def __init__(self, arena: Arena, helpers: ThreadPoolExecutor, limit_s: float) -> None:
         self._arena, self._helpers, self._limit_s = arena, helpers, limit_s
         self._runs: dict[tuple[bool, DeviceCopies], list[tuple[slice, list[torch.Tensor]]]] = {}
+        self._num_begun = 0
         self._now: list[Copied] = []
         self.late: tuple[Future[Copied], ...] = ()
         """What is copied later; queueing many copies takes a while, too, and is left to a helper."""
@@ -432,29 +435,36 @@ class _DeviceQueue:
         self._runs.setdefault((is_late, copies), []).append((where, tensors))
 
     def begin(self) -> None:
-        """Have the devices begin: with what is awaited, then with what is late."""
-        if not self._runs:
-            return
-        image = torch.from_numpy(self._arena.array)
-        for (is_late, copies), runs in sorted(self._runs.items(), key=lambda item: item[0][0]):
+        """Have the devices begin with what is awaited."""
+        for (is_late, copies), runs in self._runs.items():
             self._arena.pin(copies)
-            pairs = (pair for where, tensors in runs for pair in _pairs(tensors, image, where))
-            if is_late:
-                self.late += (self._helpers.submit(copies.queue, pairs, copies.note_work()),)
-            else:
-                self._now.append(copies.queue(pairs, copies.note_work()))
+            if not is_late:
+                self._num_begun += 1
+                self._now.append(copies.queue(self._pairs_of(runs), copies.note_work()))
 
     def finish(self) -> None:
-        """Wait for what is not late. Raises: CheckpointError, when a device hangs."""
+        """Wait for what is awaited, then have a helper begin with what is late: it needs Python's lock as we do.
+
+        Raises:
+            CheckpointError: A device hangs.
+        """
         if not all(copied.wait(self._limit_s) for copied in self._now):
             raise _hanging(self._limit_s)
+        for (is_late, copies), runs in self._runs.items():
+            if is_late:
+                self._num_begun += 1
+                self.late += (self._helpers.submit(copies.queue, self._pairs_of(runs), copies.note_work()),)
 
     def settle(self) -> None:
         """Wait for all that was begun; an arena that may still be written to is lost."""
-        are_queued = len(self._now) + len(self.late) == len(self._runs) and not wait(self.late, _SETTLE_S).not_done
+        are_queued = len(self._now) + len(self.late) == self._num_begun and not wait(self.late, _SETTLE_S).not_done
         are_known = are_queued and all(queued.exception() is None for queued in self.late)
         copies = [*self._now, *(queued.result() for queued in self.late)] if are_known else []
         self._arena.is_lost |= not (are_known and all(copied.wait(_SETTLE_S) for copied in copies))
+
+    def _pairs_of(self, runs: list[tuple[slice, list[torch.Tensor]]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        image = torch.from_numpy(self._arena.array)
+        return (pair for where, tensors in runs for pair in _pairs(tensors, image, where))
 
 
 def _pairs(
@@ -628,13 +638,14 @@ def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: Flat
         optimizers: Those of :meth:`CopyGuard.stepping`.
         flat: The state that is saved, taken apart.
     """
-    late = {_address(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer)}
+    tensors = (tensor for optimizer in optimizers for tensor in _tensors_of(optimizer))
+    late = {tensor.data_ptr() if type(tensor) in _PLAIN else _address(tensor) for tensor in tensors}
+    places = {named.device for named in flat.tensors}
+    places = {place for place in places if place.type == "cpu" or copies_of(place) is not None}
     return frozenset(
         named.name
         for named in flat.tensors
-        if (named.device.type == "cpu" or copies_of(named.device) is not None)
-        and named.tensor.numel() * named.tensor.element_size() >= DEFERRABLE_BYTES
-        and named.tensor.data_ptr() in late
+        if named.tensor.data_ptr() in late and named.tensor.nbytes >= DEFERRABLE_BYTES and named.device in places
     )
 
 
@@ -734,7 +745,10 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
             yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
 def _address(tensor: torch.Tensor) -> int:
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # to ask for an attribute that is missing takes long
-    local = tensor.to_local() if not is_plain and hasattr(tensor, "to_local") else tensor
+    """Return where a tensor of any class lies."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.data_ptr())

@@ -310,7 +310,8 @@ class CheckpointManager:
             raise
         deferred = frozenset[str]()
         if self.config.overlap_staging:
-            deferred = changed_only_by_step(self._guard.stepping(state, iteration), flat)
+            with without_collection():
+                deferred = changed_only_by_step(self._guard.stepping(state, iteration), flat)
         save = self._stage(save, flat, deferred)
         self._submit(save)
         if save.error is None:
