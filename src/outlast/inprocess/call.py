@@ -27,6 +27,7 @@ from outlast.config.training import InProcessRestartConfig
 from outlast.errors import OutlastError, PeerLost
 from outlast.runtime import connections
 from outlast.runtime.addresses import listen_at
+from outlast.runtime.device import is_aborting
 
 if TYPE_CHECKING:
     from outlast.inprocess.plugins import State
@@ -368,15 +369,17 @@ def _destroy_groups() -> None:
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
-    if dist.is_initialized():
+    if dist.is_initialized() and not is_aborting():
         dist.destroy_process_group()
         return
+    # The function was left while it made the default group, or its communicators are being aborted: to shut one down
+    # would wait for that.
     world: Any = c10d._world
-    if world.pg_map:  # the function was left while it made the default group
-        for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
-            getattr(world, name).clear()
-        world.pg_coalesce_state.clear()
-        c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
+    c10d._update_default_pg(None)
+    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(world, name).clear()
+    world.pg_coalesce_state.clear()
+    c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     # Counted before anything is connected. Ranks that count differently would give their next group different names,
     # and wait for each other forever.
     world.group_count = 0

@@ -20,7 +20,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,12 +158,14 @@ def empty_cache() -> None:
 
 
 def abort_collectives() -> int:
-    """End every collective that devices take part in, here; return the number of groups that were aborted.
+    """End every collective that devices take part in, here; return the number of groups that are aborted.
 
-    NCCL's kernels wait on the device, where no connection can be cut: its communicators have to be aborted. All of them
-    within one NCCL group, since an abort may wait for another communicator's kernel that cannot end before its own.
+    NCCL's kernels wait on the device, where no connection can be cut: its communicators have to be aborted, all at
+    once, since an abort may wait for another communicator's kernel that cannot end before its own. Kernels end soon,
+    but NCCL's own threads look only every half second whether they are to end: that goes on beside what comes next.
+    Groups are then not to be shut down (:func:`is_aborting`), only forgotten.
 
-    Blocks: while NCCL aborts; its collectives then fail.
+    Blocks: until the devices have done all that they were given, collectives in vain; up to 10 s.
     Thread: any.
     """
     import torch
@@ -181,14 +183,44 @@ def abort_collectives() -> int:
         backend = getattr(backend, "wrapped_pg", backend)  # what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it
         if isinstance(backend, dist.ProcessGroupNCCL):
             nccl.append(backend)
+    # A thread for each: torch has the abort made by a thread of its own, which a group of NCCL's calls does not cover.
+    _aborts[:] = [thread for thread in _aborts if thread.is_alive()]
+    for backend in nccl:
+        _aborts.append(start_driver_thread(partial(_abort, backend), "outlast-abort", threading.Event()))
     if nccl:
-        nccl[0]._group_start()
-        try:
-            for backend in nccl:
-                backend.abort()
-        finally:
-            nccl[0]._group_end()
+        settling = start_driver_thread(_settle_devices, "outlast-settle", threading.Event())
+        settling.join(_SETTLE_S)
+        if settling.is_alive():
+            log.warning("collectives were aborted, but a device is still busy after %g s", _SETTLE_S)
     return len(nccl)
+
+
+_SETTLE_S = 10.0
+_aborts: list[threading.Thread] = []
+
+
+def _abort(backend: Any) -> None:
+    """Abort a group's communicators; it is destroyed here, too, where nobody else has it any more."""
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        log.warning("a communicator could not be aborted: %s", error)
+
+
+def _settle_devices() -> None:
+    """Wait until all devices that this process uses have done what they were given."""
+    import torch
+
+    has_context: Any = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+    for index in range(torch.cuda.device_count()):
+        if has_context(index):
+            with contextlib.suppress(RuntimeError), _beside_training(torch.device("cuda", index)):
+                torch.cuda.synchronize()  # what a kernel did wrong, whoever uses the device next is told
+
+
+def is_aborting() -> bool:
+    """Return whether communicators are still being aborted. Thread: any."""
+    return any(thread.is_alive() for thread in _aborts)
 
 
 _NEEDED = {
@@ -556,15 +588,15 @@ def _timing_event_class() -> Any:
     """Return torch's event with a tenth of what it costs the host: torch looks for the current stream in Python."""
     import torch
 
-    made_of = torch._C._CudaEventBase
-    record = made_of.record
-    current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+    own: Any = torch._C
+    made_of, record = own._CudaEventBase, own._CudaEventBase.record
+    current_device, current_stream = own._cuda_getDevice, own._cuda_getCurrentRawStream
     streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
     class TimingEvent(torch.cuda.Event):
         query, elapsed_time = made_of.query, made_of.elapsed_time
 
-        def record(self, stream: torch.cuda.Stream | None = None) -> None:
+        def record(self, stream: Any = None) -> None:
             if stream is None:
                 device = current_device()
                 key = device, current_stream(device)
