@@ -6,6 +6,8 @@ The device is a stand-in (:mod:`lagging_device`) that copies late; ``tests/gpu``
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -224,6 +226,41 @@ def test_pages_are_pinned_by_whoever_comes_first(monkeypatch: pytest.MonkeyPatch
     copies.close()
 
 
+ENDS_WHILE_RELEASING = """
+import os, sys, threading
+from outlast.checkpoint import arena
+
+class SlowDriver:
+    def pin(self, address, num_bytes):
+        return True
+
+    def unpin(self, address):
+        os.write(1, b"begin\\n")
+        begun.set()
+        threading.Event().wait(0.2)
+        os.write(1, b"end\\n")
+
+arena.PIN_BYTES, begun = 1 << 20, threading.Event()
+fd = os.memfd_create("arena")
+os.ftruncate(fd, 64 << 20)
+memory = arena.Arena(fd)
+memory.pin(SlowDriver())
+memory.close()
+begun.wait()
+"""
+
+
+@pytest.mark.process
+def test_no_thread_is_cut_off_in_the_driver_when_a_process_ends() -> None:
+    """A process that ends while pinned memory is released waits for the part that is under way, and for no other."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_WHILE_RELEASING], timeout=TIMEOUT_S, check=False, text=True, capture_output=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    begun, whole = ended.stdout.count("begin"), ended.stdout.count("end")
+    assert 1 <= whole == begun < 64
+
+
 @pytest.mark.process
 def test_memory_that_cannot_be_pinned_is_used_all_the_same(device: LaggingCopies, tmp_path: Path) -> None:
     """Where the driver refuses, saves are slower and right, and it is not asked again for the same memory."""
@@ -374,6 +411,7 @@ def test_a_device_that_takes_nothing_ends_the_load(
         with pytest.raises(CheckpointError, match="it hangs"):
             for _ in landing.read(0, 64 << 20, memoryview(b"")):
                 pass
+            landing.finish()
         landing.close()
     assert landing.tensors == {}
     device.gate.set()

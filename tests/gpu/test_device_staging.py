@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,17 @@ SIDE, NUM_LAYERS = 1024, 6
 TIMEOUT_S = 100.0
 SLEEP_CYCLES = 400_000_000
 """Some 0.2 s of a GPU."""
+ENDS_AT_ONCE = """
+import os, threading, torch
+from outlast.checkpoint.arena import Arena
+from outlast.runtime.device import copies_of
+fd = os.memfd_create("arena")
+os.ftruncate(fd, 2 << 30)
+arena = Arena(fd)
+arena.touch(threading.Event())
+arena.pin(copies_of(torch.device("cuda", 0)))
+arena.close()
+"""
 
 
 class Training:
@@ -211,6 +224,15 @@ def test_a_refused_pin_leaves_no_error_behind(device: torch.device) -> None:
     copies.unpin(memory.data_ptr())
     copies.unpin(memory.data_ptr())
     assert float((torch.ones(8, device=device) + 1).sum()) == 16.0
+
+
+@needs_gpu("there is nothing to pin for")
+def test_a_process_ends_well_while_its_memory_is_released() -> None:
+    """A process that ends right after it has closed its buffers is not aborted: no thread is cut off in the driver."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_AT_ONCE], timeout=TIMEOUT_S, check=False, text=True, capture_output=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @needs_gpu("graphs are the GPU's")

@@ -39,7 +39,14 @@ from outlast.config import CheckpointConfig, StragglerDetectionConfig
 from outlast.errors import ConfigError, OutlastError
 from outlast.inprocess import Handle, Wrapper
 from outlast.numerics.replica_digest import digest_tensors
-from outlast.runtime.device import copies_of, time_on_device, training_backend, training_device, why_absent
+from outlast.runtime.device import (
+    copies_of,
+    describe_device,
+    time_on_device,
+    training_backend,
+    training_device,
+    why_absent,
+)
 from outlast.straggler import StragglerDetector
 from outlast.testing.ranks import free_port
 
@@ -146,8 +153,9 @@ def _notes(
 ) -> list[str]:
     num_bytes = num_tensors << 24
     notes = [
+        describe_device(),
         f"{num_bytes / 1e9:.1f} GB; to the host {num_bytes / saves['to_host'] / 1e9:.1f} GB/s, to the device "
-        f"{num_bytes / saves['to_device'] / 1e9:.1f} GB/s, within it {num_bytes / late['within'] / 1e9:.0f} GB/s"
+        f"{num_bytes / saves['to_device'] / 1e9:.1f} GB/s, within it {num_bytes / late['within'] / 1e9:.0f} GB/s",
     ]
     for name, what in _SECONDS.items():
         seconds = late.median(name) if name in late else saves.median(name)

@@ -60,9 +60,9 @@ READ_BYTES = 1 << 20
 """Read at once: what is digested and copied next is in the cache still."""
 NUM_LANDING_THREADS = 12
 """At most; a core reads and digests some 4 GB/s, a link to a device takes up to 55."""
-NUM_SPARE_SLOTS = 4
+NUM_SPARE_SLOTS = 6
 """Slots that a device copies from while each reader fills one."""
-_POLL_S, _LOOK_S = 0.0002, 0.1
+_POLL_S, _LOOK_S = 0.0003, 0.1
 _DEVICE_LIMIT_S = 60.0
 """A device that does not take 4 MiB in this time hangs."""
 

@@ -286,6 +286,27 @@ def check_collectives(backend: str, timeout_s: float, *, hard_timeout_s: float) 
         )
 
 
+def describe_device() -> str:
+    """Return what this process computes on, with the versions that matter, for people."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "CPU"
+    words = [torch.cuda.get_device_name(), f"{'ROCm' if torch.version.hip else 'CUDA'} {_toolkit()}"]
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        words.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    with contextlib.suppress(OSError, IndexError):
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        words.append(f"driver {re.findall(r'[0-9]+[.][0-9.]+', text)[0]}")
+    return ", ".join(words)
+
+
+def _toolkit() -> str:
+    import torch
+
+    return str(torch.version.hip or torch.version.cuda)
+
+
 def device_word() -> str:
     """Return what this machine trains on, for people: ``GPU`` or ``CPU``."""
     return "GPU" if training_device().type == "cuda" else "CPU"
