@@ -141,6 +141,22 @@ def test_events_are_used_again(device: Device) -> None:
     assert device.num_events <= num_events + 4 * 6 * 2
 
 
+def test_in_a_long_window_few_steps_are_timed_on_the_device(device: Device) -> None:
+    """After the window's first steps one of seven puts events into the stream; the times of the others are taken to be
+    like those, so that a section's share of the step is what it is."""
+    found = StragglerDetector(num_warmup_steps=0)
+    train(found, device, 32, lag=0)
+    num_dense = device.calls.count("record")
+    train(found, device, 700, lag=0)
+    assert device.calls.count("record") == num_dense + num_dense // 32 * 100
+    timing = sections(found)["forward"]
+    assert (timing.count, timing.median_s) == (732, pytest.approx(0.020))
+    assert timing.total_s == pytest.approx(732 * 0.020)
+    device.calls.clear()
+    train(found, device, 3, lag=0)
+    assert device.calls.count("record") == num_dense // 32 * 3, "a new window begins"
+
+
 def test_a_device_that_is_far_behind_is_not_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """When too many events are under way, sections go untimed on the device."""
     monkeypatch.setattr(recorder, "MAX_PENDING", 10)

@@ -315,8 +315,7 @@ class Stager:
         target = arena.array
         target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
         queue = _DeviceQueue(arena, self._helpers, self._limit_s)
-        with without_collection():
-            now, later = self._pieces(flat, len(head), deferred, queue)
+        now, later = self._pieces(flat, len(head), deferred, queue)
         now.append((slice(tree.offset, size), np.frombuffer(flat.tree, dtype=np.uint8)))
         copies: tuple[Future[None], ...] = ()
         try:

@@ -302,24 +302,25 @@ class CheckpointManager:
             restored_from=restored.generation if restored is not None else None,
             restored_attempt=restored.attempt if restored is not None else None,
         )
-        try:
-            with without_collection():
+        with without_collection():  # of what is made here next to nothing is left at the end
+            try:
                 flat = flatten({"state": capture(state), "random": capture_random()})
-        except Exception as error:  # a state_dict() may raise anything; the peers wait for this rank's word
-            self._submit(dataclasses.replace(save, error=str(error)))
-            raise
-        deferred = frozenset[str]()
-        if self.config.overlap_staging:
-            with without_collection():
+            except Exception as error:  # a state_dict() may raise anything; the peers wait for this rank's word
+                self._submit(dataclasses.replace(save, error=str(error)))
+                raise
+            deferred = frozenset[str]()
+            if self.config.overlap_staging:
                 deferred = changed_only_by_step(self._guard.stepping(state, iteration), flat)
-        save = self._stage(save, flat, deferred)
+            save = self._stage(save, flat, deferred)
+            device = device_of(flat)
+            del flat
         self._submit(save)
         if save.error is None:
             self._cost_s = save.stall_s + COST_WEIGHT * (self._cost_s - save.stall_s) if self._cost_s else save.stall_s
         if not self.config.async_save:
             wait_for_all([handle], self._limit_s)
         elif save.attempt.ordinal == 0 and save.arena is not None:
-            self._arenas.prepare(save.arena.num_bytes, device_of(flat))
+            self._arenas.prepare(save.arena.num_bytes, device)
         if self.refusal is not None:  # only now: other ranks may not know it yet, and count on this one
             raise self.refusal
         return handle

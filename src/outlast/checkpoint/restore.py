@@ -56,8 +56,6 @@ OPEN_TIMEOUT_S = 30.0
 LANDED_BYTES = 256 << 10
 """Tensors below this are read into the host's memory: one by one, copies cost more than their bytes."""
 SLOT_BYTES = 8 << 20
-READ_BYTES = 1 << 20
-"""Read at once: what is digested and copied next is in the cache still."""
 NUM_LANDING_THREADS = 12
 """At most; a core reads and digests some 4 GB/s, a link to a device takes up to 55."""
 NUM_SPARE_SLOTS = 6
@@ -147,15 +145,12 @@ class Landing:
     def read(self, start: int, end: int, _: memoryview) -> Iterator[memoryview]:
         """See :class:`outlast.checkpoint.verification.ShardReader`. Raises: CheckpointError, when a device hangs."""
         while start < end:
-            slot, filled, stop = self._take_slot(), start, min(end, start + SLOT_BYTES)
-            while filled < stop:
-                room = slot.view[filled - start : min(filled + READ_BYTES, stop) - start]
-                if not (count := os.preadv(self._fd, [room], filled)):
-                    return  # nothing of this load counts any more, the slot neither
-                yield room[:count]
-                filled += count
-            self._filled.put((slot, start, stop))
-            start = stop
+            slot = self._take_slot()  # all of it at once: in smaller pieces Python's lock is what readers wait for
+            if not (count := os.preadv(self._fd, [slot.view[: end - start]], start)):
+                return  # nothing of this load counts any more, the slot neither
+            yield slot.view[:count]
+            self._filled.put((slot, start, start + count))
+            start += count
 
     def finish(self) -> None:
         """Wait until the devices have copied everything. Raises: CheckpointError, when one hangs."""

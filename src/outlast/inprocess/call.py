@@ -27,7 +27,7 @@ from outlast.config.training import InProcessRestartConfig
 from outlast.errors import OutlastError, PeerLost
 from outlast.runtime import connections
 from outlast.runtime.addresses import listen_at
-from outlast.runtime.device import is_aborting
+from outlast.runtime.device import await_aborts, is_aborting
 
 if TYPE_CHECKING:
     from outlast.inprocess.plugins import State
@@ -331,6 +331,8 @@ def leave(callbacks: Iterable[Callable[[], None]], error: BaseException | None, 
     """
     connections.cut_all()
     for callback in callbacks:
+        if not str(getattr(callback, "__module__", "")).startswith("outlast."):
+            await_aborts()  # the script's own may shut its groups down
         try:
             callback()
         except Exception:

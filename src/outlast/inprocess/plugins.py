@@ -372,6 +372,11 @@ class Plugins:
     completion: Plugin
     terminate: Plugin
 
+    @property
+    def has_abort(self) -> bool:
+        """Whether there is an ``abort`` to call."""
+        return self.abort is not _nothing
+
     @classmethod
     def settle(cls, config: InProcessRestartConfig, **given: Callable[[Any], Any] | None) -> Plugins:
         """Return the plug-ins to use.

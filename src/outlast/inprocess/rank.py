@@ -615,6 +615,9 @@ class WrappedRank:
         """End what the main thread may wait on beyond connections; on the monitor thread."""
         if (handle := self._handle) is not None:
             self._abort_collectives(handle)
+        if not self._plugins.has_abort:
+            return
+        device.await_aborts()  # a plug-in may shut groups down
         try:
             self._plugins.abort(self._describe())
         except Exception:
@@ -627,7 +630,7 @@ class WrappedRank:
         is gone, and so would reading its state, and destroying its groups. Whoever comes second waits here: what is
         looked at after an abort is garbage.
 
-        Blocks: half a second for the look, and while NCCL aborts.
+        Blocks: half a second for the look, and until devices are done; NCCL's own end goes on beside what comes next.
         """
         with self._aborting:
             if handle.iteration <= self._aborted:

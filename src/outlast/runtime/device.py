@@ -163,18 +163,52 @@ def abort_collectives() -> int:
     NCCL's kernels wait on the device, where no connection can be cut: its communicators have to be aborted, all at
     once, since an abort may wait for another communicator's kernel that cannot end before its own. Kernels end soon,
     but NCCL's own threads look only every half second whether they are to end: that goes on beside what comes next.
-    Groups are then not to be shut down (:func:`is_aborting`), only forgotten.
+    Until then these groups must not be shut down, only forgotten (:func:`is_aborting`, :func:`await_aborts`).
 
     Blocks: until the devices have done all that they were given, collectives in vain; up to 10 s.
     Thread: any.
     """
+    # A thread for each: torch has the abort made by a thread of its own, which a group of NCCL's calls does not cover.
+    found = _nccl_groups()
+    _aborting.extend(found)
+    for backend in found:
+        start_driver_thread(partial(_abort, backend), _ABORTS, threading.Event())
+    if found:
+        settling = start_driver_thread(_settle_devices, "outlast-settle", threading.Event())
+        settling.join(_SETTLE_S)
+        if settling.is_alive():
+            log.warning("collectives were aborted, but a device is still busy after %g s", _SETTLE_S)
+    return len(found)
+
+
+_SETTLE_S, _ABORT_S = 10.0, 60.0
+_ABORTS = "outlast-abort"
+_aborting: list[Any] = []
+"""What is being aborted."""
+
+
+def is_aborting() -> bool:
+    """Return whether a group that torch knows is still being aborted: to shut it down would wait for that."""
+    under_way = list(_aborting)
+    return bool(under_way) and any(backend is one for backend in _nccl_groups() for one in under_way)
+
+
+def await_aborts() -> None:
+    """Wait until no group is being aborted any more. Blocks: some 0.7 s after an abort; up to 60 s. Thread: any."""
+    end_s = clock.now_s() + _ABORT_S
+    for thread in [thread for thread in threading.enumerate() if thread.name == _ABORTS]:
+        thread.join(max(0.0, end_s - clock.now_s()))
+
+
+def _nccl_groups() -> list[Any]:
+    """Return what torch's groups have for collectives on NVIDIA's or AMD's devices."""
     import torch
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
     if not (torch.cuda.is_available() and dist.is_nccl_available() and dist.is_initialized()):
-        return 0
-    nccl = []
+        return []
+    found = []
     for group in list(c10d._world.pg_map):
         try:
             backend = group._get_backend(torch.device("cuda"))
@@ -182,29 +216,18 @@ def abort_collectives() -> int:
             continue  # a group of CPUs only
         backend = getattr(backend, "wrapped_pg", backend)  # what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it
         if isinstance(backend, dist.ProcessGroupNCCL):
-            nccl.append(backend)
-    # A thread for each: torch has the abort made by a thread of its own, which a group of NCCL's calls does not cover.
-    _aborts[:] = [thread for thread in _aborts if thread.is_alive()]
-    for backend in nccl:
-        _aborts.append(start_driver_thread(partial(_abort, backend), "outlast-abort", threading.Event()))
-    if nccl:
-        settling = start_driver_thread(_settle_devices, "outlast-settle", threading.Event())
-        settling.join(_SETTLE_S)
-        if settling.is_alive():
-            log.warning("collectives were aborted, but a device is still busy after %g s", _SETTLE_S)
-    return len(nccl)
-
-
-_SETTLE_S = 10.0
-_aborts: list[threading.Thread] = []
+            found.append(backend)
+    return found
 
 
 def _abort(backend: Any) -> None:
-    """Abort a group's communicators; it is destroyed here, too, where nobody else has it any more."""
+    """Abort a group; where it is forgotten by then, it goes with this thread."""
     try:
         backend.abort()
     except RuntimeError as error:
         log.warning("a communicator could not be aborted: %s", error)
+    finally:
+        _aborting.remove(backend)
 
 
 def _settle_devices() -> None:
@@ -216,11 +239,6 @@ def _settle_devices() -> None:
         if has_context(index):
             with contextlib.suppress(RuntimeError), _beside_training(torch.device("cuda", index)):
                 torch.cuda.synchronize()  # what a kernel did wrong, whoever uses the device next is told
-
-
-def is_aborting() -> bool:
-    """Return whether communicators are still being aborted. Thread: any."""
-    return any(thread.is_alive() for thread in _aborts)
 
 
 _NEEDED = {

@@ -57,6 +57,9 @@ from outlast.straggler.report import Metrics, Report, publish
 
 FIRST_REPORT_STEPS = 16
 """Timed steps after which the first report comes that paces itself: it shows how fast the ranks go."""
+NUM_DENSE_STEPS, DEVICE_INTERVAL = 32, 7
+"""So many steps of a window are timed on the device one and all, then one of so many: recording an event and reading it
+takes some 3 us each. A prime number, since what does not happen in each step often happens in each 2nd, 4th or 10th."""
 MAX_GROWTH = 8
 """Times as many steps as the window before that one may have: the first steps need not be like the later ones."""
 KERNELS_FROM = 3
@@ -176,6 +179,7 @@ class StragglerDetector:
         recorder = self._recorder
         recorder.drop_open()
         recorder.active = self._num_steps > self._num_warmup and self._num_steps % self._interval == 0
+        recorder.uses_device = self._num_timed < NUM_DENSE_STEPS or self._num_timed % DEVICE_INTERVAL == 0
         if self._kernels is not None and self._profiles_kernels(self._num_in_window):
             self._kernels.start()
             recorder.active = False

@@ -214,12 +214,16 @@ class SectionRecorder:
     def __init__(self, device_times: DeviceTimes | None = None) -> None:
         self.active = False
         """Whether sections that are entered now are timed."""
+        self.uses_device = True
+        """Whether they are timed on the device, too; to be changed only between steps."""
         self._device = device_times
         self._thread = threading.get_ident()
         self._indices: dict[str, int] = {}
         self._on_device: list[bool] = []
         self._times_ns: list[deque[int]] = []
         self._counts: list[int] = []
+        self._left_to_host: list[int] = []
+        """Times of each that were not taken on the device, though they should."""
         self._ended: list[int] = []
         self._has_ended: list[bool] = []
         self._stack: list[list[Any]] = []
@@ -237,6 +241,7 @@ class SectionRecorder:
             self._on_device.append(on_device and self._device is not None)
             self._times_ns.append(deque(maxlen=MAX_SAMPLES))
             self._counts.append(0)
+            self._left_to_host.append(0)
             self._has_ended.append(False)
         return self._indices[name]
 
@@ -256,7 +261,7 @@ class SectionRecorder:
                 outer = entry[3]
         if times:
             span = None
-            if self._device is not None and (index < 0 or self._on_device[index]):
+            if self._device is not None and self.uses_device and (index < 0 or self._on_device[index]):
                 span = self._device.begin(index, outer)
             self._stack.append([index, perf_counter_ns(), 0, span])
         else:
@@ -290,6 +295,8 @@ class SectionRecorder:
         if index >= 0 and not failed:
             self._times_ns[index].append(took_ns - inner_ns)
             self._counts[index] += 1
+            if span is None and self._on_device[index]:
+                self._left_to_host[index] += 1
             if not self._has_ended[index]:
                 self._has_ended[index] = True
                 self._ended.append(index)
@@ -323,14 +330,15 @@ class SectionRecorder:
         timings = []
         for index in self._ended:
             if self._on_device[index] and index in device_s:
-                timings.append(summarise(names[index], device_s[index], best_s=best_s.get(names[index], 0.0)))
+                best, more = best_s.get(names[index], 0.0), self._left_to_host[index]
+                timings.append(summarise(names[index], device_s[index], best_s=best, num_more=more))
                 continue
             values_s = [value / 1e9 for value in self._times_ns[index]]
             more = self._counts[index] - len(values_s)
             timings.append(summarise(names[index], values_s, best_s=best_s.get(names[index], 0.0), num_more=more))
         for times_ns in self._times_ns:
             times_ns.clear()
-        self._counts = [0] * len(names)
+        self._counts, self._left_to_host = [0] * len(names), [0] * len(names)
         self._ended.clear()
         self._has_ended = [False] * len(names)
         return tuple(timings)

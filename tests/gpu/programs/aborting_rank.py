@@ -36,6 +36,7 @@ def main() -> None:
             dist.all_reduce(number, group=group)
             sums.append(float(number))
         found.append(accelerator.abort_collectives())
+        accelerator.await_aborts()
         dist.destroy_process_group()
         found.append(accelerator.abort_collectives())
     sys.stdout.write(json.dumps({"aborted": found, "sums": sums}) + "\n")
