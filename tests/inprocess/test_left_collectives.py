@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,60 @@ def test_collectives_are_aborted_before_the_call_is_left(tmp_path: Path, fault: 
         assert ranks.wait(timeout_s=250) == [0], ranks.tails()
         output = ranks.output(0)
     assert output.splitlines()[-1] == '[0, "look", "abort", "leave", 1]', output
+
+
+ABORTING = """
+import json
+import sys
+import threading
+import torch.distributed as dist
+from outlast import InProcessRestartConfig, inprocess
+from outlast.runtime import device
+
+happened, let_end = [], threading.Event()
+
+class SlowToAbort:
+    def abort(self):
+        happened.append("abort begins")
+        let_end.wait(0.5 if sys.argv[1] == "own" else 200)
+        happened.append("abort ends")
+
+groups = [SlowToAbort()]
+device._nccl_groups = lambda: groups if dist.is_initialized() and len(happened) < 3 else []
+device._settle_devices = lambda: happened.append("settled")
+
+def own_leave():
+    happened.append("own")
+    dist.destroy_process_group()
+
+@inprocess.Wrapper(InProcessRestartConfig(soft_timeout=60, hard_timeout=90))
+def train(call: inprocess.Handle):
+    dist.init_process_group("gloo")
+    happened.append(call.iteration)
+    if call.iteration == 0:
+        if sys.argv[1] == "own":
+            call.on_leave(own_leave)
+        raise ValueError("planned")
+    let_end.set()
+    device.await_aborts()
+
+train()
+print(json.dumps(happened))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_nobody_waits_for_an_abort_but_the_scripts_own(tmp_path: Path) -> None:
+    """Groups that are being aborted (a stand-in for NCCL's) are forgotten, and the function is called again while their
+    abort goes on; what the script has called when the function is left comes after it, and may destroy them."""
+    for words, expected in (
+        ("none", [0, "abort begins", "settled", 1, "abort ends"]),
+        ("own", [0, "abort begins", "settled", "abort ends", "own", 1]),
+    ):
+        folder = tmp_path / words
+        folder.mkdir()
+        with RankProcesses(ABORTING, words, world_size=1, directory=folder, code=True) as ranks:
+            assert ranks.wait(timeout_s=250) == [0], ranks.tails()
+            output = ranks.output(0)
+        assert output.splitlines()[-1] == json.dumps(expected), output
