@@ -459,6 +459,7 @@ def test_a_job_can_be_stopped_while_memory_is_waited_for(nvml: Path, tmp_path: P
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.process
 def test_memory_of_a_killed_process_comes_back(waiting: Callable[..., Waiting], tmp_path: Path) -> None:
     """On a real GPU: a process takes 2 GiB and is killed; the wait ends, and what is in use is what was before."""

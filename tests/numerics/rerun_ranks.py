@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outlast.numerics import RerunStateMachine
 from outlast.policy.rerun import Replay
-from outlast.runtime.device import capture_random
+from outlast.runtime.random_numbers import capture_random
 
 Spoil = Callable[[int, int], bool]
 """Says of iteration and number of the run whether this rank's loss becomes NaN."""

@@ -14,7 +14,7 @@ from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
 from outlast.numerics.rerun_machine import RerunDecision, machine_for
 from outlast.policy.rerun import Replay
-from outlast.runtime.device import capture_random, restore_random
+from outlast.runtime.random_numbers import capture_random, restore_random
 
 Disturb = Callable[[int, int, torch.Tensor], torch.Tensor]
 """Takes iteration, number of the run from 1, and the loss; returns what the step goes on with."""

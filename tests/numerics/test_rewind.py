@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outlast.numerics.replay import Rewinder
-from outlast.runtime.device import RandomSnapshot, capture_random, restore_random
+from outlast.runtime.random_numbers import RandomSnapshot, capture_random, restore_random
 
 
 class Counting(torch.nn.Module):
@@ -230,7 +230,7 @@ def test_snapshot_of_unused_numbers_is_the_same(
 
 def test_a_generator_that_lies_elsewhere_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an interpreter keeps the state of python's generator elsewhere, each snapshot asks for it."""
-    monkeypatch.setattr("outlast.runtime.device.object", type("wide", (), {"__basicsize__": 24}), raising=False)
+    monkeypatch.setattr("outlast.runtime.random_numbers.object", type("wide", (), {"__basicsize__": 24}), raising=False)
     snapshot = RandomSnapshot()
     snapshot.take()
     first = snapshot.state["python"]
@@ -241,7 +241,7 @@ def test_a_generator_that_lies_elsewhere_is_asked(monkeypatch: pytest.MonkeyPatc
 
 def test_a_kept_number_that_lies_elsewhere_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where numpy keeps the number for a next call elsewhere, each snapshot asks for the state."""
-    monkeypatch.setattr("outlast.runtime.device._keeps_number_within", lambda: False)
+    monkeypatch.setattr("outlast.runtime.random_numbers._keeps_number_within", lambda: False)
     snapshot = RandomSnapshot()
     snapshot.take()
     first = snapshot.state["numpy"]

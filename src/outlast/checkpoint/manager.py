@@ -29,9 +29,9 @@ from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.checkpoint_plan import RetentionRules
 from outlast.policy.recovery_point import Tier, decode_distrusted
-from outlast.runtime.device import capture_random
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import current_place, is_initialised
+from outlast.runtime.random_numbers import capture_random
 
 log = logging.getLogger(__name__)
 L = TypeVar("L", bound=Lane)

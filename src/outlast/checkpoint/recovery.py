@@ -42,7 +42,7 @@ from outlast.policy.recovery_point import (
     is_distrusted,
     is_doubtful,
 )
-from outlast.runtime.device import restore_random
+from outlast.runtime.random_numbers import restore_random
 
 log = logging.getLogger(__name__)
 _LIVE_STATE = ""

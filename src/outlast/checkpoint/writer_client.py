@@ -104,8 +104,10 @@ class WriterProcess:
             self._socket.close()
         if threading.current_thread() is not self._watcher:
             self._watcher.join(2.0)
-            if self._watcher.is_alive():  # in the kernel, writing to a disk that does not answer
-                log.warning("checkpoint writer (pid %d) does not end; the system will end it", self._process.pid)
+            if self._watcher.is_alive():  # killed, and within the kernel
+                log.warning(
+                    "checkpoint writer (pid %d) still gives memory back, or waits for a disk", self._process.pid
+                )
 
     def _bind(self, address: str) -> None:
         end_s = clock.now_s() + _NAME_FREE_S

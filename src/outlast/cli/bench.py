@@ -229,7 +229,7 @@ def adapters() -> None:
     """
 
 
-@_benchmark(takes="about four minutes", takes_s=240, repeats=3, sized=True, size="1192 (20 GB)")
+@_benchmark(takes="about five minutes", takes_s=300, repeats=3, sized=True, size="1192 (20 GB)")
 def gpu() -> None:
     """Saves, loads, restarts and digests on a GPU.
 

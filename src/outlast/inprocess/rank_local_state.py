@@ -26,8 +26,9 @@ import xxhash
 from outlast.checkpoint.state import decode, flatten, is_stateful
 from outlast.decoding import from_msgpack, msgpack_decoder
 from outlast.errors import OutlastError
-from outlast.runtime.device import device_rng_state, restore_random
+from outlast.runtime.device import device_rng_state
 from outlast.runtime.files import memory_file
+from outlast.runtime.random_numbers import restore_random
 
 CAPACITY_BYTES = 256 << 10
 """What one iteration may take; memory that is not written to is not used."""

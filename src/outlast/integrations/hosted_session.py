@@ -18,7 +18,7 @@ from outlast import env
 from outlast.config import Config, FaultToleranceConfig
 from outlast.config.sources import load_config
 from outlast.errors import ConfigError
-from outlast.runtime.device import capture_random, restore_random
+from outlast.runtime.random_numbers import capture_random, restore_random
 
 log = logging.getLogger(__name__)
 HostedConfig = Config | str | os.PathLike[str] | None
@@ -86,7 +86,8 @@ class KeptRandom:
         return self._state is not None
 
     def keep(self, state: dict[str, Any] | None = None) -> None:
-        """Keep the generators' present state, or one that :func:`outlast.runtime.device.capture_random` returned."""
+        """Keep the generators' present state, or one that
+        :func:`outlast.runtime.random_numbers.capture_random` returned."""
         self._state = capture_random() if state is None else state
 
     def put_back(self) -> None:

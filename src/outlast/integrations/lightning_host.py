@@ -37,8 +37,8 @@ from outlast.config import Config
 from outlast.errors import ConfigError, ExitReason, OutlastError
 from outlast.integrations.hosted_session import KeptRandom, clear_finished_flag, touch_finished_flag
 from outlast.monitor.rank_monitor import open_monitor
-from outlast.runtime.device import capture_random
 from outlast.runtime.process_groups import current_place
+from outlast.runtime.random_numbers import capture_random
 from outlast.session.session import init
 from outlast.session.step import StepDecision
 

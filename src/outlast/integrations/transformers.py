@@ -48,7 +48,7 @@ from outlast.integrations.hosted_session import (
     touch_finished_flag,
 )
 from outlast.monitor.rank_monitor import open_monitor
-from outlast.runtime.device import RandomSnapshot, capture_random, restore_random
+from outlast.runtime.random_numbers import RandomSnapshot, capture_random, restore_random
 from outlast.session.session import Session
 from outlast.session.step import Attempt, StepDecision
 

@@ -32,7 +32,8 @@ from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.numerics.validation import Rejected, StepValidation
 from outlast.policy.rerun import Diagnosis, Replay, StepRun, to_number
-from outlast.runtime.device import RandomSnapshot, restore_random, training_device
+from outlast.runtime.device import training_device
+from outlast.runtime.random_numbers import RandomSnapshot, restore_random
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

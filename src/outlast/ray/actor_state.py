@@ -15,9 +15,9 @@ from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.monitor.examination import count_collectives
 from outlast.runtime.consensus import Consensus
-from outlast.runtime.device import RandomSnapshot
 from outlast.runtime.interruption import AsyncInterruption
 from outlast.runtime.process_groups import gather_bytes
+from outlast.runtime.random_numbers import RandomSnapshot
 from outlast.session.environment import has_near_tier
 from outlast.session.saves import NEAR_TIERS, DueSave, SaveSchedule, unwrap_ddp
 

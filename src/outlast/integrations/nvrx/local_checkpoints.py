@@ -37,7 +37,7 @@ from outlast.config import CheckpointConfig
 from outlast.config.base import require
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.call import current_handle
-from outlast.runtime.device import capture_random, restore_random
+from outlast.runtime.random_numbers import capture_random, restore_random
 
 log = logging.getLogger(__name__)
 NOT_FOUND = -1
