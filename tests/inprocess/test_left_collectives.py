@@ -63,8 +63,16 @@ class SlowToAbort:
         happened.append("abort ends")
 
 groups = [SlowToAbort()]
-device._nccl_groups = lambda: groups if dist.is_initialized() and len(happened) < 3 else []
+device._nccl_groups = lambda: groups if dist.is_initialized() and 1 not in happened else []
 device._settle_devices = lambda: happened.append("settled")
+
+destroy = dist.destroy_process_group
+
+def destroy_and_note():
+    happened.append("destroyed")
+    destroy()
+
+dist.destroy_process_group = destroy_and_note
 
 def own_leave():
     happened.append("own")
@@ -92,8 +100,8 @@ def test_nobody_waits_for_an_abort_but_the_scripts_own(tmp_path: Path) -> None:
     """Groups that are being aborted (a stand-in for NCCL's) are forgotten, and the function is called again while their
     abort goes on; what the script has called when the function is left comes after it, and may destroy them."""
     for words, expected in (
-        ("none", [0, "abort begins", "settled", 1, "abort ends"]),
-        ("own", [0, "abort begins", "settled", "abort ends", "own", 1]),
+        ("none", [0, "abort begins", "settled", 1, "abort ends", "destroyed"]),
+        ("own", [0, "abort begins", "settled", "abort ends", "own", "destroyed", 1, "destroyed"]),
     ):
         folder = tmp_path / words
         folder.mkdir()

@@ -139,8 +139,7 @@ class Landing:
         self._sender: threading.Thread | None = None
         self._is_over = False
         if self.tensors:
-            # Ended by finish(), or by a device that hangs: in time before the interpreter ends.
-            self._sender = start_driver_thread(self._send_all, "outlast-landing", threading.Event())
+            self._sender = start_driver_thread(self._send_all, "outlast-landing")
 
     def read(self, start: int, end: int, _: memoryview) -> Iterator[memoryview]:
         """See :class:`outlast.checkpoint.verification.ShardReader`. Raises: CheckpointError, when a device hangs."""
@@ -156,7 +155,9 @@ class Landing:
         """Wait until the devices have copied everything. Raises: CheckpointError, when one hangs."""
         if self._sender is not None:
             self._filled.put(None)
-            self._sender.join()
+            self._sender.join(2 * _DEVICE_LIMIT_S)
+            if self._sender.is_alive():  # in a call of the driver
+                self._failure.append(_hanging())
             self._sender = None
         if self._failure:
             raise self._failure[0]

@@ -175,9 +175,9 @@ def abort_collectives() -> int:
     found = _nccl_groups()
     _aborting.extend(found)
     for backend in found:
-        start_driver_thread(partial(_abort, backend), _ABORTS, threading.Event())
+        start_driver_thread(partial(_abort, backend), _ABORTS)
     if found:
-        settling = start_driver_thread(_settle_devices, "outlast-settle", threading.Event())
+        settling = start_driver_thread(_settle_devices, "outlast-settle")
         settling.join(_SETTLE_S)
         if settling.is_alive():
             log.warning("collectives were aborted, but a device is still busy after %g s", _SETTLE_S)
@@ -313,19 +313,14 @@ def describe_device() -> str:
 
     if not torch.cuda.is_available():
         return "CPU"
-    words = [torch.cuda.get_device_name(), f"{'ROCm' if torch.version.hip else 'CUDA'} {_toolkit()}"]
+    toolkit = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    words = [torch.cuda.get_device_name(), toolkit]
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         words.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     with contextlib.suppress(OSError, IndexError):
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
         words.append(f"driver {re.findall(r'[0-9]+[.][0-9.]+', text)[0]}")
     return ", ".join(words)
-
-
-def _toolkit() -> str:
-    import torch
-
-    return str(torch.version.hip or torch.version.cuda)
 
 
 def device_word() -> str:
@@ -401,16 +396,16 @@ def _capture_mode() -> Callable[[Any], int] | None:
     return exchange
 
 
-def start_driver_thread(work: Callable[[], object], name: str, stop: threading.Event) -> threading.Thread:
+def start_driver_thread(work: Callable[[], object], name: str, stop: threading.Event | None = None) -> threading.Thread:
     """Start a thread that calls the device's driver for long, beside training.
 
-    When the interpreter ends, the thread is stopped and waited for: torch aborts a process whose interpreter cuts a
-    thread off in such a call.
+    When the interpreter ends, the thread is stopped and waited for, up to 10 s: torch aborts a process whose
+    interpreter cuts a thread off in such a call.
 
     Args:
-        work: What it does; it ends soon once ``stop`` is set.
+        work: What it does.
         name: Of the thread.
-        stop: Set when the interpreter ends, if not before.
+        stop: Has it end soon; set when the interpreter ends, if not before. ``None`` = it ends by itself.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     _driver_threads[thread] = stop
@@ -418,7 +413,7 @@ def start_driver_thread(work: Callable[[], object], name: str, stop: threading.E
     return thread
 
 
-_driver_threads = weakref.WeakKeyDictionary[threading.Thread, threading.Event]()
+_driver_threads = weakref.WeakKeyDictionary[threading.Thread, threading.Event | None]()
 _END_S = 10.0
 """Seconds that they get in all when the interpreter ends."""
 
@@ -427,7 +422,8 @@ _END_S = 10.0
 def _end_driver_threads() -> None:
     under_way = list(_driver_threads.items())
     for _, stop in under_way:
-        stop.set()
+        if stop is not None:
+            stop.set()
     end_s = clock.now_s() + _END_S
     for thread, _ in under_way:
         thread.join(max(0.0, end_s - clock.now_s()))
