@@ -244,23 +244,27 @@ class _CopyRun:
     """In the shard, from where the data begins."""
     end: int
     indices: list[int]
-    is_small: bool
+    name: str | None
+    """Of the large one; ``None``: they are small."""
 
 
-def _runs(flat: FlatState, layout: ShardLayout) -> list[_CopyRun]:
-    runs: list[_CopyRun] = []
+def _runs(flat: FlatState, layout: ShardLayout) -> dict[torch.device, list[_CopyRun]]:
+    """Return what is copied at a time, by where it lies."""
+    found: dict[torch.device, list[_CopyRun]] = {}
+    last: _CopyRun | None = None
     kind: tuple[torch.dtype, torch.device] | None = None
     for index, offset in zip(layout.order, layout.offsets, strict=True):
         named = flat.tensors[index]
         before, kind = kind, (named.dtype, named.device)
-        end, is_small = offset + _num_bytes(named), _num_bytes(named) <= SMALL_BYTES
-        last = runs[-1] if runs else None
-        if last and last.is_small and is_small and before == kind and last.end - last.begin < RUN_BYTES:
+        end = offset + _num_bytes(named)
+        name = named.name if end - offset > SMALL_BYTES else None
+        if last and last.name is name is None and before == kind and last.end - last.begin < RUN_BYTES:
             last.indices.append(index)
             last.end = end
         else:
-            runs.append(_CopyRun(offset, end, [index], is_small))
-    return runs
+            last = _CopyRun(offset, end, [index], name)
+            found.setdefault(named.device, []).append(last)
+    return found
 
 
 def _num_bytes(named: NamedTensor) -> int:
@@ -279,7 +283,7 @@ class Stager:
         self._helpers = ThreadPoolExecutor(2, thread_name_prefix="outlast-stage")
         self._key: list[tuple[object, ...]] = []
         self._layout = ShardLayout(())
-        self._runs: list[_CopyRun] = []
+        self._runs: dict[torch.device, list[_CopyRun]] = {}
         self._entries: tuple[int, list[TensorEntry]] = (-1, [])
 
     def size_of(self, flat: FlatState, identity: Identity) -> int:
@@ -314,8 +318,9 @@ class Stager:
         arena = provide(size)
         target = arena.array
         target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
-        queue = _DeviceQueue(arena, self._helpers, self._limit_s)
-        now, later = self._pieces(flat, len(head), deferred, queue)
+        tensors = [named.tensor for named in flat.tensors]
+        queue = _DeviceQueue(arena, tensors, len(head), self._helpers, self._limit_s)
+        now, later = self._pieces(tensors, len(head), deferred, queue)
         now.append((slice(tree.offset, size), np.frombuffer(flat.tree, dtype=np.uint8)))
         copies: tuple[Future[None], ...] = ()
         try:
@@ -346,7 +351,9 @@ class Stager:
 
     def _place(self, flat: FlatState, identity: Identity) -> tuple[bytes, TensorSpan, int]:
         """Lay a state out; as the last one, if nothing but plain values changed."""
-        key: list[tuple[object, ...]] = [named[1:] for named in flat.tensors]
+        key: list[tuple[object, ...]] = [
+            (one.name, one.dtype, one.device, one.shape, one.global_shape, one.global_offset) for one in flat.tensors
+        ]
         if key != self._key:
             self._key, self._entries = key, (-1, [])
             self._layout = ShardLayout(
@@ -359,26 +366,25 @@ class Stager:
         return self._layout.place(identity, len(flat.tree))
 
     def _pieces(
-        self, flat: FlatState, start: int, deferred: Collection[str], queue: _DeviceQueue
+        self, tensors: list[torch.Tensor], start: int, deferred: Collection[str], queue: _DeviceQueue
     ) -> tuple[list[_Piece], list[_Piece]]:
         """Return what is copied where by the host, at once and later; what devices copy goes into their queue."""
-        now, later, tensors = list[_Piece](), list[_Piece](), flat.tensors
-        copying = {device: copies_of(device) for device in {named.device for named in tensors}}
-        for run in self._runs:
-            begin, named = run.begin + start, tensors[run.indices[0]]
-            where = slice(begin, run.end + start)
-            is_late = not run.is_small and named.name in deferred
-            if (copies := copying[named.device]) is not None:
-                queue.add(copies, where, [tensors[index].tensor for index in run.indices], is_late=is_late)
+        now, later = list[_Piece](), list[_Piece]()
+        for device, runs in self._runs.items():
+            if (copies := copies_of(device)) is not None:
+                late = [run for run in runs if run.name in deferred]
+                queue.add(copies, [run for run in runs if run.name not in deferred], late)
                 continue
-            if run.is_small:
-                small = [tensors[index].tensor for index in run.indices]
-                now.append((where, small if named.device.type == "cpu" else _joined(small)))
-                continue
-            whole, pieces = _bytes_of(named.tensor), later if is_late else now
-            for first in range(0, len(whole), PIECE_BYTES):
-                last = min(first + PIECE_BYTES, len(whole))
-                pieces.append((slice(begin + first, begin + last), whole[first:last]))
+            for run in runs:
+                begin = run.begin + start
+                if run.name is None:
+                    small = [tensors[index] for index in run.indices]
+                    now.append((slice(begin, run.end + start), small if device.type == "cpu" else _joined(small)))
+                    continue
+                whole, pieces = _bytes_of(tensors[run.indices[0]]), later if run.name in deferred else now
+                for first in range(0, len(whole), PIECE_BYTES):
+                    last = min(first + PIECE_BYTES, len(whole))
+                    pieces.append((slice(begin + first, begin + last), whole[first:last]))
         return now, later
 
     def _describe(self, flat: FlatState, start: int) -> list[TensorEntry]:
@@ -421,25 +427,28 @@ def _copy(target: Bytes, pieces: list[_Piece]) -> None:
 class _DeviceQueue:
     """What devices copy into one arena."""
 
-    def __init__(self, arena: Arena, helpers: ThreadPoolExecutor, limit_s: float) -> None:
-        self._arena, self._helpers, self._limit_s = arena, helpers, limit_s
-        self._runs: dict[tuple[bool, DeviceCopies], list[tuple[slice, list[torch.Tensor]]]] = {}
+    def __init__(
+        self, arena: Arena, tensors: list[torch.Tensor], start: int, helpers: ThreadPoolExecutor, limit_s: float
+    ) -> None:
+        self._arena, self._tensors, self._start = arena, tensors, start
+        self._helpers, self._limit_s = helpers, limit_s
+        self._runs: list[tuple[DeviceCopies, list[_CopyRun], list[_CopyRun]]] = []
         self._num_begun = 0
         self._now: list[Copied] = []
         self.late: tuple[Future[Copied], ...] = ()
         """What is copied later; queueing many copies takes a while, too, and is left to a helper."""
 
-    def add(self, copies: DeviceCopies, where: slice, tensors: list[torch.Tensor], *, is_late: bool) -> None:
-        """Add tensors that lie side by side, in the image and of one type."""
-        self._runs.setdefault((is_late, copies), []).append((where, tensors))
+    def add(self, copies: DeviceCopies, now: list[_CopyRun], late: list[_CopyRun]) -> None:
+        """Add what lies on one device."""
+        self._runs.append((copies, now, late))
 
     def begin(self) -> None:
         """Have the devices begin with what is awaited."""
-        for (is_late, copies), runs in self._runs.items():
+        for copies, now, _ in self._runs:
             self._arena.pin(copies)
-            if not is_late:
+            if now:
                 self._num_begun += 1
-                self._now.append(copies.queue(self._pairs_of(runs), copies.note_work()))
+                self._now.append(copies.queue(self._pairs_of(now), copies.note_work()))
 
     def finish(self) -> None:
         """Wait for what is awaited, then have a helper begin with what is late: it needs Python's lock as we do.
@@ -449,10 +458,10 @@ class _DeviceQueue:
         """
         if not all(copied.wait(self._limit_s) for copied in self._now):
             raise _hanging(self._limit_s)
-        for (is_late, copies), runs in self._runs.items():
-            if is_late:
+        for copies, _, late in self._runs:
+            if late:
                 self._num_begun += 1
-                self.late += (self._helpers.submit(copies.queue, self._pairs_of(runs), copies.note_work()),)
+                self.late += (self._helpers.submit(copies.queue, self._pairs_of(late), copies.note_work()),)
 
     def settle(self) -> None:
         """Wait for all that was begun; an arena that may still be written to is lost."""
@@ -461,9 +470,10 @@ class _DeviceQueue:
         copies = [*self._now, *(queued.result() for queued in self.late)] if are_known else []
         self._arena.is_lost |= not (are_known and all(copied.wait(_SETTLE_S) for copied in copies))
 
-    def _pairs_of(self, runs: list[tuple[slice, list[torch.Tensor]]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        image = torch.from_numpy(self._arena.array)
-        return (pair for where, tensors in runs for pair in _pairs(tensors, image, where))
+    def _pairs_of(self, runs: list[_CopyRun]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        image, tensors, start = torch.from_numpy(self._arena.array), self._tensors, self._start
+        places = ((run.indices, slice(run.begin + start, run.end + start)) for run in runs)
+        return (pair for some, where in places for pair in _pairs([tensors[index] for index in some], image, where))
 
 
 def _pairs(
@@ -637,15 +647,20 @@ def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: Flat
         optimizers: Those of :meth:`CopyGuard.stepping`.
         flat: The state that is saved, taken apart.
     """
-    tensors = (tensor for optimizer in optimizers for tensor in _tensors_of(optimizer))
-    late = {tensor.data_ptr() if type(tensor) in _PLAIN else _address(tensor) for tensor in tensors}
-    places = {named.device for named in flat.tensors}
-    places = {place for place in places if place.type == "cpu" or copies_of(place) is not None}
-    return frozenset(
-        named.name
-        for named in flat.tensors
-        if named.tensor.data_ptr() in late and named.tensor.nbytes >= DEFERRABLE_BYTES and named.device in places
-    )
+    late = {
+        tensor.data_ptr() if type(tensor) in _PLAIN else _address(tensor)
+        for optimizer in optimizers
+        for tensor in _tensors_of(optimizer)
+    }
+    names, place, can_wait = list[str](), None, False
+    for named in flat.tensors:
+        if named.tensor.nbytes >= DEFERRABLE_BYTES and named.tensor.data_ptr() in late:
+            if named.device != place:
+                place = named.device
+                can_wait = place.type == "cpu" or copies_of(place) is not None
+            if can_wait:
+                names.append(named.name)
+    return frozenset(names)
 
 
 class CopyGuard:
@@ -740,11 +755,14 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
     for values in optimizer.state.values():
-        if isinstance(values, Mapping):
-            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+        if type(values) is dict or isinstance(values, Mapping):
+            for value in values.values():
+                if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+                    yield value
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+"""What is asked for first: there may be very many, and the other questions take longer."""
 
 
 def _address(tensor: torch.Tensor) -> int:

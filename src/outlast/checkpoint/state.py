@@ -21,7 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -205,7 +205,7 @@ def _in_words(layout: Layout | None) -> str:
     return f"{tuple(shape)} over {mesh}"
 
 
-_SCALARS = (str, int, float, bool, bytes, type(None))
+_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 _MAX_DEPTH = 100
 """Containers within one another; what is deeper most likely contains itself."""
@@ -214,8 +214,8 @@ _DTYPES = frozenset(getattr(torch, name.removeprefix("torch.")) for name in DTYP
 _ZEROS = tuple((0,) * dim for dim in range(65))
 
 
-class NamedTensor(NamedTuple):
-    """One tensor of a rank's shard."""
+class NamedTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """One tensor of a rank's shard; there may be very many, so they cost little, and the garbage collector nothing."""
 
     tensor: torch.Tensor
     """This rank's part; not a copy."""
@@ -359,6 +359,12 @@ def _is_scalar(value: Any) -> bool:
     return kind in _SCALARS and (kind is not int or _INT_MIN <= value <= _INT_MAX)
 
 
+def _are_scalars(values: Sequence[Any]) -> bool:
+    if set(map(type, values)) == {int}:  # an optimizer's parameters: there may be very many
+        values = min(values), max(values)
+    return all(map(_is_scalar, values))
+
+
 class _Flattener:
     def __init__(self) -> None:
         self.tensors: list[NamedTensor] = []
@@ -369,11 +375,8 @@ class _Flattener:
 
     def node(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if kind in _PLAIN_TYPES and _can_be_named(value):
-            shape = value.shape
-            return "T", self._add(value, path, shape, _ZEROS[len(shape)])
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+        if kind in _PLAIN_TYPES and (name := self._add(value, path)) is not None:
+            return "T", name
         if _is_scalar(value):
             return "v", value
         if kind is dict or kind is collections.OrderedDict or kind is list or kind is tuple:
@@ -383,6 +386,8 @@ class _Flattener:
             node = self._container(value, kind, path)
             self._depth -= 1
             return node
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
         if kind is np.ndarray and not value.dtype.hasobject:
             return self._array(value, path)
         if isinstance(value, np.generic) and value.dtype.kind in "biufcSUMm" and value.dtype.itemsize:
@@ -393,7 +398,7 @@ class _Flattener:
 
     def _container(self, value: Any, kind: type, path: str) -> Any:
         if kind is list or kind is tuple:
-            if all(_is_scalar(item) for item in value):
+            if _are_scalars(value):
                 return "L" if kind is list else "P", list(value)
             return "l" if kind is list else "p", [self.node(item, f"{path}.{i}") for i, item in enumerate(value)]
         items, before = [], f"{path}." if path else ""
@@ -401,9 +406,8 @@ class _Flattener:
             if type(key) is not str and not _is_scalar(key):
                 return self._pickled(value, path)
             here = f"{before}{key}"
-            if type(item) in _PLAIN_TYPES and _can_be_named(item):  # as node() does, for there may be very many
-                shape = item.shape
-                items.append((key, ("T", self._add(item, here, shape, _ZEROS[len(shape)]))))
+            if type(item) in _PLAIN_TYPES and (name := self._add(item, here)) is not None:
+                items.append((key, ("T", name)))  # as node() does, for there may be very many
             else:
                 items.append((key, self.node(item, here)))
         if kind is dict:
@@ -419,8 +423,8 @@ class _Flattener:
             except (TypeError, ValueError):  # a type that torch lacks
                 pass
             else:
-                if tensor.dtype in _DTYPES:
-                    return "n", self._add(tensor, path, tensor.shape, _ZEROS[tensor.dim()])
+                if (name := self._add(tensor, path)) is not None:
+                    return "n", name
         buffer = io.BytesIO()
         np.save(buffer, value, allow_pickle=False)
         return "a", buffer.getvalue()
@@ -438,8 +442,7 @@ class _Flattener:
         value = value.detach()
         if type(value).__name__ == "AsyncCollectiveTensor":
             value = cast(Any, value).wait()
-        if type(value) in _PLAIN_TYPES and _can_be_named(value):
-            name = self._add(value, path, shape, offset)
+        if type(value) in _PLAIN_TYPES and (name := self._add(value, path, shape, offset)) is not None:
             return ("T", name) if layout is None else ("T", name, layout)
         if hasattr(value, "__tensor_flatten__") and all(type(number) is int for number in value.shape):
             return self._wrapped(value, path, layout, shape, offset)
@@ -470,14 +473,10 @@ class _Flattener:
         attributes, context = value.__tensor_flatten__()
         found = {attribute: getattr(value, attribute) for attribute in attributes}
         first = found[attributes[0]]
-        is_whole = (
-            len(attributes) == 1
-            and type(first) in _PLAIN_TYPES
-            and (first.shape, first.dtype) == (value.shape, value.dtype)
-            and _can_be_named(first)
-        )
-        if is_whole:  # it only does something else with the same numbers: others may read these as the tensor
-            parts = [(attributes[0], ("T", self._add(first, path, shape, offset)))]
+        is_alike = type(first) in _PLAIN_TYPES and (first.shape, first.dtype) == (value.shape, value.dtype)
+        own = self._add(first, path, shape, offset) if is_alike and len(attributes) == 1 else None
+        if is_whole := own is not None:  # it only does something else with numbers that others may read as the tensor
+            parts = [(attributes[0], ("T", own))]
         else:
             parts = [(attribute, self.node(part, f"{path}.{attribute}")) for attribute, part in found.items()]
         described = self.node(context, f"{path}.<{kind.__name__}>")
@@ -491,13 +490,19 @@ class _Flattener:
         return "w", name, dtype, list(value.shape), list(value.stride()), described, parts, is_whole, layout
 
     def _add(
-        self, tensor: torch.Tensor, path: str, global_shape: tuple[int, ...], global_offset: tuple[int, ...]
-    ) -> str:
+        self, tensor: torch.Tensor, path: str, whole: tuple[int, ...] | None = None, offset: tuple[int, ...] = ()
+    ) -> str | None:
+        """Name a plain tensor, part of a whole of another shape or all; ``None``: no file can take its bytes as is."""
+        dtype = tensor.dtype
+        if dtype not in _DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+            return None
         while path in self._names:
             path += "'"  # keys 1 and "1" of one dict
         self._names.add(path)
-        what = (tensor, path, tensor.dtype, tensor.device, tensor.shape, global_shape, global_offset)
-        self.tensors.append(tuple.__new__(NamedTensor, what))  # in half the time; there may be very many
+        shape = tensor.shape
+        if whole is None:
+            whole, offset = shape, _ZEROS[len(shape)]
+        self.tensors.append(NamedTensor(tensor, path, dtype, tensor.device, shape, whole, offset))
         return path
 
     def _pickled(self, value: Any, path: str) -> Any:
@@ -513,11 +518,6 @@ class _Flattener:
                 f"{_remedy(value)}"
             ) from error
         return "o", buffer.getvalue()
-
-
-def _can_be_named(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor's bytes can be given to a file as they are."""
-    return tensor.dtype in _DTYPES and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _load_pickled(data: bytes) -> Any:
