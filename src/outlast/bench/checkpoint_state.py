@@ -74,7 +74,7 @@ class CheckpointState:
 
 def holds(tensors: dict[str, torch.Tensor]) -> bool:
     """Return whether tensors have the values that :meth:`CheckpointState.fill` gives."""
-    return all(torch.equal(tensor.cpu(), _values(number)) for number, tensor in enumerate(tensors.values()))
+    return all(torch.equal(tensor, _values(number).to(tensor.device)) for number, tensor in enumerate(tensors.values()))
 
 
 def _values(number: int) -> torch.Tensor:
