@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
+import xxhash
 
 TIMEOUT_S = 300.0
 
@@ -42,6 +44,7 @@ class LaggingCopies:
     """Stands for :class:`outlast.runtime.device.DeviceCopies`."""
 
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
         self.gate = threading.Event()
         self.gate.set()
         self.calls: list[str] = []
@@ -51,7 +54,9 @@ class LaggingCopies:
         self.room_bytes = 1 << 40
         """Memory that the device has left for :meth:`make_room`."""
         self.num_copied_bytes = 0
-        self._queue = queue.SimpleQueue[tuple[list[tuple[torch.Tensor, torch.Tensor]], LaggingCopied] | None]()
+        self.digests: LaggingDigests | None = LaggingDigests(self)
+        """``None``: this device cannot digest."""
+        self._queue = queue.SimpleQueue[tuple[Callable[[], None], LaggingCopied] | None]()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -97,26 +102,65 @@ class LaggingCopies:
         self._queue.put(None)
         self._thread.join()
 
-    def _give(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> LaggingCopied:
+    def _give(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> LaggingCopied:
+        return self.give(partial(self._copy, pairs))
+
+    def give(self, work: Callable[[], None]) -> LaggingCopied:
+        """Have the device do something after all that it was given."""
         copied = LaggingCopied(self.calls)
-        self._queue.put((list(pairs), copied))
+        self._queue.put((work, copied))
         return copied
+
+    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for source, target in pairs:
+            assert self.gate.wait(TIMEOUT_S)
+            target.copy_(source)
+            self.num_copied_bytes += source.numel()
 
     def _run(self) -> None:
         while (given := self._queue.get()) is not None:
-            pairs, copied = given
-            for source, target in pairs:
-                assert self.gate.wait(TIMEOUT_S)
-                target.copy_(source)
-                self.num_copied_bytes += source.numel()
+            work, copied = given
+            work()
             copied.done.set()
+
+
+class LaggingDigests:
+    """Stands for :class:`outlast.runtime.device_digest.ChunkDigests`."""
+
+    def __init__(self, copies: LaggingCopies) -> None:
+        self._copies = copies
+        self.num_digested = 0
+        self.flips_bit_of: int | None = None
+        """Of which chunk, counted from 0, this device's memory loses a bit."""
+
+    def queue(
+        self,
+        chunks: Sequence[torch.Tensor],
+        into: torch.Tensor,
+        behind: LaggingCopied,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> LaggingCopied:
+        chosen = list(pairs)
+
+        def work() -> None:
+            for number, chunk in enumerate(chunks):
+                if self.num_digested == self.flips_bit_of:
+                    chunk[1000] ^= 4
+                self.num_digested += 1
+                found = xxhash.xxh3_64_intdigest(chunk.numpy().data)
+                into[number] = found - (1 << 64) if found >> 63 else found
+            for source, target in chosen:
+                target.copy_(source)
+
+        return self._copies.give(work)
 
 
 def lagging_device(patch: pytest.MonkeyPatch) -> Iterator[LaggingCopies]:
     """Have the memory of all tensors count as a device's. The generator of a fixture."""
     copies = LaggingCopies()
-    for module in ("arena", "restore"):
+    for module in ("arena", "landing"):
         patch.setattr(f"outlast.checkpoint.{module}.copies_of", lambda _: copies)
+    patch.setattr("outlast.checkpoint.landing.find_digests", lambda _: copies.digests)
     patch.setattr("outlast.checkpoint.manager.device_of", lambda _: torch.device("cpu"))
     yield copies
     copies.close()

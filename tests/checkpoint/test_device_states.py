@@ -5,11 +5,12 @@ The device is a stand-in (:mod:`lagging_device`) that copies late; ``tests/gpu``
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ import torch
 from lagging_device import LaggingCopies, await_release, lagging_device
 from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.arena import SMALL_BYTES, Arena, Staged, Stager, changed_only_by_step
-from outlast.checkpoint.restore import Landing
-from outlast.checkpoint.shard import Identity
+from outlast.checkpoint.landing import Landing
+from outlast.checkpoint.shard import CHUNK_BYTES, Identity
 from outlast.checkpoint.state import capture, flatten
 from outlast.config import CheckpointConfig
 from outlast.errors import CheckpointError
+from outlast.runtime.device import start_driver_thread
 
 SIDE = 700
 TIMEOUT_S = 300.0
@@ -346,18 +348,85 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return training.content()
 
 
+@pytest.fixture
+def known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have it known whether a device digests before the first chunk is read, and not some tenths of a second later."""
+
+    def start(work: Callable[[], object], name: str) -> threading.Thread:
+        thread = start_driver_thread(work, name)
+        if name == "outlast-digests":
+            thread.join()
+        return thread
+
+    monkeypatch.setattr("outlast.checkpoint.landing.start_driver_thread", start)
+    monkeypatch.setattr("outlast.checkpoint.landing.MIN_DIGESTED_CHUNKS", 1)
+
+
 @pytest.mark.process
+@pytest.mark.usefixtures("known_at_once")
 @pytest.mark.parametrize("steps", [0, 1], ids=["a fresh optimizer", "one that has stepped"])
-def test_a_state_is_loaded_through_the_device(device: LaggingCopies, tmp_path: Path, steps: int) -> None:
+@pytest.mark.parametrize("digests", [True, False], ids=["a device that digests", "one that cannot"])
+def test_a_state_is_loaded_through_the_device(device: LaggingCopies, tmp_path: Path, steps: int, digests: bool) -> None:
     """Every large tensor is copied by the device while it is proven, also what a fresh optimizer has not made yet;
-    what is loaded is the saved state to the bit."""
+    what is loaded is the saved state to the bit. A device that can digests all whole chunks; nothing is copied twice
+    from the host."""
     expected = saved(tmp_path / "saves")
-    device.num_copied_bytes = 0
+    device.num_copied_bytes, found = 0, device.digests
+    assert found is not None
+    if not digests:
+        device.digests = None
     other, manager = Training(seed=1, steps=steps), manage(tmp_path / "saves")
     assert manager.load_latest(other.state).iteration == 3  # type: ignore[union-attr]
     assert is_same(other.content(), expected)
     large = sum(one.numel() * 4 for one in expected.values() if one.numel() * 4 >= SMALL_BYTES)
-    assert device.num_copied_bytes == large
+    assert large > 2 * CHUNK_BYTES
+    assert found.num_digested == (2 if digests else 0)
+    # Small tensors within a chunk that is taken whole come along, and two digests go back.
+    assert large <= device.num_copied_bytes <= large + (1 << 20)
+    assert digests or device.num_copied_bytes == large
+    manager.close()
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("known_at_once")
+def test_short_reads_are_gone_on_with(device: LaggingCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may give less than it is asked for, within a slot or at its end: the rest is read then."""
+    expected = saved(tmp_path / "saves")
+    read, limits = os.preadv, itertools.cycle((CHUNK_BYTES + 4096, CHUNK_BYTES, 3 << 20, 1))
+
+    def read_less(fd: int, buffers: Sequence[Any], offset: int) -> int:
+        chosen, left = [], next(limits)
+        for buffer in buffers:
+            chosen.append(memoryview(buffer)[:left])
+            left = max(0, left - len(chosen[-1]))
+        return read(fd, chosen, offset)
+
+    monkeypatch.setattr(os, "preadv", read_less)
+    other, manager = Training(seed=1), manage(tmp_path / "saves")
+    assert manager.load_latest(other.state).iteration == 3  # type: ignore[union-attr]
+    assert is_same(other.content(), expected)
+    assert device.digests is not None
+    assert device.digests.num_digested == 2
+    manager.close()
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("known_at_once")
+def test_a_device_that_loses_a_bit_is_found_out(device: LaggingCopies, tmp_path: Path) -> None:
+    """What arrived is compared, not what was sent: memory of a device that loses a bit is named, nothing live is
+    touched, and what is stored is still good: it is loaded next."""
+    expected = saved(tmp_path / "saves")
+    assert device.digests is not None
+    device.digests.flips_bit_of = 1
+    other, manager = Training(seed=1), manage(tmp_path / "saves")
+    before = other.content()
+    with pytest.raises(CheckpointError, match=r"a device does not hold what was copied to it \(chunk [01]\)"):
+        manager.load_latest(other.state)
+    assert is_same(other.content(), before)
+    manager.close()
+    manager = manage(tmp_path / "saves")
+    assert manager.load_latest(other.state).iteration == 3  # type: ignore[union-attr]
+    assert is_same(other.content(), expected)
     manager.close()
 
 
@@ -377,9 +446,15 @@ def test_what_a_device_has_no_room_for_is_loaded_through_the_host(
 
 
 @pytest.mark.process
-def test_nothing_live_is_touched_by_a_copy_that_is_damaged(device: LaggingCopies, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("known_at_once")
+@pytest.mark.parametrize("digests", [True, False], ids=["found by the device", "found by the host"])
+def test_nothing_live_is_touched_by_a_copy_that_is_damaged(
+    device: LaggingCopies, tmp_path: Path, digests: bool
+) -> None:
     """One flipped bit, in a part that the device takes: the generation is refused, and the live state is as it was."""
     saved(tmp_path / "saves")
+    if not digests:
+        device.digests = None
     path = max((tmp_path / "saves").rglob("step-3/*"), key=lambda one: one.stat().st_size)
     with open(path, "r+b") as file:
         file.seek(2 << 20)
@@ -388,7 +463,7 @@ def test_nothing_live_is_touched_by_a_copy_that_is_damaged(device: LaggingCopies
         file.write(bytes([byte ^ 1]))
     other, manager = Training(seed=1), manage(tmp_path / "saves")
     before = other.content()
-    with pytest.raises(CheckpointError, match="differs from its digest"):
+    with pytest.raises(CheckpointError, match=r"chunk 0, bytes 0 to \d+ \(.+\), differs from its digest"):
         manager.load_latest(other.state)
     assert is_same(other.content(), before)
     manager.close()
@@ -400,7 +475,7 @@ def test_a_device_that_takes_nothing_ends_the_load(
     """A device that hangs while a shard is read is reported after the limit; its memory is not used again."""
     path = tmp_path / "shard"
     path.write_bytes(bytes(64 << 20))
-    monkeypatch.setattr("outlast.checkpoint.restore._DEVICE_LIMIT_S", 0.05)
+    monkeypatch.setattr("outlast.checkpoint.landing._DEVICE_LIMIT_S", 0.05)
 
     class Span:
         offset, num_bytes, shape, dtype = 0, 64 << 20, (16 << 20,), "F32"
@@ -410,8 +485,9 @@ def test_a_device_that_takes_nothing_ends_the_load(
         device.gate.clear()
 
         def load() -> None:
-            for _ in landing.read(0, 64 << 20, memoryview(b"")):
-                pass
+            for begin in range(0, 64 << 20, CHUNK_BYTES):
+                for _ in landing.read(begin, begin + CHUNK_BYTES, memoryview(b"")):
+                    pass
             landing.finish()
 
         with pytest.raises(CheckpointError, match="it hangs"):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from device_runs import needs_gpu
 
 from outlast import env
-from outlast.checkpoint import CheckpointManager, restore
+from outlast.checkpoint import CheckpointManager, landing
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import CheckpointConfig
 from outlast.errors import CheckpointError
+from outlast.runtime.device import copies_of
+from outlast.runtime.device_digest import DIGESTED_BYTES, find_digests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
 
@@ -87,25 +90,36 @@ def save(device: torch.device, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def landed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return how many tensors each shard that is read puts onto the device on the way."""
-    found: list[int] = []
-    finish = restore.Landing.finish
+def landed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return how many tensors each shard that is read puts onto the device on the way, and chunks digested there."""
+    found: list[tuple[int, int]] = []
+    finish = landing.Landing.finish
 
-    def note(landing: restore.Landing) -> None:
-        finish(landing)
-        found.append(len(landing.tensors))
+    def note(this: landing.Landing) -> Mapping[int, str]:
+        digested = finish(this)
+        found.append((len(this.tensors), len(digested)))
+        return digested
 
-    monkeypatch.setattr(restore.Landing, "finish", note)
+    monkeypatch.setattr(landing.Landing, "finish", note)
     return found
+
+
+@pytest.fixture(params=[True, False], ids=["digested on the device", "on the host"])
+def digests(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Return whether what is loaded is digested on the device: all of a small state, its kernel being compiled."""
+    is_on_device = request.param and device.type != "cpu"
+    if is_on_device:
+        assert find_digests(device) is not None, "NVRTC comes with torch"
+    monkeypatch.setattr(landing, "MIN_DIGESTED_CHUNKS", 1 if is_on_device else 1 << 40)
+    return is_on_device
 
 
 @pytest.mark.parametrize("has_stepped", [True, False], ids=["stepped", "fresh"])
 def test_what_was_saved_is_loaded(
-    device: torch.device, tmp_path: Path, tier: str, landed: list[int], has_stepped: bool
+    device: torch.device, tmp_path: Path, tier: str, landed: list[tuple[int, int]], has_stepped: bool, digests: bool
 ) -> None:
     """Model and optimizer are what was saved, to the bit, also where the optimizer has not made its state yet; its
-    tensors lie on the device, and all large ones came there while they were proven."""
+    tensors lie on the device, and all large ones came there while they were proven, by the device where it can."""
     expected = save(device, tmp_path)
     other, manager = Training(device, has_stepped=has_stepped), manage(tmp_path)
     restored = manager.load_latest(other.state)
@@ -115,7 +129,9 @@ def test_what_was_saved_is_loaded(
     assert is_same(other.content(), expected)
     assert {tensor.device for tensor in other.tensors().values()} == {device}
     if device.type != "cpu":
-        assert landed[0] == 3 * NUM_LAYERS, "weights and two moments; biases are small"
+        num_tensors, num_digested = landed[0]
+        assert num_tensors == 3 * NUM_LAYERS, "weights and two moments; biases are small"
+        assert (num_digested > 0) == digests
 
 
 @needs_gpu("there is no memory of a device")
@@ -144,6 +160,7 @@ def test_a_device_without_room_is_loaded_through_the_host(
     assert is_same(other.content(), expected)
 
 
+@pytest.mark.usefixtures("digests")
 def test_a_damaged_copy_touches_nothing_on_the_device(device: torch.device, tmp_path: Path) -> None:
     """One flipped bit is found before the live state is touched: it is refused, and the device holds what it held."""
     save(device, tmp_path)
@@ -159,3 +176,45 @@ def test_a_damaged_copy_touches_nothing_on_the_device(device: torch.device, tmp_
         manager.load_latest(other.state)
     manager.close()
     assert is_same(other.content(), before)
+
+
+@needs_gpu("its kernel is CUDA's")
+def test_a_device_digests_chunks_as_the_host_does(device: torch.device) -> None:
+    """Random chunks have the digests that the host computes, in whatever order they lie; one changed bit changes that
+    of its chunk alone, wherever it is, and what is copied besides is right."""
+    digests, number = find_digests(device), 40
+    assert digests is not None
+    generator = torch.Generator().manual_seed(3)
+    host = torch.randint(0, 256, (number, DIGESTED_BYTES), dtype=torch.uint8, generator=generator)
+    there = host.to(device)
+    order = torch.randperm(number, generator=generator).tolist()
+    found = torch.zeros(number, dtype=torch.int64, device=device)
+    target = torch.zeros(1000, dtype=torch.uint8, device=device)
+
+    def compute() -> list[int]:
+        pairs = [(there[3, 500:1500], target)]
+        copies = copies_of(device)
+        assert digests is not None
+        assert copies is not None
+        behind = copies.queue((), copies.note_work())
+        assert digests.queue([there[chunk] for chunk in order], found, behind, pairs).wait(TIMEOUT_S)
+        return [value % (1 << 64) for value in found.tolist()]
+
+    before = compute()
+    assert before == [xxhash.xxh3_64_intdigest(host[chunk].numpy().data) for chunk in order]
+    assert torch.equal(target.cpu(), host[3, 500:1500])
+    for byte in (
+        0,
+        7,
+        1023,
+        1024,
+        DIGESTED_BYTES // 2 + 13,
+        DIGESTED_BYTES - 65,
+        DIGESTED_BYTES - 64,
+        DIGESTED_BYTES - 1,
+    ):
+        there[order[5], byte] ^= 16
+        after = compute()
+        assert [place for place in range(number) if after[place] != before[place]] == [5]
+        assert after[5] == xxhash.xxh3_64_intdigest(there[order[5]].cpu().numpy().data)
+        there[order[5], byte] ^= 16

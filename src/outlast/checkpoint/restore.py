@@ -3,31 +3,27 @@
 A copy is proven before any live state is touched: every byte is compared with its digest. It is checked whether it fits
 the live state, and only once all ranks have voted (:mod:`outlast.checkpoint.recovery`) is it put into it.
 
-What is going to lie on a device is copied there while it is proven, into memory beside the live state: what the device
-copies are the very bytes that were compared. Where there is no memory for that, it is read into the host's memory.
+What is going to lie on a device is copied there while it is proven, into memory beside the live state
+(:mod:`outlast.checkpoint.landing`). Where there is no memory for that, it is read into the host's memory.
 """
 
 from __future__ import annotations
 
-import bisect
-import collections
 import logging
 import os
-import queue
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from outlast import clock
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import Arena, ArenaPool
 from outlast.checkpoint.dcp.items import TORCH_TYPES
 from outlast.checkpoint.dcp.reader import bytes_of, read_rank
 from outlast.checkpoint.dcp.reshard import Resharded, load_resharded
+from outlast.checkpoint.landing import Landing
 from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.places import Peers, Places, group_of
 from outlast.checkpoint.replica.client import ParityMember, Target
@@ -49,20 +45,10 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
-from outlast.runtime.device import Copied, DeviceCopies, copies_of, empty_cache, start_driver_thread
+from outlast.runtime.device import empty_cache
 
 log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 30.0
-LANDED_BYTES = 256 << 10
-"""Tensors below this are read into the host's memory: one by one, copies cost more than their bytes."""
-SLOT_BYTES = 8 << 20
-NUM_LANDING_THREADS = 12
-"""At most; a core reads and digests some 4 GB/s, a link to a device takes up to 55."""
-NUM_SPARE_SLOTS = 6
-"""Slots that a device copies from while each reader fills one."""
-_POLL_S, _LOOK_S = 0.0003, 0.1
-_DEVICE_LIMIT_S = 60.0
-"""A device that does not take 4 MiB in this time hangs."""
 
 
 class ProvenCopy:
@@ -83,208 +69,6 @@ class ProvenCopy:
 
     def close(self) -> None:
         """Release it."""
-
-
-class _PinnedSlot:
-    """Pinned memory that a device copies from."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory, self.view = memory, bytes_of(memory)
-
-
-_Filled: TypeAlias = tuple[_PinnedSlot, int, int]
-"""A slot, and between which of the shard's bytes it holds what was read."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """A tensor of a device, as bytes, that takes a part of a shard."""
-
-    begin: int
-    end: int
-    bytes: torch.Tensor
-    copies: DeviceCopies
-
-
-class Landing:
-    """Read a shard, and have devices copy its large tensors, as far as they have memory beside the live state.
-
-    What reads fills pinned slots, and one thread gives the devices what is filled: this way Python's lock is
-    needed for little, which else is the limit with many readers.
-
-    Args:
-        fd: The shard.
-        spans: What lies where.
-        state: The live state, which says what belongs on which device; nothing of it is touched.
-
-    Thread: that of the training loop; :meth:`read`: any, several at once.
-    """
-
-    def __init__(self, fd: int, spans: Mapping[str, TensorSpan], state: Mapping[str, Any]) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        """What has a place on a device, by name; filled once all was read and :meth:`finish` has returned."""
-        self.num_threads = min(NUM_LANDING_THREADS, len(os.sched_getaffinity(0)))
-        self._fd, self._rooms, self._slots, self._num_slots = fd, list[_Room](), list[_PinnedSlot](), 0
-        for (copies, is_copied), names in _places_on_devices(spans, state).items():
-            shapes = [(spans[name].shape, TORCH_TYPES[spans[name].dtype]) for name in names]
-            # What is only copied from is given back at once; of the rest each is going to be part of the state.
-            for name, tensor in zip(names, copies.make_room(shapes, together=is_copied), strict=False):
-                begin, end = spans[name].offset, spans[name].offset + spans[name].num_bytes
-                self.tensors[name] = tensor
-                self._rooms.append(_Room(begin, end, tensor.view(-1).view(torch.uint8), copies))
-        self._rooms.sort(key=lambda room: room.begin)
-        self._ends = [room.end for room in self._rooms]
-        self._lock, self._failure = threading.Lock(), list[BaseException]()
-        self._free, self._filled = queue.SimpleQueue[_PinnedSlot](), queue.SimpleQueue[_Filled | None]()
-        self._sender: threading.Thread | None = None
-        self._is_over = False
-        if self.tensors:
-            self._sender = start_driver_thread(self._send_all, "outlast-landing")
-
-    def read(self, start: int, end: int, _: memoryview) -> Iterator[memoryview]:
-        """See :class:`outlast.checkpoint.verification.ShardReader`. Raises: CheckpointError, when a device hangs."""
-        while start < end:
-            slot = self._take_slot()  # all of it at once: in smaller pieces Python's lock is what readers wait for
-            if not (count := os.preadv(self._fd, [slot.view[: end - start]], start)):
-                return  # nothing of this load counts any more, the slot neither
-            yield slot.view[:count]
-            self._filled.put((slot, start, start + count))
-            start += count
-
-    def finish(self) -> None:
-        """Wait until the devices have copied everything. Raises: CheckpointError, when one hangs."""
-        if self._sender is not None:
-            self._filled.put(None)
-            self._sender.join(2 * _DEVICE_LIMIT_S)
-            if self._sender.is_alive():  # in a call of the driver
-                self._failure.append(_hanging())
-            self._sender = None
-        if self._failure:
-            raise self._failure[0]
-
-    def close(self) -> None:
-        """Release what was not used. Idempotent. Blocks: until nothing is copied any more."""
-        try:
-            self.finish()
-        except Exception as error:  # noqa: BLE001 - whatever kept the devices from copying
-            log.warning("%s", error)
-            _lost.append((self.tensors, self._slots))  # their memory must not be used again
-        self.tensors, self._rooms, self._slots, self._failure = {}, [], [], []
-
-    def _take_slot(self) -> _PinnedSlot:
-        """Return a slot that no device copies from. Raises: CheckpointError, when one hangs."""
-        try:
-            return self._free.get_nowait()
-        except queue.Empty:
-            pass
-        with self._lock:
-            if is_new := self._num_slots < self.num_threads + NUM_SPARE_SLOTS:
-                self._num_slots += 1
-        if is_new:
-            slot = _PinnedSlot(self._rooms[0].copies.pinned(SLOT_BYTES))
-            self._slots.append(slot)
-            return slot
-        end_s = clock.now_s() + 2 * _DEVICE_LIMIT_S
-        while not self._failure:
-            try:
-                return self._free.get(timeout=_LOOK_S)
-            except queue.Empty:
-                if clock.now_s() >= end_s:
-                    raise _hanging() from None
-        raise self._failure[0]
-
-    def _send_all(self) -> None:
-        """Have the devices copy what is filled, until :meth:`finish`. Thread: the sender's."""
-        under_way = collections.deque[tuple[float, list[Copied], list[_PinnedSlot]]]()
-        try:
-            while (batch := self._next_batch(_POLL_S if under_way else None)) is not None or under_way:
-                if batch:
-                    under_way.append((clock.now_s(), self._send(batch), [slot for slot, _, _ in batch]))
-                while under_way and all(copied.wait(0.0) for copied in under_way[0][1]):
-                    for slot in under_way.popleft()[2]:
-                        self._free.put(slot)
-                if under_way and clock.now_s() >= under_way[0][0] + _DEVICE_LIMIT_S:
-                    raise _hanging()
-        except BaseException as error:  # noqa: BLE001 - raised again by finish(), and by whoever waits for a slot
-            self._failure.append(error)
-
-    def _next_batch(self, timeout_s: float | None) -> list[_Filled] | None:
-        """Return what was filled since, waiting for the first so long; ``None``: that was all."""
-        if self._is_over and timeout_s is None:
-            return None
-        batch = list[_Filled]()
-        try:
-            while (found := self._filled.get_nowait() if batch else self._filled.get(timeout=timeout_s)) is not None:
-                batch.append(found)
-            self._is_over = True
-        except queue.Empty:
-            pass
-        return None if self._is_over and not batch else batch
-
-    def _send(self, batch: Iterable[_Filled]) -> list[Copied]:
-        """Have the devices copy what slots hold: the shard's bytes from here to there."""
-        pairs: dict[DeviceCopies, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for slot, start, end in batch:
-            for room in self._rooms[bisect.bisect_right(self._ends, start) :]:
-                if room.begin >= end:
-                    break
-                first, last = max(start, room.begin), min(end, room.end)
-                pair = slot.memory[first - start : last - start], room.bytes[first - room.begin : last - room.begin]
-                pairs.setdefault(room.copies, []).append(pair)
-        return [copies.queue(some) for copies, some in pairs.items()]
-
-
-def _hanging() -> CheckpointError:
-    return CheckpointError(f"the device has not taken {SLOT_BYTES} bytes within {_DEVICE_LIMIT_S:g} s; it hangs")
-
-
-_lost: list[tuple[dict[str, torch.Tensor], list[_PinnedSlot]]] = []
-"""What a device may still write to, or read."""
-
-
-def _places_on_devices(
-    spans: Mapping[str, TensorSpan], state: Mapping[str, Any]
-) -> dict[tuple[DeviceCopies, bool], list[str]]:
-    """Return which large tensors of a shard belong on which device, and whether they are copied into live ones there.
-
-    They belong where the live state has such a one; and what an optimizer has not made yet, beside its parameter. Only
-    modules and bare tensors copy; an optimizer, or whatever else has a ``load_state_dict``, may keep what it is given.
-    """
-    live = {named.name: named for named in flatten({"state": capture(state)}).tensors}
-    parts = list(_parts("state", state))
-    copying = [path for path, value in parts if isinstance(value, torch.nn.Module | torch.Tensor)]
-    parameters = {
-        (path, number): parameter
-        for path, value in parts
-        if isinstance(value, torch.optim.Optimizer)
-        for number, parameter in enumerate(one for group in value.param_groups for one in group["params"])
-    }
-    found: dict[tuple[DeviceCopies, bool], list[str]] = {}
-    for name, span in spans.items():
-        if span.num_bytes < LANDED_BYTES:
-            continue
-        device = None
-        if (named := live.get(name)) is not None:
-            if tuple(named.shape) == span.shape and named.dtype == TORCH_TYPES[span.dtype]:
-                device = named.device
-        else:
-            path, _, rest = name.rpartition(".state.")
-            index = rest.partition(".")[0]
-            if index.isdecimal() and (parameter := parameters.get((path, int(index)))) is not None:
-                device = parameter.device
-        if device is not None and (copies := copies_of(device)) is not None:
-            is_copied = any(name == path or name.startswith(f"{path}.") for path in copying)
-            found.setdefault((copies, is_copied), []).append(name)
-    return found
-
-
-def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is no mapping in a state, by its path."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _parts(f"{path}.{name}", inner)
-    else:
-        yield path, value
 
 
 class _ShardCopy(ProvenCopy):
@@ -319,7 +103,6 @@ class _ShardCopy(ProvenCopy):
 
         try:
             self._proof = prove_shard(fd, manifest, rank, in_memory=in_memory, open_reader=land)
-            self._await_device()
         except BaseException:
             self._release()
             os.close(fd)  # and nothing else: what was refused is not held
@@ -345,10 +128,6 @@ class _ShardCopy(ProvenCopy):
         restore_into(state, saved["state"])
         tensors.clear()  # what has decoded them refers to itself, and is freed when garbage is next collected
         return dict(saved["random"])
-
-    def _await_device(self) -> None:
-        if self._landing is not None:
-            self._landing.finish()
 
     def _release(self) -> None:
         """Give back what lies on devices beside the live state."""

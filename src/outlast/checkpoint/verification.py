@@ -66,6 +66,9 @@ class StoredFile:
     """Yields the bytes between two offsets, in order, each piece valid until the next; ends early where the file does.
     The third argument is ``room_bytes`` of memory that it may use. Raises: OSError, CheckpointError."""
     room_bytes: int = 0
+    takes: Callable[[int], int] = lambda _: 0
+    """Returns how many chunks, from this one on, are read together by what also digests them; 0: not even this one.
+    Asked once for each, before it is read."""
     node: str | None = None
     rank: int | None = None
 
@@ -83,7 +86,12 @@ class Flaw:
 
 
 def verify_chunk(
-    file: StoredFile, index: int, room: memoryview, on_piece: Callable[[memoryview, int], None] | None = None
+    file: StoredFile,
+    index: int,
+    room: memoryview,
+    on_piece: Callable[[memoryview, int], None] | None = None,
+    *,
+    num_taken: int = 0,
 ) -> Flaw | None:
     """Compare a chunk with its digest.
 
@@ -92,19 +100,21 @@ def verify_chunk(
         index: Of the chunk.
         room: At least ``file.room_bytes``; holds the chunk's last piece afterwards.
         on_piece: Called with each piece and its offset in the file.
+        num_taken: So many chunks, from this one on, are only read: what reads them digests them.
 
     Raises:
         OSError, CheckpointError: The file cannot be read.
     """
     start = index * CHUNK_BYTES
-    end = min(start + CHUNK_BYTES, file.num_bytes)
+    end = min(start + max(1, num_taken) * CHUNK_BYTES, file.num_bytes)
     found, position = xxhash.xxh3_64(), start
     for piece in file.read(start, end, room):
-        found.update(piece)
+        if not num_taken:
+            found.update(piece)
         if on_piece is not None:
             on_piece(piece, position)
         position += len(piece)
-    if position == end and found.hexdigest() == file.chunks[index]:
+    if position == end and (num_taken or found.hexdigest() == file.chunks[index]):
         return None
     names = tuple(name for name, offset, num_bytes in file.contents() if offset < end and offset + num_bytes > start)
     if position < end:
@@ -128,7 +138,7 @@ def verify(
         num_threads: Readers, each of which holds ``room_bytes`` of a file in memory.
         on_piece: Called in the readers' threads with each piece and its offset in its file.
         until_flaw: Whether no further chunk is begun once something is wrong.
-        chunks: Returns whether the chunk of this number is read; ``None`` = all are.
+        chunks: Returns whether the chunk of this number is read, and digested here; ``None`` = all are.
 
     Returns:
         What is wrong, in the order of the files and their chunks; what cannot be read is named once a file.
@@ -141,11 +151,17 @@ def verify(
     lock, stop = threading.Lock(), threading.Event()
     ended = queue.SimpleQueue[None]()  # has one entry for each reader that has ended
 
-    def next_turn() -> tuple[StoredFile, int] | None:
+    def next_turn() -> tuple[StoredFile, int, int] | None:
         with lock:
             if stop.is_set() or (until_flaw and flaws):
                 return None
-            return next((turn for turn in turns if id(turn[0]) not in unreadable), None)
+            if (turn := next((turn for turn in turns if id(turn[0]) not in unreadable), None)) is None:
+                return None
+            file, index = turn
+            num_taken = file.takes(index) if chunks is None else 0
+            for _ in range(num_taken - 1):
+                next(turns)
+            return file, index, num_taken
 
     def take(piece: memoryview, offset: int) -> None:
         if stop.is_set():
@@ -157,11 +173,11 @@ def verify(
         room = memoryview(b"")
         try:
             while (turn := next_turn()) is not None:
-                file, index = turn
+                file, index, num_taken = turn
                 if len(room) < file.room_bytes:
                     room = memoryview(bytearray(file.room_bytes))
                 try:
-                    flaw = verify_chunk(file, index, room, take)
+                    flaw = verify_chunk(file, index, room, take, num_taken=num_taken)
                 except (OSError, CheckpointError) as error:
                     flaw = Flaw(file, error)
                 with lock:
@@ -242,6 +258,7 @@ def shard_file(
     room_bytes: int = 0,
     node: str | None = None,
     spans: Mapping[str, TensorSpan] | None = None,
+    takes: Callable[[int], int] = lambda _: 0,
 ) -> StoredFile:
     """Return a rank's shard as a file to verify; see :class:`StoredFile`.
 
@@ -261,6 +278,7 @@ def shard_file(
         contents=contents,
         read=read,
         room_bytes=room_bytes,
+        takes=takes,
         node=node,
         rank=entry.rank,
     )
@@ -312,12 +330,21 @@ def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = 
 
 
 class ShardReader(Protocol):
-    """Reads a shard, and does something with the very bytes that are then compared with their digests."""
+    """Reads a shard, and does something with the very bytes that are compared with their digests."""
 
     num_threads: int
 
+    def takes(self, chunk: int) -> int:
+        """As :attr:`StoredFile.takes`."""
+
     def read(self, start: int, end: int, room: memoryview) -> Iterable[memoryview]:
         """As :attr:`StoredFile.read`; may be called by several threads at once."""
+
+    def finish(self) -> Mapping[int, str]:
+        """Return the digests of the chunks that it took, by their numbers, once all is read.
+
+        Raises: CheckpointError. Blocks: until it has done all with the bytes that it does.
+        """
 
 
 def prove_shard(
@@ -358,7 +385,15 @@ def prove_shard(
 
     reader = None if open_reader is None else open_reader(spans)
     if reader is not None:
-        _verify_shard(shard_file(entry, reader.read, spans=spans), copy_out, num_threads=reader.num_threads)
+        file = shard_file(entry, reader.read, spans=spans, takes=reader.takes)
+        _verify_shard(file, copy_out, num_threads=reader.num_threads)
+        if differing := {chunk for chunk, found in reader.finish().items() if found != entry.chunks[chunk]}:
+            stored = shard_file(entry, partial(_read_fd, fd), room_bytes=PIECE_BYTES, spans=spans)
+            _verify_shard(stored, chunks=differing.__contains__)  # says what lies there
+            raise CheckpointError(
+                f"a device does not hold what was copied to it (chunk {min(differing)}), but what is stored is as it "
+                "was saved; look at the device's memory and its link"
+            )
     elif in_memory:
         with mmap.mmap(fd, entry.num_bytes, prot=mmap.PROT_READ) as image, memoryview(image) as view:
             _verify_shard(shard_file(entry, partial(_read_image, view), spans=spans), copy_out)

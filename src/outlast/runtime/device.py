@@ -240,7 +240,7 @@ def _settle_devices() -> None:
     has_context: Any = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
     for index in range(torch.cuda.device_count()):
         if has_context(index):
-            with contextlib.suppress(RuntimeError), _beside_training(torch.device("cuda", index)):
+            with contextlib.suppress(RuntimeError), beside_training(torch.device("cuda", index)):
                 torch.cuda.synchronize()  # what a kernel did wrong, whoever uses the device next is told
 
 
@@ -307,6 +307,16 @@ def check_collectives(backend: str, timeout_s: float, *, hard_timeout_s: float) 
         )
 
 
+def architecture_of(device: torch.device) -> str | None:
+    """Return what kernels are compiled for, as NVIDIA's compilers name it; ``None``: not a device of theirs."""
+    import torch
+
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
 def describe_device() -> str:
     """Return what this process computes on, with the versions that matter, for people."""
     import torch
@@ -346,7 +356,7 @@ def is_done(mark: Any, *, timeout_s: float) -> bool:
     """Return whether the work before a mark is done. Blocks: until it is, up to ``timeout_s`` seconds. Thread: any."""
     end_s, pause_s = clock.now_s() + timeout_s, _QUERY_S / 64
     while True:
-        with _beside_training(mark.device):  # for the question alone: training captures nothing while it waits for us
+        with beside_training(mark.device):  # for the question alone: training captures nothing while it waits for us
             if mark.query():
                 return True
         if clock.now_s() >= end_s:
@@ -356,7 +366,7 @@ def is_done(mark: Any, *, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def _beside_training(device: torch.device) -> Iterator[None]:
+def beside_training(device: torch.device) -> Iterator[None]:
     """Have the calls of a thread other than training's harm nothing.
 
     A thread begins on the first GPU, where its first call would take memory for a context. And while training captures
@@ -390,7 +400,7 @@ def _capture_mode() -> Callable[[Any], int] | None:
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             path = next(line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line)
-        exchange: Callable[[Any], int] = ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode
+        exchange: Callable[[Any], int] = ctypes.PyDLL(path).cudaThreadExchangeStreamCaptureMode
     except (OSError, StopIteration, AttributeError):
         return None
     return exchange
@@ -442,15 +452,13 @@ class Copied:
 
     def __init__(self, mark: torch.cuda.Event, sources: list[torch.Tensor]) -> None:
         self._mark, self._sources = mark, sources
+        self._is_done = False
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether they are done. Blocks: until they are, up to ``timeout_s`` seconds. Thread: any."""
-        if not self._sources:
-            return True
-        if not is_done(self._mark, timeout_s=timeout_s):
-            return False
-        self._sources = []
-        return True
+        if not self._is_done and is_done(self._mark, timeout_s=timeout_s):
+            self._is_done, self._sources = True, []
+        return self._is_done
 
     def hold_back(self, timeout_s: float) -> bool:
         """Have the device do what it is given from now on in its current stream only after them.
@@ -463,7 +471,7 @@ class Copied:
         """
         import torch
 
-        if not self._sources:
+        if self._is_done:
             return True
         if is_capturing():
             return self.wait(timeout_s)  # what is captured is done later, and again, with nothing before it
@@ -480,8 +488,8 @@ class DeviceCopies:
     def __init__(self, device: torch.device) -> None:
         import torch
 
-        self._device = device
-        with _beside_training(device):
+        self.device = device
+        with beside_training(device):
             self._stream = torch.cuda.Stream(device)
 
     def pin(self, address: int, num_bytes: int) -> bool:
@@ -494,7 +502,7 @@ class DeviceCopies:
         """
         import torch
 
-        with _beside_training(self._device):
+        with beside_training(self.device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
             if code:
                 self._forget_error()
@@ -505,7 +513,7 @@ class DeviceCopies:
         """Undo :meth:`pin`. Blocks: until the device copies nothing there any more."""
         import torch
 
-        with _beside_training(self._device):
+        with beside_training(self.device):
             if int(torch.cuda.cudart().cudaHostUnregister(address)):
                 self._forget_error()
 
@@ -514,30 +522,41 @@ class DeviceCopies:
         import torch
 
         mark = torch.cuda.Event()
-        mark.record(torch.cuda.current_stream(self._device))
+        mark.record(torch.cuda.current_stream(self.device))
         return mark
 
     def queue(
-        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], behind: torch.cuda.Event | None = None
+        self,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        behind: torch.cuda.Event | Copied | None = None,
+        launch: Callable[[int], object] | None = None,
     ) -> Copied:
-        """Queue copies to the host, or to the device.
+        """Queue copies to the host, to the device, or within it.
 
         Args:
-            pairs: What is copied, and where to. Drawn one by one: what the device has to do to make a source is done in
-                the copies' stream.
-            behind: What of the device's work comes before, from :meth:`note_work`; ``None`` = only copies.
+            pairs: What is copied, and where to. Drawn here: what the device has to do to make a source is done in the
+                copies' stream.
+            behind: What comes before: of the device's work, from :meth:`note_work`, or of other copies; ``None`` = only
+                the copies that were queued here.
+            launch: Gives the copies' stream, by its handle, something else to do first.
 
         Blocks: hardly, where the host's memory is pinned; else while the copies are made.
         """
         import torch
 
-        sources = []
-        with _beside_training(self._device), torch.cuda.stream(self._stream), torch.no_grad():
-            if behind is not None:
+        with beside_training(self.device), torch.cuda.stream(self._stream), torch.no_grad():
+            if isinstance(behind, Copied):
+                behind.hold_back(0.0)
+            elif behind is not None:
                 self._stream.wait_event(behind)
+            if launch is not None:
+                launch(self._stream.cuda_stream)
+            sources, targets = list[torch.Tensor](), list[torch.Tensor]()
             for source, target in pairs:
-                target.copy_(source, non_blocking=True)
                 sources.append(source)
+                targets.append(target)
+            if targets:  # in one call, as each gives Python's lock away
+                torch._foreach_copy_(targets, sources, non_blocking=True)
             mark = torch.cuda.Event()
             mark.record(self._stream)
         return Copied(mark, sources)
@@ -555,8 +574,8 @@ class DeviceCopies:
         """
         import torch
 
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        cached_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        cached_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         spare_bytes, places, end = free_bytes + cached_bytes - total_bytes // _LEFT_FREE, list[slice](), 0
         for shape, dtype in shapes:
             begin = -(-end // _ALIGNED) * _ALIGNED
@@ -568,22 +587,22 @@ class DeviceCopies:
         tensors: list[torch.Tensor] = []
         try:
             if together and fitting:
-                piece = torch.empty(places[-1].stop, dtype=torch.uint8, device=self._device)
+                piece = torch.empty(places[-1].stop, dtype=torch.uint8, device=self.device)
                 tensors = [piece[place].view(dtype).view(shape) for (shape, dtype), place in fitting]
             elif fitting:
                 for (shape, dtype), _ in fitting:
-                    tensors.append(torch.empty(shape, dtype=dtype, device=self._device))
+                    tensors.append(torch.empty(shape, dtype=dtype, device=self.device))
         except torch.OutOfMemoryError:
             pass  # what is cached lies in pieces
         # Their memory may have been other tensors', which kernels that are still queued use.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return tensors
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Return new pinned memory of the host, as bytes."""
         import torch
 
-        with _beside_training(self._device):
+        with beside_training(self.device):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _forget_error(self) -> None:
@@ -591,7 +610,7 @@ class DeviceCopies:
         import torch
 
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=self._device)
+            torch.zeros(1, device=self.device)
 
 
 _PORTABLE = 1
