@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,12 +34,10 @@ from outlast.runtime.device_digest import DIGESTED_BYTES, ChunkDigests, find_dig
 log = logging.getLogger(__name__)
 LANDED_BYTES = 256 << 10
 """Tensors below this are read into the host's memory: one by one, copies cost more than their bytes."""
-NUM_LANDING_THREADS = 12
+NUM_LANDING_THREADS = 14
 """At most; a core reads some 8 GB/s, or reads and digests half as much; a link to a device takes up to 55."""
-NUM_READ_TOGETHER = 2
-"""Chunks that a reader reads at once where it digests none: each time, it waits for Python's lock."""
-NUM_SPARE_SLOTS = 6
-"""Slots that a device copies from while readers fill the others."""
+NUM_SPARE_SLOTS = 10
+"""Slots that a device copies from while each reader fills one. More of them do not stay in the processor's cache."""
 MIN_DIGESTED_CHUNKS = 64
 """Fewer are read before a device's kernel is compiled."""
 NUM_ROWS = 32
@@ -46,6 +45,8 @@ NUM_ROWS = 32
 MIN_ROWS = 8
 """It is given so many at once, unless there are fewer: one takes it as long as many."""
 _POLL_S, _LOOK_S = 0.0003, 0.1
+_GATHER_S = 0.0003
+"""What is filled this long after something else goes along with it: each time, the sender needs Python's lock often."""
 _DEVICE_LIMIT_S = 60.0
 """A device that does not take a chunk in this time hangs."""
 
@@ -108,7 +109,7 @@ class Landing:
         spans: What lies where.
         state: The live state, which says what belongs on which device; nothing of it is touched.
 
-    Thread: that of the training loop; :meth:`takes`: any, one at a time; :meth:`read`: any, several at once.
+    Thread: that of the training loop; :meth:`takes` and :meth:`read`: any, several at once.
     """
 
     def __init__(self, fd: int, spans: Mapping[str, TensorSpan], state: Mapping[str, Any]) -> None:
@@ -128,7 +129,7 @@ class Landing:
         self._rooms.sort(key=lambda room: room.begin)
         self._ends = [room.end for room in self._rooms]
         self._lock, self._failure = threading.Lock(), list[BaseException]()
-        self._free, self._filled = queue.SimpleQueue[_PinnedSlot](), queue.SimpleQueue[list[_Filled] | None]()
+        self._free, self._filled = queue.SimpleQueue[_PinnedSlot](), queue.SimpleQueue[_Filled | None]()
         self._taken, self._digests = dict[int, _Way](), dict[int, str]()
         self._copying, self._digesting = collections.deque[_UnderWay](), collections.deque[_UnderWay]()
         self._sender: threading.Thread | None = None
@@ -141,29 +142,23 @@ class Landing:
                 self._open(way)
             self._sender = start_driver_thread(self._send_all, "outlast-landing")
 
-    def takes(self, chunk: int) -> int:
+    def takes(self, chunk: int) -> bool:
         """See :class:`outlast.checkpoint.verification.ShardReader`."""
         way = self._chunks.get(chunk)
         if way is None or way.digests is None:
-            return 0
-        number = 1
-        while number < NUM_READ_TOGETHER and self._chunks.get(chunk + number) is way:
-            number += 1
-        self._taken |= dict.fromkeys(range(chunk, chunk + number), way)
-        return number
+            return False
+        self._taken[chunk] = way
+        return True
 
     def read(self, start: int, end: int, _: memoryview) -> Iterator[memoryview]:
         """See :class:`outlast.checkpoint.verification.ShardReader`. Raises: CheckpointError, when a device hangs."""
-        begins = range(start, end, CHUNK_BYTES)
-        filled = [_Filled(self._take_slot(), begin, min(begin + CHUNK_BYTES, end)) for begin in begins]
-        views = [one.slot.view[: one.end - one.begin] for one in filled]
-        position = start + os.preadv(self._fd, views, start)
-        while position < end and (count := os.preadv(self._fd, _behind(views, position - start), position)):
+        slot, position, count = self._take_slot(), start, 1
+        while position < end and count:  # all of it at once: else Python's lock is what readers wait for
+            count = os.preadv(self._fd, [slot.view[position - start : end - start]], position)
             position += count
-        for one, view in zip(filled, views, strict=True):
-            yield view[: max(0, position - one.begin)]
-        if position == end:  # else nothing of this load counts any more, the slots neither
-            self._filled.put(filled)
+        yield slot.view[: position - start]
+        if position == end:  # else nothing of this load counts any more, the slot neither
+            self._filled.put(_Filled(slot, start, end))
 
     def finish(self) -> Mapping[int, str]:
         """See :class:`outlast.checkpoint.verification.ShardReader`. Raises: CheckpointError, when a device hangs."""
@@ -219,7 +214,7 @@ class Landing:
         except queue.Empty:
             pass
         with self._lock:
-            if is_new := self._num_slots < self.num_threads * NUM_READ_TOGETHER + NUM_SPARE_SLOTS:
+            if is_new := self._num_slots < self.num_threads + NUM_SPARE_SLOTS:
                 self._num_slots += 1
         if is_new:
             slot = _PinnedSlot(self._rooms[0].way.copies.pinned(CHUNK_BYTES))
@@ -254,9 +249,11 @@ class Landing:
             return None
         batch = list[_Filled]()
         try:
-            timeout_s = _POLL_S if self._copying or self._digesting else None
-            while (found := self._filled.get_nowait() if batch else self._filled.get(timeout=timeout_s)) is not None:
-                batch += found
+            found = self._filled.get(timeout=_POLL_S if self._copying or self._digesting else None)
+            time.sleep(_GATHER_S)
+            while found is not None:
+                batch.append(found)
+                found = self._filled.get_nowait()
             self._is_over = True
         except queue.Empty:
             pass
@@ -337,15 +334,6 @@ class Landing:
         self._digests |= {
             chunk: f"{value % (1 << 64):016x}" for chunk, value in zip(way.sent, values.tolist(), strict=True)
         }
-
-
-def _behind(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what lies in memory behind its first bytes."""
-    found = []
-    for view in views:
-        found.append(view[num_bytes:])
-        num_bytes = max(0, num_bytes - len(view))
-    return found
 
 
 def _hanging() -> CheckpointError:

@@ -66,9 +66,8 @@ class StoredFile:
     """Yields the bytes between two offsets, in order, each piece valid until the next; ends early where the file does.
     The third argument is ``room_bytes`` of memory that it may use. Raises: OSError, CheckpointError."""
     room_bytes: int = 0
-    takes: Callable[[int], int] = lambda _: 0
-    """Returns how many chunks, from this one on, are read together by what also digests them; 0: not even this one.
-    Asked once for each, before it is read."""
+    takes: Callable[[int], bool] = lambda _: False
+    """Returns whether what reads a chunk, by its number, also digests it; asked once, before it is read."""
     node: str | None = None
     rank: int | None = None
 
@@ -86,35 +85,29 @@ class Flaw:
 
 
 def verify_chunk(
-    file: StoredFile,
-    index: int,
-    room: memoryview,
-    on_piece: Callable[[memoryview, int], None] | None = None,
-    *,
-    num_taken: int = 0,
+    file: StoredFile, index: int, room: memoryview, on_piece: Callable[[memoryview, int], None] | None = None
 ) -> Flaw | None:
-    """Compare a chunk with its digest.
+    """Compare a chunk with its digest; one that its reader digests is only read.
 
     Args:
         file: That it belongs to.
         index: Of the chunk.
         room: At least ``file.room_bytes``; holds the chunk's last piece afterwards.
         on_piece: Called with each piece and its offset in the file.
-        num_taken: So many chunks, from this one on, are only read: what reads them digests them.
 
     Raises:
         OSError, CheckpointError: The file cannot be read.
     """
     start = index * CHUNK_BYTES
-    end = min(start + max(1, num_taken) * CHUNK_BYTES, file.num_bytes)
-    found, position = xxhash.xxh3_64(), start
+    end = min(start + CHUNK_BYTES, file.num_bytes)
+    found, position, is_taken = xxhash.xxh3_64(), start, file.takes(index)
     for piece in file.read(start, end, room):
-        if not num_taken:
+        if not is_taken:
             found.update(piece)
         if on_piece is not None:
             on_piece(piece, position)
         position += len(piece)
-    if position == end and (num_taken or found.hexdigest() == file.chunks[index]):
+    if position == end and (is_taken or found.hexdigest() == file.chunks[index]):
         return None
     names = tuple(name for name, offset, num_bytes in file.contents() if offset < end and offset + num_bytes > start)
     if position < end:
@@ -138,7 +131,7 @@ def verify(
         num_threads: Readers, each of which holds ``room_bytes`` of a file in memory.
         on_piece: Called in the readers' threads with each piece and its offset in its file.
         until_flaw: Whether no further chunk is begun once something is wrong.
-        chunks: Returns whether the chunk of this number is read, and digested here; ``None`` = all are.
+        chunks: Returns whether the chunk of this number is read; ``None`` = all are.
 
     Returns:
         What is wrong, in the order of the files and their chunks; what cannot be read is named once a file.
@@ -151,17 +144,11 @@ def verify(
     lock, stop = threading.Lock(), threading.Event()
     ended = queue.SimpleQueue[None]()  # has one entry for each reader that has ended
 
-    def next_turn() -> tuple[StoredFile, int, int] | None:
+    def next_turn() -> tuple[StoredFile, int] | None:
         with lock:
             if stop.is_set() or (until_flaw and flaws):
                 return None
-            if (turn := next((turn for turn in turns if id(turn[0]) not in unreadable), None)) is None:
-                return None
-            file, index = turn
-            num_taken = file.takes(index) if chunks is None else 0
-            for _ in range(num_taken - 1):
-                next(turns)
-            return file, index, num_taken
+            return next((turn for turn in turns if id(turn[0]) not in unreadable), None)
 
     def take(piece: memoryview, offset: int) -> None:
         if stop.is_set():
@@ -173,11 +160,11 @@ def verify(
         room = memoryview(b"")
         try:
             while (turn := next_turn()) is not None:
-                file, index, num_taken = turn
+                file, index = turn
                 if len(room) < file.room_bytes:
                     room = memoryview(bytearray(file.room_bytes))
                 try:
-                    flaw = verify_chunk(file, index, room, take, num_taken=num_taken)
+                    flaw = verify_chunk(file, index, room, take)
                 except (OSError, CheckpointError) as error:
                     flaw = Flaw(file, error)
                 with lock:
@@ -258,7 +245,7 @@ def shard_file(
     room_bytes: int = 0,
     node: str | None = None,
     spans: Mapping[str, TensorSpan] | None = None,
-    takes: Callable[[int], int] = lambda _: 0,
+    takes: Callable[[int], bool] = lambda _: False,
 ) -> StoredFile:
     """Return a rank's shard as a file to verify; see :class:`StoredFile`.
 
@@ -334,8 +321,8 @@ class ShardReader(Protocol):
 
     num_threads: int
 
-    def takes(self, chunk: int) -> int:
-        """As :attr:`StoredFile.takes`."""
+    def takes(self, chunk: int) -> bool:
+        """As :attr:`StoredFile.takes`; may be called by several threads at once."""
 
     def read(self, start: int, end: int, room: memoryview) -> Iterable[memoryview]:
         """As :attr:`StoredFile.read`; may be called by several threads at once."""
@@ -387,7 +374,7 @@ def prove_shard(
     if reader is not None:
         file = shard_file(entry, reader.read, spans=spans, takes=reader.takes)
         _verify_shard(file, copy_out, num_threads=reader.num_threads)
-        if differing := {chunk for chunk, found in reader.finish().items() if found != entry.chunks[chunk]}:
+        if differing := {chunk for chunk, found in reader.finish().items() if found != file.chunks[chunk]}:
             stored = shard_file(entry, partial(_read_fd, fd), room_bytes=PIECE_BYTES, spans=spans)
             _verify_shard(stored, chunks=differing.__contains__)  # says what lies there
             raise CheckpointError(
