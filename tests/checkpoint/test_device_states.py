@@ -446,6 +446,20 @@ def test_what_a_device_has_no_room_for_is_loaded_through_the_host(
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("known_at_once", "device")
+def test_a_digest_that_is_missing_is_not_a_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever keeps a device's digests from coming back: chunks that the host has not digested count as unproven."""
+    saved(tmp_path / "saves")
+    monkeypatch.setattr(Landing, "_read_digests", lambda *_: None)
+    other, manager = Training(seed=1), manage(tmp_path / "saves")
+    before = other.content()
+    with pytest.raises(CheckpointError, match="a device does not hold what was copied to it"):
+        manager.load_latest(other.state)
+    assert is_same(other.content(), before)
+    manager.close()
+
+
+@pytest.mark.process
 @pytest.mark.usefixtures("known_at_once")
 @pytest.mark.parametrize("digests", [True, False], ids=["found by the device", "found by the host"])
 def test_nothing_live_is_touched_by_a_copy_that_is_damaged(

@@ -172,7 +172,7 @@ class Landing:
             raise self._failure[0]
         for way in self._ways.values():
             way.rows, way.found = [], None
-        return self._digests
+        return {chunk: self._digests.get(chunk, "") for chunk in self._taken}  # none that is missing counts as right
 
     def close(self) -> None:
         """Release what was not used. Idempotent. Blocks: until nothing is copied any more."""
@@ -270,9 +270,11 @@ class Landing:
             slots.append(filled.slot)
             for room, source, target in self._parts(filled, filled.slot.memory):
                 parts.setdefault(room.way, []).append((source, target))
-        if slots:
+        if parts:
             copied = [way.copies.queue(pairs) for way, pairs in parts.items()]
             self._copying.append(_UnderWay(clock.now_s(), copied, partial(self._give_back, slots)))
+        else:
+            self._give_back(slots)
         for way, some in whole.items():
             while some:
                 while len(way.rows) < min(len(some), MIN_ROWS):

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import logging
 import re
 import threading
@@ -551,12 +552,10 @@ class DeviceCopies:
                 self._stream.wait_event(behind)
             if launch is not None:
                 launch(self._stream.cuda_stream)
-            sources, targets = list[torch.Tensor](), list[torch.Tensor]()
-            for source, target in pairs:
-                sources.append(source)
-                targets.append(target)
-            if targets:  # in one call, as each gives Python's lock away
-                torch._foreach_copy_(targets, sources, non_blocking=True)
+            remaining, sources = iter(pairs), list[torch.Tensor]()
+            while some := list(itertools.islice(remaining, _COPIES_TOGETHER)):
+                torch._foreach_copy_([target for _, target in some], [source for source, _ in some], non_blocking=True)
+                sources += [source for source, _ in some]
             mark = torch.cuda.Event()
             mark.record(self._stream)
         return Copied(mark, sources)
@@ -613,6 +612,8 @@ class DeviceCopies:
             torch.zeros(1, device=self.device)
 
 
+_COPIES_TOGETHER = 32
+"""Given to torch in one call, as each gives Python's lock away; with the first ones the device begins meanwhile."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: for all GPUs of this process."""
 _LEFT_FREE = 20

@@ -1,0 +1,87 @@
+"""The kernel that digests chunks on a device: its tables, and machines on which it does not work.
+
+What it computes is compared with the host on a real device, in ``tests/gpu/test_device_loading.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+
+import pytest
+import torch
+import xxhash
+
+from outlast.checkpoint.shard import CHUNK_BYTES
+from outlast.runtime import device_digest
+from outlast.runtime.device_digest import DIGESTED_BYTES, find_digests, kernel_source
+
+WORD = (1 << 64) - 1
+
+
+def tables(source: str) -> dict[str, list[int]]:
+    """Return the kernel's tables of constants, by name."""
+    found = re.findall(r"([A-Z]+)\[\d+\] = \{([^}]*)\}", source)
+    return {name: [int(word.strip().removesuffix("ULL"), 16) for word in text.split(",")] for name, text in found}
+
+
+def digest_by(constants: dict[str, list[int]], data: bytes) -> int:
+    """Digest some KiB by the tables, as XXH3 is specified."""
+    sums, num_blocks = list(constants["START"]), len(data) // 1024
+    for block in range(num_blocks):
+        is_end = block == num_blocks - 1
+        for stripe in range(16):
+            for place in range(8):
+                at = block * 1024 + stripe * 64 + place * 8
+                value = int.from_bytes(data[at : at + 8], "little")
+                is_last = is_end and stripe == 15
+                keyed = value ^ (constants["LAST"][place] if is_last else constants["SECRET"][stripe + place])
+                sums[place ^ 1] += value
+                sums[place] += (keyed & 0xFFFFFFFF) * (keyed >> 32)
+        sums = [one & WORD for one in sums]
+        if not is_end:
+            stirred = zip(sums, constants["SECRET"][16:], strict=True)
+            sums = [((one ^ (one >> 47) ^ key) * 0x9E3779B1) & WORD for one, key in stirred]
+    mixed = [one ^ key for one, key in zip(sums, constants["MERGED"], strict=True)]
+    products = [mixed[place] * mixed[place + 1] for place in range(0, 8, 2)]
+    total = (len(data) * 0x9E3779B185EBCA87 + sum((one & WORD) ^ (one >> 64) for one in products)) & WORD
+    total = ((total ^ (total >> 37)) * 0x165667919E3779F9) & WORD
+    return total ^ (total >> 32)
+
+
+@pytest.mark.parametrize("num_kib", [1, 2, 5])
+def test_the_kernels_tables_are_those_of_xxh3(num_kib: int) -> None:
+    """What is computed with the kernel's own constants is the digest that a shard's manifest holds."""
+    data = random.Random(num_kib).randbytes(num_kib * 1024)
+    assert digest_by(tables(kernel_source(len(data))), data) == xxhash.xxh3_64_intdigest(data)
+
+
+def test_a_chunk_is_what_the_kernel_digests() -> None:
+    """The length for which it is compiled is that of a chunk."""
+    assert DIGESTED_BYTES == CHUNK_BYTES
+    assert f"#define BLOCKS {CHUNK_BYTES // 1024}\n" in kernel_source(CHUNK_BYTES)
+
+
+def test_nothing_digests_on_the_host() -> None:
+    """A device whose memory is the host's has no kernel."""
+    assert find_digests(torch.device("cpu")) is None
+
+
+def test_where_it_cannot_be_compiled_the_host_digests(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A torch without NVRTC, or one whose NVRTC is too old for the device: one line says so, and it is tried once."""
+    asked = []
+
+    def architecture_of(device: torch.device) -> str:
+        asked.append(device)
+        return "sm_999"
+
+    monkeypatch.setattr(device_digest, "architecture_of", architecture_of)
+    monkeypatch.setattr(device_digest, "_found", {})
+    with caplog.at_level(logging.INFO):
+        assert find_digests(torch.device("cpu")) is None
+        assert find_digests(torch.device("cpu")) is None
+    assert len(asked) == 1
+    assert len([line for line in caplog.messages if line.startswith("the host digests what is loaded")]) == 1
