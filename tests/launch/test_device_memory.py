@@ -78,17 +78,21 @@ sys.exit(main())
 """
 """`outlast run` on a node that has GPUs."""
 LEAKS = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 
 folder, cycle = pathlib.Path(sys.argv[1]), int(os.environ["OUTLAST_CYCLE"])
 (folder / f"cycle-{cycle}").write_text((folder / "used").read_text())
 if cycle < int(sys.argv[2]):
     (folder / "new").write_text(str(3 * 2**30))
     (folder / "new").replace(folder / "used")
+    journals = lambda: pathlib.Path(sys.argv[4]).rglob("*.jsonl")
+    while sum(one.read_text().count('"cycle_started"') for one in journals()) <= cycle:
+        time.sleep(0.01)
     os.kill(os.getppid() if sys.argv[3] == "zygote" else os.getpid(), signal.SIGKILL)
     signal.pause()
 """
-"""A rank that notes what is in use as it starts, takes memory, and is killed, alone or with what forked it."""
+"""A rank that notes what is in use as it starts, takes memory, and is killed, alone or with what forked it: once the
+agent has written that it runs, of which it hears from what forked it."""
 
 
 # -- decisions -----------------------------------------------------------------------------------------------------
@@ -404,7 +408,7 @@ def launched(folder: Path, nvml: Path, *options: str, num_faults: int = 1, victi
     (folder / "train.py").write_text(LEAKS)
     token = uuid.uuid4().hex
     words = ["--nproc-per-node=1", f"--run-dir={folder / 'run'}", "--no-health-check", *options]
-    script = [str(folder / "train.py"), str(nvml), str(num_faults), victim]
+    script = [str(folder / "train.py"), str(nvml), str(num_faults), victim, str(folder / "run")]
     command = [sys.executable, "-c", LAUNCHER, "run", *words, *script]
     process = LoggedProcess("agent", command, {**os.environ, TOKEN: token}, folder / "log")
     try:
