@@ -160,7 +160,7 @@ def lagging_device(patch: pytest.MonkeyPatch) -> Iterator[LaggingCopies]:
     copies = LaggingCopies()
     for module in ("arena", "landing"):
         patch.setattr(f"outlast.checkpoint.{module}.copies_of", lambda _: copies)
-    patch.setattr("outlast.checkpoint.landing.find_digests", lambda _: copies.digests)
+    patch.setattr("outlast.checkpoint.landing.find_digests", lambda *_: copies.digests)
     patch.setattr("outlast.checkpoint.manager.device_of", lambda _: torch.device("cpu"))
     yield copies
     copies.close()

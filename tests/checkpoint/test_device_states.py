@@ -362,6 +362,17 @@ def known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outlast.checkpoint.landing.MIN_DIGESTED_CHUNKS", 1)
 
 
+def refuse(folder: Path, match: str) -> Training:
+    """Have what was saved refused, in these words; return the state that it was for, which is as it was."""
+    other, manager = Training(seed=1), manage(folder)
+    before = other.content()
+    with pytest.raises(CheckpointError, match=match):
+        manager.load_latest(other.state)
+    assert is_same(other.content(), before)
+    manager.close()
+    return other
+
+
 @pytest.mark.process
 @pytest.mark.usefixtures("known_at_once")
 @pytest.mark.parametrize("steps", [0, 1], ids=["a fresh optimizer", "one that has stepped"])
@@ -418,12 +429,7 @@ def test_a_device_that_loses_a_bit_is_found_out(device: LaggingCopies, tmp_path:
     expected = saved(tmp_path / "saves")
     assert device.digests is not None
     device.digests.flips_bit_of = 1
-    other, manager = Training(seed=1), manage(tmp_path / "saves")
-    before = other.content()
-    with pytest.raises(CheckpointError, match=r"a device does not hold what was copied to it \(chunk [01]\)"):
-        manager.load_latest(other.state)
-    assert is_same(other.content(), before)
-    manager.close()
+    other = refuse(tmp_path / "saves", r"a device does not hold what was copied to it \(chunk [01]\)")
     manager = manage(tmp_path / "saves")
     assert manager.load_latest(other.state).iteration == 3  # type: ignore[union-attr]
     assert is_same(other.content(), expected)
@@ -451,12 +457,7 @@ def test_a_digest_that_is_missing_is_not_a_right_one(tmp_path: Path, monkeypatch
     """Whatever keeps a device's digests from coming back: chunks that the host has not digested count as unproven."""
     saved(tmp_path / "saves")
     monkeypatch.setattr(Landing, "_read_digests", lambda *_: None)
-    other, manager = Training(seed=1), manage(tmp_path / "saves")
-    before = other.content()
-    with pytest.raises(CheckpointError, match="a device does not hold what was copied to it"):
-        manager.load_latest(other.state)
-    assert is_same(other.content(), before)
-    manager.close()
+    refuse(tmp_path / "saves", "a device does not hold what was copied to it")
 
 
 @pytest.mark.process
@@ -467,6 +468,8 @@ def test_nothing_live_is_touched_by_a_copy_that_is_damaged(
 ) -> None:
     """One flipped bit, in a part that the device takes: the generation is refused, and the live state is as it was."""
     saved(tmp_path / "saves")
+    found = device.digests
+    assert found is not None
     if not digests:
         device.digests = None
     path = max((tmp_path / "saves").rglob("step-3/*"), key=lambda one: one.stat().st_size)
@@ -475,12 +478,8 @@ def test_nothing_live_is_touched_by_a_copy_that_is_damaged(
         byte = file.read(1)[0]
         file.seek(2 << 20)
         file.write(bytes([byte ^ 1]))
-    other, manager = Training(seed=1), manage(tmp_path / "saves")
-    before = other.content()
-    with pytest.raises(CheckpointError, match=r"chunk 0, bytes 0 to \d+ \(.+\), differs from its digest"):
-        manager.load_latest(other.state)
-    assert is_same(other.content(), before)
-    manager.close()
+    refuse(tmp_path / "saves", r"chunk 0, bytes 0 to \d+ \(.+\), differs from its digest")
+    assert found.num_digested == (2 if digests else 0)
 
 
 def test_a_device_that_takes_nothing_ends_the_load(

@@ -14,11 +14,12 @@ from device_runs import needs_gpu
 
 from outlast import env
 from outlast.checkpoint import CheckpointManager, landing
+from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import CheckpointConfig
 from outlast.errors import CheckpointError
 from outlast.runtime.device import copies_of
-from outlast.runtime.device_digest import DIGESTED_BYTES, find_digests
+from outlast.runtime.device_digest import find_digests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
 
@@ -109,7 +110,7 @@ def digests(request: pytest.FixtureRequest, device: torch.device, monkeypatch: p
     """Return whether what is loaded is digested on the device: all of a small state, its kernel being compiled."""
     is_on_device = request.param and device.type != "cpu"
     if is_on_device:
-        assert find_digests(device) is not None, "NVRTC comes with torch"
+        assert find_digests(device, CHUNK_BYTES) is not None, "NVRTC comes with torch"
     monkeypatch.setattr(landing, "MIN_DIGESTED_CHUNKS", 1 if is_on_device else 1 << 40)
     return is_on_device
 
@@ -182,10 +183,10 @@ def test_a_damaged_copy_touches_nothing_on_the_device(device: torch.device, tmp_
 def test_a_device_digests_chunks_as_the_host_does(device: torch.device) -> None:
     """Random chunks have the digests that the host computes, in whatever order they lie; one changed bit changes that
     of its chunk alone, wherever it is, and what is copied besides is right."""
-    digests, number = find_digests(device), 40
+    digests, number = find_digests(device, CHUNK_BYTES), 40
     assert digests is not None
     generator = torch.Generator().manual_seed(3)
-    host = torch.randint(0, 256, (number, DIGESTED_BYTES), dtype=torch.uint8, generator=generator)
+    host = torch.randint(0, 256, (number, CHUNK_BYTES), dtype=torch.uint8, generator=generator)
     there = host.to(device)
     order = torch.randperm(number, generator=generator).tolist()
     found = torch.zeros(number, dtype=torch.int64, device=device)
@@ -208,10 +209,10 @@ def test_a_device_digests_chunks_as_the_host_does(device: torch.device) -> None:
         7,
         1023,
         1024,
-        DIGESTED_BYTES // 2 + 13,
-        DIGESTED_BYTES - 65,
-        DIGESTED_BYTES - 64,
-        DIGESTED_BYTES - 1,
+        CHUNK_BYTES // 2 + 13,
+        CHUNK_BYTES - 65,
+        CHUNK_BYTES - 64,
+        CHUNK_BYTES - 1,
     ):
         there[order[5], byte] ^= 16
         after = compute()

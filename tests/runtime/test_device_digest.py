@@ -15,7 +15,7 @@ import xxhash
 
 from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.runtime import device_digest
-from outlast.runtime.device_digest import DIGESTED_BYTES, find_digests, kernel_source
+from outlast.runtime.device_digest import find_digests, kernel_source
 
 WORD = (1 << 64) - 1
 
@@ -58,14 +58,15 @@ def test_the_kernels_tables_are_those_of_xxh3(num_kib: int) -> None:
 
 
 def test_a_chunk_is_what_the_kernel_digests() -> None:
-    """The length for which it is compiled is that of a chunk."""
-    assert DIGESTED_BYTES == CHUNK_BYTES
-    assert f"#define BLOCKS {CHUNK_BYTES // 1024}\n" in kernel_source(CHUNK_BYTES)
+    """A chunk is a whole number of the pieces that the kernel reads ahead, of which it knows no part."""
+    numbers = dict(re.findall(r"#define (BLOCKS|AHEAD) (\d+)\n", kernel_source(CHUNK_BYTES)))
+    assert int(numbers["BLOCKS"]) * 1024 == CHUNK_BYTES
+    assert int(numbers["BLOCKS"]) % int(numbers["AHEAD"]) == 0
 
 
 def test_nothing_digests_on_the_host() -> None:
     """A device whose memory is the host's has no kernel."""
-    assert find_digests(torch.device("cpu")) is None
+    assert find_digests(torch.device("cpu"), CHUNK_BYTES) is None
 
 
 def test_where_it_cannot_be_compiled_the_host_digests(
@@ -81,7 +82,7 @@ def test_where_it_cannot_be_compiled_the_host_digests(
     monkeypatch.setattr(device_digest, "architecture_of", architecture_of)
     monkeypatch.setattr(device_digest, "_found", {})
     with caplog.at_level(logging.INFO):
-        assert find_digests(torch.device("cpu")) is None
-        assert find_digests(torch.device("cpu")) is None
+        assert find_digests(torch.device("cpu"), CHUNK_BYTES) is None
+        assert find_digests(torch.device("cpu"), CHUNK_BYTES) is None
     assert len(asked) == 1
     assert len([line for line in caplog.messages if line.startswith("the host digests what is loaded")]) == 1

@@ -29,7 +29,7 @@ from outlast.checkpoint.shard import CHUNK_BYTES, TensorSpan
 from outlast.checkpoint.state import capture, flatten
 from outlast.errors import CheckpointError
 from outlast.runtime.device import Copied, DeviceCopies, copies_of, start_driver_thread
-from outlast.runtime.device_digest import DIGESTED_BYTES, ChunkDigests, find_digests
+from outlast.runtime.device_digest import ChunkDigests, find_digests
 
 log = logging.getLogger(__name__)
 LANDED_BYTES = 256 << 10
@@ -195,7 +195,7 @@ class Landing:
     def _open(self, way: _Way) -> None:
         """Find out whether a device can digest, while the first chunks are read; it needs memory for that."""
         number = sum(one is way for one in self._chunks.values())
-        if number < MIN_DIGESTED_CHUNKS or CHUNK_BYTES != DIGESTED_BYTES:
+        if number < MIN_DIGESTED_CHUNKS:
             return
         rows = way.copies.make_room([((number,), torch.int64), ((min(number, NUM_ROWS), CHUNK_BYTES), torch.uint8)])
         if len(rows) < 2:
@@ -203,7 +203,7 @@ class Landing:
         way.found, way.rows = rows[0], list(rows[1])
 
         def find() -> None:
-            way.digests = find_digests(way.copies.device)
+            way.digests = find_digests(way.copies.device, CHUNK_BYTES)
 
         start_driver_thread(find, "outlast-digests")
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-DIGESTED_BYTES = 8 << 20
-"""Length of a chunk, the only one that the kernel knows."""
 MAX_CHUNKS = 64
 """Of one call."""
 _LANES = 32
@@ -126,7 +124,7 @@ class ChunkDigests:
         """Queue digests of chunks, and copies within the device.
 
         Args:
-            chunks: At most MAX_CHUNKS, each of ``DIGESTED_BYTES`` bytes on the device; must live until they are done.
+            chunks: At most MAX_CHUNKS on the device, as long as the kernel was compiled for; must live until it is done.
             into: As many int64 there, which take the digests' bits; likewise.
             behind: What has to be done before.
             pairs: What is copied, and where to.
@@ -141,13 +139,14 @@ class ChunkDigests:
 class _Kernel:
     """The kernel, loaded into a device's context. Raises: RuntimeError, OSError, AttributeError, when it cannot be."""
 
-    def __init__(self, device: torch.device, architecture: str) -> None:
+    def __init__(self, device: torch.device, architecture: str, num_bytes: int) -> None:
         import torch
 
         # Has NVRTC and the driver among what it needs, wherever they lie.
         self._library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
         torch.zeros(1, device=device)  # the driver's calls need the device's context in this thread
-        image, module, self._function = self._compile(architecture), ctypes.c_void_p(), ctypes.c_void_p()
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        image = self._compile(kernel_source(num_bytes), architecture)
         self._call("cuModuleLoadData", ctypes.byref(module), image)
         self._call("cuModuleGetFunction", ctypes.byref(self._function), module, b"digest_chunks")
 
@@ -159,10 +158,9 @@ class _Kernel:
         grid, block = (len(addresses), 1, 1), (_LANES, 1, 1)
         self._call("cuLaunchKernel", self._function, *grid, *block, 0, ctypes.c_void_p(stream), given, None)
 
-    def _compile(self, architecture: str) -> bytes:
+    def _compile(self, source: str, architecture: str) -> bytes:
         program, size = ctypes.c_void_p(), ctypes.c_size_t()
-        source = kernel_source(DIGESTED_BYTES).encode()
-        self._call("nvrtcCreateProgram", ctypes.byref(program), source, b"digest.cu", 0, None, None)
+        self._call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"digest.cu", 0, None, None)
         try:
             options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
             self._call("nvrtcCompileProgram", program, 1, options)
@@ -191,35 +189,42 @@ def kernel_source(num_bytes: int) -> str:
     return source
 
 
-_found: dict[torch.device, ChunkDigests | None] = {}
+_found: dict[tuple[torch.device, int], ChunkDigests | None] = {}
 _lock = threading.Lock()
 
 
-def find_digests(device: torch.device) -> ChunkDigests | None:
-    """Return what digests chunks on a device; ``None``: it cannot here, the host has to.
+def find_digests(device: torch.device, num_bytes: int) -> ChunkDigests | None:
+    """Return what digests chunks of so many bytes on a device; ``None``: it cannot here, the host has to.
+
+    Args:
+        device: Which.
+        num_bytes: A multiple of 16 KiB.
 
     Blocks: some tenths of a second the first time, while the kernel is compiled and tried. Thread: any.
     """
     with _lock:
-        if device not in _found:
-            _found[device] = None
+        key = device, num_bytes
+        if key not in _found:
+            _found[key] = None
             if (architecture := architecture_of(device)) is not None:
                 try:
                     with beside_training(device):
-                        _found[device] = _try(ChunkDigests(device, _Kernel(device, architecture)), device)
+                        digests = ChunkDigests(device, _Kernel(device, architecture, num_bytes))
+                        _found[key] = _try(digests, device, num_bytes)
                 except (OSError, AttributeError, RuntimeError) as error:
-                    log.info("the host digests what is loaded, which takes longer: %s", error)
-        return _found[device]
+                    log.info("the host digests what is loaded, not the device: %s", error)
+        return _found[key]
 
 
-def _try(digests: ChunkDigests, device: torch.device) -> ChunkDigests:
+def _try(digests: ChunkDigests, device: torch.device, num_bytes: int) -> ChunkDigests:
     """Return it, if it digests a chunk as the host does. Raises: RuntimeError."""
     import torch
 
-    chunk = torch.arange(DIGESTED_BYTES // 8, dtype=torch.int64) * 0x1E3779B97F4A7C15  # differs everywhere
+    chunk = torch.arange(num_bytes // 8, dtype=torch.int64) * 0x1E3779B97F4A7C15  # differs everywhere
     there, found = (torch.zeros(size, dtype=torch.int64, device=device) for size in (chunk.numel(), 1))
     copies = DeviceCopies(device)
     if not digests.queue([there], found, copies.queue([(chunk, there)], copies.note_work())).wait(_TRY_S):
+        _lost.append((there, found))  # the device may still write to them
         raise RuntimeError(f"a digest took the device longer than {_TRY_S:g} s")
     if (value := int(found.item()) % (1 << 64)) != (right := xxhash.xxh3_64_intdigest(chunk.numpy().data.cast("B"))):
         raise RuntimeError(f"the device digests a chunk to {value:016x}, which is {right:016x}")
@@ -227,3 +232,4 @@ def _try(digests: ChunkDigests, device: torch.device) -> ChunkDigests:
 
 
 _TRY_S = 10.0
+_lost: list[tuple[torch.Tensor, torch.Tensor]] = []
