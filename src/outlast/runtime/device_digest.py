@@ -124,7 +124,7 @@ class ChunkDigests:
         """Queue digests of chunks, and copies within the device.
 
         Args:
-            chunks: At most MAX_CHUNKS on the device, as long as the kernel was compiled for; must live until it is done.
+            chunks: At most MAX_CHUNKS on the device, of the length it was compiled for; must live until it is done.
             into: As many int64 there, which take the digests' bits; likewise.
             behind: What has to be done before.
             pairs: What is copied, and where to.
