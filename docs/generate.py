@@ -257,11 +257,11 @@ def machines_text() -> str:
     """Return on what machine, when and with which versions the committed results were measured, a line for each."""
     lines: dict[str, list[str]] = {}
     for bench, result in read_results(RESULTS).items():
-        lines.setdefault(describe_measurement(result.machine), []).append(bench)
+        where = "" if "gpu" in result.machine else "; CPU and gloo, no GPU"
+        lines.setdefault(describe_measurement(result.machine) + where, []).append(bench)
     if len(lines) == 1:
-        return f"Measured {next(iter(lines))}; CPU and gloo, no GPU.\n"
-    rows = [f"* {', '.join(f'`{bench}`' for bench in some)}: {text}; CPU and gloo\n" for text, some in lines.items()]
-    return "".join(rows)
+        return f"Measured {next(iter(lines))}.\n"
+    return "".join(f"* {', '.join(f'`{bench}`' for bench in some)}: {text}\n" for text, some in lines.items())
 
 
 def figure_text(name: str) -> str:

@@ -27,10 +27,9 @@ def test_without_a_gpu_it_is_refused_in_one_line() -> None:
 
 def test_bars_are_ratios_to_what_the_links_allow() -> None:
     """Each bar of the table is there, and is computed round by round from what was measured beside it."""
-    saves = MeasuredRounds([{"to_host": 1.0, "to_device": 2.0, "ours": 1.05, "dcp": 1.5, "load": 2.4}])
-    late = MeasuredRounds(
-        [{"overlapped": 0.004, "step": 0.01, "step_meanwhile": 0.0102, "timers_us": 9.0, "within": 0.3, "digest": 0.5}]
-    )
+    saves = MeasuredRounds([{"to_host": 1.0, "to_device": 2.0, "ours": 1.05, "dcp": 1.5, "load": 2.4, "dcp_lost": 1.6}])
+    steps = {"step": 0.01, "step_meanwhile": 0.0102, "overlapped_lost": 0.02}
+    late = MeasuredRounds([{"overlapped": 0.004, "timers_us": 9.0, "within": 0.3, "digest": 0.5, **steps}])
     killed = {name: [RestartTiming(seconds, 1, {})] for name, seconds in (("outlast", 0.5), ("torchrun", 4.0))}
     bars = {bar.name: bar for bar in gpu._bars(saves, late, MeasuredRounds([{"restarted": 0.1}]), killed)}
     assert {name: pytest.approx(bar.value) for name, bar in bars.items()} == {
@@ -38,6 +37,7 @@ def test_bars_are_ratios_to_what_the_links_allow() -> None:
         "gpu_save_stall_vs_dcp": 0.7,
         "gpu_overlapped_stall_ms": 4.0,
         "gpu_overlapped_slowdown_pct": 2.0,
+        "gpu_lost_per_save_ms": 20.0,
         "gpu_load_vs_copy": 1.2,
         "gpu_restart_vs_torchrun": 0.125,
         "gpu_inprocess_exception_s": 0.1,
@@ -45,6 +45,7 @@ def test_bars_are_ratios_to_what_the_links_allow() -> None:
         "gpu_digest_vs_memory_bandwidth": 0.6,
     }
     assert all(bar.ok for bar in bars.values())
+    assert bars["gpu_lost_per_save_ms"].peer_value == pytest.approx(1600.0)
 
 
 @pytest.mark.slow

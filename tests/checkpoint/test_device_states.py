@@ -140,6 +140,39 @@ def test_save_returns_once_the_device_has_copied(device: LaggingCopies, tmp_path
 
 
 @pytest.mark.process
+def test_a_state_that_changes_during_its_copy_is_not_committed(
+    device: LaggingCopies, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With overlap_staging a parameter that the script changes between a save and the next step fails that save, with
+    one line that says what to do. The next save copies everything before it returns, and is committed."""
+    training, manager = Training(), manage(tmp_path / "saves", overlap_staging=True)
+    manager.load_latest(training.state)
+    training.step()
+    manager.save(training.state, 1).wait(TIMEOUT_S)
+    training.step()
+    _, has_second = close_behind_the_first(device)
+    handle = manager.save(training.state, 2)
+    assert has_second.wait(TIMEOUT_S)
+    with torch.no_grad():
+        training.model[1].weight.mul_(2.0)
+    device.gate.set()
+    with pytest.raises(CheckpointError, match=r"1\.weight' was changed outside optimizer\.step"):
+        handle.wait(TIMEOUT_S)
+    training.step()
+    expected = training.content()
+    handle = manager.save(training.state, 3)
+    with torch.no_grad():
+        training.model[1].weight.mul_(2.0)
+    handle.wait(TIMEOUT_S)
+    manager.close()
+    assert sum("was changed outside optimizer.step()" in record.message for record in caplog.records) == 1
+    other, again = Training(seed=1), manage(tmp_path / "saves")
+    assert again.load_latest(other.state).iteration == 3  # type: ignore[union-attr]
+    assert is_same(other.content(), expected)
+    again.close()
+
+
+@pytest.mark.process
 def test_a_step_is_held_back_for_what_the_device_still_copies(device: LaggingCopies, tmp_path: Path) -> None:
     """With overlap_staging save() returns while the device is behind; buffers are copied by then, parameters are not;
     the next forward and backward go on, the optimizer's step comes after the copy."""

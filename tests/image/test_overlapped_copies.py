@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable
+from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
 
-from outlast.checkpoint.arena import CopyGuard, changed_only_by_step
+from outlast.checkpoint.arena import Arena, CopyGuard, Stager, changed_only_by_step
+from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import capture, flatten
+from outlast.errors import CheckpointError
 
 SIDE = 600
 """Its square is more than the 1 MiB below which all is copied at once."""
+IDENTITY = Identity(run="run", topology="t", rank=0, world_size=1, iteration=7, attempt="7-a")
+
+
+def provide(num_bytes: int) -> Arena:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, num_bytes)
+    return Arena(fd)
 
 
 def names_of(state: dict[str, object]) -> set[str]:
@@ -42,6 +54,8 @@ def test_only_what_step_alone_changes_is_copied_late() -> None:
 
 class Copies:
     """Stands for staged copies."""
+
+    changed: str | None = None
 
     def __init__(self, *, takes_steps: int = 1, look: Callable[[], None] = lambda: None) -> None:
         self.calls: list[str] = []
@@ -110,14 +124,106 @@ def test_only_optimizers_whose_steps_are_seen_are_trusted() -> None:
     assert guard.stepping(state, 3) == [one, other]
 
 
-def test_a_step_that_is_captured_is_not_one_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a graph is captured the hook is called once for all later replays: that is no step."""
+def test_an_optimizer_whose_step_is_in_a_graph_is_never_copied_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay changes the tensors of an optimizer without a call of the hook. The next step may be a replay, even if
+    the last ones were not: once a step was captured, all later saves copy the optimizer's tensors at once."""
     guard = CopyGuard()
     _, optimizer = trained()
     guard.stepping({"optim": optimizer})
-    monkeypatch.setattr("outlast.checkpoint.arena.is_capturing", lambda: True)
-    optimizer.step()
+    with monkeypatch.context() as capturing:
+        capturing.setattr("outlast.checkpoint.arena.is_capturing", lambda: True)
+        optimizer.step()
     assert guard.stepping({"optim": optimizer}, 1) == []
+    optimizer.step()
+    assert guard.stepping({"optim": optimizer}, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "may_be_captured"),
+    [
+        (torch.optim.SGD, {}, True),
+        (torch.optim.AdamW, {"capturable": True}, True),
+        (torch.optim.AdamW, {}, False),  # torch refuses to capture the step
+    ],
+    ids=["sgd", "capturable", "not_capturable"],
+)
+@pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "no_graphs"])
+def test_a_graph_from_before_the_hook_may_contain_a_step(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, settings: dict[str, Any], may_be_captured: bool, has_graphs: bool
+) -> None:
+    """A graph that exists before the first save, or the load, may contain a step of any optimizer that torch allows to
+    be captured: its tensors are never copied late."""
+    monkeypatch.setattr("outlast.checkpoint.arena.has_graphs", lambda: has_graphs)
+    guard = CopyGuard()
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = kind([parameter], lr=0.1, **settings)
+    guard.stepping({"optim": optimizer})
+    optimizer.step()  # without a gradient: the CPU has no capturable step
+    assert guard.stepping({"optim": optimizer}, 1) == ([] if has_graphs and may_be_captured else [optimizer])
+
+
+@pytest.mark.parametrize("is_inner", [False, True], ids=["step", "function"])
+def test_a_compiled_step_waits_each_time(is_inner: bool) -> None:
+    """torch.compile does not trace the hook: each call of a compiled step waits for copies, not only the first."""
+    torch._dynamo.reset()
+    _, optimizer = trained()
+    guard = CopyGuard()
+    state = {"optim": optimizer}
+    guard.stepping(state)
+
+    def train() -> None:
+        optimizer.step()
+
+    step = torch.compile(train if is_inner else optimizer.step, backend="eager")
+    for iteration in range(1, 5):
+        copies = Copies()
+        watched(guard, copies)
+        step()
+        assert copies.calls == ["hold_back"]
+        assert guard.stepping(state, iteration) == [optimizer]
+
+
+@pytest.mark.parametrize("is_detected_by", ["copy", "step"])
+def test_a_tensor_that_changes_during_its_copy_fails_the_save(is_detected_by: str) -> None:
+    """A copy of a tensor that anything but a step changed meanwhile may hold values of two moments: the save fails with
+    the tensor's name, and later saves copy everything at once. The end of the copy detects the change, or the next
+    step, whichever is first."""
+    model, optimizer = trained()
+    state, guard = {"model": model, "optim": optimizer}, CopyGuard()
+    guard.stepping(state)
+    optimizer.step()
+    flat = flatten({"state": capture(state)})
+    late = changed_only_by_step(guard.stepping(state, 1), flat)
+    with closing(Stager()) as stager:
+        staged = stager.stage(flat, IDENTITY, provide, deferred=late)
+        guard.watch(staged)
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.01, 0.01)  # type: ignore[index,operator]
+        if is_detected_by == "step":
+            optimizer.step()
+        with pytest.raises(CheckpointError, match=r"0\.weight' was changed outside optimizer\.step"):
+            staged.wait()
+        staged.arena.close()
+    optimizer.step()
+    assert guard.stepping(state, 2) == []
+
+
+def test_a_step_after_the_copy_is_not_a_change() -> None:
+    """Neither a step that waits for the copy nor a change after that step fails the save."""
+    model, optimizer = trained()
+    state, guard = {"model": model, "optim": optimizer}, CopyGuard()
+    guard.stepping(state)
+    optimizer.step()
+    flat = flatten({"state": capture(state)})
+    with closing(Stager()) as stager:
+        staged = stager.stage(flat, IDENTITY, provide, deferred=changed_only_by_step([optimizer], flat))
+        guard.watch(staged)
+        optimizer.step()
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.01, 0.01)  # type: ignore[index,operator]
+        staged.wait()
+        staged.arena.close()
+    assert guard.stepping(state, 1) == [optimizer]
 
 
 def test_a_closed_guard_lets_the_optimizer_alone() -> None:

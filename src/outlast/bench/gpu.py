@@ -1,4 +1,4 @@
-"""``outlast bench gpu``: what saves, loads and restarts cost on a GPU, beside what its links and its memory allow.
+"""``outlast bench gpu``: the cost of saves, loads and restarts on a GPU, compared with the bandwidth of its links.
 
 The bars are ratios to bandwidths that are measured in the same rounds, so that they hold on any GPU: copies between
 pinned memory and the device, and within the device. The peers are DCP's ``async_save`` with pinned staging, and
@@ -26,6 +26,7 @@ from outlast.bench.measuring import (
     BenchResult,
     MeasuredRounds,
     Progress,
+    describe_machine,
     measure_rounds,
     median,
     run_rounds,
@@ -57,6 +58,9 @@ _COPY_BYTES = 1 << 30
 _NUM_COPIES = 4
 _SIDE = 8192
 _QUIET_STEPS = 30
+_LONG_STEP_S = 1.0
+"""Length of a step for the time that a save costs training in all: that of a large model, not of a benchmark."""
+_NUM_LONG_STEPS = 3
 _NUM_SECTIONS, _BLOCK = 3, 200
 _SOFT_TIMEOUT_S, _HARD_TIMEOUT_S = 30.0, 60.0
 _SECONDS = {
@@ -70,6 +74,10 @@ _SECONDS = {
     "step_meanwhile": "a training step while a save is copied",
     "load": "outlast: from memory into the live state, every byte verified",
     "digest": "a digest of all of the state",
+    "ours_lost": "outlast: what a save costs training in all",
+    "overlapped_lost": "outlast, overlap_staging: what a save costs training in all",
+    "dcp_lost": "dcp.async_save with pinned memory that is kept: what a save costs training in all",
+    "dcp_late_lost": "the same with asynchronous staging",
 }
 
 
@@ -111,7 +119,9 @@ def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS)
         repeats=repeats,
         progress=progress,
     )
-    return BenchResult("gpu", _bars(saves, late, in_process, found), _notes(num_tensors, saves, late, found, failures))
+    machine = describe_machine() | {"gpu": describe_device()}
+    notes = _notes(num_tensors, saves, late, found, failures)
+    return BenchResult("gpu", _bars(saves, late, in_process, found), notes, machine)
 
 
 def _bars(
@@ -128,6 +138,7 @@ def _bars(
         saves.ratio_bar("gpu_save_stall_vs_dcp", "ours", "dcp", 0.8, "dcp.async_save, pinned staging"),
         Bar("gpu_overlapped_stall_ms", late["overlapped"] * 1e3, "ms", 10.0),
         Bar("gpu_overlapped_slowdown_pct", slowed, "%", 5.0),
+        Bar("gpu_lost_per_save_ms", late["overlapped_lost"] * 1e3, "ms", 50.0, *_best_peer(saves)),
         saves.ratio_bar("gpu_load_vs_copy", "load", "to_device", 1.3, pinned),
         Bar("gpu_restart_vs_torchrun", ours_s / peer_s, "x", 0.25, "torchrun, c10d (s)", peer_s),
         Bar("gpu_inprocess_exception_s", in_process["restarted"], "s", 0.5),
@@ -144,6 +155,13 @@ def _bars(
     ]
 
 
+def _best_peer(saves: MeasuredRounds) -> tuple[str, float]:
+    """Return which of DCP's ways to save costs training least in all, and its milliseconds."""
+    called = {"dcp_lost": "dcp.async_save, pinned staging", "dcp_late_lost": "dcp.async_save, asynchronous staging"}
+    name = min((one for one in called if one in saves), key=lambda one: saves[one])
+    return called[name], saves[name] * 1e3
+
+
 def _notes(
     num_tensors: int,
     saves: MeasuredRounds,
@@ -153,13 +171,13 @@ def _notes(
 ) -> list[str]:
     num_bytes = num_tensors << 24
     notes = [
-        describe_device(),
         f"{num_bytes / 1e9:.1f} GB; to the host {num_bytes / saves['to_host'] / 1e9:.1f} GB/s, to the device "
         f"{num_bytes / saves['to_device'] / 1e9:.1f} GB/s, within it {num_bytes / late['within'] / 1e9:.0f} GB/s",
     ]
     for name, what in _SECONDS.items():
         seconds = late.median(name) if name in late else saves.median(name)
-        notes.append(f"{what}: {'-' if seconds is None else f'{seconds * 1e3:.1f} ms'}")
+        found = "not measured: this torch cannot stage twice" if seconds is None else f"{seconds * 1e3:.1f} ms"
+        notes.append(f"{what}: {found}")
     for name, some in killed.items():
         notes.append(f"SIGKILL to the next step on the GPU, {name}: {median(one.after_s for one in some):.3f} s")
     if failures:
@@ -182,18 +200,25 @@ class _Nowhere(FileSystemWriter):
         """Write nothing, either."""
 
 
-def _pinned_stager() -> Any:
-    """Return a stager of DCP that copies into pinned memory, which it keeps, before it returns."""
-    options = StagingOptions(
-        use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
-    )
+def _pinned_stagers() -> tuple[Any, Any]:
+    """Return stagers of DCP with pinned memory that they keep: one that copies before it returns, and one afterwards.
+
+    Returns:
+        The second is ``None`` with a torch whose ``DefaultStager`` fails at its second use.
+    """
+
+    def options(*, is_late: bool) -> StagingOptions:
+        return StagingOptions(
+            use_pinned_memory=True, use_shared_memory=False, use_async_staging=is_late, use_non_blocking_copy=True
+        )
+
     try:
-        with closing(DefaultStager(options)) as tried:
+        with closing(DefaultStager(options(is_late=False))) as tried:
             for _ in range(2):
                 tried.stage(torch.nn.Linear(1, 1, device=training_device()).state_dict())
-    except KeyError:  # some versions of torch forget how to copy
-        return BlockingAsyncStager(cache_staged_state_dict=True)
-    return DefaultStager(options)
+    except KeyError:
+        return BlockingAsyncStager(cache_staged_state_dict=True), None
+    return DefaultStager(options(is_late=False)), DefaultStager(options(is_late=True))
 
 
 def measure_saves(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Found]:
@@ -204,26 +229,33 @@ def measure_saves(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
     device = training_device()
     saved, config = CheckpointState(int(num_tensors), device), CheckpointConfig(local_directory=f"{folder}/saves")
     manager, iteration = CheckpointManager(config), 0
-    stager = _pinned_stager()
+    stager, late_stager = _pinned_stagers()
 
-    def save_ours() -> float:
+    def begin_ours() -> Any:
         nonlocal iteration
         iteration += 1
-        begin = partial(manager.save, saved.state, iteration, tiers=["memory"])
-        return time_save(begin, lambda handle: handle.wait())[0]
+        return manager.save(saved.state, iteration, tiers=["memory"])
 
-    def save_dcp() -> float:
-        def begin() -> Any:
-            writer: Any = _Nowhere(f"{folder}/dcp")
-            return async_save(saved.state_dict(), storage_writer=writer, async_stager=stager, no_dist=True)
+    def begin_dcp(stager: Any) -> Any:
+        writer: Any = _Nowhere(f"{folder}/dcp")
+        return async_save(saved.state_dict(), storage_writer=writer, async_stager=stager, no_dist=True)
 
-        return time_save(begin, lambda written: written.result())[0]
-
+    costs = _SaveCosts(device)
     for _ in range(2):  # each of the two buffers once
-        save_ours()
+        begin_ours().wait()
     for _ in range(int(num_rounds)):
         found = _measure_links(device, saved.num_bytes)
-        found |= {"ours": save_ours(), "dcp": save_dcp()}
+        found["ours"] = time_save(begin_ours, lambda handle: handle.wait())[0]
+        found["dcp"] = time_save(lambda: begin_dcp(stager), lambda written: written.result())[0]
+        costs.begin_round()
+        found["ours_lost"] = costs.measure(begin_ours, lambda handle: handle.done)
+        found["dcp_lost"] = costs.measure(lambda: begin_dcp(stager), lambda written: written.done())
+        if late_stager is not None:
+            found["dcp_late_lost"] = costs.measure(
+                lambda: begin_dcp(late_stager),
+                lambda written: written.upload_completion.done(),
+                update=lambda written: written.staging_completion.result(),
+            )
         manager.close()
         saved.forget()
         manager = CheckpointManager(config)
@@ -231,8 +263,8 @@ def measure_saves(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
         if restored is None or restored.tier != "memory" or not saved.is_right():
             raise SystemExit(f"what was loaded is not what was saved: {restored}")
         yield found
-    stager.close()
-    manager.close()
+    for one in filter(None, (stager, late_stager, manager)):
+        one.close()
 
 
 def measure_overlapped(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Found]:
@@ -253,6 +285,7 @@ def measure_overlapped(num_rounds: str, folder: str, num_tensors: str) -> Iterat
 
     for _ in range(2):
         begin_save().wait()
+    costs = _SaveCosts(device)
     for _ in range(int(num_rounds)):
         found = _measure_links(device, saved.num_bytes)
         step()
@@ -266,6 +299,11 @@ def measure_overlapped(num_rounds: str, folder: str, num_tensors: str) -> Iterat
         found |= {"step": median(quiet), "step_meanwhile": median(busy)}
         found["digest"] = time_on_device(partial(digest_tensors, list(saved.tensors().values())), device)
         found["timers_us"] = _measure_timers()
+        step()
+        costs.begin_round()
+        found["overlapped_lost"] = costs.measure(
+            begin_save, lambda handle: handle.done, update=lambda _: saved.optimizer.step()
+        )
         yield found
     manager.close()
 
@@ -305,17 +343,34 @@ def _measure_links(device: torch.device, num_bytes: int) -> Found:
 
 
 class _DeviceSteps:
-    """Steps that keep a device busy: products that its arithmetic bounds, and sums that its memory does."""
+    """Steps that keep a device busy: products that its arithmetic bounds, and sums that its memory does.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: Which.
+        length_s: How long a step takes, about; 0 = as short as possible.
+    """
+
+    def __init__(self, device: torch.device, length_s: float = 0.0) -> None:
+        self._device, self._num_parts = device, 1
         self._matrix = torch.randn(_SIDE, _SIDE, device=device, dtype=torch.bfloat16)
         self._vector = torch.ones(_COPY_BYTES // 4, device=device)
         self.run(3)
+        if length_s:
+            self._num_parts = max(1, round(length_s / median(self.run(_QUIET_STEPS))))
 
-    def run(self, number: int) -> list[float]:
-        """Return the seconds of each of so many steps; copies in other streams go on meanwhile."""
-        return [time_on_device(self._step, self._device, in_stream=True) for _ in range(number)]
+    def run(self, number: int, update: Callable[[], object] = lambda: None) -> list[float]:
+        """Return the seconds of each of so many steps; copies in other streams continue meanwhile.
+
+        Args:
+            number: How many.
+            update: Ends each step, as the optimizer's step does.
+        """
+
+        def step() -> None:
+            self._compute()
+            update()
+
+        return [time_on_device(step, self._device, in_stream=True) for _ in range(number)]
 
     def run_for(self, seconds: float) -> list[float]:
         """Return the seconds of the steps that fit into a time, at least of one."""
@@ -324,10 +379,47 @@ class _DeviceSteps:
             found += self.run(1)
         return found
 
-    def _step(self) -> None:
-        for _ in range(4):
-            torch.mm(self._matrix, self._matrix)
-        self._vector.mul_(1.0)
+    def _compute(self) -> None:
+        for _ in range(self._num_parts):
+            for _ in range(4):
+                torch.mm(self._matrix, self._matrix)
+            self._vector.mul_(1.0)
+
+
+class _SaveCosts:
+    """Measures the time that one save costs training in all, with steps of a realistic length.
+
+    Args:
+        device: Where the steps compute.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._steps = _DeviceSteps(device, _LONG_STEP_S)
+        self._quiet_s = 0.0
+
+    def begin_round(self) -> None:
+        """Measure steps without a save."""
+        self._quiet_s = median(self._steps.run(_NUM_LONG_STEPS))
+
+    def measure(
+        self,
+        begin: Callable[[], Any],
+        is_done: Callable[[Any], bool],
+        update: Callable[[Any], object] = lambda _: None,
+    ) -> float:
+        """Return the seconds by which steps took longer: the stall, slower steps, and waits before the update.
+
+        Args:
+            begin: Begins a save.
+            is_done: Whether the save has ended; steps are counted until then.
+            update: Ends each step: waits until the state may be changed.
+        """
+        begin_ns, number = clock.now_ns(), 0
+        saving = begin()
+        while number < _NUM_LONG_STEPS or not is_done(saving):
+            self._steps.run(1, partial(update, saving))
+            number += 1
+        return (clock.now_ns() - begin_ns) / 1e9 - number * self._quiet_s
 
 
 def _measure_timers() -> float:

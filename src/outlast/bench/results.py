@@ -29,7 +29,9 @@ NOISE_PCT = 20.0
 """Changes up to this are noise unless another limit is given: two runs on one quiet machine differ by as much."""
 _NUM_SHOWN = 4
 """Runs whose values are shown side by side."""
-_OF_THE_MACHINE = {"date", "processor", "cores", "memory_gib", "load_1min", "kernel", "python", "torch", "outlast"}
+_OF_THE_MACHINE = {
+    *("date", "processor", "cores", "memory_gib", "load_1min", "kernel", "python", "torch", "outlast", "gpu")
+}
 """What a result tells of its machine; the other entries are versions of peers."""
 
 
@@ -135,6 +137,8 @@ def describe_measurement(machine: Mapping[str, Any]) -> str:
         f"{machine['memory_gib']:g} GiB, Linux {machine['kernel']}, Python {machine['python']}, "
         f"torch {machine['torch']}, outlast {machine.get('outlast', '')}".rstrip()
     )
+    if "gpu" in machine:
+        text += f"; {machine['gpu']}"
     return "; beside it ".join([text, ", ".join(peers)] if peers else [text])
 
 

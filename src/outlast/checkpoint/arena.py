@@ -7,8 +7,9 @@ What lies on a device is copied by the device, in a stream of its own (:class:`o
 straight into the arena's pages, which are pinned once.
 
 Parameters and optimizer states change in the optimizer's ``step()`` and nowhere else, so their copy may overlap the
-next forward and backward; a :class:`CopyGuard` has the next step wait for it. Everything else (buffers, scalars, what
-is not a module or an optimizer of torch) is copied before ``save()`` returns.
+next forward and backward; a :class:`CopyGuard` makes the next step wait for the copy. Everything else (buffers,
+scalars, values that are neither in a module nor in an optimizer of torch) is copied before ``save()`` returns. A state
+that changes during its copy is not saved: see :class:`_Versions`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -38,7 +39,7 @@ from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorS
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
-from outlast.runtime.device import Copied, DeviceCopies, copies_of, is_capturing, start_driver_thread
+from outlast.runtime.device import Copied, DeviceCopies, copies_of, has_graphs, is_capturing, start_driver_thread
 
 PIECE_BYTES = 8 << 20
 SMALL_BYTES = 256 << 10
@@ -174,6 +175,34 @@ def _unpin(_pages: Bytes, parts: list[tuple[DeviceCopies, int]], stop: threading
         copies.unpin(address)
 
 
+class _Versions:
+    """Detects changes to tensors during their copy.
+
+    Every in-place operation increments the version of a tensor. An optimizer's step is not a change during the copy,
+    because it waits for the copy: the versions are compared before the step, or at the end of the copy if that is
+    earlier. Replays of CUDA graphs and operations on ``tensor.data`` do not increment versions: see :class:`CopyGuard`
+    for the former; the latter are not detected.
+
+    Thread: any.
+    """
+
+    def __init__(self, tensors: Iterable[NamedTensor]) -> None:
+        self._lock = threading.Lock()
+        self._saved = [(one.name, one.tensor, one.tensor._version) for one in tensors if not one.tensor.is_inference()]
+        self.changed: str | None = None
+        """Name of a tensor that changed during its copy."""
+
+    def compare(self) -> str | None:
+        """Return the name of a tensor that has changed; from the second call on, the result of the first."""
+        with self._lock:
+            for name, tensor, version in self._saved:
+                if tensor._version != version:
+                    self.changed = name
+                    break
+            self._saved = []
+            return self.changed
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
     """A shard's image, which may still be filled."""
@@ -184,6 +213,12 @@ class Staged:
     _copies: tuple[Future[None], ...] = ()
     _queued: tuple[Future[Copied], ...] = ()
     _limit_s: float = DEVICE_LIMIT_S
+    _versions: _Versions = field(default_factory=lambda: _Versions(()))
+
+    @property
+    def changed(self) -> str | None:
+        """Name of a tensor that changed during its copy; ``None`` = no change was detected so far."""
+        return self._versions.changed
 
     def wait(self, limit_s: float | None = None) -> None:
         """Wait until everything is copied.
@@ -192,7 +227,7 @@ class Staged:
             limit_s: Longest time that a device may take from now on; ``None`` = the stager's.
 
         Raises:
-            CheckpointError: A device hangs; the arena is lost.
+            CheckpointError: A device hangs, and the arena is lost; or a tensor changed during its copy.
 
         Thread: any. Blocks: up to the rest of one memory copy.
         """
@@ -210,6 +245,12 @@ class Staged:
         if not are_done:
             self.arena.is_lost = True
             raise _hanging(limit_s)
+        if (name := self._versions.compare()) is not None:
+            raise CheckpointError(
+                f"{name!r} was changed outside optimizer.step() while a save copied it; overlap_staging requires that "
+                "only step() changes parameters and optimizer states; this save is discarded, and from now on they "
+                "are copied before save() returns"
+            )
 
     def hold_back(self) -> bool:
         """Have nothing that is done from now on change what is still copied: devices by order of their streams.
@@ -222,6 +263,7 @@ class Staged:
 
         Thread: training's. Blocks: while the host's memory is copied; for a device's until its copies are queued.
         """
+        self._versions.compare()
         wait(self._copies)
         are_queued = not wait(self._queued, self._limit_s).not_done
         copies = [queued.result() for queued in self._queued if queued.done() and queued.exception() is None]
@@ -331,7 +373,8 @@ class Stager:
             wait(copies)
             queue.settle()
             raise
-        return Staged(arena, size, entries, copies, queue.late, self._limit_s)
+        late = [named for named in flat.tensors if named.name in deferred]
+        return Staged(arena, size, entries, copies, queue.late, self._limit_s, _Versions(late))
 
     def _copy(self, target: Bytes, now: list[_Piece], later: list[_Piece]) -> tuple[Future[None], ...]:
         """Copy what lies on the host, half of it in another thread; return what is copied later."""
@@ -664,10 +707,17 @@ def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: Flat
 
 
 class CopyGuard:
-    """Wait for copies before an optimizer changes what is being copied.
+    """Make an optimizer's step wait for the copy of the tensors that the step changes.
 
-    An optimizer's tensors are copied late only if its ``step()`` was seen since the last save: one that is captured in
-    a graph, or compiled, may change them without a word.
+    The guard is a hook of ``step()``, so a step that does not run the hook would change tensors during their copy. The
+    tensors of an optimizer are therefore copied late only if
+
+    * the hook ran since the last save,
+    * no CUDA graph contains a step of the optimizer: a replay runs no hook, and the hook of a captured step runs only
+      once. A graph from before the hook existed may contain a step of any optimizer that torch allows to be captured,
+    * no tensor changed during an earlier copy.
+
+    ``torch.compile`` does not trace the hook: a compiled step runs it every time.
 
     Thread: training's; :meth:`wait`: any.
     """
@@ -676,30 +726,39 @@ class CopyGuard:
         self.stall_s = 0.0
         """Seconds that steps and :meth:`wait` took so far; a device's own waiting is not in it."""
         self._under_way: list[Staged] = []
+        self._newest: Staged | None = None
+        self._captured = weakref.WeakSet[torch.optim.Optimizer]()
         self._hooks = weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]()
         self._seen, self._trusted = weakref.WeakSet[torch.optim.Optimizer](), weakref.WeakSet[torch.optim.Optimizer]()
         self._iteration: int | None = None
         self._lock = threading.Lock()
 
     def stepping(self, state: Mapping[str, Any], iteration: int | None = None) -> list[torch.optim.Optimizer]:
-        """Return the optimizers in ``state`` whose next step will be seen; from now on all of them are looked at.
+        """Return the optimizers in ``state`` whose tensors may be copied late; install the hook on all optimizers.
 
         Args:
             state: As given to ``save()``.
-            iteration: Of the save, with one answer for all saves of it; ``None`` = nothing is saved yet.
+            iteration: Iteration of the save; all saves of one iteration get the same result. ``None`` = no save yet.
         """
         optimizers = list(_optimizers(state))
-        for optimizer in optimizers:
-            if optimizer not in self._hooks:
-                self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+        if new := [optimizer for optimizer in optimizers if optimizer not in self._hooks]:
+            had_graphs = has_graphs()
+            for optimizer in new:
+                if had_graphs and all(group.get("capturable", True) for group in optimizer.param_groups):
+                    self._captured.add(optimizer)
+                hook = torch.compiler.disable(self._before_step)
+                self._hooks[optimizer] = optimizer.register_step_pre_hook(hook)
         if iteration != self._iteration:
             self._iteration, self._trusted, self._seen = iteration, self._seen, weakref.WeakSet()
-        return [optimizer for optimizer in optimizers if optimizer in self._trusted]
+        if self._newest is not None and self._newest.changed is not None:
+            return []
+        return [one for one in optimizers if one in self._trusted and one not in self._captured]
 
     def watch(self, staged: Staged) -> None:
-        """Hold back the next step of any optimizer for what is still copied."""
+        """Make the next step of any optimizer wait for the rest of a copy."""
         with self._lock:
             self._under_way.append(staged)
+            self._newest = staged
 
     def wait(self, limit_s: float | None = None) -> None:
         """Wait for all copies that are under way.
@@ -731,8 +790,7 @@ class CopyGuard:
             log.warning("%s", error)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if not is_capturing():
-            self._seen.add(optimizer)
+        (self._captured if is_capturing() else self._seen).add(optimizer)
         with self._lock:
             under_way = self._under_way
         if under_way:
