@@ -83,7 +83,7 @@ def main() -> None:
         interval = timedelta(seconds=arguments.local_seconds)
         callbacks.append(LocalCheckpointCallback(train_time_interval=interval))
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator="auto",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         strategy="ddp" if "LOCAL_WORLD_SIZE" in os.environ else "auto",
@@ -102,7 +102,7 @@ def main() -> None:
     model = NextValue()
     train = DataLoader(Waves(arguments.size), batch_size=4, shuffle=True, num_workers=arguments.workers)
     trainer.fit(model, train, DataLoader(Waves(16), batch_size=8))
-    weights = b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())
+    weights = b"".join(weight.detach().cpu().numpy().tobytes() for weight in model.parameters())
     print(f"trained {trainer.global_step} steps: {hashlib.sha256(weights).hexdigest()}", flush=True)
 
 

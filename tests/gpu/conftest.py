@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from device_runs import DEVICE, ON_GPU, own_device
+from device_runs import DETERMINISTIC, DEVICE, ON_GPU, own_device
 
 _TIMEOUT_S = 120
 if not ON_GPU:
@@ -37,3 +37,11 @@ def device() -> torch.device:
     if ON_GPU and not torch.cuda.is_available():
         pytest.fail("torch can use no GPU here; set OUTLAST_TEST_DEVICE=cpu to run these programs on the CPU")
     return own_device()
+
+
+@pytest.fixture(scope="session")
+def deterministic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return variables with which inductor chooses no kernel by its speed, and compiles each kernel once."""
+    cache = str(tmp_path_factory.mktemp("inductor"))
+    own = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_DETERMINISTIC": "1"}
+    return DETERMINISTIC | own

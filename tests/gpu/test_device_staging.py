@@ -16,6 +16,7 @@ from device_runs import needs_gpu
 from lagging_device import await_release
 from outlast.checkpoint import CheckpointManager
 from outlast.config import CheckpointConfig
+from outlast.errors import CheckpointError
 from outlast.runtime import device as accelerator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
@@ -255,4 +256,82 @@ def test_a_graph_can_be_captured_while_a_save_is_copied(device: torch.device, tm
     manager.close()
     iteration, found = load(tmp_path / "saves", device)
     assert iteration == 3
+    assert is_same(found, expected)
+
+
+def delay_late_copies(patch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Make the device begin with copies some 0.2 s late, except for the first ones, for which a save waits."""
+    copies = accelerator.copies_of(device)
+    assert copies is not None
+    queue, num_queued = copies.queue, 0
+
+    def lag(stream: int) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            torch.cuda._sleep(SLEEP_CYCLES)
+
+    def queue_late(*arguments: Any) -> Any:
+        nonlocal num_queued
+        num_queued += 1
+        return queue(*arguments, launch=lag if num_queued > 1 else None)
+
+    patch.setattr(copies, "queue", queue_late)
+
+
+@needs_gpu("graphs are the GPU's")
+@pytest.mark.parametrize("is_watched", [True, False], ids=["captured_after_the_load", "captured_before_it"])
+def test_the_first_replay_of_a_graph_changes_no_save(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_watched: bool
+) -> None:
+    """A graph that contains the optimizer's step is captured early, steps run without it, and its first replay follows
+    an overlapped save at once, while the device is late with copies: the save holds the state of its call."""
+    training, manager = Training(device), manage(tmp_path / "saves", overlap_staging=True)
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.125
+    for parameter in training.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if is_watched:
+        manager.load_latest(training.state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        training.optimizer.step()
+    if not is_watched:
+        manager.load_latest(training.state)
+    for iteration in (1, 2):
+        training.optimizer.step()
+        manager.save(training.state, iteration).wait(TIMEOUT_S)
+    expected = training.set(3)
+    training.optimizer.step()
+    for name, parameter in training.model.named_parameters():
+        expected[name] = expected[name] - 0.125
+        assert torch.equal(parameter.cpu(), expected[name])
+    delay_late_copies(monkeypatch, device)
+    handle = manager.save(training.state, 3)
+    graph.replay()
+    handle.wait(TIMEOUT_S)
+    assert not torch.equal(training.model[0].weight.cpu(), expected["0.weight"])
+    manager.close()
+    iteration, found = load(tmp_path / "saves", device)
+    assert iteration == 3
+    assert is_same(found, expected)
+
+
+@needs_gpu("a CPU does not run behind")
+def test_a_change_during_the_copy_fails_the_save(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter that changes between an overlapped save and the next step fails the save, if the device has not
+    copied the state by then; the next save is committed."""
+    training, manager = begin_overlapped(device, tmp_path / "saves")
+    delay_late_copies(monkeypatch, device)
+    handle = manager.save(training.state, 3)
+    with torch.no_grad():
+        training.model[0].weight.add_(1.0)
+    with pytest.raises(CheckpointError, match=r"weight' was changed outside optimizer\.step"):
+        handle.wait(TIMEOUT_S)
+    expected = training.set(4)
+    training.optimizer.step()
+    manager.save(training.state, 4).wait(TIMEOUT_S)
+    manager.close()
+    iteration, found = load(tmp_path / "saves", device)
+    assert iteration == 4
     assert is_same(found, expected)

@@ -69,6 +69,17 @@ torch.cuda.synchronize()
 note.write_text(json.dumps({**known, "free_after": free, "allocated": block.numel()}))
 """
 
+EXCEEDS_MEMORY = """
+import torch
+
+
+def forward():
+    return torch.zeros(torch.cuda.mem_get_info()[1] + (1 << 30), dtype=torch.uint8, device="cuda")
+
+
+forward()
+"""
+
 
 def write(folder: Path, code: str) -> Path:
     """Return a script with this code."""
@@ -162,3 +173,17 @@ def test_memory_of_a_killed_rank_is_free_again(tmp_path: Path) -> None:
     assert memory["allocated"] == memory["held"] > 0
     assert memory["free_after"] >= memory["held"]
     assert memory["free_after"] >= memory["left"] + memory["held"] // 2
+
+
+@needs_gpu("there is no memory of a device")
+def test_a_rank_that_exceeds_the_memory_is_reported_with_its_line(tmp_path: Path) -> None:
+    """A rank that exceeds the GPU's memory is the cause of the failure: the last line has torch's exception with the
+    bytes it asked for, the rank, and the line of the script."""
+    script = write(tmp_path, EXCEEDS_MEMORY)
+    options = ["--max-restarts=1", *LAUNCHED]
+    run_dir = tmp_path / "run"
+    with Cluster(script, run_dir=run_dir, num_nodes=1, nproc_per_node=1, options=options) as cluster:
+        assert cluster.wait(PATIENCE_S) == [1], cluster.tails()
+        last = next(line for line in cluster.agent(0).output().splitlines() if "job over" in line)
+    assert "rank 0 failed: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate" in last
+    assert "(script.py:6 in forward)" in last

@@ -1,7 +1,8 @@
 """Train a small model in one of several ways to use a device, with checkpoints; the result does not depend on kills.
 
-``--variant`` is ``compile`` (torch.compile), ``amp`` (float16 with GradScaler), ``graph`` (a CUDA graph of forward and
-backward), ``fused`` (a fused AdamW) or ``fsdp2`` (``fully_shard`` on a mesh of one device).
+``--variant`` is ``compile`` (torch.compile), ``reduce-overhead`` (model and optimizer compiled to CUDA graphs), ``amp``
+(float16 with GradScaler), ``graph`` (a CUDA graph of forward and backward), ``fused`` (a fused AdamW), ``float8``
+(bfloat16 states and float8 copies of the weights) or ``fsdp2`` (``fully_shard`` on a mesh of one device).
 """
 
 from __future__ import annotations
@@ -112,6 +113,61 @@ def graphed(model: nn.Module, optim: torch.optim.Optimizer, device: torch.device
     return step
 
 
+def reduced(model: nn.Module, optim: torch.optim.Optimizer) -> Step:
+    """Return a step whose model and optimizer torch.compile turns into CUDA graphs: run, captured, then replayed."""
+    forward = torch.compile(model, mode="reduce-overhead")
+    update = torch.compile(optim.step, mode="reduce-overhead")
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = functional.mse_loss(forward(inputs), targets)
+        loss.backward()
+        update()
+        optim.zero_grad()
+        return loss.detach().clone()
+
+    return step
+
+
+class Float8Linear(nn.Linear):
+    """Computes with a float8 copy of its bfloat16 weight; the gradient is that of the weight."""
+
+    def __init__(self, size_in: int, size_out: int) -> None:
+        super().__init__(size_in, size_out, dtype=torch.bfloat16)
+        self.register_buffer("low", self.weight.detach().to(torch.float8_e4m3fn))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        low = self.low.to(torch.bfloat16)
+        return functional.linear(inputs, self.weight + (low - self.weight).detach(), self.bias)
+
+    def quantize(self) -> None:
+        """Copy the weight to float8."""
+        self.low.copy_(self.weight.detach())
+
+
+def make_float8_model() -> nn.Module:
+    """Return the model of the variant ``float8``, on the CPU."""
+    torch.manual_seed(1)
+    return nn.Sequential(Float8Linear(WIDTH, 2 * WIDTH), nn.GELU(), Float8Linear(2 * WIDTH, WIDTH))
+
+
+def in_float8(model: nn.Module, optim: torch.optim.Optimizer) -> Step:
+    """Return a step in bfloat16 that copies the weights to float8 in the end."""
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        optim.zero_grad()
+        outputs = model(inputs.to(torch.bfloat16))[:, : targets.shape[1]]
+        loss = functional.mse_loss(outputs.float(), targets)
+        loss.backward()
+        optim.step()
+        for layer in model.children():
+            if isinstance(layer, Float8Linear):
+                layer.quantize()
+        return loss.detach()
+
+    return step
+
+
 def shard(model: nn.Module, device: torch.device) -> None:
     """Apply FSDP2, on a mesh of this one rank."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -159,7 +215,8 @@ def wait_to_be_killed() -> None:
 def main() -> None:
     """Train one variant to its end, and write what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variant", choices=("compile", "amp", "graph", "fused", "fsdp2"), required=True)
+    variants = ("compile", "reduce-overhead", "amp", "graph", "fused", "float8", "fsdp2")
+    parser.add_argument("--variant", choices=variants, required=True)
     parser.add_argument("--directory", required=True, help="of the checkpoints")
     parser.add_argument("--out", type=Path, required=True, help="JSON file with the result")
     parser.add_argument("--iterations", type=int, default=12)
@@ -176,11 +233,11 @@ def main() -> None:
     if args.variant == "fsdp2":
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
-    model = make_model().to(device)
+    model = (make_float8_model if args.variant == "float8" else make_model)().to(device)
     if args.variant == "fsdp2":
         shard(model, device)
     fused = True if args.variant == "fused" else None
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, capturable=args.variant == "reduce-overhead")
     state: dict[str, Any] = {"model": model, "optim": optim, "losses": []}
     if args.variant == "compile":
         step = compiled(model, optim, device)
@@ -188,6 +245,10 @@ def main() -> None:
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**20, growth_interval=3)
         state["scaler"] = scaler
         step = scaled(model, optim, scaler, device)
+    elif args.variant == "reduce-overhead":
+        step = reduced(model, optim)
+    elif args.variant == "float8":
+        step = in_float8(model, optim)
     elif args.variant == "graph":
         step = graphed(model, optim, device)
     else:
