@@ -20,7 +20,8 @@ import torch
 
 from lagging_device import LaggingCopies, await_release, lagging_device
 from outlast.checkpoint import CheckpointManager
-from outlast.checkpoint.arena import SMALL_BYTES, Arena, Staged, Stager, changed_only_by_step
+from outlast.checkpoint.arena import SMALL_BYTES, Arena, Staged, Stager
+from outlast.checkpoint.copy_guard import changed_only_by_step
 from outlast.checkpoint.landing import Landing
 from outlast.checkpoint.shard import CHUNK_BYTES, Identity
 from outlast.checkpoint.state import capture, flatten
@@ -320,7 +321,7 @@ def test_a_device_that_hangs_fails_the_save_and_loses_the_arena(device: LaggingC
     stager = Stager(0.05)
     device.gate.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outlast.checkpoint.arena._SETTLE_S", 0.05)
+        patch.setattr("outlast.checkpoint.arena.SETTLE_S", 0.05)
         with pytest.raises(CheckpointError, match="it hangs"):
             stager.stage(flat, IDENTITY, lambda size: arenas.append(provide(size)) or arenas[0])
     assert arenas[0].is_lost
@@ -360,7 +361,7 @@ def test_an_interrupted_save_waits_for_the_device(device: LaggingCopies, monkeyp
             raise KeyboardInterrupt
 
         patch.setattr("lagging_device.LaggingCopied.wait", interrupt)
-        monkeypatch.setattr("outlast.checkpoint.arena._SETTLE_S", TIMEOUT_S)
+        monkeypatch.setattr("outlast.checkpoint.arena.SETTLE_S", TIMEOUT_S)
         with pytest.raises(KeyboardInterrupt):
             stager.stage(flat, IDENTITY, lambda size: arenas.append(provide(size)) or arenas[0])
     assert not arenas[0].is_lost

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.checkpoint.arena import Arena, CopyGuard, Stager, changed_only_by_step
+from outlast.checkpoint.arena import Arena, Stager
+from outlast.checkpoint.copy_guard import CopyGuard, changed_only_by_step
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import capture, flatten
 from outlast.errors import CheckpointError
@@ -131,7 +132,7 @@ def test_an_optimizer_whose_step_is_in_a_graph_is_never_copied_late(monkeypatch:
     _, optimizer = trained()
     guard.stepping({"optim": optimizer})
     with monkeypatch.context() as capturing:
-        capturing.setattr("outlast.checkpoint.arena.is_capturing", lambda: True)
+        capturing.setattr("outlast.checkpoint.copy_guard.is_capturing", lambda: True)
         optimizer.step()
     assert guard.stepping({"optim": optimizer}, 1) == []
     optimizer.step()
@@ -153,7 +154,7 @@ def test_a_graph_from_before_the_hook_may_contain_a_step(
 ) -> None:
     """A graph that exists before the first save, or the load, may contain a step of any optimizer that torch allows to
     be captured: its tensors are never copied late."""
-    monkeypatch.setattr("outlast.checkpoint.arena.has_graphs", lambda: has_graphs)
+    monkeypatch.setattr("outlast.checkpoint.copy_guard.has_graphs", lambda: has_graphs)
     guard = CopyGuard()
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = kind([parameter], lr=0.1, **settings)

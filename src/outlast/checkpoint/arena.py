@@ -6,10 +6,8 @@ several times the copy, so an arena is kept, and touched ahead.
 What lies on a device is copied by the device, in a stream of its own (:class:`outlast.runtime.device.DeviceCopies`),
 straight into the arena's pages, which are pinned once.
 
-Parameters and optimizer states change in the optimizer's ``step()`` and nowhere else, so their copy may overlap the
-next forward and backward; a :class:`CopyGuard` makes the next step wait for the copy. Everything else (buffers,
-scalars, values that are neither in a module nor in an optimizer of torch) is copied before ``save()`` returns. A state
-that changes during its copy is not saved: see :class:`_Versions`.
+The copy of some tensors may overlap training: :mod:`outlast.checkpoint.copy_guard`. A state that changes during its
+copy is not saved: see :class:`_Versions`.
 """
 
 from __future__ import annotations
@@ -22,12 +20,11 @@ import math
 import mmap
 import os
 import threading
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -39,8 +36,9 @@ from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorS
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.errors import CheckpointError
-from outlast.runtime.device import Copied, DeviceCopies, copies_of, has_graphs, is_capturing, start_driver_thread
+from outlast.runtime.device import Copied, DeviceCopies, copies_of, start_driver_thread
 
+log = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20
 SMALL_BYTES = 256 << 10
 """Tensors up to this are put together before they are copied: one by one, each costs more than its bytes."""
@@ -52,7 +50,7 @@ NUM_TOUCH_THREADS = 4
 DEVICE_LIMIT_S = 600.0
 """Unless another limit is given: a device that does not finish a copy in this time hangs."""
 PIN_BYTES = 256 << 20
-_SETTLE_S = 10.0
+SETTLE_S = 10.0
 """Seconds that copies get to end when what they are for is given up."""
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 2
@@ -180,8 +178,8 @@ class _Versions:
 
     Every in-place operation increments the version of a tensor. An optimizer's step is not a change during the copy,
     because it waits for the copy: the versions are compared before the step, or at the end of the copy if that is
-    earlier. Replays of CUDA graphs and operations on ``tensor.data`` do not increment versions: see :class:`CopyGuard`
-    for the former; the latter are not detected.
+    earlier. Replays of CUDA graphs and operations on ``tensor.data`` do not increment versions: see
+    :mod:`outlast.checkpoint.copy_guard` for the former; the latter are not detected.
 
     Thread: any.
     """
@@ -508,10 +506,10 @@ class _DeviceQueue:
 
     def settle(self) -> None:
         """Wait for all that was begun; an arena that may still be written to is lost."""
-        are_queued = len(self._now) + len(self.late) == self._num_begun and not wait(self.late, _SETTLE_S).not_done
+        are_queued = len(self._now) + len(self.late) == self._num_begun and not wait(self.late, SETTLE_S).not_done
         are_known = are_queued and all(queued.exception() is None for queued in self.late)
         copies = [*self._now, *(queued.result() for queued in self.late)] if are_known else []
-        self._arena.is_lost |= not (are_known and all(copied.wait(_SETTLE_S) for copied in copies))
+        self._arena.is_lost |= not (are_known and all(copied.wait(SETTLE_S) for copied in copies))
 
     def _pairs_of(self, runs: list[_CopyRun]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         image, tensors, start = torch.from_numpy(self._arena.array), self._tensors, self._start
@@ -554,9 +552,6 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-log = logging.getLogger(__name__)
 
 
 class ArenaPool:
@@ -677,153 +672,3 @@ class ArenaPool:
             arena.touch(self._stop)
             if copies is not None:
                 arena.pin(copies, self._stop)
-
-
-DEFERRABLE_BYTES = 1 << 20
-"""Tensors below this are copied at once: a step counter may change anywhere, and nothing is won."""
-
-
-def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: FlatState) -> frozenset[str]:
-    """Return the names of the tensors that only a ``step()`` of one of these optimizers changes.
-
-    Args:
-        optimizers: Those of :meth:`CopyGuard.stepping`.
-        flat: The state that is saved, taken apart.
-    """
-    late = {
-        tensor.data_ptr() if type(tensor) in _PLAIN else _address(tensor)
-        for optimizer in optimizers
-        for tensor in _tensors_of(optimizer)
-    }
-    names, place, can_wait = list[str](), None, False
-    for named in flat.tensors:
-        if named.tensor.nbytes >= DEFERRABLE_BYTES and named.tensor.data_ptr() in late:
-            if named.device != place:
-                place = named.device
-                can_wait = place.type == "cpu" or copies_of(place) is not None
-            if can_wait:
-                names.append(named.name)
-    return frozenset(names)
-
-
-class CopyGuard:
-    """Make an optimizer's step wait for the copy of the tensors that the step changes.
-
-    The guard is a hook of ``step()``, so a step that does not run the hook would change tensors during their copy. The
-    tensors of an optimizer are therefore copied late only if
-
-    * the hook ran since the last save,
-    * no CUDA graph contains a step of the optimizer: a replay runs no hook, and the hook of a captured step runs only
-      once. A graph from before the hook existed may contain a step of any optimizer that torch allows to be captured,
-    * no tensor changed during an earlier copy.
-
-    ``torch.compile`` does not trace the hook: a compiled step runs it every time.
-
-    Thread: training's; :meth:`wait`: any.
-    """
-
-    def __init__(self) -> None:
-        self.stall_s = 0.0
-        """Seconds that steps and :meth:`wait` took so far; a device's own waiting is not in it."""
-        self._under_way: list[Staged] = []
-        self._newest: Staged | None = None
-        self._captured = weakref.WeakSet[torch.optim.Optimizer]()
-        self._hooks = weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]()
-        self._seen, self._trusted = weakref.WeakSet[torch.optim.Optimizer](), weakref.WeakSet[torch.optim.Optimizer]()
-        self._iteration: int | None = None
-        self._lock = threading.Lock()
-
-    def stepping(self, state: Mapping[str, Any], iteration: int | None = None) -> list[torch.optim.Optimizer]:
-        """Return the optimizers in ``state`` whose tensors may be copied late; install the hook on all optimizers.
-
-        Args:
-            state: As given to ``save()``.
-            iteration: Iteration of the save; all saves of one iteration get the same result. ``None`` = no save yet.
-        """
-        optimizers = list(_optimizers(state))
-        if new := [optimizer for optimizer in optimizers if optimizer not in self._hooks]:
-            had_graphs = has_graphs()
-            for optimizer in new:
-                if had_graphs and all(group.get("capturable", True) for group in optimizer.param_groups):
-                    self._captured.add(optimizer)
-                hook = torch.compiler.disable(self._before_step)
-                self._hooks[optimizer] = optimizer.register_step_pre_hook(hook)
-        if iteration != self._iteration:
-            self._iteration, self._trusted, self._seen = iteration, self._seen, weakref.WeakSet()
-        if self._newest is not None and self._newest.changed is not None:
-            return []
-        return [one for one in optimizers if one in self._trusted and one not in self._captured]
-
-    def watch(self, staged: Staged) -> None:
-        """Make the next step of any optimizer wait for the rest of a copy."""
-        with self._lock:
-            self._under_way.append(staged)
-            self._newest = staged
-
-    def wait(self, limit_s: float | None = None) -> None:
-        """Wait for all copies that are under way.
-
-        Args:
-            limit_s: As for :meth:`Staged.wait`.
-
-        Raises:
-            CheckpointError: A device hangs.
-
-        Blocks: up to the rest of one memory copy.
-        """
-        with self._lock:
-            under_way, self._under_way = self._under_way, []
-        if under_way:
-            started_ns = clock.now_ns()
-            for staged in under_way:
-                staged.wait(limit_s)
-            self.stall_s += (clock.now_ns() - started_ns) / 1e9
-
-    def close(self) -> None:
-        """Let the optimizers alone, and wait a last time. Idempotent. Blocks: up to the rest of one copy, or 10 s."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
-        try:
-            self.wait(_SETTLE_S)
-        except CheckpointError as error:
-            log.warning("%s", error)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        (self._captured if is_capturing() else self._seen).add(optimizer)
-        with self._lock:
-            under_way = self._under_way
-        if under_way:
-            started_ns = clock.now_ns()
-            done = {id(staged) for staged in under_way if staged.hold_back()}
-            with self._lock:
-                self._under_way = [staged for staged in self._under_way if id(staged) not in done]
-            self.stall_s += (clock.now_ns() - started_ns) / 1e9
-
-
-def _optimizers(state: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:
-    for value in state.values():
-        if isinstance(value, torch.optim.Optimizer):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _optimizers(value)
-
-
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    for values in optimizer.state.values():
-        if type(values) is dict or isinstance(values, Mapping):
-            for value in values.values():
-                if type(value) in _PLAIN or isinstance(value, torch.Tensor):
-                    yield value
-
-
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-"""What is asked for first: there may be very many, and the other questions take longer."""
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor of any class lies."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.data_ptr())

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from outlast import clock
-from outlast.checkpoint.arena import Arena, ArenaPool, CopyGuard, Stager, changed_only_by_step
+from outlast.checkpoint.arena import Arena, ArenaPool, Stager
+from outlast.checkpoint.copy_guard import CopyGuard, changed_only_by_step
 from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import Claim, DirectoryRefused, SaveAttempt
 from outlast.checkpoint.lane import GRACE_S, Lane

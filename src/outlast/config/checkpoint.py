@@ -52,9 +52,10 @@ class CheckpointConfig:
     """Return from a save once the state is copied; off: once it is committed."""
 
     overlap_staging: bool = False
-    """Return from a save before parameters and optimizer states are copied; the copy continues beside the next forward
-    and backward, and the optimizer's ``step()`` waits for it. Only for training that changes them nowhere else. What
-    belongs to an optimizer of which no ``step()`` was seen since the last save is copied before the return."""
+    """Return from a save before parameters and optimizer states are copied; the copy continues during the next forward
+    and backward, and the optimizer's ``step()`` waits for it. Only for training that changes them nowhere else: a
+    change that is detected fails the save. An optimizer whose ``step()`` was not observed since the last save, or may
+    be in a CUDA graph, is copied before the return."""
 
     replication: bool | None = None
     """Copy every rank's shard to other nodes; ``None`` = where there are several nodes and a local tier or an agent."""
