@@ -159,6 +159,7 @@ def test_a_state_that_changes_during_its_copy_is_not_committed(
     device.gate.set()
     with pytest.raises(CheckpointError, match=r"1\.weight' was changed outside optimizer\.step"):
         handle.wait(TIMEOUT_S)
+    manager.finish_staging()  # the save failed, not the script
     training.step()
     expected = training.content()
     handle = manager.save(training.state, 3)

@@ -203,7 +203,7 @@ def test_a_tensor_that_changes_during_its_copy_fails_the_save(is_detected_by: st
         if is_detected_by == "step":
             optimizer.step()
         with pytest.raises(CheckpointError, match=r"0\.weight' was changed outside optimizer\.step"):
-            staged.wait()
+            staged.finish()
         staged.arena.close()
     optimizer.step()
     assert guard.stepping(state, 2) == []
@@ -222,7 +222,7 @@ def test_a_step_after_the_copy_is_not_a_change() -> None:
         optimizer.step()
         with torch.no_grad():
             model[0].weight.clamp_(-0.01, 0.01)  # type: ignore[index,operator]
-        staged.wait()
+        staged.finish()
         staged.arena.close()
     assert guard.stepping(state, 1) == [optimizer]
 

@@ -225,7 +225,7 @@ class Staged:
             limit_s: Longest time that a device may take from now on; ``None`` = the stager's.
 
         Raises:
-            CheckpointError: A device hangs, and the arena is lost; or a tensor changed during its copy.
+            CheckpointError: A device hangs; the arena is lost.
 
         Thread: any. Blocks: up to the rest of one memory copy.
         """
@@ -243,6 +243,17 @@ class Staged:
         if not are_done:
             self.arena.is_lost = True
             raise _hanging(limit_s)
+        self._versions.compare()
+
+    def finish(self) -> None:
+        """Wait until everything is copied, and check that nothing changed meanwhile.
+
+        Raises:
+            CheckpointError: A device hangs, and the arena is lost; or a tensor changed during its copy.
+
+        Thread: any. Blocks: up to the rest of one memory copy.
+        """
+        self.wait()
         if (name := self._versions.compare()) is not None:
             raise CheckpointError(
                 f"{name!r} was changed outside optimizer.step() while a save copied it; overlap_staging requires that "

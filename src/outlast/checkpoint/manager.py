@@ -503,7 +503,7 @@ class CheckpointManager:
             arena=staged.arena,
             num_bytes=staged.num_bytes,
             tensors=staged.tensors,
-            guard=staged.wait if deferred else None,
+            guard=staged.finish if deferred else None,
             stall_s=(clock.now_ns() - save.started_ns) / 1e9,
         )
 
