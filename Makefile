@@ -149,10 +149,10 @@ endef
 GPU_PACKAGES := numpy msgspec xxhash click rich psutil fsspec
 GPU_TESTS = $$(grep -rlE 'mark\.gpu\b' --include='test_*.py' tests)
 
-# Modules that need other packages are not even collected. Four at a time: small models, on a GPU that all can share.
+# Modules that need other packages are not even collected. Six at a time: small models, on a GPU that all can share.
 test-gpu: export OUTLAST_TESTS_COLD := 1
 test-gpu:
-	$(call ON_GPU,-m pytest -m gpu -W default -n 4 --dist loadscope --no-loadscope-reorder --durations=10 $(GPU_TESTS),\
+	$(call ON_GPU,-m pytest -m gpu -W default -n 6 --dist loadscope --no-loadscope-reorder --durations=10 $(GPU_TESTS),\
 	  $(GPU_PACKAGES) pytest pytest-timeout=pytest_timeout pytest-xdist=xdist hypothesis)
 
 bench-gpu:

@@ -141,12 +141,14 @@ def test_save_returns_once_the_device_has_copied(device: LaggingCopies, tmp_path
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("tier", ["local_directory", "directory"])
 def test_a_state_that_changes_during_its_copy_is_not_committed(
-    device: LaggingCopies, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    device: LaggingCopies, tmp_path: Path, caplog: pytest.LogCaptureFixture, tier: str
 ) -> None:
     """With overlap_staging a parameter that the script changes between a save and the next step fails that save, with
     one line that says what to do. The next save copies everything before it returns, and is committed."""
-    training, manager = Training(), manage(tmp_path / "saves", overlap_staging=True)
+    settings: dict[str, Any] = {tier: os.fspath(tmp_path / "saves")}
+    training, manager = Training(), CheckpointManager(CheckpointConfig(**settings, overlap_staging=True))
     manager.load_latest(training.state)
     training.step()
     manager.save(training.state, 1).wait(TIMEOUT_S)
@@ -168,7 +170,7 @@ def test_a_state_that_changes_during_its_copy_is_not_committed(
     handle.wait(TIMEOUT_S)
     manager.close()
     assert sum("was changed outside optimizer.step()" in record.message for record in caplog.records) == 1
-    other, again = Training(seed=1), manage(tmp_path / "saves")
+    other, again = Training(seed=1), CheckpointManager(CheckpointConfig(**settings))
     assert again.load_latest(other.state).iteration == 3  # type: ignore[union-attr]
     assert is_same(other.content(), expected)
     again.close()
