@@ -23,7 +23,7 @@ help:
 	@echo "make slurm   install Slurm and munge, on which some tests start a cluster of their own"
 	@echo "make lint | types | unit | docs    one part of make test"
 	@echo "make bench   measure against the stock launcher and other checkpoint libraries"
-	@echo "make bench-gpu   measure on a GPU, with such an interpreter"
+	@echo "make bench-gpu RESULTS=FOLDER   measure on a GPU, with such an interpreter, and store the result"
 	@echo "make bench-peers   install more libraries, and measure restarts in process and checkpoints beside them"
 	@echo "make bench-results   measure everything and write the figures of the docs (docs/results)"
 	@echo "make wheel   build the sdist and the wheel into dist/, without a network"
@@ -155,8 +155,10 @@ test-gpu:
 	$(call ON_GPU,-m pytest -m gpu -W default -n 6 --dist loadscope --no-loadscope-reorder --durations=10 $(GPU_TESTS),\
 	  $(GPU_PACKAGES) pytest pytest-timeout=pytest_timeout pytest-xdist=xdist hypothesis)
 
+# RESULTS=docs/results also stores the result for the tables of the docs.
 bench-gpu:
-	$(call ON_GPU,-m outlast bench gpu,$(GPU_PACKAGES))
+	$(call ON_GPU,-m outlast bench all --only gpu $(if $(RESULTS),--results $(RESULTS)) \
+	  $(if $(REPEATS),--repeats $(REPEATS)),$(GPU_PACKAGES))
 
 docs: setup
 	$(BIN)/python docs/generate.py --check
