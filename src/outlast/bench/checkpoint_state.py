@@ -60,7 +60,7 @@ class CheckpointState:
     def fill(self) -> None:
         """Give every tensor its values."""
         for number, tensor in enumerate(self.tensors().values()):
-            tensor.copy_(_values(number))
+            tensor.copy_(_values(number, tensor.device))
 
     def forget(self) -> None:
         """Overwrite every tensor with what was never saved; its memory stays warm."""
@@ -74,11 +74,11 @@ class CheckpointState:
 
 def holds(tensors: dict[str, torch.Tensor]) -> bool:
     """Return whether tensors have the values that :meth:`CheckpointState.fill` gives."""
-    return all(torch.equal(tensor, _values(number).to(tensor.device)) for number, tensor in enumerate(tensors.values()))
+    return all(torch.equal(tensor, _values(number, tensor.device)) for number, tensor in enumerate(tensors.values()))
 
 
-def _values(number: int) -> torch.Tensor:
-    return torch.arange(number, number + _SIDE * _SIDE, dtype=torch.float32).reshape(_SIDE, _SIDE)
+def _values(number: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(number, number + _SIDE * _SIDE, dtype=torch.float32, device=device).reshape(_SIDE, _SIDE)
 
 
 def rounds_of(measures: Iterable[Callable[[], Found]], num_rounds: int) -> Iterator[Found]:

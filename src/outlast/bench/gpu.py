@@ -241,9 +241,9 @@ def measure_saves(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
         return async_save(saved.state_dict(), storage_writer=writer, async_stager=stager, no_dist=True)
 
     costs = _SaveCosts(device)
-    for _ in range(2):  # each of the two buffers once
-        begin_ours().wait()
     for _ in range(int(num_rounds)):
+        for _ in range(2):  # the first use of each of the two buffers waits until it is pinned
+            begin_ours().wait()
         found = _measure_links(device, saved.num_bytes)
         found["ours"] = time_save(begin_ours, lambda handle: handle.wait())[0]
         found["dcp"] = time_save(lambda: begin_dcp(stager), lambda written: written.result())[0]
