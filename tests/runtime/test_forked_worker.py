@@ -196,3 +196,34 @@ def test_ends_of_scripts_are_those_of_an_interpreter(zygote: Zygote, tmp_path: P
     zygote.send(Spawn(key=next(KEYS), argv=(b"no_such.py",), env=dict(os.environb), stderr=str(tmp_path / "missing")))
     assert end(zygote) == 2
     assert "no_such.py': [Errno 2] No such file" in (tmp_path / "missing").read_text()
+
+
+ENDS_GROUP = """
+import copy, os, weakref
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo", init_method=f"file://{os.environ['MEETING']}", rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(20, 1))
+model(torch.randn(4, 20)).sum().backward()
+copied = copy.deepcopy(model.module)
+dist.destroy_process_group()
+freed = []
+parts = {"group": model.process_group, "reducer": model.reducer, "logger": model.logger}
+watching = [weakref.ref(part, lambda _, name=name: freed.append(name)) for name, part in parts.items()]
+del parts, model
+print(*freed)
+"""
+
+
+def test_a_model_frees_its_process_group_last(tmp_path: Path) -> None:
+    """A DistributedDataParallel that outlives destroy_process_group() frees its gloo group last, by a reference of
+    Python's, for which torch releases the global lock. A reducer that frees the group does it with the lock, and waits
+    for ever for a thread of the group that needs the lock: the worker never exits."""
+    zygote = ready_zygote("torch", "torch._dynamo")
+    try:
+        code, printed = run(zygote, tmp_path, ENDS_GROUP, MEETING=str(tmp_path / "meeting"))
+    finally:
+        zygote.close()
+    assert (code, printed.split()) == (0, ["logger", "reducer", "group"])

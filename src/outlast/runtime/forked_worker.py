@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import copy
 import ctypes
+import functools
 import gc
 import importlib
 import importlib.util
@@ -155,7 +156,37 @@ def preload(names: Iterable[str], failed: dict[str, str]) -> list[Preloaded]:
         }
         if modules:
             groups.append(Preloaded(name, modules, read))
+    if (module := sys.modules.get("torch.nn.parallel.distributed")) is not None:
+        _free_groups_last(module.DistributedDataParallel)
     return groups
+
+
+def _free_groups_last(model_class: Any) -> None:
+    """Make each ``DistributedDataParallel`` free its process group after its reducer and its logger.
+
+    A reducer that holds the last reference to a gloo group destroys the group while it holds Python's global lock. The
+    destructor waits for the group's threads, and one of them may wait for that lock to drop a Python object: a deadlock
+    (torch 2.13). torch destroys a group without the lock if a Python reference is the last one.
+
+    In a fresh interpreter the default group is usually never destroyed: torch.optim imports torch._dynamo after
+    init_process_group(), and functions that the import defines have the group as a default argument. A forked worker
+    has imported torch._dynamo before.
+    """
+    initialize = model_class.__init__
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        initialize(self, *args, **kwargs)
+        for holder in (getattr(self, "reducer", None), getattr(self, "logger", None)):
+            if holder is not None:
+                # The reference is dropped after the holder's C++ object is destroyed.
+                weakref.finalize(holder, _drop, self.process_group).atexit = False
+
+    model_class.__init__ = __init__
+
+
+def _drop(_: object) -> None:
+    """Drop a reference."""
 
 
 def become_worker(
