@@ -220,7 +220,7 @@ print(*freed)
 def test_a_model_frees_its_process_group_last(tmp_path: Path) -> None:
     """A DistributedDataParallel that outlives destroy_process_group() frees its gloo group last, by a reference of
     Python's, for which torch releases the global lock. A reducer that frees the group does it with the lock, and waits
-    for ever for a thread of the group that needs the lock: the worker never exits."""
+    without end for a thread of the group that needs the lock: the worker never exits."""
     zygote = ready_zygote("torch", "torch._dynamo")
     try:
         code, printed = run(zygote, tmp_path, ENDS_GROUP, MEETING=str(tmp_path / "meeting"))

@@ -156,13 +156,11 @@ def preload(names: Iterable[str], failed: dict[str, str]) -> list[Preloaded]:
         }
         if modules:
             groups.append(Preloaded(name, modules, read))
-    if (module := sys.modules.get("torch.nn.parallel.distributed")) is not None:
-        _free_groups_last(module.DistributedDataParallel)
     return groups
 
 
-def _free_groups_last(model_class: Any) -> None:
-    """Make each ``DistributedDataParallel`` free its process group after its reducer and its logger.
+def free_groups_last() -> None:
+    """Make each ``DistributedDataParallel`` free its process group after its reducer and logger.
 
     A reducer that holds the last reference to a gloo group destroys the group while it holds Python's global lock. The
     destructor waits for the group's threads, and one of them may wait for that lock to drop a Python object: a deadlock
@@ -172,6 +170,10 @@ def _free_groups_last(model_class: Any) -> None:
     init_process_group(), and functions that the import defines have the group as a default argument. A forked worker
     has imported torch._dynamo before.
     """
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    if module is None:
+        return
+    model_class: Any = module.DistributedDataParallel
     initialize = model_class.__init__
 
     @functools.wraps(initialize)

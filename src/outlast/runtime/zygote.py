@@ -26,7 +26,7 @@ from outlast import clock
 from outlast.errors import OutlastError
 from outlast.runtime import processes
 from outlast.runtime.files import open_private
-from outlast.runtime.forked_worker import Preloaded, become_worker, preload
+from outlast.runtime.forked_worker import Preloaded, become_worker, free_groups_last, preload
 from outlast.runtime.processes import ChildProcess, channel_to_parent
 from outlast.runtime.wire import MessageChannel, ProtocolError
 
@@ -284,6 +284,7 @@ def _preload(task: Preload) -> tuple[ZygoteReady, list[Preloaded]]:
     sys.path.insert(0, folder)
     preloaded += preload(task.own_modules, failed)
     sys.path.remove(folder)
+    free_groups_last()
     gc.collect()
     gc.freeze()
     return ZygoteReady(import_s=clock.now_s() - started_s, failed=failed), preloaded
