@@ -28,6 +28,7 @@ OTHERS: dict[str, Any] = {
     "min_nodes": 1,
     "node_heartbeat_timeout": 2.0,
     "shutdown_grace": 3.0,
+    "exit_timeout": 7.0,
     "gpu_memory_reclaim_timeout": 4.0,
     "gpu_memory_tolerance_mb": 5.0,
     "gpu_memory_poll_interval": 6.0,

@@ -30,7 +30,7 @@ from outlast.monitor import rank_guard
 from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.monitor.watchdog import FILE_NAME, HangReport, LearnedTimeouts, Observation
 from outlast.policy import ladder
-from outlast.policy.deadlines import BoardSection, Expired, Subject, Timeouts, deadlines
+from outlast.policy.deadlines import BoardSection, ExitLimit, Expired, Subject, Timeouts, deadlines
 from outlast.policy.ladder import CycleEnd, LadderState
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.journal import Journal
@@ -197,6 +197,7 @@ FAULT_TOLERANCE: dict[str, Proof] = {
     "rank_heartbeat_timeout": differs(overdue, F, rank_heartbeat_timeout=3.0),
     "rank_section_timeouts": differs(overdue, F, rank_section_timeouts={"step": 3.0}),
     "rank_out_of_section_timeout": differs(overdue, F, rank_out_of_section_timeout=3.0),
+    "exit_timeout": differs(ExitLimit.from_config, F, exit_timeout=3.0),
     "safety_factor": differs(learned_from, F, safety_factor=2.0),
     "num_warmup_iterations": differs(overdue, F, {"rank_section_timeouts": {"step": 3.0}}, num_warmup_iterations=0),
     "rank_termination_signal": ends_a_hung_rank_with_the_signal,

@@ -22,7 +22,10 @@ AGENTS_OWN = (
     *("node_heartbeat_timeout", "gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
 )
 """Fields that agents need before the script runs: they have no effect in a script's own config."""
-LAUNCHERS_OWN = ("max_no_progress_cycles", "max_node_faults", "min_nodes", "shutdown_grace", *AGENTS_OWN)
+LAUNCHERS_OWN = (
+    *("max_no_progress_cycles", "max_node_faults", "min_nodes", "shutdown_grace", "exit_timeout"),
+    *AGENTS_OWN,
+)
 """Fields for a launcher: they have no effect without ``outlast run``."""
 
 
@@ -60,6 +63,12 @@ class FaultToleranceConfig(Partial):
     rank_out_of_section_timeout: float | None = None
     """Longest time in seconds that a worker that uses sections may spend outside all of them; none = not
     enforced."""
+
+    exit_timeout: float | None = None
+    """Longest time in seconds that a worker may run after the first worker of its cycle exited with 0, counted from its
+    last heartbeat if that is later; none = not enforced. Where it is not given, ``outlast run`` enforces 1800 s on
+    workers whose processes use no processor. A worker that is ended for it counts as hung. After 30 s it is reported
+    with its stack."""
 
     safety_factor: float = 5.0
     """A learned timeout is the longest observed duration times this."""
@@ -112,7 +121,9 @@ class FaultToleranceConfig(Partial):
     def __post_init__(self) -> None:
         require_finite(self)
         timeouts = ("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout")
-        require_above_zero(self, *timeouts, "node_heartbeat_timeout", what=" seconds; write none to switch it off")
+        require_above_zero(
+            self, *timeouts, "exit_timeout", "node_heartbeat_timeout", what=" seconds; write none to switch it off"
+        )
         require_above_zero(self, "gpu_memory_poll_interval")
         require_at_least(self, 0, "gpu_memory_reclaim_timeout", what="; 0 = nothing is waited for")
         require_at_least(self, 0, "gpu_memory_tolerance_mb")

@@ -454,6 +454,7 @@ class Coordinator:
             ):
                 self._finished[node.name] = message.facts
                 self._finish_if_all(now_s)
+                self._report_finished(message.facts.cycle)
             case m.Leave():
                 self._on_leave(message, node, now_s)
             case m.Dead():
@@ -654,6 +655,14 @@ class Coordinator:
         )
         self._learn(self.cycle, observations(facts), None)
         self._carry_out(self._ladder.rule(end), now_s)
+
+    def _report_finished(self, cycle: int) -> None:
+        """Notify the nodes whose workers still run that those of the first node exited with 0."""
+        if self.phase != m.JobPhase.RUNNING or len(self._finished) > 1:
+            return
+        for name in self.nodes.holders - self._finished.keys():
+            if (node := self.nodes.by_name.get(name)) is not None:
+                self.nodes.out.append((name, node.epoch, m.PeersFinished(cycle=cycle)))
 
     def _carry_out(self, verdict: Verdict, now_s: float) -> None:
         if verdict.rung >= Rung.REQUEUE_JOB:

@@ -57,6 +57,7 @@ from outlast.launch.agent_events import (
 from outlast.launch.coordinator_client import GOODBYE_S, CoordinatorClient, LinkDown, LinkFailed, LinkUp
 from outlast.launch.cycle import ALONE_S, Cycle, WorkerLaunch
 from outlast.launch.device_memory import MemoryReclaim, MemoryReclaimed
+from outlast.launch.lingering import LingeringRanks
 from outlast.launch.membership import REMIND_S
 from outlast.launch.metrics_endpoint import AgentOutlook
 from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
@@ -272,6 +273,9 @@ class NodeAgent(SimpleElasticAgent):
                 level = logging.DEBUG if event.reason == self._waits_for else logging.INFO
                 self._waits_for = event.reason
                 log.log(level, "node %s waits: %s", self._client.node, event.reason)
+            case m.PeersFinished():
+                if (cycle := self._running) is not None and cycle.number == event.cycle:
+                    self._watch_lingering(cycle)
             case m.NodesMissing():
                 log.info("%s", event.reason)
             case m.Remark():
@@ -478,6 +482,8 @@ class NodeAgent(SimpleElasticAgent):
                 self._fail_when_clear(cycle)  # another one failed a moment ago
             elif cycle.all_ended:
                 self._on_all_ended(cycle)
+            elif event.exit_code == ExitReason.FINISHED:
+                self._watch_lingering(cycle)
         else:
             self._failures[worker.global_rank] = ProcessFailure(
                 local_rank=worker.local_rank,
@@ -495,6 +501,22 @@ class NodeAgent(SimpleElasticAgent):
             self._fail(cycle.describe_failure())
         elif not self._timers.is_set("clear"):
             self._timers.set("clear", wait_s, lambda: self._fail(cycle.describe_failure()))
+
+    def _watch_lingering(self, cycle: Cycle) -> None:
+        """Follow the workers that still run after the first clean exit of the cycle."""
+        if self._state != AgentState.RUNNING or self._timers.is_set("lingering"):
+            return
+        lingering = LingeringRanks(cycle)
+
+        def look() -> None:
+            if cycle.over or cycle.all_ended or self._state != AgentState.RUNNING:
+                return
+            if (incident := lingering.look()) is not None:
+                self._fail(incident)
+            else:
+                self._timers.set("lingering", lingering.look_s, look)
+
+        self._timers.set("lingering", lingering.look_s, look)
 
     def _on_all_ended(self, cycle: Cycle) -> None:
         if ExitReason.PREEMPTED in cycle.exit_codes:
@@ -571,7 +593,8 @@ class NodeAgent(SimpleElasticAgent):
         cycle.over = True
         if self._relay is not None:
             self._relay.end_cycle()
-        self._timers.cancel("clear")
+        for name in ("clear", "lingering"):
+            self._timers.cancel(name)
         self._write_ended(cycle, reason)
         self._join(facts)
         grace_s = self.options.torchrun.restart_grace

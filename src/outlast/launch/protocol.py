@@ -378,6 +378,12 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True, tag="ro", rename=_SHO
     order: p.Order
 
 
+class PeersFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Every worker of another node exited with 0; this node's are expected to exit, too."""
+
+    cycle: Number
+
+
 class Remark(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Something about another node that belongs into this one's log too."""
 
@@ -410,7 +416,7 @@ FromAgent = (
 """What an agent reports."""
 ToCoordinator = FromAgent | Dead | CoordinatorTick
 """What the coordinator takes."""
-ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | RankOrder | Remark | Stop
+ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | RankOrder | PeersFinished | Remark | Stop
 """What the coordinator sends."""
 Question = AskStatus | AskLeadership
 OnControl = FromAgent | Hello | AgentBeat | Moving | Question

@@ -36,6 +36,10 @@ DEFAULT_HEARTBEAT_S = 1800.0
 is."""
 
 
+DEFAULT_EXIT_S = 1800.0
+"""How long a rank may be idle after the first clean exit in its cycle, where ``exit_timeout`` is not given."""
+
+
 @dataclass(frozen=True, slots=True)
 class BoardSection:
     """A section that a worker is in."""
@@ -535,3 +539,52 @@ def describe_saves(*, tiers: tuple[str, ...], interval: int | str, near_interval
     else:
         leaving = "preemption yes" if tiers else "preemption no (nothing is saved)"
     return f"{saves}; {leaving}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateRank:
+    """A rank that runs although another rank of its cycle exited with 0; times in monotonic nanoseconds."""
+
+    global_rank: int
+    last_heartbeat_ns: int = 0
+    """0 = never."""
+    last_active_ns: int = 0
+    """When its processes last used a processor; 0 = not since the first clean exit."""
+
+    def idle_s(self, first_exit_ns: int, now_ns: int, *, counts_processor: bool) -> float:
+        """Return the seconds since the first clean exit, or since the rank's last heartbeat or activity if later."""
+        active_ns = self.last_active_ns if counts_processor else 0
+        return (now_ns - max(first_exit_ns, self.last_heartbeat_ns, active_ns)) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class ExitLimit:
+    """How long ranks may run after the first clean exit in their cycle.
+
+    A limit that was given counts from the first clean exit, or from the rank's last heartbeat. The default one also
+    requires that the rank's processes are idle: the rank may export a model for hours.
+    """
+
+    seconds: float | None
+    """``None`` = without end."""
+    is_given: bool
+
+    @classmethod
+    def from_config(cls, config: FaultToleranceConfig) -> ExitLimit:
+        """Return the limit of an agent; by default there is none where hang detection is off."""
+        if "exit_timeout" in config.given:
+            return cls(config.exit_timeout, is_given=True)
+        return cls(None if config.given.get("enable_ft_package") is False else DEFAULT_EXIT_S, is_given=False)
+
+    def overdue(self, ranks: Iterable[LateRank], *, first_exit_ns: int, now_ns: int) -> list[LateRank]:
+        """Return the ranks that are to be ended.
+
+        Args:
+            ranks: The ranks that still run.
+            first_exit_ns: When the first rank of the cycle exited with 0.
+            now_ns: Now.
+        """
+        if (limit_s := self.seconds) is None:
+            return []
+        idle_s = {rank: rank.idle_s(first_exit_ns, now_ns, counts_processor=not self.is_given) for rank in ranks}
+        return [rank for rank, seconds in idle_s.items() if seconds >= limit_s]
