@@ -152,9 +152,11 @@ def _processor_time_s(pid: int) -> float:
 
 def _keep_stack(pid: int, path: Path) -> str:
     """Write the stack of a process to a file, native frames included if py-spy can read them; return where it is."""
-    text = stacks.py_spy(pid, native=True, timeout_s=_NATIVE_STACK_S) or stacks.dump(pid, timeout_s=_PYTHON_STACK_S)
+    # py-spy does not read native frames of a stopped process, and may not be permitted to trace another process at all.
+    text = stacks.py_spy(pid, native=True, timeout_s=_NATIVE_STACK_S) or stacks.py_spy(pid)
+    text = text or stacks.dump(pid, timeout_s=_PYTHON_STACK_S)
     if not text:
-        return "it cannot be read (install py-spy)"
+        return f"it cannot be read (process state {stacks.process_state(pid)}; py-spy must be installed and permitted)"
 
     def keep() -> None:
         make_private_folder(path.parent.parent)
