@@ -280,7 +280,8 @@ class PreemptionConfig:
     then is lost. 0 or none = as long as it takes. Under ``outlast run`` its ``--ft-shutdown-grace`` holds, too."""
 
     notice_file: str | None = None
-    """File whose coming into being means: leave; looked for by one rank of each node."""
+    """File whose appearance requests a shutdown; one rank of each node polls it. A file that was there before the job
+    started is reported and ignored until it is written again."""
 
     notice_url: str | None = None
     """Address (http, https) whose answer may mean: leave. It does with status 200 and a text other than nothing,

@@ -41,7 +41,7 @@ from outlast.policy.lease import LeaseOwner
 from outlast.runtime.addresses import Endpoint, address_for_peers, is_loopback, parse_endpoints
 from outlast.runtime.files import in_time
 from outlast.runtime.lease import FolderRecords, InUse, Lease
-from outlast.runtime.processes import name_program, this_process
+from outlast.runtime.processes import name_program, start_time_s, this_process
 from outlast.runtime.run_key import KeySource, find_run_key
 from outlast.runtime.zygote import Zygote
 from outlast.wording import count
@@ -159,6 +159,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
     env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch is imported: here, and in the workers' zygote
     base_env = _worker_base_env(options)
     base_env[env.RUN_KEY] = identity.key.as_variable()
+    base_env[env.AGENT_STARTED] = str(start_time_s(os.getpid()))
     if options.layers.source("rank_termination_signal") != DEFAULT:
         log.warning("rank_termination_signal has no effect: %s", NO_TERMINATION_SIGNAL)
     kind, argv = _command(options)

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import resource
 import select
 import signal
@@ -113,6 +114,24 @@ def describe_self() -> dict[str, Any]:
     """Return :func:`this_process` as the journal's fields."""
     own = this_process()
     return {"pid": own.pid, "pid_started": own.started, "host": own.host, "machine": own.machine}
+
+
+def job_started_s() -> float:
+    """Return when the job of this worker started on its node, in seconds since the epoch; exact to two seconds.
+
+    A job starts with its agent: that of outlast, that of torchrun, or else this process.
+    """
+    environment = env.environ()
+    if text := environment.get(env.AGENT_STARTED):
+        return float(text)
+    has_agent = "TORCHELASTIC_RUN_ID" in environment
+    return start_time_s(os.getppid() if has_agent else os.getpid())
+
+
+def start_time_s(pid: int) -> float:
+    """Return when a process started, in seconds since the epoch; exact to two seconds."""
+    boot = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(encoding="ascii"), re.MULTILINE)
+    return int(boot[1] if boot else 0) + _started(_stat(str(pid))) / os.sysconf("SC_CLK_TCK")
 
 
 def this_program() -> str | None:
