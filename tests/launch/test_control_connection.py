@@ -175,6 +175,18 @@ def test_broken_connection_is_not_a_death(make: Callable[..., SomeAgent], monkey
     assert [node.name for node in status.nodes] == ["b"]
 
 
+def test_an_agent_whose_job_is_over_takes_nothing_over(make: Callable[..., SomeAgent]) -> None:
+    """When the coordinator ends, an agent that is ending as well hosts no other one; it would wait there for nodes."""
+    port = free_port()
+    host, ending = make("a", port).start(), make("b", port).start()
+    ending.link.stop_taking_over()
+    host.link.close(goodbye_timeout_s=0.0)
+    ending.wait_for(LinkDown)
+    other = make("c", port).start()
+    assert other.server is not None
+    assert ending.server is None
+
+
 def test_stuck_main_loop_is_a_lost_node(make: Callable[..., SomeAgent]) -> None:
     """Beats whose count does not advance show an agent whose main loop hangs: its node is lost, and it is said why."""
     port = free_port()

@@ -288,6 +288,7 @@ class ControlLink:
         self._errors: list[OSError] = []
         """What broke the connection."""
         self._yields = threading.Event()
+        self._may_host = True
         self._thread = threading.Thread(target=self._run, name="outlast-link", daemon=True)
 
     @property
@@ -302,6 +303,10 @@ class ControlLink:
     def send(self, message: m.FromNode) -> None:
         """Send a message of this node's as soon as the coordinator is there."""
         self._outgoing.put(msgspec.structs.replace(message, node=self.node, epoch=self.epoch))
+
+    def stop_taking_over(self) -> None:
+        """Host no coordinator from now on, unless this agent hosts one already: the job is over for this agent."""
+        self._may_host = False
 
     def close(self, *, goodbye_timeout_s: float = GOODBYE_S) -> None:
         """End the link; a host first waits until every node knows that the job is over.
@@ -390,6 +395,7 @@ class ControlLink:
             if self._errors:
                 raise _LinkOver("the connection to the coordinator ended")
             if self._closing.is_set():
+                self._send_all(channel, 0)  # the last messages may have come after the look at them
                 channel.channel.drain(1.0)
                 raise _LinkOver("the link is closed")
             if self._yields.is_set():
@@ -528,7 +534,7 @@ class ControlLink:
 
     def _host_at(self, endpoint: Endpoint, order: int, *, host_is_dead: bool) -> bool:
         """Host the coordinator at an endpoint, if it is this machine's and free; return whether."""
-        listeners = listen(endpoint)
+        listeners = listen(endpoint) if self._may_host else []
         if not listeners:
             return False
         port = listeners[0].getsockname()[1]

@@ -767,6 +767,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _finish(self, stop: m.Stop) -> None:
         self.stop, self._is_done = stop, True
+        self._client.link.stop_taking_over()
         self._journal.write(EventKind.JOB_ENDED, exit_code=stop.exit_code, reason=stop.reason)
 
     def _give_up_on_link(self) -> None:
