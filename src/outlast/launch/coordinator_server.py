@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -41,7 +42,7 @@ from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership
-from outlast.runtime.files import in_time
+from outlast.runtime.files import write_optional
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import raise_descriptor_limit
 from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel, encode_frame
@@ -59,6 +60,8 @@ _ACCEPTS = 256
 """Connections taken at once, before others are served again."""
 _WARN_S = 10.0
 """Between two lines on strangers; they may be many."""
+_REWRITE_S = 5.0
+"""Between two tries to write what a full disk did not take."""
 _FULL_S = 0.1
 """How long nobody is accepted once there are no descriptors left."""
 AgentChannel = SelectedChannel[m.OnControl]
@@ -108,6 +111,9 @@ class CoordinatorServer:
         self._journal = Journal(
             identity.run_dir, run_id=identity.run_id, job=settings.job, node=node, proc="coordinator"
         )
+        self._unwritten: LadderState | None = None
+        """What ``ladder.json`` could not take; it is tried again."""
+        self._writes_again_s = 0.0
         state = load_ladder(identity.run_dir, is_new_job=settings.former_host is None, is_named=settings.is_named)
         self._coordinator = Coordinator(
             settings,
@@ -209,6 +215,8 @@ class CoordinatorServer:
     def _tick(self, now_s: float) -> None:
         self._next_tick_s = now_s + self._settings.beat_interval_s
         self._handle(m.CoordinatorTick())
+        if self._unwritten is not None and now_s >= self._writes_again_s:
+            self._remember(self._unwritten)
         since_s, self._judged_at_s = now_s - self._judged_at_s, now_s
         beats = {agent.hello.node: agent.count for agent in self._agents.values()}
         heard_s = {agent.hello.node: now_s - agent.channel.channel.received_ns / 1e9 for agent in self._agents.values()}
@@ -408,10 +416,14 @@ class CoordinatorServer:
         run_dir = self._run_dir
         if run_dir is None:
             return
-        self._write(
+        is_written = self._write(
+            "decisions of the recovery policy",
+            "ladder.json",
             lambda: save_ladder(run_dir, state),
-            "ladder.json cannot be written (%s): later jobs will not know which remedies were tried",
+            "this coordinator still counts them; a later one will not know which remedies were tried",
         )
+        self._unwritten = None if is_written else state
+        self._writes_again_s = clock.now_s() + _REWRITE_S
 
     def _learn(self, cycle: int, observations: list[Observation], expired: list[Expired] | None) -> None:
         if not self._config.calc_ft_timeouts or self._run_dir is None:
@@ -429,16 +441,17 @@ class CoordinatorServer:
             )
             learned.save()
 
-        self._write(save, f"the timeouts learned in cycle {cycle} cannot be written (%s), and are lost")
+        self._write("learned timeouts", "ft_state.json", save, "those of this cycle are lost")
 
-    def _write(self, write: Callable[[], None], otherwise: str) -> None:
-        """Write to the run directory while it is this job's; a hung disk keeps no agent waiting for long."""
+    def _write(self, what: str, name: str, write: Callable[[], None], otherwise: str) -> bool:
+        """Write to the run directory while it is this job's, and return whether that succeeded.
 
-        def write_if_ours() -> None:
+        A hung disk keeps no agent waiting for long.
+        """
+
+        def write_if_ours() -> bool:
             if self._may_write():
                 write()
+            return True
 
-        try:
-            in_time(self._run_dir or ".", write_if_ours)
-        except OSError as error:
-            log.warning(otherwise, error)
+        return bool(write_optional(what, Path(self._run_dir or ".") / name, write_if_ours, otherwise=otherwise))

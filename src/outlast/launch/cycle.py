@@ -25,7 +25,7 @@ from typing import Any, TextIO
 import msgspec
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.elastic.utils.api import macros
 from torch.distributed.run import _get_logs_specs_class
@@ -47,7 +47,7 @@ from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Distrusted, Load, tier_of_load
 from outlast.policy.rerun import Diagnosis, Replay
 from outlast.runtime.board import Board, EndRequest
-from outlast.runtime.files import in_time, make_private_folder, open_private
+from outlast.runtime.files import in_time, make_private_folder, open_private, write_optional
 from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
 
@@ -216,7 +216,7 @@ class Cycle:
             stack.callback(in_process.close)
             postmortem = Postmortem(nproc)
             stack.callback(postmortem.close)
-            logs = _CycleLogs(launch.logs, envs, options.torchrun, launch.line_prefixes(start))
+            logs, envs = _open_logs(launch, envs, launch.line_prefixes(start))
             shared = {
                 **launch.env,
                 env.RUN_ID: options.run_id,
@@ -591,17 +591,15 @@ class Cycle:
             head = f"rank {worker.global_rank} (node {self.node}, pid {worker.pid}), exit code {worker.exit_code}"
             parts = [head, remains.trace, remains.fault, "last output:", "\n".join(output)]
 
-            def keep() -> None:
+            def keep() -> bool:
                 make_private_folder(folder.parent)
                 make_private_folder(folder)
                 with open(path, "w", errors="replace", opener=open_private) as file:
                     file.write("\n\n".join(filter(None, parts)) + "\n")
+                return True
 
-            try:
-                in_time(path, keep)
+            if write_optional("reports of failed workers", folder.parent, keep):
                 evidence["file"] = str(path)
-            except OSError as error:  # a full disk may be what ended the worker
-                log.warning("%s cannot be written: %s", path, error)
         return evidence
 
     def _redirected_output(self, local_rank: int) -> tuple[str, ...]:
@@ -740,24 +738,51 @@ def make_logs_specs(args: argparse.Namespace, run_dir: Path) -> LogsSpecs:
     )
 
 
+def _open_logs(
+    launch: WorkerLaunch, envs: dict[int, dict[str, str]], prefixes: dict[int, str] | None
+) -> tuple[_CycleLogs, dict[int, dict[str, str]]]:
+    """Make the log files of a cycle; without them the workers write to the console.
+
+    Args:
+        launch: How the workers are started.
+        envs: Local rank to its environment.
+        prefixes: Local rank to the prefix of its lines, or ``None`` for torch's own.
+
+    Returns:
+        The logs, and the environments, to which torch adds the path of the error file.
+    """
+    args, specs = launch.options.torchrun, launch.logs
+
+    def make() -> tuple[_CycleLogs, dict[int, dict[str, str]]]:
+        own = {rank: dict(variables) for rank, variables in envs.items()}  # a failed try leaves the others as they are
+        destinations = specs.reify(own)
+        for path in {*destinations.stdouts.values(), *destinations.stderrs.values()} - {""}:
+            os.close(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))  # the workers need no more files
+        return _CycleLogs(destinations, args, prefixes), own
+
+    folder = args.log_dir or str(launch.options.run_dir / "logs")
+    otherwise = "the workers of this cycle write to the console"
+    if (made := write_optional("log files of the workers", folder, make, otherwise=otherwise)) is not None:
+        return made
+    chosen = {int(rank) for rank in args.local_ranks_filter.split(",")} if args.local_ranks_filter else set(envs)
+    console = {rank: "" if rank in chosen else os.devnull for rank in envs}
+    return _CycleLogs(LogsDest(console, dict(console), {}, {}, {}, os.devnull, os.devnull), args, prefixes), envs
+
+
 class _CycleLogs:
     """The log files of one cycle on one node, and the threads that copy them to the console.
 
     Args:
-        specs: torch's log specs.
-        envs: Local rank to its environment; torch adds the path of the error file.
+        destinations: Where the output goes.
         args: torchrun's options.
         prefixes: Local rank to the prefix of its lines, or ``None`` for torch's own.
+
+    Raises:
+        OSError: A file cannot be made.
     """
 
-    def __init__(
-        self,
-        specs: LogsSpecs,
-        envs: dict[int, dict[str, str]],
-        args: argparse.Namespace,
-        prefixes: dict[int, str] | None,
-    ) -> None:
-        self.destinations = specs.reify(envs)
+    def __init__(self, destinations: LogsDest, args: argparse.Namespace, prefixes: dict[int, str] | None) -> None:
+        self.destinations = destinations
         self._filtered: list[TextIO] = []
         self._tails: list[TailLog] = []
 

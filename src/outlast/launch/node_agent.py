@@ -138,6 +138,7 @@ class NodeAgent(SimpleElasticAgent):
             timers=self._timers,
             mailbox=mailbox,
             is_alone=self.options.max_nodes == 1,
+            run_dir=str(self.options.run_dir),
         )
         self._state = AgentState.OUTSIDE
         self._cycle: Cycle | None = None

@@ -482,7 +482,14 @@ def _make_client(
     )
 
     def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
-        lease.acquire(leads=True)
+        try:
+            lease.acquire(leads=True)
+        except OSError as error:  # the endpoint has one coordinator, whatever the run directory shows
+            log.warning(
+                "the record of this run in %s cannot be written (%s); this node hosts the coordinator without it: make "
+                "room there, and start no other run in that directory",
+                *(options.run_dir, error),
+            )
         return CoordinatorServer(
             listeners,
             where.complete(settings),

@@ -37,7 +37,7 @@ from outlast.monitor.stacks import Stack
 from outlast.policy.causes import Collective, Position
 from outlast.policy.deadlines import Expired
 from outlast.runtime.board import Board, RankState
-from outlast.runtime.files import in_time, make_private_folder, open_private
+from outlast.runtime.files import make_private_folder, open_private, write_optional
 
 log = logging.getLogger(__name__)
 
@@ -458,10 +458,7 @@ def _write(path: Path, position: Position, text: str) -> None:
         with open(path, "w", opener=open_private) as file:
             file.write(head + stacks.arrange(text))
 
-    try:
-        in_time(path, keep)
-    except OSError as error:  # a full disk, or one that hangs, must not keep a hang from being acted upon
-        log.warning("stacks of rank %d could not be written: %s", position.global_rank, error)
+    write_optional("stacks of hung workers", path, keep)  # nothing may delay what follows from a hang
 
 
 def _send(pid: int, number: signal.Signals) -> bool:

@@ -23,9 +23,10 @@ from outlast.errors import OutlastError
 from outlast.monitor import stacks
 from outlast.monitor.examination import Responder
 from outlast.monitor.rank_guard import GuardDuty, HangWatchTask
-from outlast.monitor.watchdog import LearnedTimeouts, observe
+from outlast.monitor.watchdog import MERGE_S, LearnedTimeouts, observe
 from outlast.policy.deadlines import STANDARD, STEP, Learned, Timeouts, override
 from outlast.runtime.board import Board, EndRequest, RankState, agent_address
+from outlast.runtime.files import write_optional
 
 log = logging.getLogger(__name__)
 
@@ -270,12 +271,11 @@ class RankMonitor:
         self._page.finish()
         if self.env.board is None and self._configured.calc_ft_timeouts and self._run_dir is not None:
             cycle = f"{self.env.job}-{self.env.cycle}"
-            try:
-                self._run_dir.mkdir(parents=True, exist_ok=True)
-                seen = observe([self._read_state()])
-                LearnedTimeouts.update(self._run_dir, seen, cycle=cycle, config=self._configured)
-            except OSError as error:
-                log.warning("learned timeouts could not be saved: %s", error)
+            seen = observe([self._read_state()])
+            update = functools.partial(
+                LearnedTimeouts.update, self._run_dir, seen, cycle=cycle, config=self._configured
+            )
+            write_optional("learned timeouts", self._run_dir, update, timeout_s=MERGE_S)
 
     def tell_protection(self, text: str) -> None:
         """Give the agent what a session protects against, for the line on a run's protection."""

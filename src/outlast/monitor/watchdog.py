@@ -24,7 +24,7 @@ from outlast.decoding import from_json
 from outlast.policy import deadlines as policy
 from outlast.policy.deadlines import FIELD_OF_SETTING, Expired, Learned, Observation, Timeouts, expired, wake_at_ns
 from outlast.runtime.board import Board, RankState
-from outlast.runtime.files import in_time, write_atomically
+from outlast.runtime.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,8 @@ def _key(one: Expired) -> tuple[int, str, str | None, int]:
 
 FILE_NAME = "ft_state.json"
 _LOCK_NAME = "ft_state.lock"
-_MERGE_S = 10.0
+MERGE_S = 10.0
+"""How long :meth:`LearnedTimeouts.update` may wait for other ranks."""
 """How long a rank that ends waits for the others of its directory, and for the disk."""
 _VERSION = 1
 
@@ -340,24 +341,22 @@ class LearnedTimeouts:
     ) -> None:
         """Load, merge one rank's finished cycle, and save, while other ranks do the same.
 
-        Blocks: while other processes hold the file's lock, each for a write of a few hundred bytes; up to 10 s.
+        Blocks: while other processes hold the file's lock, each for a write of a few hundred bytes; a caller that must
+            not wait for a hung disk gives it :data:`MERGE_S`.
 
         Raises:
             OSError: The run directory cannot be written.
         """
-
-        def merge() -> None:
-            # A file of its own, open for writing: over NFS flock() is refused on anything else.
-            lock = os.open(Path(run_dir) / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                state = cls.load(run_dir)
-                state.merge([observation], cycle=cycle, config=config, finished=True)
-                state.save()
-            finally:
-                os.close(lock)
-
-        in_time(run_dir, merge, _MERGE_S)
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        # A file of its own, open for writing: over NFS flock() is refused on anything else.
+        lock = os.open(Path(run_dir) / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            state = cls.load(run_dir)
+            state.merge([observation], cycle=cycle, config=config, finished=True)
+            state.save()
+        finally:
+            os.close(lock)
 
 
 def enforceable(timeouts: Timeouts, text: str, *, rank: int) -> Timeouts:

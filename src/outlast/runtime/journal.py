@@ -2,8 +2,8 @@
 
 Everything that is reported later is derived from here and from nothing else. A line is written with one
 ``write`` to a descriptor opened for appending, so that a reader sees whole lines and a SIGKILL loses at most
-the line being written. A full or vanished disk must not end training: a failed write is logged once and
-counted, and a line torn by it, or by a kill, does not swallow the one after it.
+the line being written. A full or vanished disk must not end training: a failed write, or a file that cannot be
+made yet, is logged once and counted, and a line torn by it, or by a kill, does not swallow the one after it.
 
 A disk that hangs must not stop it either. A thread writes, which ends when there is nothing to write; whoever has an
 event waits until it is written, so that an event is there before what is done next. Once a write has kept somebody
@@ -27,7 +27,7 @@ import msgspec
 from outlast import clock
 from outlast.env import clean_name
 from outlast.incidents import Event, EventKind
-from outlast.runtime.files import make_private_folder, open_private
+from outlast.runtime.files import OptionalFile, make_private_folder, open_private
 
 log = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
@@ -38,6 +38,8 @@ MAX_QUEUED = 4096
 _OPEN_S = 5.0
 _CLOSE_S = 2.0
 _IDLE_S = 1.0
+_UNUSABLE = (PermissionError, FileExistsError, NotADirectoryError)
+"""Errors of a path that was never usable."""
 
 
 class Journal:
@@ -51,7 +53,8 @@ class Journal:
         proc: Name of the process, as in :class:`outlast.incidents.Event`.
 
     Raises:
-        OSError: The file cannot be made. A disk that hangs raises nothing: it is opened when it answers.
+        OSError: The path cannot be used (permissions, or a part of it is not a folder). A disk that is full, read-only,
+            gone or hung raises nothing: each write tries to make the file.
 
     Blocks: a write until it is done, at most :data:`PATIENCE_S` once a disk hangs.
     Thread: any; lines of several threads do not mix. A forked child may write, too.
@@ -140,11 +143,12 @@ class _JournalWriter:
         describe_lost: Returns the line which tells that so many are lost.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The path cannot be used.
     """
 
     def __init__(self, path: Path, describe_lost: Callable[[int], bytes]) -> None:
         self._path, self._describe_lost = path, describe_lost
+        self._state = OptionalFile("events of the journal", path, "they are lost until there is room")
         self.num_lost = 0
         self._num_untold = 0
         """Number of lost lines that the journal does not report yet."""
@@ -244,12 +248,13 @@ class _JournalWriter:
                 self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
                 self._is_torn = _ends_torn(self._fd)
         except OSError as error:
-            if not line:
-                self._open_error = error
-            else:
+            if line:
                 self._lose(str(error))
+            elif isinstance(error, _UNUSABLE):
+                self._open_error = error
             return
         if line and self._append(line) and self._num_untold:
+            self._state.note_written()
             num, self._num_untold = self._num_untold, 0
             if not self._append(self._describe_lost(num)):
                 self._num_untold += num - 1  # the line which tells of them is no event of the process
@@ -269,8 +274,7 @@ class _JournalWriter:
         return problem is None
 
     def _lose(self, problem: str) -> None:
-        if not self.num_lost:
-            log.warning("journal %s cannot be written (%s); events are lost until it can", self._path, problem)
+        self._state.note_missed(problem)
         self.num_lost += 1
         self._num_untold += 1
 
