@@ -25,6 +25,7 @@ LAYERS = {
     "incidents": 0,
     "decoding": 0,
     "journal": 0,
+    "queued_writer": 0,
     "version": 0,
     "lazy": 0,
     "policy": 1,

@@ -7,28 +7,23 @@ end, :meth:`Cycle.describe_failure` names the one that began, and :meth:`Cycle.f
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import signal
-import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from string import Template
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.utils.api import macros
-from torch.distributed.run import _get_logs_specs_class
 
 from outlast import clock, env
 from outlast.config.launching import AGENTS_OWN
@@ -38,6 +33,7 @@ from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import HangSeen, WatchdogFailed
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
+from outlast.launch.worker_logs import WorkerLogs, open_logs
 from outlast.launch.workers import InProcessRecovery, WorkerProcess
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, LearnedTimeouts, Watchdog, enforceable, observe
@@ -154,7 +150,7 @@ class Cycle:
     job: str
     node: str
     board: Board
-    logs: _CycleLogs
+    logs: WorkerLogs
     workers: dict[int, WorkerProcess]
     """Key in the zygote's messages to worker."""
     spawns: list[Spawn]
@@ -216,7 +212,8 @@ class Cycle:
             stack.callback(in_process.close)
             postmortem = Postmortem(nproc)
             stack.callback(postmortem.close)
-            logs, envs = _open_logs(launch, envs, launch.line_prefixes(start))
+            prefixes = launch.line_prefixes(start)
+            logs, envs = open_logs(launch.logs, envs, options.torchrun, options.run_dir, prefixes)
             shared = {
                 **launch.env,
                 env.RUN_ID: options.run_id,
@@ -723,103 +720,3 @@ def _as_bytes(variables: Mapping[str, str]) -> dict[bytes, bytes]:
 
 def _as_text(value: Replay | tuple[Distrusted, ...] | None) -> str:
     return msgspec.json.encode(value).decode() if value else ""
-
-
-def make_logs_specs(args: argparse.Namespace, run_dir: Path) -> LogsSpecs:
-    """Return torch's log specs as torchrun's options ask for; the default folder is ``<run_dir>/logs``."""
-    ranks = {int(rank) for rank in args.local_ranks_filter.split(",")} if args.local_ranks_filter else None
-    if not args.log_dir:
-        make_private_folder(run_dir / "logs")
-    return _get_logs_specs_class(args.logs_specs)(
-        log_dir=args.log_dir or str(run_dir / "logs"),
-        redirects=Std.from_str(args.redirects),
-        tee=Std.from_str(args.tee),
-        local_ranks_filter=ranks,
-    )
-
-
-def _open_logs(
-    launch: WorkerLaunch, envs: dict[int, dict[str, str]], prefixes: dict[int, str] | None
-) -> tuple[_CycleLogs, dict[int, dict[str, str]]]:
-    """Make the log files of a cycle; without them the workers write to the console.
-
-    Args:
-        launch: How the workers are started.
-        envs: Local rank to its environment.
-        prefixes: Local rank to the prefix of its lines, or ``None`` for torch's own.
-
-    Returns:
-        The logs, and the environments, to which torch adds the path of the error file.
-    """
-    args, specs = launch.options.torchrun, launch.logs
-
-    def make() -> tuple[_CycleLogs, dict[int, dict[str, str]]]:
-        own = {rank: dict(variables) for rank, variables in envs.items()}  # a failed try leaves the others as they are
-        destinations = specs.reify(own)
-        for path in {*destinations.stdouts.values(), *destinations.stderrs.values()} - {""}:
-            os.close(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))  # the workers need no more files
-        return _CycleLogs(destinations, args, prefixes), own
-
-    folder = args.log_dir or str(launch.options.run_dir / "logs")
-    otherwise = "the workers of this cycle write to the console"
-    if (made := write_optional("log files of the workers", folder, make, otherwise=otherwise)) is not None:
-        return made
-    chosen = {int(rank) for rank in args.local_ranks_filter.split(",")} if args.local_ranks_filter else set(envs)
-    console = {rank: "" if rank in chosen else os.devnull for rank in envs}
-    return _CycleLogs(LogsDest(console, dict(console), {}, {}, {}, os.devnull, os.devnull), args, prefixes), envs
-
-
-class _CycleLogs:
-    """The log files of one cycle on one node, and the threads that copy them to the console.
-
-    Args:
-        destinations: Where the output goes.
-        args: torchrun's options.
-        prefixes: Local rank to the prefix of its lines, or ``None`` for torch's own.
-
-    Raises:
-        OSError: A file cannot be made.
-    """
-
-    def __init__(self, destinations: LogsDest, args: argparse.Namespace, prefixes: dict[int, str] | None) -> None:
-        self.destinations = destinations
-        self._filtered: list[TextIO] = []
-        self._tails: list[TailLog] = []
-
-        def tail(files: dict[int, str], target: TextIO, needles: Sequence[str] = ()) -> None:
-            def keeps(line: str) -> bool:
-                return any(needle in line for needle in needles)
-
-            if files:
-                chosen: dict[str, Any] = {"log_line_filter": keeps} if needles else {}  # torch 2.8 copies all lines
-                self._tails.append(TailLog(args.role, files, target, prefixes, **chosen))
-
-        dest = self.destinations
-        tail(dest.tee_stdouts, sys.stdout)
-        tail(dest.tee_stderrs, sys.stderr)
-        for needles, stream in ((args.duplicate_stdout_filters, "stdout"), (args.duplicate_stderr_filters, "stderr")):
-            if needles:
-                target = getattr(dest, f"filtered_{stream}")
-                file = open(target, mode="w", errors="replace", buffering=1, opener=open_private)  # noqa: SIM115  closed by stop()
-                self._filtered.append(file)
-                tail(getattr(dest, f"tee_{stream}s"), file, needles)
-
-    def start(self) -> None:
-        """Start copying."""
-        for tail in self._tails:
-            tail.start()
-
-    def stop(self, *, wait: bool) -> None:
-        """Copy what is left and end, in the background unless ``wait``: a tail looks only every 0.1 s."""
-        if not self._tails and not self._filtered:
-            return
-        thread = threading.Thread(target=self._stop, name="outlast-log-tails")
-        thread.start()
-        if wait:
-            thread.join(2.0)
-
-    def _stop(self) -> None:
-        for tail in self._tails:
-            tail.stop()
-        for file in self._filtered:
-            file.close()

@@ -181,8 +181,9 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
             stack.callback(writer.close)
             startup.actions.append(writer.kill)
         try:
-            from outlast.launch.cycle import WorkerLaunch, make_logs_specs
+            from outlast.launch.cycle import WorkerLaunch
             from outlast.launch.node_agent import NodeAgent
+            from outlast.launch.worker_logs import make_logs_specs
             from outlast.launch.workers import NodeWorkers
 
             spec, logs_specs = _worker_spec(options), make_logs_specs(options.torchrun, options.run_dir)

@@ -16,8 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ import msgspec
 from outlast import clock
 from outlast.env import clean_name
 from outlast.incidents import Event, EventKind
+from outlast.queued_writer import QueuedWriter
 from outlast.runtime.files import OptionalFile, make_private_folder, open_private
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ MAX_QUEUED = 4096
 """Lines that wait for a hung disk; further ones are lost."""
 _OPEN_S = 5.0
 _CLOSE_S = 2.0
-_IDLE_S = 1.0
 _UNUSABLE = (PermissionError, FileExistsError, NotADirectoryError)
 """Errors of a path that was never usable."""
 
@@ -93,7 +92,7 @@ class Journal:
         if kind == EventKind.INCIDENT and (incident := data.get("incident")) is not None:
             self.incidents[str(incident["kind"] if isinstance(incident, dict) else incident.kind)] += 1
         if self._file is not None:
-            self._file.append(_encode(event))
+            self._file.write(_encode(event))
         return event
 
     def tell_time(self) -> str:
@@ -103,7 +102,7 @@ class Journal:
     def close(self) -> None:
         """Write what is left and close the file; later writes are no-ops. Idempotent. Blocks: up to 2 s."""
         if self._file is not None:
-            self._file.close()
+            self._file.finish()
 
     def _event(
         self, kind: EventKind, *, data: dict[str, Any], cycle: int | None, rank: int | None, iteration: int | None
@@ -135,8 +134,8 @@ def _encode(event: Event) -> bytes:
         return json.dumps(msgspec.to_builtins(event), ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
-class _JournalWriter:
-    """The file of a journal, and the thread that writes it while there is something to write.
+class _JournalWriter(QueuedWriter):
+    """The file of a journal.
 
     Args:
         path: The file; its folder is made.
@@ -152,93 +151,28 @@ class _JournalWriter:
         self.num_lost = 0
         self._num_untold = 0
         """Number of lost lines that the journal does not report yet."""
-        self._fd, self._is_torn, self._is_closed = -1, False, False
-        self._begin()
+        self._fd, self._is_torn = -1, False
+        self._open_error: OSError | None = None
+        super().__init__("outlast-journal", patience_s=PATIENCE_S, max_lines=MAX_QUEUED)
         if isinstance(error := self._open_error, OSError):
             raise error
 
     def _begin(self) -> None:
-        """Begin with an empty queue and without a thread: a forked child inherits no thread."""
-        self._owner = os.getpid()
-        self._changed = threading.Condition()
-        self._lines: deque[bytes] = deque()
-        self._num_queued = self._num_done = 0
-        self._is_stuck = False
-        """A caller's wait for the line that is being written has timed out."""
-        self._thread: threading.Thread | None = None
-        self._open_error: OSError | None = None
+        super()._begin()
         if self._fd < 0:
-            self.append(b"", _OPEN_S)  # opens it, and no more
+            self.write(b"", _OPEN_S)  # opens it, and no more
 
-    def append(self, line: bytes, patience_s: float | None = None) -> None:
+    def write(self, line: bytes, patience_s: float = -1.0) -> None:
         """Write a line, or leave it to be written once the disk answers."""
-        if self._owner != os.getpid():
-            self._begin()
-        with self._changed:
-            if self._is_closed:
-                return
-            if len(self._lines) >= MAX_QUEUED:
-                self._lose("the disk does not answer, and the queue is full")
-                return
-            self._lines.append(line)
-            self._num_queued += 1
-            number = self._num_queued
-            if self._thread is None:
-                self._start()
-            else:
-                self._changed.notify_all()
-            wait_s = 0.0 if self._is_stuck else PATIENCE_S if patience_s is None else patience_s
-            if self._changed.wait_for(lambda: self._num_done >= number, wait_s) or self._is_stuck:
-                return
-            self._is_stuck = True
-        log.warning("journal %s: the disk has not answered for %g s; events wait in memory", self._path, wait_s)
+        wait_s = PATIENCE_S if patience_s < 0 else patience_s
+        if not self.append(line, wait_s):
+            log.warning("journal %s: the disk has not answered for %g s; events wait in memory", self._path, wait_s)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Write what is left, and close the file; a hung disk gets two seconds for it. Idempotent."""
-        if self._owner != os.getpid():
-            self._begin()
-        with self._changed:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            thread = self._thread
-            if thread is None:
-                self._close()
-                return
-            self._changed.notify_all()
-        thread.join(_CLOSE_S)
-        if thread.is_alive():
+        if not self.close(_CLOSE_S):
             text = "journal %s: the disk does not answer; %d events are not written"
             log.warning(text, self._path, len(self._lines) + self._num_untold)
-
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._serve, args=(_IDLE_S,), name="outlast-journal", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # the interpreter is ending, or no thread can be had
-            log.debug("the journal is written without a thread: %s", error)
-            self._serve(0.0)
-
-    def _serve(self, idle_s: float) -> None:
-        """Write what there is; end when nothing has come for ``idle_s``, or the journal is closed."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._lines or self._is_closed, idle_s)
-                if not self._lines:
-                    self._thread = None
-                    if self._is_closed:
-                        self._close()
-                    return
-                line = self._lines[0]
-            try:
-                self._put(line)
-            except Exception as error:  # noqa: BLE001  whatever it is, the next line may be written
-                self._lose(f"{type(error).__name__}: {error}")
-            with self._changed:
-                self._lines.popleft()
-                self._num_done += 1
-                self._is_stuck = False
-                self._changed.notify_all()
 
     def _put(self, line: bytes) -> None:
         """Write one line, and then how many before it were lost. Blocks: as long as the disk does."""
@@ -249,7 +183,7 @@ class _JournalWriter:
                 self._is_torn = _ends_torn(self._fd)
         except OSError as error:
             if line:
-                self._lose(str(error))
+                self._lose(line, str(error))
             elif isinstance(error, _UNUSABLE):
                 self._open_error = error
             return
@@ -270,15 +204,15 @@ class _JournalWriter:
         if written:
             self._is_torn = problem is not None
         if problem is not None:
-            self._lose(problem)
+            self._lose(line, problem)
         return problem is None
 
-    def _lose(self, problem: str) -> None:
+    def _lose(self, line: bytes, problem: str) -> None:
         self._state.note_missed(problem)
         self.num_lost += 1
         self._num_untold += 1
 
-    def _close(self) -> None:
+    def _free(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
