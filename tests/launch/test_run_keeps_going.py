@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -74,7 +75,7 @@ def write(folder: Path, code: str) -> Path:
     return script
 
 
-def verdicts(cluster: Cluster) -> list[dict[str, object]]:
+def verdicts(cluster: Cluster) -> list[dict[str, Any]]:
     return [event.data for event in cluster.events() if event.kind == EventKind.VERDICT]
 
 
@@ -89,6 +90,39 @@ def test_crash_before_every_save_stops_with_93(tmp_path: Path) -> None:
         assert cluster.wait(timeout_s=300) == [ExitReason.NO_PROGRESS]
         assert started_cycles(cluster) == {0, 1, 2}
         assert (tmp_path / "run" / "ladder.json").exists()
+
+
+FAILS_ON_ONE_NODE = """
+import os, pathlib, sys, time
+from outlast.monitor import RankMonitor
+monitor = RankMonitor()
+monitor.report_progress()
+while not pathlib.Path(sys.argv[2]).exists():
+    time.sleep(0.02)
+bad = pathlib.Path(sys.argv[1])
+if os.environ["OUTLAST_CYCLE"] == "0" and os.environ["RANK"] == "1":
+    bad.write_text(os.environ["OUTLAST_NODE"])
+if bad.exists() and bad.read_text() == os.environ["OUTLAST_NODE"]:
+    raise SystemExit(7)  # a file that only this node lacks
+monitor.finish()
+"""
+
+
+@pytest.mark.slow
+def test_a_spare_replaces_the_node_of_every_failure_with_default_budgets(tmp_path: Path) -> None:
+    """A node on which the script cannot run is excluded while the default budgets still allow a restart: the spare
+    takes its slot, and the run finishes."""
+    script = write(tmp_path, FAILS_ON_ONE_NODE)
+    bad = tmp_path / "bad"
+    run = tmp_path / "run"
+    args = (str(bad), str(tmp_path / "go"))
+    with Cluster(script, *args, run_dir=run, num_nodes=2, num_spares=1, nproc_per_node=1) as cluster:
+        cluster.wait_for("is a spare", timeout_s=300)
+        (tmp_path / "go").touch()
+        assert cluster.wait(timeout_s=400) == [0, 0, 0], cluster.tails()
+        (replaced,) = [one["verdict"] for one in verdicts(cluster) if "quarantine" in one["verdict"]]
+        assert replaced["quarantine"] == [bad.read_text()]
+        assert f"failures on node {bad.read_text()}" in replaced["reason"]
 
 
 @pytest.mark.slow

@@ -221,6 +221,37 @@ def test_faulty_node_without_a_spare_stays_and_is_named() -> None:
     assert "no spare" in verdict.reason
 
 
+@pytest.mark.parametrize("limits", [Limits(), Limits(max_restarts=2), Limits(max_restarts_total=2)])
+def test_failures_on_one_node_exclude_it_before_a_budget_is_spent(limits: Limits) -> None:
+    """With default budgets a node on which every failure began gives its slot to a spare while a restart is left."""
+    state = LadderState()
+    for cycle in range(2):
+        end = CycleEnd(cycle=cycle, incident=died("c"), num_spares=1, num_nodes=2, progress_known=True)
+        state, verdict = decide(state, end, limits)
+    assert (verdict.rung, verdict.quarantine) == (Rung.REPLACE_NODE, ("c",))
+    assert "2 of 2 failures on node c" in verdict.reason
+
+
+def test_failures_on_several_nodes_exclude_none() -> None:
+    """Where failures began on different nodes no node is the cause, and the spare stays where it is."""
+    state = LadderState()
+    for node in ("c", "b"):
+        end = CycleEnd(cycle=0, incident=died(node), num_spares=1, num_nodes=2, progress_known=True)
+        state, verdict = decide(state, end, Limits())
+    assert (verdict.rung, verdict.quarantine) == (Rung.RESTART_WORKERS, ())
+
+
+@pytest.mark.parametrize(("num_nodes", "is_named"), [(2, True), (1, False)])
+def test_the_last_line_names_the_node_of_every_failure(num_nodes: int, is_named: bool) -> None:
+    """A run that stops after failures that all began on one of several nodes reports which node that is."""
+    state = LadderState()
+    for cycle in range(3):
+        end = CycleEnd(cycle=cycle, incident=died("c"), num_nodes=num_nodes, progress_known=True)
+        state, verdict = decide(state, end, Limits())
+    assert verdict.exit_code == ExitReason.NO_PROGRESS
+    assert verdict.reason.endswith("; 3 of 3 failures on node c") == is_named
+
+
 def test_zero_node_faults_never_quarantines() -> None:
     """max_node_faults=0 leaves every node its slot, however often it fails."""
     state = LadderState(node_faults={"a": 99})

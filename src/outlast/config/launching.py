@@ -85,7 +85,8 @@ class FaultToleranceConfig(Partial):
     job stops with exit code 93."""
 
     max_node_faults: int = 3
-    """Faults after which a node gives its slot to a spare, where there is one; 0 = never."""
+    """Faults after which a node gives its slot to a spare, where there is one; 0 = never. A node on which two or more
+    failures in a row began, all without progress, gives its slot to a spare before the last restart of a budget."""
 
     min_nodes: int | None = None
     """Smallest number of nodes that the script can train with once spares are spent; none = never shrink."""

@@ -83,6 +83,7 @@ class CycleEnding:
             had_session=any(facts.had_session for facts in self.facts),
             num_spares=num_heirs(diagnosis.node if diagnosis is not None and diagnosis.node else cause.node),
             may_shrink=may_shrink,
+            num_nodes=num_nodes,
             load=next((facts.load for facts in self.facts if facts.load is not None), None),
             diagnosis=diagnosis,
             is_permanent=is_permanent,

@@ -18,6 +18,10 @@ A restart inside the processes is a restart like any other: it is granted from t
 rungs continues forever. It has happened by the time it is judged; one that is not granted ends the job. One that is
 granted ends no cycle, and so does not count as a cycle without progress.
 
+Failures that all began on one node point at that node. Before the last restart that a budget allows, such a node gives
+its slot to a spare, if one waits (``max_node_faults=0`` turns this off): the spare gets a chance that still counts
+against the budgets.
+
 After a slow rank (exit code 18) its node gives its slot to a spare and gets none any more. Without a spare the run
 stops: the same workers on the same nodes would be as slow, and the verdict names the node to leave out of the next job.
 
@@ -123,6 +127,9 @@ class CycleEnd:
     may_shrink: bool = False
     """The world may continue without a node if no spare waits."""
 
+    num_nodes: int = 1
+    """Nodes that took part in the cycle."""
+
     load: Load | None = None
     """What the workers had loaded; ``None`` = nothing, or it is not known."""
 
@@ -184,6 +191,8 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Some worker of this run had a session, or a monitor."""
     node_faults: dict[str, int] = {}
     """Faults that began on each node in this job; what they did to peers is not counted."""
+    recent_faults: dict[str, int] = {}
+    """Faults since the last progress in this job, by the node on which each began; empty name = not known."""
     quarantined: tuple[str, ...] = ()
     """Nodes that get no slot any more in this job."""
     held_back: tuple[str, ...] = ()
@@ -240,7 +249,14 @@ def begin_job(state: LadderState) -> LadderState:
         state = msgspec.structs.replace(state, replay=None)
     cases = tuple(case for case in state.cases if case.iteration is not None)  # others may be another job's
     state = msgspec.structs.replace(
-        state, restarts_without_progress=0, node_faults={}, quarantined=(), held_back=(), blamed=(), cases=cases
+        state,
+        restarts_without_progress=0,
+        node_faults={},
+        recent_faults={},
+        quarantined=(),
+        held_back=(),
+        blamed=(),
+        cases=cases,
     )
     if state.stopped_with in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
         distrusted = tuple(msgspec.structs.replace(one, settled=True) for one in state.distrusted)
@@ -539,7 +555,11 @@ def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple
     progressed = trusted and _is_beyond(end.durable_iteration, state.best_durable)
     if progressed:
         state = msgspec.structs.replace(
-            state, best_durable=end.durable_iteration, restarts_without_progress=0, cycles_without_progress=0
+            state,
+            best_durable=end.durable_iteration,
+            restarts_without_progress=0,
+            cycles_without_progress=0,
+            recent_faults={},
         )
     return msgspec.structs.replace(state, progress_known=known), progressed
 
@@ -549,12 +569,16 @@ def _is_beyond(durable: int | None, best: int | None) -> bool:
 
 
 def _count_failure(state: LadderState, faulty_node: str, *, in_vain: bool) -> LadderState:
-    faults = {**state.node_faults}
+    faults, recent = {**state.node_faults}, {**state.recent_faults}
+    recent[faulty_node] = recent.get(faulty_node, 0) + 1
     if faulty_node:
         faults[faulty_node] = faults.get(faulty_node, 0) + 1
     counts = state.progress_known and in_vain
     return msgspec.structs.replace(
-        state, node_faults=faults, cycles_without_progress=state.cycles_without_progress + counts
+        state,
+        node_faults=faults,
+        recent_faults=recent,
+        cycles_without_progress=state.cycles_without_progress + counts,
     )
 
 
@@ -587,7 +611,9 @@ def _judge(
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0
         repeated = repeated or state.cycles_without_progress >= limits.max_no_progress_cycles
         exit_code = ExitReason.NO_PROGRESS if repeated else ExitReason.FAILED
-        return Verdict(rung=Rung.STOP, reason=f"{what}; {spent}", exit_code=exit_code)
+        source = describe_source(state) if end.num_nodes > 1 else None
+        reason = "; ".join(filter(None, (what, spent, source)))
+        return Verdict(rung=Rung.STOP, reason=reason, exit_code=exit_code)
     rung, action, quarantine = _remedy(state, end, incident, limits)
     restores = state.progress_known and not end.recovered_in_process  # else the state may have been kept in memory
     where = f", resuming {resume_point(state)}" if restores else ""
@@ -627,9 +653,11 @@ def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limit
     node, faults = incident.node, state.node_faults.get(incident.node, 0)
     worn_out = 0 < limits.max_node_faults <= faults and node not in state.quarantined
     spare = end.num_spares > 0
+    source = describe_source(state) if limits.max_node_faults and node not in state.quarantined else None
+    is_suspect = spare and source is not None and is_last_restart(state, limits)
     if incident.kind == IncidentKind.NODE_LOST:
         heir = "a spare takes its slot" if spare else "no spare waits for its slot"
-        return Rung.REPLACE_NODE, heir, (node,) if worn_out and spare else ()
+        return Rung.REPLACE_NODE, heir, (node,) if (worn_out or is_suspect) and spare else ()
     if incident.kind in (IncidentKind.CANNOT_START, IncidentKind.NODE_UNHEALTHY):
         if spare and node:
             return Rung.REPLACE_NODE, f"a spare takes the slot of node {node}", (node,)
@@ -641,6 +669,8 @@ def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limit
         if spare:
             return Rung.REPLACE_NODE, f"{had}, a spare takes its slot", (node,)
         return Rung.RESTART_WORKERS, f"{had}, but no spare waits, restarting the workers there", ()
+    if is_suspect:
+        return Rung.REPLACE_NODE, f"{source}, a spare takes its slot", (node,)
     return Rung.RESTART_WORKERS, "restarting the workers", ()
 
 
@@ -695,6 +725,22 @@ def spent_budget(state: LadderState, limits: Limits) -> str | None:
     if limits.max_restarts_total is not None and state.restarts_total >= limits.max_restarts_total:
         return f"stopping: {count(state.restarts_total, 'restart')} in this run (--max-restarts-total)"
     return None
+
+
+def is_last_restart(state: LadderState, limits: Limits) -> bool:
+    """Return whether the next restart is the last one that the budgets allow without progress."""
+    cycles = state.progress_known and state.cycles_without_progress + 1 >= limits.max_no_progress_cycles
+    total = limits.max_restarts_total is not None and state.restarts_total + 1 >= limits.max_restarts_total
+    return cycles or total or state.restarts_without_progress + 1 >= limits.max_restarts
+
+
+def describe_source(state: LadderState) -> str | None:
+    """Return on which node all faults since the last progress began, for people; ``None``: they have no common node.
+
+    A single fault shows nothing.
+    """
+    (node, num), *others = state.recent_faults.items() or [("", 0)]
+    return f"{num} of {num} failures on node {node}" if node and num > 1 and not others else None
 
 
 def count_of_restart(state: LadderState, limits: Limits) -> str:
