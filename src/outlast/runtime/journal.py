@@ -5,6 +5,9 @@ Everything that is reported later is derived from here and from nothing else. A 
 the line being written. A full or vanished disk must not end training: a failed write, or a file that cannot be
 made yet, is logged once and counted, and a line torn by it, or by a kill, does not swallow the one after it.
 
+Two processes never share a file: each locks its own. Where another process holds the lock, such as an agent of the same
+name, the next file by number is used.
+
 A disk that hangs must not stop it either. A thread writes, which ends when there is nothing to write; whoever has an
 event waits until it is written, so that an event is there before what is done next. Once a write has kept somebody
 waiting for ``PATIENCE_S``, nobody waits any more until it returns: events queue up, and what finds no room is counted.
@@ -13,6 +16,8 @@ The count is an event itself (``events_lost``), written when writing works again
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -33,6 +38,8 @@ log = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
 PATIENCE_S = 1.0
 """How long the first event that a hung disk does not take keeps its process waiting."""
+MAX_FILES = 1000
+"""Files of one name, for processes that hold them at the same time."""
 MAX_QUEUED = 4096
 """Lines that wait for a hung disk; further ones are lost."""
 _OPEN_S = 5.0
@@ -179,7 +186,7 @@ class _JournalWriter(QueuedWriter):
         try:
             if self._fd < 0:
                 make_private_folder(self._path.parent)
-                self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+                self._fd = _open_alone(self._path)
                 self._is_torn = _ends_torn(self._fd)
         except OSError as error:
             if line:
@@ -216,6 +223,22 @@ class _JournalWriter(QueuedWriter):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _open_alone(path: Path) -> int:
+    """Return a descriptor for appending to a file that no other process holds: this one, or the next by number."""
+    for number in range(1, MAX_FILES + 1):
+        free = path if number == 1 else path.with_name(f"{path.stem}.{number}{path.suffix}")
+        fd = open_private(free, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                os.close(fd)
+                continue
+            log.debug("%s cannot be locked: %s", free, error)  # a file system without locks
+        return fd
+    raise OSError(errno.EMFILE, "too many processes write this journal file")
 
 
 def _ends_torn(fd: int) -> bool:
