@@ -203,6 +203,8 @@ class Coordinator:
         match message:
             case m.JoinRequest():
                 self._on_join(message, now_s)
+            case m.NameClaim():
+                self._on_claim(message)
             case m.Register():
                 self._on_register(message, now_s)
             case m.Unhealthy():
@@ -286,12 +288,34 @@ class Coordinator:
         """Return whether nodes had long enough to learn that the job is over."""
         return self._over_at_s is not None and now_s - self._over_at_s > self.settings.goodbye_timeout_s
 
+    def take_admissions(self) -> list[tuple[str, str, str | None]]:
+        """Return the agents (node and epoch) whose claim to a name was decided, and why it was refused, if it was."""
+        admissions, self.nodes.admissions = self.nodes.admissions, []
+        return admissions
+
     def take_dropped(self) -> list[tuple[str, str]]:
         """Return the nodes (and epochs) that were lost since the last call: one that lives has to register again."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     # -- joining and leaving -----------------------------------------------------------------------------------
+
+    def _on_claim(self, claim: m.NameClaim) -> None:
+        """Admit an agent that has just begun, unless another one of its name may be alive: its beats will show that."""
+        node = self.nodes.by_name.get(claim.node)
+        if node is None or node.epoch == claim.epoch:
+            self.nodes.admissions.append((claim.node, claim.epoch, None))
+        else:
+            self.nodes.claims[claim.node] = claim
+
+    def _settle_claims(self, now_s: float) -> None:
+        """Let the agents continue that claimed the name of a life that is over."""
+        for name in [name for name in self.nodes.claims if name not in self.nodes.by_name]:
+            claim = self.nodes.claims.pop(name)
+            if isinstance(claim, m.NameClaim):
+                self._on_claim(claim)
+            else:
+                self._on_join(claim, now_s)
 
     def _on_join(self, join: m.JoinRequest, now_s: float) -> None:
         node = self.nodes.by_name.get(join.node)
@@ -335,13 +359,17 @@ class Coordinator:
             log.warning("node %s reports a place in a larger world than this job's: it begins anew", message.node)
             message = msgspec.structs.replace(message, place=None, ran=None)
         node = self.nodes.by_name.get(message.node)
+        if node is not None and node.epoch != message.epoch:
+            node = self._replace_older(node, message)
+            if node is not None:
+                return
         if node is not None and self.phase != m.JobPhase.ADOPTING:
             # The same coordinator: its last message may have been lost with the connection.
             self._quorum.register(message)
-            if node.epoch == message.epoch and message.running and message.place and message.place.cycle != self.cycle:
+            if message.running and message.place and message.place.cycle != self.cycle:
                 reason = f"cycle {self.cycle} began without this node"
                 self.nodes.send(node, m.CycleOver(cycle=message.place.cycle, reason=reason))
-            elif node.epoch == message.epoch and (last := node.last) is not None:
+            elif (last := node.last) is not None:
                 if not self._send_start_again(node):
                     self.nodes.send(node, last)
                 if self.phase == m.JobPhase.RUNNING and self._members.places:
@@ -369,6 +397,30 @@ class Coordinator:
                 node,
                 m.CycleOver(cycle=message.place.cycle if message.place else -1, reason="it came back too late"),
             )
+
+    def _replace_older(self, node: Node, message: m.Register) -> Node | None:
+        """Stop the older of two lives of a node, both of which take part in the job.
+
+        Returns:
+            The life that the coordinator knows, where it keeps the name; ``None``: it is forgotten.
+        """
+        adopts = self.phase == m.JobPhase.ADOPTING
+        if adopts and message.place is None:
+            return node  # it is in no cycle: its request to join follows, and is a claim
+        held = self._quorum.place_of(node)
+        is_newer = held is None or (message.place is not None and message.place.order > held.order)
+        if not adopts and (not self._quorum.is_here or self._quorum.knows_newer(message)):
+            self._quorum.register(message)  # what it knows of may go on elsewhere
+            return node
+        older = node.epoch if adopts and is_newer else message.epoch
+        log.warning("an earlier agent of node %s is stopped: another agent of that name has taken its place", node.name)
+        reason = f"another agent has taken the place of node {node.name!r}; this one ends its workers and exits"
+        stop = m.Stop(exit_code=ExitReason.FAILED, reason=reason, is_replaced=True)
+        self.nodes.out.append((node.name, older, stop))
+        if older == message.epoch:
+            return node
+        self.nodes.remove(node.name)
+        return None
 
     def _holds_running(self, node: Node) -> bool:
         """Return whether a node takes part in the cycle that runs."""
@@ -611,8 +663,6 @@ class Coordinator:
             incident = self._ending.lose(node.name, why, detected_after_s=round(now_s - node.beat_at_s, 3))
             self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
         # else: nothing was started on it; its slot, if any, is simply free again
-        if (claim := self.nodes.claims.pop(node.name, None)) is not None:
-            self._on_join(claim, now_s)
 
     # -- a cycle's end -----------------------------------------------------------------------------------------
 
@@ -688,6 +738,7 @@ class Coordinator:
         if self._ending is not None and self._phase_since_s is None:
             self._phase_since_s = now_s
         self._lose_late(now_s)
+        self._settle_claims(now_s)
         if self.phase == m.JobPhase.ADOPTING and (self.nodes.by_name or self._excluded.any_waits):
             self._adoption.begin(now_s)
         if self.phase == m.JobPhase.ADOPTING and self._adoption.is_over(now_s, self.settings.node_timeout_s):

@@ -132,6 +132,10 @@ class CoordinatorServer:
         """Connections whose agents are not known yet, oldest first, and until when they may be."""
         self._agents: dict[tuple[str, str], _AgentLink] = {}
         """By node and epoch."""
+        self._claimants: dict[tuple[str, str], tuple[AgentChannel, m.Hello, list[m.OnControl]]] = {}
+        """Agents whose name another one may have: their connections, and what came on them."""
+        self._refused: set[tuple[str, str]] = set()
+        """Nodes and reasons that the log names."""
         self._suspects: dict[tuple[str, str], tuple[float, bool]] = {}
         """Whose connection ended, in that order: when they are taken for dead, and whether that is certain."""
         self._accepts_again_s: float | None = None
@@ -266,6 +270,8 @@ class CoordinatorServer:
     def _drop_newcomer(self, link: AgentChannel, why: str) -> None:
         log.debug("a connection was closed: %s", why)
         self._newcomers.pop(link, None)
+        for who in [who for who, (claimant, _, _) in self._claimants.items() if claimant is link]:
+            del self._claimants[who]
         link.close()
 
     def _on_lost_newcomer(self, link: AgentChannel, error: OSError) -> None:
@@ -293,10 +299,23 @@ class CoordinatorServer:
         link.send(answer)
 
     def _greet(self, link: AgentChannel, hello: m.Hello, more: list[m.OnControl]) -> None:
-        if (reason := self._why_refused(hello)) is not None:
-            log.warning("node %s was refused: %s", hello.node, reason)
-            self._answer(link, m.Refused(reason=reason))
-            return
+        if (refusal := self._why_refused(hello)) is not None:
+            self._refuse(link, hello, refusal)
+        elif hello.job is None:  # whether the name is free is the coordinator's to say
+            self._claimants[hello.node, hello.epoch] = link, hello, more
+            self._handle(m.NameClaim(node=hello.node, epoch=hello.epoch))
+        else:
+            self._welcome(link, hello, more)
+
+    def _refuse(self, link: AgentChannel, hello: m.Hello, refusal: m.Refused) -> None:
+        if len(self._refused) >= _MAX_NEWCOMERS:
+            self._refused.clear()
+        known = (hello.node, refusal.reason) in self._refused
+        self._refused.add((hello.node, refusal.reason))
+        log.log(logging.DEBUG if known else logging.WARNING, "node %s was refused: %s", hello.node, refusal.reason)
+        self._answer(link, refusal)
+
+    def _welcome(self, link: AgentChannel, hello: m.Hello, more: list[m.OnControl]) -> None:
         del self._newcomers[link]
         self._coordinator.note_term(hello.term, hello.leader == self.leader)
         who = hello.node, hello.epoch
@@ -314,18 +333,21 @@ class CoordinatorServer:
         if more:
             self._on_messages(who, link, more)
 
-    def _why_refused(self, hello: m.Hello) -> str | None:
-        """Return what keeps an agent from this job, for people."""
-        own = self._identity
+    def _why_refused(self, hello: m.Hello) -> m.Refused | None:
+        """Return what keeps an agent from this job; ``None``: nothing."""
+        own, job = self._identity, self._settings.job
         if hello.run_id != own.run_id:
-            return f"this is run {own.run_id!r}, not {hello.run_id!r}; give all agents of one run the same --rdzv-id"
-        if hello.job not in (None, self._settings.job):
-            return f"this is job {self._settings.job}, and the agent takes part in job {hello.job}, which is over here"
+            reason = f"this is run {own.run_id!r}, not {hello.run_id!r}; give all agents of one run the same --rdzv-id"
+            return m.Refused(reason=reason)
         if own.command and hello.command and hello.command != own.command:
-            return (
+            reason = (
                 f"the agents of this job run {own.command_text!r}, this one {hello.command_text!r}; start all with the "
                 "same command (--rdzv-conf any_command=1 where they differ on purpose)"
             )
+            return m.Refused(reason=reason)
+        if hello.job not in (None, job):
+            reason = f"this is job {job}, and the agent takes part in job {hello.job}, which is over here"
+            return m.Refused(reason=reason, job=job, leads=self._coordinator.leadership.leads)
         return None
 
     def _on_messages(self, who: tuple[str, str], link: AgentChannel, came: list[m.OnControl]) -> None:
@@ -374,6 +396,14 @@ class CoordinatorServer:
         for who in self._coordinator.take_dropped():
             if (agent := self._agents.pop(who, None)) is not None:
                 agent.channel.close()
+        for node, epoch, reason in self._coordinator.take_admissions():
+            if (claimant := self._claimants.pop((node, epoch), None)) is None:
+                continue  # its connection ended
+            link, hello, more = claimant
+            if reason is None:
+                self._welcome(link, hello, more)
+            else:
+                self._refuse(link, hello, m.Refused(reason=reason))
 
     def _status(self) -> m.LiveStatus:
         return self._coordinator.status(

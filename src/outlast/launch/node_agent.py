@@ -19,6 +19,8 @@ States::
 From RUNNING a failure here or elsewhere leads to JOINING at once: the request for the next cycle goes out while the
 zygote still kills what is left of this one, and the next workers start when both the answer has come and the zygote has
 reported that all are gone, with their memory on the GPUs.
+
+One module because it is one state machine: each event is judged by the state that all others change.
 """
 
 from __future__ import annotations
@@ -334,8 +336,13 @@ class NodeAgent(SimpleElasticAgent):
         self._timers.cancel("link")
         self._timers.cancel("first link")
         client, self.is_host = self._client, event.is_host
+        is_other_job = event.job != self.job and not event.is_first
+        if is_other_job and self._state in (AgentState.LEAVING, AgentState.STOPPING):
+            return  # its own end is under way
+        if is_other_job:
+            self._leave_job(event.job)
         client.note_term(event.term)
-        if not event.is_first:
+        if not event.is_first and not is_other_job:
             log.warning("the coordinator is reached again at %s", client.link.endpoint)
         else:
             endpoints = [str(endpoint) for endpoint in client.link.endpoints]
@@ -345,12 +352,26 @@ class NodeAgent(SimpleElasticAgent):
                 log.log(level, "node %s hosts the coordinator at %s", client.node, client.link.endpoint)
         if self._state == AgentState.OUTSIDE:
             self._health.note_connected(is_host=event.is_host)
+        elif is_other_job:
+            self._join(None)
+            self._start_if_clear()
         else:
             client.register(
                 is_running=self._state == AgentState.RUNNING,
                 is_joining=self._state == AgentState.JOINING,
                 has_finished=self._state == AgentState.FINISHED,
             )
+
+    def _leave_job(self, other: str) -> None:
+        """End this node's part in its job: the coordinator of the run serves another one."""
+        reason = f"job {self.job} is over: the coordinator of this run began job {other}"
+        log.warning("%s; this node joins it", reason)
+        self._client.begin_job()
+        self._start = None
+        self._timers.cancel("answer")
+        if (cycle := self._running) is not None:
+            self._end_cycle(cycle, None, reason)
+        self._journal.write(EventKind.JOB_ENDED, exit_code=ExitReason.FAILED, reason=reason)
 
     def _join(self, ended: m.CycleFacts | None) -> None:
         if self._state != AgentState.LEAVING:
@@ -463,7 +484,8 @@ class NodeAgent(SimpleElasticAgent):
         killed_by_us = cycle.over or self._state == AgentState.STOPPING
         self._look_at_recovery(cycle, waits=not cycle.all_ended)
         spared = bool(event.exit_code) and not killed_by_us and cycle.continues_without(worker)
-        self._journal.write_exited(worker, event, killed_by_us=killed_by_us)
+        if cycle.job == self.job:  # otherwise it is of a job that this node has left
+            self._journal.write_exited(worker, event, killed_by_us=killed_by_us)
         if spared:
             self._continue_without(worker, event.key, cycle)
             self._look_at_recovery(cycle)
@@ -589,15 +611,25 @@ class NodeAgent(SimpleElasticAgent):
         elif cycle is self._running and self._state in (AgentState.RUNNING, AgentState.FINISHED):
             self._end_cycle(cycle, cycle.facts(None), reason)
 
-    def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str, *, are_gone: bool = False) -> None:
-        """End the cycle here and request the next one; ``are_gone``: nothing is left of its workers."""
+    def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts | None, reason: str, *, are_gone: bool = False) -> None:
+        """End the cycle here and request the next one.
+
+        Args:
+            cycle: The running one.
+            facts: What is known of it; ``None``: the coordinator does not know the cycle.
+            reason: Why it ends.
+            are_gone: Nothing is left of its workers.
+        """
         cycle.over = True
         if self._relay is not None:
             self._relay.end_cycle()
         for name in ("clear", "lingering"):
             self._timers.cancel(name)
         self._write_ended(cycle, reason)
-        self._join(facts)
+        if facts is not None:
+            self._join(facts)
+        else:
+            self._state = AgentState.JOINING
         grace_s = self.options.torchrun.restart_grace
         gently = grace_s > 0 and not cycle.all_ended and not are_gone
         if not are_gone:
@@ -607,7 +639,7 @@ class NodeAgent(SimpleElasticAgent):
         elif not are_gone:
             self._timers.set("reap", REAP_S, self._on_unreapable)
         cycle.close()
-        if facts.incident is not None:
+        if facts is not None and facts.incident is not None:
             self._health.suspect()
 
     def _clear(self) -> None:
@@ -755,6 +787,8 @@ class NodeAgent(SimpleElasticAgent):
             return  # its own end is under way
         if self._state == AgentState.OUTSIDE:
             stop = self._health.stop_outside(stop)
+        if stop.is_replaced:
+            self._journal.close()  # what this agent does from now on would be taken for the other one's
         self.stop = stop
         cycle = self._running
         if cycle is None or cycle.all_ended:

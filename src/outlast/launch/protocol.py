@@ -59,10 +59,15 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     term: int
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """The coordinator's answer to a :class:`Hello` that does not fit."""
 
     reason: str
+    job: str | None = None
+    """Another job of the run, which the coordinator serves: the agent's own is over here; ``None``: the reason is
+    another one."""
+    leads: bool = False
+    """That job's coordinator leads it; see :class:`outlast.policy.leadership.Leadership`."""
 
 
 class AgentBeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -303,6 +308,10 @@ class Dead(FromNode, frozen=True, kw_only=True, tag=True):
     """It is dead for certain; otherwise it may take part elsewhere."""
 
 
+class NameClaim(FromNode, frozen=True, kw_only=True, tag=True):
+    """The coordinator's process got the first message of an agent that has just begun: may it have this name?"""
+
+
 class CoordinatorTick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Time to look at the nodes' signs of life."""
 
@@ -390,11 +399,13 @@ class Remark(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     text: str
 
 
-class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """The job is over."""
 
     exit_code: int
     reason: str
+    is_replaced: bool = False
+    """The job continues: another agent has this node's name in it."""
 
 
 FromAgent = (
@@ -414,7 +425,7 @@ FromAgent = (
     | Bye
 )
 """What an agent reports."""
-ToCoordinator = FromAgent | Dead | CoordinatorTick
+ToCoordinator = FromAgent | NameClaim | Dead | CoordinatorTick
 """What the coordinator takes."""
 ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | RankOrder | PeersFinished | Remark | Stop
 """What the coordinator sends."""
