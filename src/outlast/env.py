@@ -73,6 +73,8 @@ LOG_LEVEL = "OUTLAST_LOG_LEVEL"
 """Least level of the log: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
 LOG = "OUTLAST_LOG"
 """Form of the log: ``text`` or ``json``."""
+ANY_VERSION = "OUTLAST_ANY_VERSION"
+"""``1``: the processes of a run may have different versions of the package."""
 FINISHED_FLAG = "FAULT_TOL_FINISHED_FLAG_FILE"
 """Path of a file that is made when a run has finished; NeMo-Run's job scripts set it, and look for the file."""
 
@@ -95,6 +97,11 @@ def finished_flag_file() -> str | None:
 def fault_plan() -> str | None:
     """Return the path of the fault plan that comes in place of the config's; ``None`` = the config's."""
     return os.environ.get(FAULT_PLAN) or None
+
+
+def any_version() -> bool:
+    """Return whether the processes of a run may have different versions of the package."""
+    return os.environ.get(ANY_VERSION) == "1"
 
 
 def interface() -> str | None:

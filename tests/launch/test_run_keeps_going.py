@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,33 @@ def test_crash_before_every_save_stops_with_93(tmp_path: Path) -> None:
         assert cluster.wait(timeout_s=300) == [ExitReason.NO_PROGRESS]
         assert started_cycles(cluster) == {0, 1, 2}
         assert (tmp_path / "run" / "ladder.json").exists()
+
+
+OTHER_VERSION = """
+import sys
+import outlast.version
+outlast.version.__version__ = "0.1.7"
+from outlast.cli.main import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cold
+def test_an_agent_of_another_version_is_refused(tmp_path: Path) -> None:
+    """An agent with another version of the package does not join: one line names both versions, and exit code 2."""
+    script = write(tmp_path, UNTIL_TOLD)
+    done, run = tmp_path / "done", tmp_path / "run"
+    with Cluster(script, str(done), run_dir=run, num_spares=1, num_nodes=1, num_started=1, nproc_per_node=1) as cluster:
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=150)
+        line = ["run", "--nnodes=1:2", "--nproc-per-node=1", f"--rdzv-endpoint={cluster.endpoint}", "--node-name=other"]
+        line += [f"--rdzv-id={cluster.run_id}", f"--run-dir={run}", str(script), str(done)]
+        command = [sys.executable, "-c", OTHER_VERSION, *line]
+        other = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert other.returncode == ExitReason.BAD_INPUT
+        assert "the agent has outlast 0.1.7, the coordinator has outlast" in other.stderr, other.stderr
+        done.touch()
+        assert cluster.wait(timeout_s=150) == [0]
 
 
 FAILS_ON_ONE_NODE = """

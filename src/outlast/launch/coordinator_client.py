@@ -37,7 +37,9 @@ from outlast.launch.rank_relay import RankRelay
 from outlast.policy.leadership import Leadership, should_change_job, should_yield
 from outlast.policy.recovery_point import Distrusted
 from outlast.runtime.addresses import Endpoint, listening_addresses
+from outlast.runtime.run_key import describe_difference
 from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel
+from outlast.version import __version__
 
 
 class CoordinatorClient:
@@ -522,6 +524,7 @@ class ControlLink:
             job=None if job is None else job.job,
             leader=self._leader,
             term=0 if job is None else job.term,
+            version=__version__,
         )
         try:
             channel.send(hello)
@@ -557,6 +560,9 @@ class ControlLink:
             raise WrongRun(first.reason) if first.job is None else _JobOver(first.reason, leads=first.leads)
         if not isinstance(first, m.Welcome):
             raise ConnectionAbortedError(f"it answered {type(first).__name__}")
+        difference = describe_difference(first.version, whose="the coordinator", own="the agent")
+        if difference is not None:
+            raise WrongRun(difference)
         return first
 
     def _leave_job(self) -> None:

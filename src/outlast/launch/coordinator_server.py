@@ -45,7 +45,9 @@ from outlast.policy.leadership import Leadership
 from outlast.runtime.files import write_optional
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import raise_descriptor_limit
+from outlast.runtime.run_key import describe_difference
 from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel, encode_frame
+from outlast.version import __version__
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 0.3
@@ -327,7 +329,11 @@ class CoordinatorServer:
         link.on_messages, link.on_broken = partial(self._on_messages, who), partial(self._on_broken, who)
         link.send(
             m.Welcome(
-                job=self._settings.job, host=self._node, leader=self.leader, term=self._coordinator.leadership.term
+                job=self._settings.job,
+                host=self._node,
+                leader=self.leader,
+                term=self._coordinator.leadership.term,
+                version=__version__,
             )
         )
         if more:
@@ -339,6 +345,9 @@ class CoordinatorServer:
         if hello.run_id != own.run_id:
             reason = f"this is run {own.run_id!r}, not {hello.run_id!r}; give all agents of one run the same --rdzv-id"
             return m.Refused(reason=reason)
+        difference = describe_difference(hello.version, whose="the agent", own="the coordinator")
+        if difference is not None:
+            return m.Refused(reason=difference)
         if own.command and hello.command and hello.command != own.command:
             reason = (
                 f"the agents of this job run {own.command_text!r}, this one {hello.command_text!r}; start all with the "

@@ -46,6 +46,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The coordinator that it has obeyed last."""
     term: Number = 0
     """The highest that it has obeyed."""
+    version: Name = ""
+    """Of the package; empty: it reports none."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -57,6 +59,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     leader: str
     """Names this life of the coordinator."""
     term: int
+    version: str = ""
+    """Of the package; empty: it reports none."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):

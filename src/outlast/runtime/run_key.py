@@ -36,6 +36,7 @@ from pathlib import Path
 from outlast import env
 from outlast.errors import ConfigError
 from outlast.runtime.files import create_atomically
+from outlast.version import __version__
 
 FILE_NAME = "run.key"
 _MIN_BYTES = 16
@@ -177,12 +178,15 @@ def find_known_keys(run_dir: Path | None, *, key_file: str | None = None) -> lis
 
 
 def make_offer() -> str:
-    """Return a new offer for a group, which one process gives to all others: something random, its key's fingerprint.
+    """Return a new offer for a group, which one process gives to all others.
+
+    It holds the package's version, something random, and the run key's fingerprint.
 
     Raises:
         ConfigError: ``OUTLAST_RUN_KEY`` is too short.
     """
-    return f"{secrets.token_hex(_OFFER_BYTES)}.{_own_fingerprint()}"
+    version = __version__.replace(".", "_")
+    return f"{version}:{secrets.token_hex(_OFFER_BYTES)}.{_own_fingerprint()}"
 
 
 def accept_offer(offer: str, purpose: str) -> bytes:
@@ -193,9 +197,15 @@ def accept_offer(offer: str, purpose: str) -> bytes:
         purpose: What the key is for.
 
     Raises:
-        ConfigError: This process and the one that made the offer have different run keys, or only one of them has any.
+        ConfigError: This process and the one that made the offer have different versions of the package, or different
+            run keys, or only one of them has any.
     """
     drawn, _, theirs = offer.partition(".")
+    version, has_version, _ = drawn.partition(":")
+    theirs_version = version.replace("_", ".") if has_version else ""
+    difference = describe_difference(theirs_version, whose="another process of this run", own="this process")
+    if difference is not None:
+        raise ConfigError(difference)
     if (own := _own_fingerprint()) != theirs:
         if own and theirs:
             what = f"the processes of this run have different {env.RUN_KEY}"
@@ -208,6 +218,25 @@ def accept_offer(offer: str, purpose: str) -> bytes:
     key = key_of_environment()
     secret = key.derive("offers") if key is not None else b""
     return hmac.digest(secret, f"outlast {purpose} {drawn}".encode(), "sha256")
+
+
+def describe_difference(theirs: str, *, whose: str, own: str) -> str | None:
+    """Return why a process of the run is refused that has another version of the package, for people.
+
+    Args:
+        theirs: Its version; empty: it reports none, as versions before 1.0.
+        whose: Which process that is.
+        own: Which one this is.
+
+    Returns:
+        ``None``: it has this version, or :data:`outlast.env.ANY_VERSION` allows any.
+    """
+    if theirs == __version__ or env.any_version():
+        return None
+    return (
+        f"{whose} has {f'outlast {theirs}' if theirs else 'an earlier version of outlast'}, {own} has outlast "
+        f"{__version__}; install the same version on all nodes, or set {env.ANY_VERSION}=1 on all of them"
+    )
 
 
 def _own_fingerprint() -> str:
