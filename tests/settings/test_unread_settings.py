@@ -21,6 +21,7 @@ from outlast.ray.train import TrainCallback  # noqa: E402
 
 OTHERS: dict[str, Any] = {
     "calc_ft_timeouts": True,
+    "state_directory": "there",
     "safety_factor": 2.0,
     "rank_termination_signal": "SIGTERM",
     "max_no_progress_cycles": 2,

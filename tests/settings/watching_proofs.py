@@ -62,6 +62,18 @@ def learns_only_when_told(scene: Scene) -> None:
     assert (scene.folder / FILE_NAME).exists()
 
 
+def learns_in_a_folder(scene: Scene) -> None:
+    """Durations are kept where state_directory says, and in the run directory otherwise."""
+    for name in ("there", None):
+        folder = None if name is None else str(scene.folder / name)
+        config = FaultToleranceConfig(calc_ft_timeouts=True, state_directory=folder)
+        monitor = PlacedRankMonitor(WorkerEnv(), config, scene.folder)
+        monitor.finish()
+        monitor.close()
+        assert (scene.folder / "there" / FILE_NAME).exists()
+        assert (scene.folder / FILE_NAME).exists() is (name is None)
+
+
 def learned_from(config: FaultToleranceConfig) -> Any:
     learned = LearnedTimeouts.load("/nonexistent")
     seen = Observation(longest_s={"checkpointing": 3.0}, counts={"checkpointing": 1})
@@ -193,6 +205,7 @@ F = FaultToleranceConfig
 FAULT_TOLERANCE: dict[str, Proof] = {
     "enable_ft_package": differs(overdue, F, {"rank_heartbeat_timeout": 3.0}, enable_ft_package=False),
     "calc_ft_timeouts": learns_only_when_told,
+    "state_directory": learns_in_a_folder,
     "initial_rank_heartbeat_timeout": differs(overdue, F, initial_rank_heartbeat_timeout=3.0),
     "rank_heartbeat_timeout": differs(overdue, F, rank_heartbeat_timeout=3.0),
     "rank_section_timeouts": differs(overdue, F, rank_section_timeouts={"step": 3.0}),

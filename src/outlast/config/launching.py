@@ -43,7 +43,11 @@ class FaultToleranceConfig(Partial):
 
     calc_ft_timeouts: bool = False
     """Learn timeouts of sections and heartbeats from observed durations, and keep them in ft_state.json for the next
-    cycle and job."""
+    cycle and job. A learned timeout ends no run that a given one would not end."""
+
+    state_directory: str | None = None
+    """Folder of ft_state.json; none = next to the checkpoints, where a session's ``checkpoint.directory`` is a path,
+    else the run directory."""
 
     initial_rank_heartbeat_timeout: float | None = None
     """Longest time in seconds from a worker's start to its first heartbeat; none = not enforced. Where it is not given,

@@ -762,7 +762,7 @@ class Coordinator:
                 may_shrink=self._forming.may_shrink(),
                 num_nodes=len(self.nodes.slots),
             )
-            self._learn(self.cycle, observations(ending.facts), ending.expired)
+            self._learn(self.cycle, observations(ending.facts), ending.exceeded())
             self._carry_out(self._ladder.rule(end), now_s)
             if self.stop is not None:
                 return

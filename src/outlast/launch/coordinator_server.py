@@ -38,7 +38,7 @@ from outlast.launch.control import JobIdentity, serve_handshake
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.membership import JobSettings
 from outlast.launch.verdicts import load_ladder, save_ladder
-from outlast.monitor.watchdog import LearnedTimeouts
+from outlast.monitor.watchdog import FILE_NAME, LearnedTimeouts
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership
@@ -457,7 +457,7 @@ class CoordinatorServer:
             return
         is_written = self._write(
             "decisions of the recovery policy",
-            "ladder.json",
+            run_dir / "ladder.json",
             lambda: save_ladder(run_dir, state),
             "this coordinator still counts them; a later one will not know which remedies were tried",
         )
@@ -465,25 +465,28 @@ class CoordinatorServer:
         self._writes_again_s = clock.now_s() + _REWRITE_S
 
     def _learn(self, cycle: int, observations: list[Observation], expired: list[Expired] | None) -> None:
-        if not self._config.calc_ft_timeouts or self._run_dir is None:
+        config = self._config
+        if (folder := LearnedTimeouts.folder(config, self._run_dir)) is None:
             return
-        run_dir, config = self._run_dir, self._config
 
         def save() -> None:
-            learned = LearnedTimeouts.load(run_dir)
+            learned = LearnedTimeouts.load(folder)
             learned.merge(
                 observations,
                 cycle=f"{self._settings.job}/{cycle}",
                 config=config,
                 finished=expired is None,
                 faulted=expired or (),
+                with_defaults=True,
             )
             learned.save()
+            if expired is None:
+                learned.log_suggestion()
 
-        self._write("learned timeouts", "ft_state.json", save, "those of this cycle are lost")
+        self._write("learned timeouts", folder / FILE_NAME, save, "those of this cycle are lost")
 
-    def _write(self, what: str, name: str, write: Callable[[], None], otherwise: str) -> bool:
-        """Write to the run directory while it is this job's, and return whether that succeeded.
+    def _write(self, what: str, path: Path, write: Callable[[], None], otherwise: str) -> bool:
+        """Write a file while the run directory is this job's, and return whether that succeeded.
 
         A hung disk keeps no agent waiting for long.
         """
@@ -493,4 +496,4 @@ class CoordinatorServer:
                 write()
             return True
 
-        return bool(write_optional(what, Path(self._run_dir or ".") / name, write_if_ours, otherwise=otherwise))
+        return bool(write_optional(what, path, write_if_ours, otherwise=otherwise))

@@ -330,9 +330,9 @@ class Cycle:
             self.watchdog = None
             return
         timeouts = configured = Timeouts.from_config(config, with_defaults=True)
-        if config.calc_ft_timeouts:
+        if (folder := LearnedTimeouts.folder(config, self.options.run_dir)) is not None:
             try:
-                learned = in_time(self.options.run_dir, lambda: LearnedTimeouts.load(self.options.run_dir))
+                learned = in_time(folder, partial(LearnedTimeouts.load, folder))
                 timeouts = learned.apply_to(configured)
             except TimeoutError as error:
                 log.warning("the timeouts learned so far are not used: %s", error)

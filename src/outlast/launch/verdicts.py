@@ -20,7 +20,7 @@ from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import protocol as m
 from outlast.launch.membership import Node, Nodes, why_it_waits
 from outlast.policy import ladder
-from outlast.policy.causes import Position, find_culprit, permanent_cause, root_cause
+from outlast.policy.causes import Position, find_culprit, is_hang_explained, permanent_cause, root_cause
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, begin_run
 from outlast.policy.recovery_point import Distrusted
@@ -88,6 +88,13 @@ class CycleEnding:
             diagnosis=diagnosis,
             is_permanent=is_permanent,
         )
+
+    def exceeded(self) -> list[Expired]:
+        """Return the timeouts that were exceeded, each with whether something else than a short timeout explains it."""
+        positions = [position for facts in self.facts for position in facts.positions]
+        others = any(one.kind != IncidentKind.WORKER_HUNG for one in self.incidents)
+        is_explained = others or is_hang_explained(positions)
+        return [msgspec.structs.replace(one, is_explained=is_explained) for one in self.expired]
 
     def _is_permanent(self, num_nodes: int) -> bool:
         """Return whether all ranks of all nodes failed alike before their first step, and would do so again."""

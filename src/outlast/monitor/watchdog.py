@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,6 +187,8 @@ class _LearnedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What was in force before that cycle."""
     seen: Observation
     """What has been seen of that cycle so far: its nodes may report one after the other."""
+    faulted: tuple[Expired, ...] = ()
+    """Timeouts that were exceeded in that cycle."""
 
 
 class _NvrxHeartbeats(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,6 +274,12 @@ class LearnedTimeouts:
         reported)."""
         return cls(run_dir, _read(Path(run_dir) / FILE_NAME))
 
+    @staticmethod
+    def folder(config: FaultToleranceConfig, run_dir: str | os.PathLike[str] | None) -> Path | None:
+        """Return where a run keeps its file; ``None``: nowhere, so that nothing is learned."""
+        where = config.state_directory or run_dir
+        return Path(where) if config.calc_ft_timeouts and where is not None else None
+
     @property
     def learned(self) -> Learned:
         """What is in force."""
@@ -296,6 +304,7 @@ class LearnedTimeouts:
         config: FaultToleranceConfig,
         finished: bool,
         faulted: Iterable[Expired] = (),
+        with_defaults: bool = False,
     ) -> None:
         """Learn from a cycle's observations; those of one cycle may come in several calls.
 
@@ -306,20 +315,35 @@ class LearnedTimeouts:
             config: The settings as configured, before anything learned was applied.
             finished: The cycle came to its orderly end.
             faulted: Timeouts that were exceeded in the cycle.
+            with_defaults: The default timeouts of heartbeats were enforced, as by an agent.
         """
         state = self._state
         again = state.cycle == cycle
         before = state.before if again else state.learned
         seen = policy.combine([*([state.seen] if again else []), *observations])
+        late = (*(state.faulted if again else ()), *faulted)
         learned = policy.learn(
             seen,
             before,
-            configured=Timeouts.from_config(config),
+            configured=Timeouts.from_config(config, with_defaults=with_defaults),
             safety_factor=config.safety_factor,
             finished=finished,
-            faulted=faulted,
+            faulted=late,
         )
-        self._state = _LearnedState(version=_VERSION, learned=learned, cycle=cycle, before=before, seen=seen)
+        for key in sorted(key for key, num in learned.num_hangs.items() if num != state.learned.num_hangs.get(key)):
+            log.warning(
+                "the learned timeout of %s was exceeded, and nothing shows a hang: %s",
+                key,
+                "it is doubled" if learned.num_hangs[key] < policy.MAX_HANGS else "it is not used any more",
+            )
+        self._state = _LearnedState(
+            version=_VERSION, learned=learned, cycle=cycle, before=before, seen=seen, faulted=late
+        )
+
+    def log_suggestion(self) -> None:
+        """Log the options that set what was learned, at the end of a run."""
+        if options := self.learned.suggest():
+            log.info("suggested timeouts, from the durations of this run: %s (learned in %s)", options, self.path)
 
     def save(self) -> None:
         """Write the file: whole and durable, or not at all.
@@ -338,8 +362,16 @@ class LearnedTimeouts:
         *,
         cycle: str,
         config: FaultToleranceConfig,
-    ) -> None:
-        """Load, merge one rank's finished cycle, and save, while other ranks do the same.
+        faulted: Sequence[Expired] = (),
+    ) -> LearnedTimeouts:
+        """Load, merge one rank's cycle, save, and return the result, while other ranks do the same.
+
+        Args:
+            run_dir: The folder of the file.
+            observation: What the rank observed.
+            cycle: As for :meth:`merge`.
+            config: As for :meth:`merge`.
+            faulted: Timeouts that the rank exceeded; none: the cycle came to its orderly end.
 
         Blocks: while other processes hold the file's lock, each for a write of a few hundred bytes; a caller that must
             not wait for a hung disk gives it :data:`MERGE_S`.
@@ -353,10 +385,11 @@ class LearnedTimeouts:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             state = cls.load(run_dir)
-            state.merge([observation], cycle=cycle, config=config, finished=True)
+            state.merge([observation], cycle=cycle, config=config, finished=not faulted, faulted=faulted)
             state.save()
         finally:
             os.close(lock)
+        return state
 
 
 def enforceable(timeouts: Timeouts, text: str, *, rank: int) -> Timeouts:

@@ -246,6 +246,17 @@ def find_culprit(positions: Iterable[Position]) -> Culprit:
     )
 
 
+def is_hang_explained(positions: Iterable[Position]) -> bool:
+    """Return whether the positions of ranks show why one exceeded a timeout; otherwise that may be too short.
+
+    They do where a process is stopped or gone, and where ranks wait for each other in a way that cannot end.
+    """
+    everyone = sorted(positions, key=lambda one: one.global_rank)
+    left = [one for one in everyone if not one.finished]
+    gone = [one for one in everyone if one.finished]
+    return any(_doing(one) == _STOPPED for one in left) or _fault_of_the_script(left, gone) is not None
+
+
 # -- who waits for whom ------------------------------------------------------------------------------------------
 
 

@@ -258,7 +258,9 @@ class _Output(io.FileIO):
             kept.output(memoryview(data).cast("B"))
         try:
             if self._num_dropped:
-                super().write(f"\noutlast: the disk was full; {self._num_dropped} writes of output were dropped\n".encode())
+                super().write(
+                    f"\noutlast: the disk was full; {self._num_dropped} writes of output were dropped\n".encode()
+                )
                 self._num_dropped = 0
             return super().write(data)
         except BrokenPipeError:
