@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -44,6 +44,7 @@ from outlast.launch.verdicts import (
     ExcludedNodes,
     LadderClient,
     Record,
+    RestartReports,
     departure,
     highest_durable,
     observations,
@@ -129,8 +130,8 @@ class Coordinator:
         self._excluded = ExcludedNodes(self.nodes, self._ladder, record)
         self._finished: dict[str, m.CycleFacts] = {}
         """Nodes whose workers all finished the running cycle; a finished one may leave before the others."""
-        self._last_restart = (0, 0)
-        """The newest restart inside the processes of the running cycle: its call, and its iteration."""
+        self._restarts = RestartReports()
+        """Restarts inside the processes of the running cycle."""
         self._over_at_s: float | None = None
         self._dropped: list[tuple[str, str]] = []
 
@@ -496,7 +497,7 @@ class Coordinator:
             case m.Running() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
                 self._on_running(node)
             case m.Restarted() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
-                self._on_restarted(message, now_s)
+                self._charge_restart(self._restarts.add(message, now_s), now_s)
             case m.Hung() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
                 ending = self._end_cycle(message.incident.describe(), examine=True, but=None)
                 ending.incidents.append(message.incident)
@@ -527,7 +528,7 @@ class Coordinator:
             return
         master, self._master = self._master, None
         self._enter(m.JobPhase.RUNNING, now_s)
-        self._last_restart, self._started = (0, 0), set()
+        self._restarts, self._started = RestartReports(), set()
         self._ranks.begin(self.cycle, self._term)
         self._forming.start(self._places, master.addr, master.port, self.state)
 
@@ -606,21 +607,13 @@ class Coordinator:
             if name is not None and (node := self.nodes.by_name.get(name)) is not None:
                 self._lose(node, f"{why} within {waited_s:.0f} s", now_s)
 
-    def _on_restarted(self, restarted: m.Restarted, now_s: float) -> None:
-        """Charge a restart inside the processes, which every node reports; stop the job if it was one too many."""
-        if (restarted.call, restarted.restart_count) <= self._last_restart:
+    def _charge_restart(self, end: CycleEnd | None, now_s: float) -> None:
+        """Charge a restart inside the processes; stop the job if it was one too many."""
+        if end is None or end.incident is None or self.phase != m.JobPhase.RUNNING:
             return
-        self._last_restart = restarted.call, restarted.restart_count
-        incident = restarted.incident
+        incident = end.incident
         incident = msgspec.structs.replace(incident, node=incident.node or self.nodes.name_of_rank(incident.rank))
-        end = CycleEnd(
-            cycle=self.cycle,
-            incident=incident,
-            recovered_in_process=True,
-            durable_iteration=restarted.durable_iteration,
-            progress_known=restarted.progress_known,
-        )
-        verdict = self._ladder.rule(end)
+        verdict = self._ladder.rule(replace(end, incident=incident))
         if verdict.exit_code is not None:
             self._stop_job(verdict.exit_code, verdict.reason, now_s)
 
@@ -739,6 +732,9 @@ class Coordinator:
             self._phase_since_s = now_s
         self._lose_late(now_s)
         self._settle_claims(now_s)
+        if self.phase == m.JobPhase.RUNNING:
+            known = self._restarts.due(self.nodes.holders, now_s, progress_counts=self.state.progress_known)
+            self._charge_restart(known, now_s)
         if self.phase == m.JobPhase.ADOPTING and (self.nodes.by_name or self._excluded.any_waits):
             self._adoption.begin(now_s)
         if self.phase == m.JobPhase.ADOPTING and self._adoption.is_over(now_s, self.settings.node_timeout_s):

@@ -8,7 +8,7 @@ the nodes that failed their health check: which stay outside and why, and what t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,9 @@ from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, begi
 from outlast.policy.recovery_point import Distrusted
 from outlast.policy.rerun import Diagnosis
 from outlast.runtime.files import PRIVATE, write_atomically
+
+REPORT_S = 2.0
+"""Seconds in which all nodes have reported a restart inside the processes, unless one has no worker left to see it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,9 +121,67 @@ class CycleEnding:
         return cause
 
 
-def highest_durable(facts: list[m.CycleFacts]) -> int | None:
+def highest_durable(facts: Iterable[m.CycleFacts | m.Restarted]) -> int | None:
     """Return the highest iteration that any node knows to be durable; ``None`` = none."""
     return max((one.durable_iteration for one in facts if one.durable_iteration is not None), default=None)
+
+
+@dataclass(slots=True)
+class RestartReports:
+    """Gather the reports of the nodes on the newest restart inside the processes, until the restart is charged.
+
+    Each node reports a restart, and knows only the checkpoints that its own ranks have seen. So where progress counts,
+    the restart is charged once all nodes have reported it, or the next restart begins, or :data:`REPORT_S` has passed.
+    """
+
+    charged: tuple[int, int] = (0, 0)
+    """The newest restart that was charged: its call, and its number."""
+    _pending: list[m.Restarted] = field(default_factory=list)
+    _since_s: float = 0.0
+
+    def add(self, report: m.Restarted, now_s: float) -> CycleEnd | None:
+        """Add the report of a node; return an earlier restart that is to be charged now."""
+        newest = _restart_of(self._pending[0]) if self._pending else self.charged
+        if _restart_of(report) < newest or _restart_of(report) == self.charged:
+            return None
+        earlier = self._charge() if self._pending and _restart_of(report) > newest else None
+        if not self._pending:
+            self._since_s = now_s
+        self._pending.append(report)
+        return earlier
+
+    def due(self, nodes: Collection[str], now_s: float, *, progress_counts: bool) -> CycleEnd | None:
+        """Return the restart that is to be charged now; ``None`` = there is none.
+
+        Args:
+            nodes: Those of the running cycle.
+            now_s: Monotonic seconds.
+            progress_counts: Earlier cycles of the run reported progress.
+        """
+        if not self._pending:
+            return None
+        progress_counts |= any(one.progress_known for one in self._pending)
+        is_late = now_s >= self._since_s + REPORT_S
+        if progress_counts and not is_late and not {one.node for one in self._pending} >= set(nodes):
+            return None
+        return self._charge()
+
+    def _charge(self) -> CycleEnd:
+        reports, self._pending = self._pending, []
+        self.charged = _restart_of(reports[0])
+        # The node of the rank that failed knows most about it.
+        first = next((one for one in reports if one.incident.node == one.node), reports[0])
+        return CycleEnd(
+            cycle=first.cycle,
+            incident=first.incident,
+            recovered_in_process=True,
+            durable_iteration=highest_durable(reports),
+            progress_known=any(one.progress_known for one in reports),
+        )
+
+
+def _restart_of(report: m.Restarted) -> tuple[int, int]:
+    return report.call, report.restart_count
 
 
 def observations(facts: list[m.CycleFacts]) -> list[Observation]:

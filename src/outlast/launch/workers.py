@@ -200,6 +200,8 @@ class InProcessRecovery:
     """Calls and restart counts whose beginning a datagram reported."""
     _last_states: dict[int, RankState] = field(default_factory=dict)
     """Of the lost workers: their state at their end."""
+    _left_at: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    """Iteration at which workers left the call before a restart, by call and restart count, and by local rank."""
 
     def __post_init__(self) -> None:
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -274,6 +276,7 @@ class InProcessRecovery:
         self._told = {one for one in self._told if one > newest}
         cause = self._cause_of(newest)
         self._faults.clear()
+        self._left_at = {one: left for one, left in self._left_at.items() if one >= newest}
         if newest[1] == 0:  # another call of a wrapped function begins
             return None
         return RecoveredInProcess(call=newest[0], restart_count=newest[1], fault=cause)
@@ -306,8 +309,9 @@ class InProcessRecovery:
                 return worker.lost
             summary = f"{fault.summary}; it was ended for it"
             return msgspec.structs.replace(worker.lost, kind=fault.kind, evidence={"summary": summary})
-        state = self.board.read(worker.local_rank)
-        iteration = state.iteration if state.attached else None
+        left_at = self._left_at.get((recovered.call, recovered.restart_count), {})
+        if (iteration := left_at.get(worker.local_rank)) is None and (state := self.board.read(worker.local_rank)).attached:
+            iteration = state.iteration
         known = {"node": self.node, "rank": fault.rank, "pid": worker.pid, "iteration": iteration}
         return self._incident(fault.kind, fault.summary, **known)
 
@@ -344,6 +348,9 @@ class InProcessRecovery:
             except msgspec.DecodeError as error:
                 log.warning("a worker's report about restarts in process cannot be read: %s", error)
                 continue
+            if change.state == InProcessState.RESTARTING and change.iteration is not None:
+                left_at = self._left_at.setdefault((change.call, change.restart_count), {})
+                left_at[change.local_rank] = change.iteration
             if change.state in HAS_BEGUN:  # before that a cause may not be known yet
                 self._told.add((change.call, change.restart_count))
                 if change.faults:
