@@ -310,8 +310,8 @@ class InProcessRecovery:
             summary = f"{fault.summary}; it was ended for it"
             return msgspec.structs.replace(worker.lost, kind=fault.kind, evidence={"summary": summary})
         left_at = self._left_at.get((recovered.call, recovered.restart_count), {})
-        if (iteration := left_at.get(worker.local_rank)) is None and (state := self.board.read(worker.local_rank)).attached:
-            iteration = state.iteration
+        state = self.board.read(worker.local_rank)
+        iteration = left_at.get(worker.local_rank, state.iteration if state.attached else None)
         known = {"node": self.node, "rank": fault.rank, "pid": worker.pid, "iteration": iteration}
         return self._incident(fault.kind, fault.summary, **known)
 
