@@ -7,7 +7,6 @@ as ``gpu[07-09,12],login1`` and counts such as ``4(x2),3``; they are expanded he
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from outlast.decoding import parse_json
 from outlast.errors import ConfigError
 
 RUN_ID = "OUTLAST_RUN_ID"
@@ -323,7 +323,7 @@ def _names(env: Mapping[str, str], launcher: str) -> tuple[str, ...]:
     """
     if launcher == "outlast":
         try:
-            return tuple(str(name) for name in json.loads(env.get(NAMES) or "[]"))
+            return tuple(str(name) for name in parse_json(env.get(NAMES) or "[]"))
         except ValueError:
             raise ConfigError(f"environment variable {NAMES}={env[NAMES]!r} is not a JSON list; unset it") from None
     return name_of_run(env.get("TORCHELASTIC_RUN_ID")) if launcher == "torchrun" else ()

@@ -189,7 +189,7 @@ def decode_hint(data: bytes) -> str | None:
     """Return the run that ``run.json`` names; ``None``: it cannot be read."""
     try:
         return from_json(data, _RunHint).run or None
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         return None
 
 

@@ -302,7 +302,10 @@ class Lane(ABC):
         self._wait_for(save, name, grace_s=grace_s, poll_s=poll_s)
         with self._store_errors():
             word = bytes(self._store.get(self._store_key(save, name)))
-        return from_json(word, kind)
+        try:
+            return from_json(word, kind)
+        except msgspec.DecodeError as error:
+            raise CheckpointError(f"what a rank posted of the save ({name}) is malformed: {error}") from error
 
     def _wait_for(self, save: Save, *names: str, grace_s: float = 0.0, poll_s: float = POLL_S) -> str:
         """Return the first of these names under which something was posted; see :meth:`_receive`."""

@@ -17,6 +17,7 @@ from outlast.config.base import (
     require_finite,
     require_one_of,
 )
+from outlast.decoding import parse_json
 
 AGENTS_OWN = (
     *("node_heartbeat_timeout", "gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
@@ -165,7 +166,7 @@ class FaultToleranceConfig(Partial):
             ConfigError: It is something else, or was cut.
         """
         try:
-            values = json.loads(text)
+            values = parse_json(text)
         except ValueError:
             values = None
         require(isinstance(values, dict), f"{text[:80]!r} are not fault tolerance settings; run one outlast everywhere")

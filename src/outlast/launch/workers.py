@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +31,7 @@ from outlast.policy.inprocess_protocol import (
     newest_begun,
 )
 from outlast.runtime.board import Board, InProcessFault, MarkChanged, RankState, agent_address
+from outlast.runtime.processes import DatagramSocket
 from outlast.runtime.zygote import (
     Clear,
     Cleared,
@@ -193,7 +193,7 @@ class InProcessRecovery:
     job: str
     cycle: int
     node: str
-    _channel: socket.socket = field(init=False)
+    _channel: DatagramSocket = field(init=False)
     _reached: tuple[int, int] = (0, 0)
     _faults: dict[tuple[int, int], tuple[InProcessFault, ...]] = field(default_factory=dict)
     _told: set[tuple[int, int]] = field(default_factory=set)
@@ -204,12 +204,7 @@ class InProcessRecovery:
     """Iteration at which workers left the call before a restart, by call and restart count, and by local rank."""
 
     def __post_init__(self) -> None:
-        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            self._channel.bind(agent_address(self.board.token))
-        except BaseException:
-            self._channel.close()
-            raise
+        self._channel = DatagramSocket(agent_address(self.board.token), _MAX_DATAGRAM)
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when :meth:`take_recovered` may have something; -1 once closed."""
@@ -338,15 +333,13 @@ class InProcessRecovery:
         return [self.board.read(worker.local_rank) for worker in self.workers.values() if wanted(worker)]
 
     def _receive(self) -> None:
-        while True:
+        for data, _ in self._channel.receive():
+            if not data:
+                continue  # a worker attached to the board
             try:
-                if not (data := self._channel.recv(_MAX_DATAGRAM)):
-                    continue  # a worker attached to the board
                 change = _decoder.decode(data)
-            except BlockingIOError:
-                return
             except msgspec.DecodeError as error:
-                log.warning("a worker's report about restarts in process cannot be read: %s", error)
+                self._channel.warn(f"a worker's report about restarts in process cannot be read: {error}")
                 continue
             if change.state == InProcessState.RESTARTING and change.iteration is not None:
                 left_at = self._left_at.setdefault((change.call, change.restart_count), {})

@@ -150,7 +150,7 @@ def decode_owner(data: bytes) -> LeaseOwner | None:
     """Return who a record names; ``None``: it cannot be read."""
     try:
         return from_json(data, LeaseOwner)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         return None
 
 

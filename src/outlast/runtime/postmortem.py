@@ -125,7 +125,7 @@ class Postmortem:
         if 0 < length <= _RECORD_BYTES:
             try:
                 record = _decoder.decode(os.pread(fd, length, _RECORD_AT))
-            except msgspec.MsgspecError:  # it ended while it wrote
+            except msgspec.DecodeError:  # it ended while it wrote
                 record = None
         fault = os.pread(fd, 1 << 16, _FAULT_AT).decode(errors="replace")
         ring = os.pread(fd, _RING_BYTES, _RING_AT)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import re
 import resource
@@ -24,7 +25,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,17 @@ from outlast.policy.lease import Process
 from outlast.runtime.files import NOT_ALLOWED
 from outlast.runtime.wire import MessageChannel, socket_pair
 
+log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _OF_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP)
 _ENDED = (b"Z", b"X", b"x")
 """States of a process that has ended and was not reaped yet."""
 _LOOK_MS = 50
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of a peer, as the kernel knows them."""
+_SCM_CREDENTIALS = 2
+_MAX_DATAGRAMS = 1000
+"""Datagrams that are read one after the other before other work is done."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -215,9 +222,63 @@ def kill_group(pgid: int, sig: int) -> bool:
 
 def peer_user(connection: socket.socket) -> int:
     """Return the user whose process opened a connection to a Unix socket, as the kernel knows it."""
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(user)
+
+
+class DatagramSocket:
+    """A socket at an abstract address, on which this user's processes, and root's, send datagrams.
+
+    An abstract address has no permissions: any user of the machine can send to it. Datagrams of other users are
+    dropped, and the first problem of a socket is logged, not each datagram of a flood.
+
+    Args:
+        address: Its address, which begins with a zero byte.
+        max_bytes: Longer datagrams are cut.
+
+    Raises:
+        OSError: The address is taken, or there is no descriptor left.
+    """
+
+    def __init__(self, address: bytes, max_bytes: int) -> None:
+        self._max_bytes, self._has_warned = max_bytes, False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._socket.bind(address)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when a datagram has come; -1 once closed."""
+        return self._socket.fileno()
+
+    def receive(self) -> Iterator[tuple[bytes, bytes | None]]:
+        """Yield the datagrams that have come, and each sender's address: a bounded number, so that a flood ends."""
+        for _ in range(_MAX_DATAGRAMS):
+            try:
+                data, beside, _, sender = self._socket.recvmsg(self._max_bytes, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except BlockingIOError:
+                return
+            user = next((_CREDENTIALS.unpack(found)[1] for _, kind, found in beside if kind == _SCM_CREDENTIALS), None)
+            if user in (0, os.getuid(), os.geteuid()):
+                yield data, sender or None
+            else:
+                self.warn(f"user {user} of this machine sends datagrams to this process, which drops them")
+
+    def send(self, data: bytes, address: bytes) -> None:
+        """Send a datagram. Raises: OSError, when nobody receives there or the receiver's buffer is full."""
+        self._socket.sendto(data, address)
+
+    def warn(self, problem: str) -> None:
+        """Log what is wrong with a datagram; further problems of this socket are logged at DEBUG."""
+        log.log(logging.DEBUG if self._has_warned else logging.WARNING, "%s; further ones are not logged", problem)
+        self._has_warned = True
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._socket.close()
 
 
 def open_pidfd(pid: int) -> int:

@@ -292,7 +292,13 @@ class ObjectDirectory(GlobalDirectory):
         self._store.check_fencing(f"{FOLDER}/{number}.probe")
         retiring = f"{FOLDER}/{number - 1}.retiring"
         with contextlib.suppress(FileNotFoundError):  # what the last owner was deleting it may continue to delete
-            doomed = from_json(self._store.read(retiring), list[int])
+            try:
+                doomed = from_json(self._store.read(retiring), list[int])
+            except msgspec.DecodeError as error:
+                raise CheckpointError(
+                    f"{self.url}/{retiring} is malformed ({error}): the last owner may still delete checkpoints; end "
+                    "its job and remove the file"
+                ) from error
             self._store.remove([*(f"{self.folder(iteration)}/{MANIFEST}" for iteration in doomed), retiring])
         sizes, found = self._store.sizes(), dict[str, set[str]]()
         for path in sizes:
