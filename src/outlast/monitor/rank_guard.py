@@ -37,7 +37,7 @@ from outlast.policy.causes import Position, find_culprit, is_hang_explained
 from outlast.policy.deadlines import Timeouts
 from outlast.runtime.board import Board
 from outlast.runtime.files import write_optional
-from outlast.runtime.processes import ChildProcess, channel_to_parent, open_pidfd, send_signal
+from outlast.runtime.processes import ChildProcess, channel_to_parent, ignore_group_signals, open_pidfd, send_signal
 from outlast.runtime.wire import MessageChannel, socket_pair
 
 log = logging.getLogger("outlast.monitor.rank_guard")
@@ -285,8 +285,7 @@ def _open_pidfd(pid: int) -> int:
 
 def main() -> int:
     """Run as a guard; return its exit code."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # schedulers signal every process of a job; this one ends with its rank
+    ignore_group_signals()
     parent: MessageChannel[_GuardTask | _BeginDuty] = channel_to_parent(sys.argv[1], _GuardTask | _BeginDuty)
     task = parent.receive()
     if task is None:

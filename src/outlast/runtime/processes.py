@@ -51,6 +51,26 @@ _MAX_DATAGRAMS = 1000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+GROUP_SIGNALS = (
+    *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2),
+    *(signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGXCPU),
+)
+"""What a terminal sends to a process group, or a scheduler to all processes of a job, and ends or stops a process."""
+
+
+def ignore_group_signals(*, starts_programs: bool = False) -> None:
+    """Have this helper process ignore :data:`GROUP_SIGNALS`: the process that it helps handles them, and may need it.
+
+    Args:
+        starts_programs: Programs that this process starts are to get them: they would inherit that they are ignored,
+            but do not inherit a handler.
+
+    Thread: the main thread.
+    """
+    for number in GROUP_SIGNALS:
+        signal.signal(number, (lambda *_: None) if starts_programs else signal.SIG_IGN)
+
+
 def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send ``sig`` to this process when its parent's thread ends.
 
