@@ -63,6 +63,8 @@ class Decoder(Generic[T]):
         try:
             _check_depth(data, self._is_too_deep)
             return self._decode(data)
+        except msgspec.DecodeError:
+            raise
         except (RecursionError, ValueError, OverflowError) as error:  # such as text that is not UTF-8
             raise msgspec.DecodeError(str(error)) from error
 
@@ -143,8 +145,13 @@ def parse_json(text: bytes | str, **options: Any) -> Any:
         raise json.JSONDecodeError(str(error), "", 0) from error
 
 
-def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """Return the descriptor of a regular file. A symbolic link in place of the file is not followed.
+
+    Args:
+        path: The file.
+        flags: As for ``os.open``.
+        mode: Permissions of a file that is made.
 
     Raises:
         OSError: There is none, or it is a link, a pipe, a device or a folder; the text says which.
@@ -152,12 +159,12 @@ def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     Blocks: for a disk, never for a pipe without a writer.
     """
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
             raise _refused(path, "a symbolic link") from None
-        if error.errno == errno.ENXIO:
-            raise _refused(path, "a pipe or a socket") from None
+        if error.errno in (errno.ENXIO, errno.EISDIR):
+            raise _refused(path, "a pipe or a socket" if error.errno == errno.ENXIO else "a folder") from None
         raise
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from outlast import clock
+from outlast.decoding import read_file
 from outlast.errors import ConfigError, ExitReason
 from outlast.goodput.account import (
     CycleSpan,
@@ -48,7 +49,7 @@ from outlast.goodput.spans import (
     job_span,
 )
 from outlast.incidents import Event, EventKind, Rung
-from outlast.journal import decode_events
+from outlast.journal import MAX_JOURNAL_BYTES, decode_events
 from outlast.policy.recovery_point import Tier
 from outlast.wording import count, duration
 
@@ -116,7 +117,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         notes: list[str] = []
         for path in sorted(folder.glob("*.jsonl")):
             try:
-                events, num_bad = decode_events(path.read_bytes())
+                events, num_bad = decode_events(read_file(path, max_bytes=MAX_JOURNAL_BYTES))
             except OSError as error:
                 notes.append(f"{path.name} cannot be read: {error.strerror}")
                 continue

@@ -20,7 +20,7 @@ import msgspec
 
 from outlast.clock import MONOTONIC, Clock
 from outlast.config.launching import FaultToleranceConfig
-from outlast.decoding import from_json
+from outlast.decoding import from_json, open_file, read_file
 from outlast.policy import deadlines as policy
 from outlast.policy.deadlines import FIELD_OF_SETTING, Expired, Learned, Observation, Timeouts, expired, wake_at_ns
 from outlast.runtime.board import Board, RankState
@@ -381,7 +381,7 @@ class LearnedTimeouts:
         """
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         # A file of its own, open for writing: over NFS flock() is refused on anything else.
-        lock = os.open(Path(run_dir) / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = open_file(Path(run_dir) / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             state = cls.load(run_dir)
@@ -412,7 +412,7 @@ def enforceable(timeouts: Timeouts, text: str, *, rank: int) -> Timeouts:
 def _read(path: Path) -> _LearnedState:
     nothing = _LearnedState(version=_VERSION, learned=Learned(), cycle="", before=Learned(), seen=Observation())
     try:
-        state = _parse(path.read_bytes())
+        state = _parse(read_file(path))
         if state.version == _VERSION:
             return state
         why = f"its format is {state.version}, and only {_VERSION} is supported"

@@ -7,12 +7,14 @@ written, and one line when writing works again.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
 import os
 import re
 import secrets
+import stat
 import tempfile
 import threading
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from outlast.decoding import open_file
 from outlast.wording import count
 
 log = logging.getLogger(__name__)
@@ -277,9 +280,23 @@ def make_private_folder(path: Path) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
 
 
+def check_folder(path: Path) -> None:
+    """Check that a folder, if it exists, is not a link that somebody put in its place.
+
+    Raises:
+        NotADirectoryError: It is a symbolic link or a file; the text says so.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISDIR(mode := os.lstat(path).st_mode):
+            kind = "a symbolic link" if stat.S_ISLNK(mode) else "a file"
+            raise NotADirectoryError(errno.ENOTDIR, f"it is {kind}, not a folder; remove it", os.fspath(path))
+
+
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file; a new one can only be read by its owner, as command lines and output may lie in it."""
-    return os.open(path, flags | os.O_CLOEXEC, PRIVATE)
+    """Open a regular file; a new one can only be read by its owner, as it may contain command lines and output."""
+    if os.fspath(path) == os.devnull:  # torch's place for output that nobody wants
+        return os.open(path, flags | os.O_CLOEXEC)
+    return open_file(path, flags, PRIVATE)
 
 
 def fsync_folder(path: Path) -> None:

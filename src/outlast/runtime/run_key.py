@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import sys
@@ -34,13 +35,17 @@ from enum import StrEnum
 from pathlib import Path
 
 from outlast import env
+from outlast.decoding import read_file
 from outlast.errors import ConfigError
 from outlast.runtime.files import create_atomically
 from outlast.version import __version__
 
+log = logging.getLogger(__name__)
 FILE_NAME = "run.key"
 _MIN_BYTES = 16
+_MAX_BYTES = 1 << 16
 _OFFER_BYTES = 32
+_warned: set[Path] = set()
 _NETWORK_FILE_SYSTEMS = frozenset(
     {
         0x6969,  # NFS
@@ -152,12 +157,36 @@ def key_of_directory(run_dir: Path, *, make: bool = True) -> RunKey:
     try:
         if make and not path.exists():
             create_atomically(path, secrets.token_hex(32).encode() + b"\n", mode=0o600)
-        return RunKey(_check(path.read_bytes(), str(path)), KeySource.RUN_DIRECTORY)
+        return RunKey(_check(_read_own(path), str(path)), KeySource.RUN_DIRECTORY)
     except OSError as error:
         raise ConfigError(
             f"the run key {path} cannot be read or made ({error.strerror}); it belongs to the user who began the run: "
             "run as that user, or give all agents the same --run-key-file"
         ) from None
+
+
+def _read_own(path: Path) -> bytes:
+    """Return the bytes of a key that this user, or whoever owns the run directory, made; warn if others can use it.
+
+    Raises:
+        ConfigError: Another user owns it.
+        OSError: It cannot be read, or is not a regular file.
+    """
+    data, found = read_file(path, max_bytes=_MAX_BYTES), path.lstat()
+    # Where an administrator's files belong to nobody (root squash), so does the directory.
+    if found.st_uid not in {os.geteuid(), 0, path.parent.stat().st_uid}:
+        raise ConfigError(
+            f"the run key {path} belongs to user {found.st_uid}, not to you (user {os.geteuid()}) or to the owner of "
+            "the directory: another user knows it; remove it, or use another --run-dir"
+        )
+    if found.st_mode & 0o077 and path not in _warned:
+        _warned.add(path)
+        log.warning(
+            "other users can read or replace the run key %s (mode %o), and can then control the run; run chmod 600 %s, "
+            "and remove it before the next run if others use this machine",
+            *(path, found.st_mode & 0o777, path),
+        )
+    return data
 
 
 def find_known_keys(run_dir: Path | None, *, key_file: str | None = None) -> list[RunKey]:

@@ -32,7 +32,7 @@ from outlast.checkpoint.dcp.store import is_remote, local_path, open_store, with
 from outlast.checkpoint.directory import ClaimedPlace, GenerationFolder, SaveAttempt, owner_of
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.checkpoint.shard import digests
-from outlast.decoding import from_json
+from outlast.decoding import from_json, open_file
 from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import fsync_folder, write_durably
 from outlast.runtime.injection import reach
@@ -159,7 +159,7 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
         return super().manifest(iteration)
 
     def read_into(self, name: str, start: int, target: memoryview) -> int:
-        with open(self.path / name, "rb", buffering=0) as file:
+        with open(open_file(self.path / name), "rb", buffering=0) as file:
             file.seek(start)
             done = 0
             while done < len(target) and (count := file.readinto(target[done:]) or 0):
