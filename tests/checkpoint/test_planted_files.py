@@ -79,6 +79,27 @@ def test_what_is_not_a_file_of_ours_is_refused_by_name(what: str, tmp_path: Path
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("tier", ["local_directory", "directory"])
+def test_folders_of_other_programs_are_never_removed(tier: str, tmp_path: Path) -> None:
+    """Folders that are named like checkpoints, with a manifest of another program or none, outlive all saves; old and
+    damaged checkpoints of the run do not."""
+    counts = {"most_recent_k": 2, "local_most_recent_k": 2}
+    config = CheckpointConfig(**{tier: str(tmp_path), "save_timeout": 60.0} | counts)  # type: ignore[arg-type]
+    folder = tmp_path / ("node" if tier == "local_directory" else "")
+    with closing(open_manager(config, env=WorkerEnv(node="node"))) as manager:
+        manager.load_latest({"w": torch.zeros(4)})
+        (folder / "step-1").mkdir(parents=True, exist_ok=True)
+        (folder / "step-2").mkdir()
+        (folder / "step-2" / "manifest.json").write_text('{"files": ["model.bin"]}')
+        (folder / "step-2" / "model.bin").write_text("precious")
+        for iteration in range(5, 10):
+            manager.save({"w": torch.ones(4)}, iteration).wait(60.0)
+            (folder / f"step-{iteration}" / "manifest.json").write_bytes(b"\0" * (iteration == 6) * 100)
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-1", "step-2", "step-5", "step-8", "step-9"]
+    assert (folder / "step-2" / "model.bin").read_text() == "precious"
+
+
+@pytest.mark.process
 def test_a_planted_link_costs_its_target_nothing(tmp_path: Path) -> None:
     """A link in place of the folder through which a run deletes, of an owner before it or of the records of owners is
     refused by name; the folders that it points to stay."""

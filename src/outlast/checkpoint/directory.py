@@ -36,9 +36,9 @@ import msgspec
 from msgspec import structs
 
 from outlast import clock
-from outlast.checkpoint.manifest import MANIFEST, SHARD_PART, CopyKey, Manifest, decode_manifest, run_of
+from outlast.checkpoint.manifest import MANIFEST, SEALED, SHARD_PART, CopyKey, Manifest, decode_manifest, run_of
 from outlast.checkpoint.shard import shard_name
-from outlast.decoding import from_json, read_file
+from outlast.decoding import from_json, open_file, read_file
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete, OutlastError, Untrusted
 from outlast.policy.lease import ClaimStep, DirectoryRun, LeaseOwner, find_owner, is_same_training, judge_claim
@@ -121,6 +121,13 @@ class ClaimedPlace(ABC):
             iterations: Which.
             number: Of this owner's record.
             confirm: Raises when a later owner has come.
+        """
+
+    @abstractmethod
+    def is_own(self, iteration: int) -> bool:
+        """Return whether the folder of an iteration is one that this package wrote, whole or damaged.
+
+        People and other programs name their folders ``step-<n>``, too; these are never deleted.
         """
 
     @property
@@ -556,6 +563,14 @@ class GenerationFolder(ClaimedPlace):
             gone = self._trash(number) / f"step-{iteration}-{secrets.token_hex(4)}"
             os.rename(self.generation(iteration), gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+    def is_own(self, iteration: int) -> bool:
+        try:  # the manifest is there when the folder gets its name; a crash of the machine may leave zeros in it
+            with open(open_file(self.generation(iteration) / MANIFEST), "rb") as file:
+                head = file.read(len(SEALED))
+        except OSError:
+            return False
+        return head == SEALED or not head.strip(b"\0")
 
     def _trash(self, number: int) -> Path:
         """Return the folder through which an owner deletes; without it, it can delete nothing."""

@@ -186,6 +186,7 @@ class Lane(ABC):
         self._writer, self._timeout_s, self._next = writer, timeout_s, next_lane
         self._claim, self._retention, self._outcomes = claim, retention, outcomes
         self._committed = Committed()
+        self._foreign: set[int] = set()
         self._must_sweep = True
         self._end_ns = 0
         """When the save under way has to be decided."""
@@ -460,6 +461,11 @@ class Lane(ABC):
             rules=self._retention,
             not_finite=self._committed.not_finite,
         )
+        foreign = {generation for generation in removed if not place.is_own(generation)}
+        for generation in sorted(foreign - self._foreign):
+            log.warning("%s/step-%d is not a checkpoint of outlast: it is never removed", place.url, generation)
+        self._foreign |= foreign
+        removed = [generation for generation in removed if generation not in foreign]
         self._claim.retire(removed)
         for generation in removed:
             log.debug("removed generation %d from %s", generation, place.url)

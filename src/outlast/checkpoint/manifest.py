@@ -93,6 +93,8 @@ def run_of(data: bytes, iteration: int) -> str | None:
 
 
 MANIFEST = "manifest.json"
+SEALED = b'{"manifest":'
+"""First bytes of a manifest's file, in any tier."""
 SCHEMA = 2
 
 

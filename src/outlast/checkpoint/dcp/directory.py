@@ -368,6 +368,10 @@ class ObjectDirectory(GlobalDirectory):
             self._remove(self.folder(iteration), names)
             num_removed += len(names)
 
+    def is_own(self, iteration: int) -> bool:
+        names = self._store.sizes(self.folder(iteration))  # without a manifest where its removal was cut short
+        return not names or any(map(_FILE.fullmatch, names))
+
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
         removed = []
         for iteration in self.generations():
