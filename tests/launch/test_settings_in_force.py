@@ -163,7 +163,7 @@ class Watching:
         """Called between the wait for news of the workers and the look at it."""
         workers: Any = Mock(fileno=self.zygote.fileno, receive=self._receive)
         self.client = CoordinatorClient(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
-        options: Any = SimpleNamespace(max_nodes=1, num_slots=1, torchrun=SimpleNamespace(max_restarts=3))
+        options: Any = SimpleNamespace(max_nodes=1, num_slots=1, run_dir="", torchrun=SimpleNamespace(max_restarts=3))
         self.agent = NodeAgent(
             WorkerLaunch(options=options, kind="exec", argv=(), env={}, spec=Mock(local_world_size=2), logs=Mock()),
             workers=workers,

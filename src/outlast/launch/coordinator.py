@@ -213,7 +213,9 @@ class Coordinator:
             case m.RankStandings() | m.RankReports():
                 self._on_ranks(message, now_s)
                 return self.nodes.take_out()  # the job is as before
-            case m.CoordinatorTick() | m.ScriptSettings():
+            case m.CoordinatorTick():
+                self._report_spares()
+            case m.ScriptSettings():
                 pass
             case _:
                 node = self.nodes.by_name.get(message.node)
@@ -548,6 +550,20 @@ class Coordinator:
         """Send a node how many members the running cycle has; it is no order, so it replaces none."""
         num_spares = self._members.num_spares + len(self._members.coming)
         self.nodes.out.append((node.name, node.epoch, m.Ran(cycle=self.cycle, num_spares=num_spares)))
+
+    def _report_spares(self) -> None:
+        """Send the nodes how many spares wait, if that has changed since the cycle began.
+
+        With several endpoints the number is that of :meth:`_count_spares`, as it decides which part of the job leads.
+        """
+        if self._quorum.is_asked or self.phase != m.JobPhase.RUNNING or self._places or not self._members.places:
+            return
+        num_spares = len(self.nodes.spares(self.state.quarantined))
+        if num_spares != self._members.num_spares:
+            self._members.num_spares = num_spares
+            for name in self.nodes.holders:
+                if (holder := self.nodes.by_name.get(name)) is not None:
+                    self._tell_ran(holder)
 
     def _count_spares(self) -> None:
         """Make spares members that came after the cycle began: first every holder must know how many there will be."""

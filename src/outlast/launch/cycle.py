@@ -371,12 +371,12 @@ class Cycle:
         """Whether a worker of this node has, or had, a session or a monitor: it has written on the board."""
         return any(state.attached or state.in_process != InProcessState.OFF for state in self.board.read_all())
 
-    def describe_hang_detection(self) -> str:
-        """Return what notices hangs, for people."""
+    def describe_hang_detection(self, *, is_early: bool = False) -> str:
+        """Return what detects hangs, for people; ``is_early``: a script without a session may still open one."""
         return describe_hangs(
             self.timeouts if self.watchdog is not None else None,
             self.layers.source("enable_ft_package"),
-            has_session=not self.is_plain,
+            has_session=None if is_early else not self.is_plain,
             origins=self._origins,
         )
 

@@ -66,7 +66,8 @@ from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
 from outlast.launch.verdicts import name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
-from outlast.policy.deadlines import Protection, describe_nodes
+from outlast.policy.deadlines import NO_INIT, NO_SESSION, NOT_YET, Protection, describe_nodes
+from outlast.policy.ladder import describe_saved
 from outlast.runtime.processes import describe_stuck
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
@@ -75,6 +76,8 @@ log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
 _BRIEF_GOODBYE_S = 0.2
 """How long a host that leaves before the first cycle waits until its messages are sent."""
+_PROTECTION_AFTER_S = 5.0
+"""When the line on a run's protection is logged if no session has reported by then."""
 _PLAIN_AFTER_S = 60.0
 """A script that has shown no sign of life by then may well have no session."""
 REAP_S = 30.0
@@ -269,6 +272,8 @@ class NodeAgent(SimpleElasticAgent):
                 self._on_stop(event)
             case m.Ran():
                 self._client.note_ran(event)
+                if self._protection is not None:  # spares may have come or gone
+                    self._log_protection()
             case m.Wait():
                 self._timers.cancel("answer")
                 if event.place is not None:
@@ -433,7 +438,8 @@ class NodeAgent(SimpleElasticAgent):
             self._cycle.watch(self._mailbox.put)
         except OutlastError as error:
             self._fail(self._journal.incident(IncidentKind.CANNOT_START, str(error)))
-        self._timers.set("protection", _PLAIN_AFTER_S, self._log_protection)
+        self._timers.set("protection", _PROTECTION_AFTER_S, self._log_protection)
+        self._timers.set("plain", _PLAIN_AFTER_S, self._log_protection)
 
     def _writer_address(self) -> str:
         """Return the address of the checkpoint writer; empty when there is none, or it died too often."""
@@ -457,15 +463,21 @@ class NodeAgent(SimpleElasticAgent):
         cycle = self._running
         if cycle is None or cycle.all_ended:
             return
-        self._timers.cancel("protection")
+        is_early = not cycle.had_session and self._timers.is_set("plain")
+        if is_early and self._protection is not None:
+            return
         options = self.options
         protection = Protection(
             max_restarts=options.torchrun.max_restarts,
-            hangs=cycle.describe_hang_detection(),
+            hangs=cycle.describe_hang_detection(is_early=is_early),
             nodes=describe_nodes(
-                num_slots=options.num_slots, max_nodes=options.max_nodes, min_nodes=cycle.layers.config.min_nodes
+                num_slots=options.num_slots,
+                max_nodes=options.max_nodes,
+                min_nodes=cycle.layers.config.min_nodes,
+                num_spares=self._client.num_spares,
             ),
             of_session=cycle.session_protection,
+            why_unknown=NOT_YET if is_early else NO_INIT if cycle.had_session else NO_SESSION,
         )
         text = protection.describe()
         if text == self._protection:
@@ -777,7 +789,7 @@ class NodeAgent(SimpleElasticAgent):
         self._client.send(m.Leave(saved=saved, signal=number, facts=facts, whole_job=whole_job))
         self._failures = {}
         code = ExitReason.PREEMPTED if saved else 128 + number
-        what = "a saved generation exists" if saved else "nothing was saved"
+        what = describe_saved(saved, has_session=facts is None or facts.had_session)
         self._finish(m.Stop(exit_code=code, reason=f"shutdown requested; {what}"))
 
     # -- the end -----------------------------------------------------------------------------------------------

@@ -60,8 +60,9 @@ class Summary:
     num_cycles: int
     num_incidents: int
     """Causes of a cycle's end or of a restart inside the processes, not what they did to peers."""
-    lost_iterations: int
-    """Iterations that were done and had to be done again, or will have to be by the next job."""
+    lost_iterations: int | None
+    """Iterations that were done and had to be done again, or will have to be by the next job; ``None`` = not known, as
+    the script has no session."""
     num_in_process: int = 0
     """Restarts inside the processes."""
     num_spared: int = 0
@@ -69,11 +70,12 @@ class Summary:
 
     def describe(self) -> str:
         """Return a few words for people."""
-        parts = [
-            count(self.num_cycles, "cycle"),
-            count(self.num_incidents, "incident"),
-            f"{count(self.lost_iterations, 'iteration')} lost",
-        ]
+        lost = (
+            "lost iterations unknown (no session)"
+            if self.lost_iterations is None
+            else f"{count(self.lost_iterations, 'iteration')} lost"
+        )
+        parts = [count(self.num_cycles, "cycle"), count(self.num_incidents, "incident"), lost]
         if self.num_in_process:
             parts.append(f"{count(self.num_in_process, 'restart')} in process")
         if self.num_spared:
@@ -86,7 +88,7 @@ def summarise(run_dir: str | os.PathLike[str], job: str) -> Summary:
 
     An iteration counts as lost when it was done and had to be done again, or will have to be: a later cycle, or call in
     the same processes, began before it, or the job ended without the run's end and no generation that outlives the job
-    holds it.
+    holds it. A script without a session reports no iterations.
     """
     ledger = Ledger.read(run_dir, job=job)
     causes = [one for one in ledger.incidents if one.rung != "rerun_step" and one.kind != PREEMPTED]

@@ -315,6 +315,8 @@ class LadderClient:
             level = logging.DEBUG if verdict.rung == Rung.STOP else logging.WARNING
             what = "continues" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
             log.log(level, "cycle %d %s: %s", end.cycle, what, verdict.reason)
+            if not state.had_session and verdict.rung < Rung.REQUEUE_JOB and state.restarts_without_progress == 1:
+                log.info("the script has no session: it continues from its own checkpoint, if it has one")
         self._record(EventKind.VERDICT, end.cycle, data)
         return verdict
 

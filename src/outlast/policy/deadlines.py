@@ -559,6 +559,8 @@ def _is_trusted(name: str, seen: Observation) -> bool:
 
 
 NO_SESSION = "the script has called neither outlast.init() nor RankMonitor()"
+NO_INIT = "the script has not called outlast.init()"
+NOT_YET = "the script has not called outlast.init() yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -570,6 +572,8 @@ class Protection:
     nodes: str
     of_session: str = ""
     """What a session reports: its saves and its reaction to a notice; empty = no session reported anything."""
+    why_unknown: str = NO_SESSION
+    """Why no session reported anything."""
 
     @property
     def has_gap(self) -> bool:
@@ -581,21 +585,23 @@ class Protection:
         death = (
             f"death yes ({count(self.max_restarts, 'restart')})" if self.max_restarts else "death no (--max-restarts=0)"
         )
-        session = self.of_session or f"checkpoints and preemption unknown ({NO_SESSION})"
+        session = self.of_session or f"checkpoints and preemption unknown ({self.why_unknown})"
         return f"protected: {death}; hang {self.hangs}; node loss {self.nodes}; {session}"
 
 
-def describe_hangs(timeouts: Timeouts | None, where: str, *, has_session: bool, origins: dict[str, str]) -> str:
+def describe_hangs(timeouts: Timeouts | None, where: str, *, has_session: bool | None, origins: dict[str, str]) -> str:
     """Return what notices hangs.
 
     Args:
         timeouts: What is enforced; ``None`` = hang detection is off.
         where: What switched it off.
-        has_session: A rank shows signs of life.
+        has_session: A rank shows signs of life; ``None`` = none does yet, and one may.
         origins: Where each setting of a timeout comes from, by its name.
     """
     if timeouts is None:
         return f"no (enable_ft_package is false, {where})"
+    if has_session is None:
+        return f"unknown ({NOT_YET})"
     if not has_session:
         return f"no ({NO_SESSION})"
     parts = []
@@ -611,14 +617,24 @@ def describe_hangs(timeouts: Timeouts | None, where: str, *, has_session: bool, 
     return f"yes ({', '.join(parts)})" if parts else "no (set rank_section_timeouts)"
 
 
-def describe_nodes(*, num_slots: int, max_nodes: int, min_nodes: int | None) -> str:
-    """Return what the loss of a node leads to."""
+def describe_nodes(*, num_slots: int, max_nodes: int, min_nodes: int | None, num_spares: int) -> str:
+    """Return what the loss of a node leads to.
+
+    Args:
+        num_slots: Nodes that train.
+        max_nodes: Nodes that may join.
+        min_nodes: Nodes with which training continues; ``None`` = all.
+        num_spares: Spares that wait for a slot now.
+    """
     parts = []
-    if (spares := max_nodes - num_slots) > 0:
-        parts.append(count(spares, "spare"))
+    if num_spares > 0:
+        parts.append(count(num_spares, "spare"))
     if min_nodes is not None and min_nodes < num_slots:
         parts.append(f"continues with {min_nodes} of {num_slots} nodes")
-    return f"yes ({', '.join(parts)})" if parts else "no (no spare node)"
+    if parts:
+        return f"yes ({', '.join(parts)})"
+    missing = count(max_nodes - num_slots, "spare")
+    return f"no (none of up to {missing} is here)" if max_nodes > num_slots else "no (no spare node)"
 
 
 def describe_saves(*, tiers: tuple[str, ...], interval: int | str, near_interval: int | str, is_told: bool) -> str:

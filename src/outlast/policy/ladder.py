@@ -12,7 +12,8 @@ Budgets reset on progress, never on time; progress is a durable generation at a 
 * ``restarts_total`` counts all of a run's restarts; ``max_restarts_total`` bounds it, progress or not.
 
 A script that does not save through outlast reports no progress. Unknown is not none: its restarts are bounded
-by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it.
+by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it. One exception: the same
+error of its own code at the same place in two cycles in a row ends the job (:func:`repeats_failure`).
 
 A restart inside the processes is a restart like any other: it is granted from the same budgets, so that no sequence of
 rungs continues forever. It has happened by the time it is judged; one that is not granted ends the job. One that is
@@ -61,8 +62,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from outlast.decoding import convert
 from outlast.errors import ExitReason
-from outlast.incidents import Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
+from outlast.policy.causes import is_deterministic
 from outlast.policy.recovery_point import Distrusted, Judgement, Load, judge, settle
 from outlast.policy.rerun import Diagnosis, Finding, InvalidResultCase, Replay
 from outlast.wording import count
@@ -171,6 +174,8 @@ class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rung: Rung
     reason: str
     durable_iteration: int | None = None
+    failure: str = ""
+    """Exception and line of code, where the same start always brings the same one; see :func:`repeats_failure`."""
     time: str = ""
     """When it was decided, ISO 8601 in UTC; whoever writes the file fills it in, and no decision reads it."""
 
@@ -582,12 +587,22 @@ def _count_failure(state: LadderState, faulty_node: str, *, in_vain: bool) -> La
     )
 
 
+def describe_saved(saved: bool, *, has_session: bool = True) -> str:
+    """Return what is known of the saves of a job that was shut down, for people."""
+    if saved:
+        return "a saved generation exists"
+    return (
+        "nothing was saved" if has_session else "whether the script has saved anything is unknown (no session reported)"
+    )
+
+
 def _leave(end: CycleEnd, state: LadderState) -> Verdict:
     following = f"; the next job resumes {resume_point(state)}" if state.progress_known else ""
     if end.preempted_saved or not end.preempted:
-        reason, exit_code = f"shutdown requested; a saved generation exists{following}", ExitReason.PREEMPTED
+        what, exit_code = describe_saved(True), ExitReason.PREEMPTED
     else:
-        reason, exit_code = f"shutdown requested, and nothing was saved{following}", ExitReason.FAILED
+        what, exit_code = describe_saved(False, has_session=state.had_session), ExitReason.FAILED
+    reason = f"shutdown requested; {what}{following}"
     return Verdict(rung=Rung.REQUEUE_JOB, reason=reason, exit_code=exit_code)
 
 
@@ -607,6 +622,9 @@ def _judge(
     if end.is_permanent:
         reason = f"{what}; every rank failed so before its first step; a restart cannot help: fix it and start again"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.BAD_INPUT)
+    if repeats_failure(state, end):
+        reason = f"{what}; the same failure at the same place: a restart begins the script anew and cannot help; fix it"
+        return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
     if (spent := spent_budget(state, limits)) is not None:
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0
         repeated = repeated or state.cycles_without_progress >= limits.max_no_progress_cycles
@@ -619,6 +637,25 @@ def _judge(
     where = f", resuming {resume_point(state)}" if restores else ""
     reason = f"{what}; {action}{where} ({count_of_restart(state, limits)})"
     return Verdict(rung=rung, reason=reason, quarantine=quarantine)
+
+
+def repeats_failure(state: LadderState, end: CycleEnd) -> bool:
+    """Return whether a script without a session failed exactly as it did in the cycle before, and would do so again."""
+    if state.had_session or state.progress_known or not state.history:
+        return False
+    last, failure = state.history[-1], _deterministic_failure(end)
+    return failure != "" and (last.cycle, last.failure) == (end.cycle - 1, failure)
+
+
+def _deterministic_failure(end: CycleEnd) -> str:
+    """Return the exception that ended a cycle, and its line of code; empty: another start may not bring it again."""
+    if end.incident is None or end.recovered_in_process:
+        return ""
+    try:
+        cause = convert(end.incident.evidence["cause"], Cause)
+    except (KeyError, msgspec.ValidationError):
+        return ""
+    return cause.describe() if cause.frame and is_deterministic(cause) else ""
 
 
 def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> tuple[LadderState, Verdict]:
@@ -762,5 +799,6 @@ def _remember(state: LadderState, end: CycleEnd, verdict: Verdict) -> LadderStat
         rung=verdict.rung,
         reason=verdict.reason,
         durable_iteration=end.durable_iteration,
+        failure=_deterministic_failure(end),
     )
     return msgspec.structs.replace(state, history=(*state.history, step)[-MAX_HISTORY:])
