@@ -132,6 +132,8 @@ class NodeAgent(SimpleElasticAgent):
         """How the job ended for this node."""
         self.is_host = False
         """Whether this process hosts the coordinator."""
+        self.has_left = False
+        """Whether this node was shut down while it held no slot: the job continues without it."""
         self._workers, self._writer, self._client, self._mailbox = workers, writer, client, mailbox
         self._memory = memory
         self._relay = client.link.relay
@@ -154,6 +156,8 @@ class NodeAgent(SimpleElasticAgent):
         self._cycle_store: TCPStore | None = None
         self._signal, self._is_done = 0, False
         self._waits_for = ""
+        self._has_no_slot = False
+        """The coordinator has reported that other nodes hold all slots, or that this node gets none."""
         self._protection: str | None = None
         """What was logged of it last; ``None`` = nothing yet."""
 
@@ -279,7 +283,7 @@ class NodeAgent(SimpleElasticAgent):
                 if event.place is not None:
                     self._client.wait_beside(event.place)
                 level = logging.DEBUG if event.reason == self._waits_for else logging.INFO
-                self._waits_for = event.reason
+                self._waits_for, self._has_no_slot = event.reason, True
                 log.log(level, "node %s waits: %s", self._client.node, event.reason)
             case m.PeersFinished():
                 if (cycle := self._running) is not None and cycle.number == event.cycle:
@@ -428,7 +432,7 @@ class NodeAgent(SimpleElasticAgent):
         self._failures, self._worker_group.workers = {}, _torch_workers(start, self._launch.spec)
         self._worker_group.group_rank = start.node_rank  # type: ignore[assignment]
         self._worker_group.group_world_size = start.num_nodes  # type: ignore[assignment]
-        self._state = AgentState.RUNNING
+        self._state, self._has_no_slot = AgentState.RUNNING, False
         self._journal.begin_cycle(start.cycle)
         self._memory.note_started()
         if self._relay is not None:
@@ -790,6 +794,9 @@ class NodeAgent(SimpleElasticAgent):
         self._failures = {}
         code = ExitReason.PREEMPTED if saved else 128 + number
         what = describe_saved(saved, has_session=facts is None or facts.had_session)
+        self.has_left = self._has_no_slot and cycle is None
+        if self.has_left:
+            what = "this node held no slot, and the job continues without it"
         self._finish(m.Stop(exit_code=code, reason=f"shutdown requested; {what}"))
 
     # -- the end -----------------------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ PRELOAD = (
 
 
 _TOTALS_S = 20.0
+_ORDERLY = (ExitReason.FINISHED, ExitReason.PREEMPTED)
 
 
 def launch(options: RunOptions) -> int:
@@ -209,10 +210,11 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
         _run_with_torch_events(agent, options.torchrun.event_log_handler)
     stop = agent.stop
     # One agent reads every node's journal for the totals; at 500 nodes the others had better not.
-    totals = _describe_totals(options, agent.job) if agent.is_host else ""
+    totals = _describe_totals(options, agent.job) if agent.is_host and not agent.has_left else ""
     logging.getLogger(logs.OUTCOME).log(
-        logging.INFO if stop.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED) else logging.ERROR,
-        "job over after %.1f s%s, exit code %d: %s; journal in %s",
+        logging.INFO if agent.has_left or stop.exit_code in _ORDERLY else logging.ERROR,
+        "%s after %.1f s%s, exit code %d: %s; journal in %s",
+        f"node {options.node_name} has left the job" if agent.has_left else "job over",
         clock.now_s() - started_s,
         totals,
         stop.exit_code,
