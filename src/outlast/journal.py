@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,7 +22,83 @@ __all__ = ["Event", "EventKind", "read"]
 log = logging.getLogger(__name__)
 MAX_JOURNAL_BYTES = 1 << 32
 """Limit of a journal file that is read as a whole."""
+_Time = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Number = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+_Duration = Annotated[float, msgspec.Meta(ge=-1e9, le=1e12)]
+
+
+class _IncidentForm(msgspec.Struct, frozen=True):
+    """What readers rely on in an incident, whatever else it has."""
+
+    kind: str
+    node: str | None = None
+    rank: _Rank | None = None
+    iteration: _Number | None = None
+    evidence: dict[str, Any] = {}
+
+
+class _VerdictForm(msgspec.Struct, frozen=True):
+    """What readers rely on in a decision."""
+
+    rung: _Number | None = None
+    reason: str | None = None
+
+
+class _DataForm(msgspec.Struct, frozen=True):
+    """What readers rely on in ``Event.data``, whatever the event's kind: a name has one type in all of them."""
+
+    incident: _IncidentForm | None = None
+    verdict: _VerdictForm | None = None
+    faults: list[dict[str, Any]] | None = None
+    ranks: list[_Rank] | None = None
+    named: list[_Rank] | None = None
+    pids: list[_Number] | None = None
+    scores: list[float | None] | None = None
+    worst: dict[str, float] | None = None
+    iterations: dict[str, _Number] | None = None
+    bytes_read: dict[str, _Number] | None = None
+    tiers: list[str] | None = None
+    tier: str | None = None
+    rejected: list[Any] | None = None
+    command: list[Any] | None = None
+    endpoints: list[str] | None = None
+    world_size: _Rank | None = None
+    node_rank: _Rank | None = None
+    missing: _Rank = 0
+    num: _Number | None = None
+    num_bytes: _Number | None = None
+    total: _Number | None = None
+    exit_code: _Number = 0
+    pid: _Number | None = None
+    pid_started: _Number | None = None
+    max_no_progress_cycles: _Number | None = None
+    started_wall_ns: _Time = 0
+    start_up_s: _Duration | None = None
+    duration_s: _Duration | None = None
+    stall_s: _Duration | None = None
+    load_s: _Duration | None = None
+    step_s: _Duration | None = None
+    launcher: str | None = None
+    machine: str | None = None
+    host: str | None = None
+    directory: str | None = None
+    local_directory: str | None = None
+
+
+class _Form(msgspec.Struct, frozen=True):
+    """A line whose values readers can count with."""
+
+    wall_ns: _Time
+    mono_ns: _Time
+    cycle: _Number | None = None
+    rank: _Rank | None = None
+    iteration: _Number | None = None
+    data: _DataForm = _DataForm()
+
+
 _decoder = json_decoder(Event)
+_form_decoder = json_decoder(_Form)
 
 
 def read(run_dir: str | os.PathLike[str]) -> Iterator[Event]:
@@ -57,14 +134,19 @@ def read(run_dir: str | os.PathLike[str]) -> Iterator[Event]:
 
 
 def decode_events(data: bytes) -> tuple[list[Event], int]:
-    """Return the events in some lines of a journal file, and the number of lines that are no event."""
+    """Return the events in some lines of a journal file, and the number of lines that are no event.
+
+    A line is no event, either, where it has a value of another type or size than every version writes.
+    """
     events: list[Event] = []
     num_bad = 0
     for line in data.split(b"\n"):
         if not line:
             continue
         try:
-            events.append(_decoder.decode(line))
+            event = _decoder.decode(line)
+            _form_decoder.decode(line)
+            events.append(event)
         except (msgspec.DecodeError, msgspec.ValidationError):
             num_bad += 1
     return events, num_bad

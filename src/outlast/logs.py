@@ -20,6 +20,7 @@ from typing import TextIO
 from outlast import clock, env
 from outlast.errors import ConfigError
 from outlast.queued_writer import StreamWriter, writer_of
+from outlast.wording import printable
 
 LEVELS = ("debug", "info", "warning", "error")
 """What ``--log-level`` and ``OUTLAST_LOG_LEVEL`` take."""
@@ -199,7 +200,7 @@ class _LineFormatter(logging.Formatter):
         line = f"{at}.{int(record.msecs):03d} {record.levelname} [{self._place(record)}] {record.message}"
         if record.exc_info:
             line = f"{line}\n{self.formatException(record.exc_info)}"
-        return line
+        return printable(line)
 
     def _place(self, record: logging.LogRecord) -> str:
         return self._threads.get(record.threadName or "", self._where)

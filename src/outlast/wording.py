@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable
+
+
+def printable(text: str) -> str:
+    """Return a text whose control characters, line ends and tabs excepted, are escaped: it cannot change a terminal."""
+    if text.isprintable():
+        return text
+    kept = {char for char in set(text) if char.isprintable() or char in "\n\t" or unicodedata.category(char) == "Zs"}
+    return "".join(char if char in kept else char.encode("unicode_escape").decode() for char in text)
 
 
 def count(number: int, noun: str) -> str:

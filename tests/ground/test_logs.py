@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from outlast import logs
 from outlast.errors import ConfigError
-from outlast.wording import count, name_ranks
+from outlast.wording import count, name_ranks, printable
 
 LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d\d\d (DEBUG|INFO|WARNING|ERROR) \[([^\]]+)\] (.*)$")
 
@@ -178,3 +179,18 @@ def test_ranks_are_named_in_words(first: int, num: int, world_size: int, text: s
 def test_one_is_singular() -> None:
     """1 iteration, and 0 or 2 iterations."""
     assert [count(number, "iteration") for number in (0, 1, 2)] == ["0 iterations", "1 iteration", "2 iterations"]
+
+
+def test_no_text_changes_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Control characters of an exception's text are escaped in a log line; its lines, tabs and letters stay."""
+    text = "\x1b]0;title\x07\x1b[2J\x9b31m \u202etxt.exe\ud800\r é 日本 \xa0\n\tat line 3"
+    assert printable(text) == r"\x1b]0;title\x07\x1b[2J\x9b31m \u202etxt.exe\ud800\r é 日本 " + "\xa0\n\tat line 3"
+    assert printable("plain") == "plain"
+    logger = logging.getLogger("outlast.of_test")
+    logs.configure("agent a")
+    try:
+        logger.warning("job over: %s", "\x1b[31mboom")
+    finally:
+        for handler in list(logging.getLogger("outlast").handlers):
+            logging.getLogger("outlast").removeHandler(handler)
+    assert "\x1b" not in capsys.readouterr().err

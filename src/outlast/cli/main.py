@@ -20,6 +20,7 @@ from click.shell_completion import CompletionItem
 
 from outlast.errors import ConfigError, ExitReason, OutlastError
 from outlast.version import __version__
+from outlast.wording import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,7 +110,7 @@ def failing_in_one_line(what: str = "", *errors: type[Exception]) -> Iterator[No
     except ConfigError:
         raise
     except failures as error:
-        click.echo(f"outlast: {what}{error}", err=True)
+        click.echo(printable(f"outlast: {what}{error}"), err=True)
         raise click.exceptions.Exit(ExitReason.FAILED) from None
 
 
@@ -214,10 +215,10 @@ def ending_in_one_line(program: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        click.echo(f"{program}: {error}", err=True)
+        click.echo(printable(f"{program}: {error}"), err=True)
         sys.exit(ExitReason.BAD_INPUT)
     except click.ClickException as error:
-        click.echo(f"{program}: {_describe(error)}", err=True)
+        click.echo(printable(f"{program}: {_describe(error)}"), err=True)
         sys.exit(ExitReason.BAD_INPUT)
     except (click.exceptions.Abort, KeyboardInterrupt):
         sys.exit(130)

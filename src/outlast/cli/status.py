@@ -14,6 +14,7 @@ import click
 from outlast import clock
 from outlast.cli.main import Command, print_json
 from outlast.errors import ConfigError, ExitReason, RendezvousError
+from outlast.wording import printable
 
 if TYPE_CHECKING:
     from outlast.status.report import StatusReport
@@ -116,7 +117,7 @@ def _show(report: StatusReport, *, as_json: bool, watches: bool) -> None:
         click.clear()
     elif watches:
         lines = [f"--- {report.time} ---", *lines]
-    click.echo("\n".join(lines))
+    click.echo(printable("\n".join(lines)))
 
 
 def _is_number(text: Any) -> bool:

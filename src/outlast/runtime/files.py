@@ -22,7 +22,6 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outlast.decoding import open_file
 from outlast.wording import count
 
 log = logging.getLogger(__name__)
@@ -293,10 +292,18 @@ def check_folder(path: Path) -> None:
 
 
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file; a new one can only be read by its owner, as it may contain command lines and output."""
-    if os.fspath(path) == os.devnull:  # torch's place for output that nobody wants
-        return os.open(path, flags | os.O_CLOEXEC)
-    return open_file(path, flags, PRIVATE)
+    """Open a file; a new one can only be read by its owner, as it may contain command lines and output.
+
+    Raises:
+        OSError: It cannot be opened, or another user put a link, a pipe or a device in its place.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode) and found.st_uid not in (0, os.geteuid()):
+            raise OSError(
+                errno.EINVAL, f"user {found.st_uid} put it there, and it is not a regular file; remove it", path
+            )
+    return os.open(path, flags | os.O_CLOEXEC, PRIVATE)
 
 
 def fsync_folder(path: Path) -> None:

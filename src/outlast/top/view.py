@@ -13,7 +13,7 @@ from rich.text import Text
 
 from outlast.status.report import BudgetReport, NodeState, RunState, StatusReport
 from outlast.top.look import RankLine, TopReport
-from outlast.wording import count, duration, number_ranges
+from outlast.wording import count, duration, number_ranges, printable
 
 MAX_RANKS, MAX_INCIDENTS = 32, 5
 """Shown where lines have no limit: the output is no terminal."""
@@ -73,7 +73,7 @@ def plain(lines: Sequence[Text]) -> str:
 
 
 def _entry(label: str, text: str, style: str = "") -> Text:
-    return Text.assemble((f"{label:<{_LABEL}}", "bold"), (text, style))
+    return Text.assemble((f"{label:<{_LABEL}}", "bold"), (printable(text), style))
 
 
 def _describe_run(report: TopReport) -> Iterator[Text]:
@@ -237,7 +237,8 @@ def _seconds(seconds: float) -> str:
 
 def _join(cells: Sequence[str], widths: Sequence[int]) -> str:
     right = {0, 2, 4, 5}
-    return "  ".join(
+    line = "  ".join(
         f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
         for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ).rstrip()
+    )
+    return printable(line).rstrip()
