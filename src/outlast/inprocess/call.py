@@ -335,7 +335,7 @@ def leave(callbacks: Iterable[Callable[[], None]], error: BaseException | None, 
             await_aborts()  # the script's own may shut its groups down
         try:
             callback()
-        except Exception:
+        except (Exception, SystemExit):
             log.exception("a function given to on_leave() failed")
     background.restore()
     drop(error)

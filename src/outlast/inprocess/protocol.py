@@ -296,9 +296,9 @@ class MemberRecord:
     def reports(self) -> tuple[Report, ...]:
         """Return what the rank reported that may still matter; a hub may get it twice."""
         standing = self.standing
-        completed = () if standing.completed < 0 else (Completed(restart_count=standing.completed),)
+        completed = (Completed(restart_count=standing.completed, exit_code=standing.exit_code),)
         ready = () if standing.ready is None else (standing.ready,)
-        return (*standing.faults, *completed, *ready)
+        return (*standing.faults, *(completed if standing.completed >= 0 else ()), *ready)
 
     def note_order(self, order: Order) -> None:
         """Note an order that the rank got."""
@@ -321,7 +321,9 @@ class MemberRecord:
             case RankReady():
                 self.standing = msgspec.structs.replace(self.standing, ready=report)
             case Completed():
-                self.standing = msgspec.structs.replace(self.standing, completed=report.restart_count)
+                self.standing = msgspec.structs.replace(
+                    self.standing, completed=report.restart_count, exit_code=report.exit_code
+                )
             case RankFault() if len(self.standing.faults) < 8:
                 self.standing = msgspec.structs.replace(self.standing, faults=(*self.standing.faults, report))
             case Left():

@@ -1,8 +1,9 @@
 """The wrapper, and one rank's part in a call of it: from the first order to the last.
 
-Beside the function's own end there are three others: the rank is permanently removed and the others resume
-(:class:`RankLeft`), all ranks have to stop, or the monitor process is gone. What happens is reported to the agent of
-the node, the journal, and the log (:class:`StatusReporter`).
+Beside the function's own end there are three others: the rank is permanently removed and the others resume, all ranks
+have to stop, or the monitor process is gone. Each of them raises an exception, so that the process never ends with exit
+code 0 without the function's result. What happens is reported to the agent of the node, the journal, and the log
+(:class:`StatusReporter`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from outlast import clock, env, logs
 from outlast.config import Config
 from outlast.config.sources import load_config
 from outlast.config.training import InProcessRestartConfig
-from outlast.errors import ConfigError, ExitReason, OutlastError, RestartAbort
+from outlast.errors import ConfigError, OutlastError, RestartAbort
 from outlast.incidents import EventKind, IncidentKind
 from outlast.inprocess import call as calls
 from outlast.inprocess import protocol as m
@@ -193,19 +194,8 @@ _VARIABLES = (
 )
 
 
-class RankLeft(SystemExit):
-    """This rank leaves a wrapped function for good, and the others resume; its process ends with exit code 0.
-
-    Args:
-        reason: Why, in one line.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(int(ExitReason.FINISHED))
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return self.reason
+class RankLeft(OutlastError):
+    """This rank is permanently removed from a wrapped function without an exception of a plug-in; the others resume."""
 
 
 class WrappedRank:
@@ -227,6 +217,8 @@ class WrappedRank:
         """Since that order to go."""
         self._ready_for = -1
         self._returned: CallOutcome | None = None
+        self._has_finished = False
+        """The function has returned on all active ranks."""
         self._kept: dict[str, Any] = {}
         self._handle: calls.Handle | None = None
         self._aborting = threading.Lock()
@@ -241,7 +233,8 @@ class WrappedRank:
         Raises:
             ConfigError: A setting or the place of the call is wrong.
             RestartAbort: The ranks cannot be restarted in process.
-            RankLeft: This rank is permanently removed.
+            RankLeft: This rank is permanently removed. Where a plug-in failed, what it raised is raised instead.
+            SystemExit: The function raised it; see :func:`~outlast.policy.inprocess_protocol.is_orderly_exit`.
         """
         if calls.current_handle() is not None:
             raise ConfigError("a wrapped function was called within another one; wrap only the outer one")
@@ -249,13 +242,19 @@ class WrappedRank:
         self._handle_name = None if name in kwargs else name
         self._function = partial(function, *args, **kwargs)
         logs.configure_worker(self._place.global_rank, self._place.node)
-        with ExitStack() as stack:
-            self._interruption.install()
-            stack.callback(self._interruption.uninstall)
-            stacks.register()
-            self._open(stack)
-            self._join()
-            return self._follow()
+        try:
+            with ExitStack() as stack:
+                self._interruption.install()
+                stack.callback(self._interruption.uninstall)
+                stacks.register()
+                self._open(stack)
+                self._join()
+                return self._follow()
+        except SystemExit as error:
+            if error.code or self._has_finished:
+                raise
+            text = "a plug-in or signal handler called sys.exit(0) before the function had returned; raise an exception"
+            raise RankLeft(text, rank=self._place.global_rank, node=self._place.node) from error
 
     def _open(self, stack: ExitStack) -> None:
         """Set up what lives as long as this rank's part."""
@@ -334,13 +333,13 @@ class WrappedRank:
                 case p.Assign():
                     self._link.send(self._assign(order))
                 case p.Finish():
-                    return self._finish()
+                    return self._finish(order)
                 case p.Abort():
                     self._leave(None)
                     raise self._abortion(order)
                 case p.Expel():
                     self._leave(None)
-                    self._part(order.reason, report=False)
+                    self._part(order.reason, is_known=True)
                 case OutlastError():
                     self._leave(None)
                     raise order
@@ -359,8 +358,7 @@ class WrappedRank:
             except RestartAbort as error:
                 self._give_up(error)
             except Exception as error:  # noqa: BLE001 - whatever a health check raises: it failed
-                log.warning("the health check failed: %s", calls.describe(error))
-                self._part(calls.describe(error), report=True)
+                self._part(calls.describe(error), cause=error)
         self._close_store()
         self._store = calls.CallStore(self._host)
         self._ready_for = restart_count
@@ -387,7 +385,7 @@ class WrappedRank:
         self._reporter.begin(go)
         self._returned = None
         if self._place.global_rank not in go.ranks:
-            self._part("the rank assignment leaves it out", report=True)
+            self._part("the rank assignment leaves it out")
         rank = go.ranks[self._place.global_rank]
         if rank is None:
             return  # a spare: it waits for the next order
@@ -455,12 +453,13 @@ class WrappedRank:
     def _settle(self, outcome: CallOutcome) -> None:
         """Report how the call ended, and leave it if it failed."""
         error = outcome.error
-        if error is None or isinstance(error, SystemExit):
+        if error is None or (isinstance(error, SystemExit) and p.is_orderly_exit(error.code)):
             self._returned = outcome
             self._page.set_phase(RankPhase.COMPLETED)
             calls.drop(error)
             self._reporter.complete()
-            self._link.send(p.Completed(restart_count=self._restart_count))
+            code = (error.code or 0) if isinstance(error, SystemExit) else 0
+            self._link.send(p.Completed(restart_count=self._restart_count, exit_code=int(code)))
             return
         self._reporter.restart(self._restart_count + 1)
         if isinstance(error, KeyboardInterrupt):
@@ -470,9 +469,12 @@ class WrappedRank:
         if isinstance(error, RestartAbort):
             self._leave(None)
             self._give_up(error)
+        reason = calls.describe(error)
         if not isinstance(error, calls.RestartRequested):
             self._report_fault(error)
         self._leave(error)
+        if isinstance(error, SystemExit):
+            self._part(reason, cause=error)
 
     def _report_fault(self, error: BaseException) -> None:
         fault = p.RankFault(
@@ -501,9 +503,8 @@ class WrappedRank:
             self._plugins.finalize(self._describe())
         except RestartAbort as failure:
             self._give_up(failure)
-        except Exception as failure:
-            log.exception("this rank cannot continue")
-            self._part(calls.describe(failure), report=True)
+        except Exception as failure:  # noqa: BLE001 - whatever a plug-in or the clean-up raises
+            self._part(calls.describe(failure), cause=failure)
         finally:
             calls.set_current(None)
         if self._config.empty_cuda_cache:
@@ -511,36 +512,42 @@ class WrappedRank:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def _finish(self) -> Any:
+    def _finish(self, order: p.Finish) -> Any:
+        self._has_finished = True
         self._reporter.finish()
         state = self._describe()
         self._handle = None
         calls.set_current(None)
         self._plugins.completion(state)
         if self._returned is None:
+            if order.exit_code:  # the active ranks exit so, and have trained no further than that
+                raise SystemExit(order.exit_code)
             return None
         calls.end_groups()
         if self._returned.error is not None:
             raise self._returned.error
         return self._returned.value
 
-    def _part(self, reason: str, *, report: bool) -> NoReturn:
+    def _part(self, reason: str, *, cause: BaseException | None = None, is_known: bool = False) -> NoReturn:
         """Leave permanently, alone.
 
         Args:
             reason: Why, in one line.
-            report: Whether the others do not know it yet.
+            cause: What is raised; ``None`` = :class:`RankLeft`.
+            is_known: The others know it already.
 
         Raises:
-            RankLeft: Always.
+            BaseException: Always; never a ``SystemExit`` with code 0.
         """
-        if report:
+        if not is_known:
             self._link.send(p.Left(reason=reason))
         self._reporter.leave()
         self._terminate()
+        own = [fault.text for fault in self._faults if fault.initial_rank == self._place.global_rank]
+        failed = f"; call {self._restart_count} failed here: {own[0]}" if own and own[0] != reason else ""
         text = f"rank {self._place.global_rank} is permanently removed: {reason}"
-        log.warning("%s", text)
-        raise RankLeft(text)
+        log.warning("%s%s", text, failed)
+        raise cause or RankLeft(text, rank=self._place.global_rank, node=self._place.node)
 
     def _give_up(self, error: RestartAbort) -> NoReturn:
         """Have all ranks stop.
@@ -576,7 +583,7 @@ class WrappedRank:
     def _terminate(self) -> None:
         try:
             self._plugins.terminate(self._describe())
-        except Exception:
+        except (Exception, SystemExit):
             log.exception("the terminate plug-in failed")
 
     def _close_store(self) -> None:
@@ -620,7 +627,7 @@ class WrappedRank:
         device.await_aborts()  # a plug-in may shut groups down
         try:
             self._plugins.abort(self._describe())
-        except Exception:
+        except (Exception, SystemExit):  # it would end the monitor thread in silence
             log.exception("the abort plug-in failed")
 
     def _abort_collectives(self, handle: calls.Handle) -> None:
@@ -667,8 +674,9 @@ class Wrapper:
     and called again with the same arguments, on the ranks that live; spares take the places of those that do not.
     For each call RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and process groups are made in the function;
     they are gone when it is called again, and when the call returns. That is once the function has returned on all
-    active ranks: with its value there, with ``None`` on spares. ``SystemExit`` ends the function like a return, and
-    is raised again at the end.
+    active ranks: with its value there, with ``None`` on spares. A ``SystemExit`` with code 0, or with one of
+    :class:`~outlast.ExitReason` with which all ranks of a session exit together (16, 17, 18, 75, 93), ends the function
+    like a return, and is raised again at the end, on spares too. With any other code the rank is permanently removed.
 
     Args:
         config: Timeouts and the like; also the whole config of a session, or the path of its file, of which
@@ -678,8 +686,9 @@ class Wrapper:
             if it were the function's first line: it may be interrupted, and what it raises is a fault.
         abort: Called with the state on the monitor thread while the main thread is still in the function that it has to
             leave; ends what outlast does not know of and the main thread may wait on.
-        finalize: Called with the state after each call that was left; a rank whose call fails is permanently removed.
-        health_check: Called with the state before each further call; a rank whose call fails is permanently removed.
+        finalize: Called with the state after each call that was left. If it raises, the rank is permanently removed:
+            the call of the wrapped function raises the same exception there.
+        health_check: Called with the state before each further call; the same holds if it raises.
         rank_assignment: Decides who is which rank; ``None`` = ``FillGaps`` with the configured granularity.
         completion: Called with the state once, when all active ranks have returned.
         terminate: Called with the state once, when this rank is permanently removed or restarting has come to its end.
@@ -687,7 +696,8 @@ class Wrapper:
     Raises:
         ConfigError: A setting is wrong. By the call: not on the main thread, or within another wrapped function.
         RestartAbort: By the call, on all ranks: they cannot be restarted in process.
-        RankLeft: By the call: this rank is permanently removed, and the others resume. A ``SystemExit`` with code 0.
+        RankLeft: By the call: this rank is permanently removed, and the others resume. Where a plug-in or
+            ``sys.exit()`` is the reason, that exception is raised instead.
 
     Collective: the call, all ranks that the launcher started.
     """

@@ -244,9 +244,11 @@ class InProcessRecovery:
     def unrecovered_loss(self) -> Incident | None:
         """The first loss after which the others on this node have not resumed; ``None`` = there is none."""
         for worker in self.workers.values():
-            if worker.lost is None or not needs_restart(self._last_states[worker.local_rank]):
+            if worker.lost is None:
                 continue
-            if not self.has_resumed(worker):
+            state = self._last_states[worker.local_rank]
+            is_missed = needs_restart(state) or state.in_process == InProcessState.LEFT
+            if is_missed and not self.has_resumed(worker):
                 return worker.lost
         return None
 
@@ -304,8 +306,8 @@ class InProcessRecovery:
                 return worker.lost
             summary = f"{fault.summary}; it was ended for it"
             return msgspec.structs.replace(worker.lost, kind=fault.kind, evidence={"summary": summary})
-        left_at = self._left_at.get((recovered.call, recovered.restart_count), {})
         state = self.board.read(worker.local_rank)
+        left_at = self._left_at.get((recovered.call, recovered.restart_count), {})
         iteration = left_at.get(worker.local_rank, state.iteration if state.attached else None)
         known = {"node": self.node, "rank": fault.rank, "pid": worker.pid, "iteration": iteration}
         return self._incident(fault.kind, fault.summary, **known)

@@ -15,6 +15,7 @@ from enum import IntEnum, StrEnum
 
 import msgspec
 
+from outlast.errors import ExitReason
 from outlast.policy.rank_assignment import Member
 
 
@@ -116,6 +117,18 @@ class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that the cause is waited for when all known faults are consequences of another one."""
 
 
+_ORDERLY_EXITS = frozenset(ExitReason) - {ExitReason.FAILED, ExitReason.BAD_INPUT, ExitReason.UNHEALTHY_NODE}
+
+
+def is_orderly_exit(code: object) -> bool:
+    """Return whether ``sys.exit(code)`` in the function ends a call of it like a return.
+
+    All ranks exit so together, as a session does after a shutdown request or an invalid result. Any other exit is the
+    loss of the rank, which keeps its exit code.
+    """
+    return code is None or (isinstance(code, int) and code in _ORDERLY_EXITS)
+
+
 WAITS = "waits_in_collective"
 """Key of a fault's evidence: ``yes`` where the rank waited for others."""
 
@@ -178,9 +191,11 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="y", array_like=T
 
 
 class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """The function returned."""
+    """The function returned, or ended by an orderly exit (:func:`is_orderly_exit`)."""
 
     restart_count: int
+    exit_code: int = 0
+    """Of that exit; 0 = it returned."""
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -309,6 +324,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     """All active ranks have completed; the wrapper returns."""
 
     restart_count: int
+    exit_code: int = 0
+    """With which active ranks exit, and a spare, too; 0 = the function returned."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
@@ -341,6 +358,8 @@ class MemberStanding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """What it reported last."""
     completed: int = -1
     """The call that it completed last."""
+    exit_code: int = 0
+    """As in its :class:`Completed`."""
     faults: tuple[RankFault, ...] = ()
     """Its own, since that :class:`Go`."""
 

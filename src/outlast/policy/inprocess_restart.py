@@ -236,6 +236,8 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     last_call_s: float | None = None
     """Until when the cause of the known faults is waited for."""
     first_completed_s: float | None = None
+    exit_code: int = 0
+    """With which an active member of the running call exited; 0 = none did."""
     end: p.Finish | p.Abort | None = None
     """The last order."""
 
@@ -417,7 +419,7 @@ class _RestartTransition:
         for fault in standing.faults:
             self.report(rank, fault)
         if standing.completed >= 0:
-            self.report(rank, p.Completed(restart_count=standing.completed))
+            self.report(rank, p.Completed(restart_count=standing.completed, exit_code=standing.exit_code))
         if standing.ready is not None:
             self.report(rank, standing.ready)
 
@@ -430,7 +432,7 @@ class _RestartTransition:
             case p.RankReady():
                 self._on_ready(rank, report)
             case p.Completed():
-                self._on_completed(rank, report.restart_count)
+                self._on_completed(rank, report)
             case p.Assigned():
                 self._on_assigned(rank, report)
             case p.Left():
@@ -506,12 +508,14 @@ class _RestartTransition:
         if state.question is None:
             self._form()
 
-    def _on_completed(self, rank: int, restart_count: int) -> None:
+    def _on_completed(self, rank: int, report: p.Completed) -> None:
         state = self.state
         member = state.members[rank]
-        if state.phase != RestartPhase.RUNNING or restart_count != state.restart_count or member.active_rank is None:
+        is_of_this_call = state.phase == RestartPhase.RUNNING and report.restart_count == state.restart_count
+        if not is_of_this_call or member.active_rank is None:
             return
         self.set_member(rank, completed=True)
+        self.replace(exit_code=state.exit_code or report.exit_code)
         if state.first_completed_s is None:
             self.replace(first_completed_s=self.at_s)
         self._finish_if_complete()
@@ -580,6 +584,7 @@ class _RestartTransition:
             ),
             began_s=self.at_s,
             first_completed_s=None,
+            exit_code=0,
             go=None,
             all_know_faults=True,
         )
@@ -667,7 +672,7 @@ class _RestartTransition:
     def _finish_if_complete(self) -> None:
         state = self.state
         if state.num_running == 0:
-            order = p.Finish(restart_count=state.restart_count)
+            order = p.Finish(restart_count=state.restart_count, exit_code=state.exit_code)
             self.send_all(order)
             self.replace(phase=RestartPhase.FINISHED, end=order)
 

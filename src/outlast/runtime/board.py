@@ -702,7 +702,7 @@ class MarkChanged(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     state: InProcessState
     faults: tuple[InProcessFault, ...] = ()
     iteration: int | None = None
-    """Optimizer steps that the worker had done then, if it reports them: by the time the agent reads the page, it may
+    """Optimizer steps that the worker had done then, if it reports them. By the time the agent reads the page, it may
     show those of the next call."""
 
 

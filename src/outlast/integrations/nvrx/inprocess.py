@@ -25,7 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from outlast.config.base import require
 from outlast.config.training import InProcessRestartConfig
-from outlast.errors import OutlastError, UnhealthyRank
+from outlast.errors import OutlastError, RestartAbort, UnhealthyRank
 from outlast.inprocess import plugins as engine
 from outlast.inprocess.call import Handle
 from outlast.inprocess.rank import Wrapper
@@ -363,6 +363,20 @@ def _without_frames(error: Exception) -> Exception:
     return copied if type(copied) is type(error) else RestartError(f"{type(error).__name__}: {error}")
 
 
+def _as_health_check_error(health_check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the plug-in with all that it raises as :class:`HealthCheckError`, as a script for NVRx expects it."""
+
+    def call(state: Any) -> Any:
+        try:
+            return health_check(state)
+        except (HealthCheckError, RestartAbort):
+            raise
+        except Exception as error:
+            raise HealthCheckError(f"{type(error).__name__}: {error}", rank=state.initial_rank) from error
+
+    return call
+
+
 class WrapperOfNVRx:
     """Restart a function on all ranks, in their processes, when one of them fails: NVRx's ``inprocess.Wrapper``.
 
@@ -372,7 +386,8 @@ class WrapperOfNVRx:
         initialize: Called with the state before each call of the function, on active ranks.
         abort: Called while the main thread is still in the function that it has to leave.
         finalize: Called after each call that was left.
-        health_check: Called before each further call; a rank whose check raises is permanently removed.
+        health_check: Called before each further call. If it raises, the rank is permanently removed, and the call of
+            the function raises :class:`HealthCheckError` there.
         rank_assignment: One of this module's rules, or a function of an ``Assignment``.
         rank_filter: Refused: ``rank_assignment`` takes filters, too.
         monitor_thread_interval: And all timeouts and intervals: time deltas, or seconds; as in
@@ -462,6 +477,8 @@ class WrapperOfNVRx:
         for name, plugin in {**given, "completion": completion, "terminate": terminate}.items():
             text = f"{name}={plugin!r} cannot be called; pass an instance or a function"
             require(plugin is None or callable(plugin), text)
+        if health_check is not None:
+            health_check = _as_health_check_error(health_check)
         if abort is not None:
             finalize = self._after_abort(abort, finalize)
             abort = self._once_a_call(abort)
