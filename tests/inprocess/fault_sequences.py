@@ -120,10 +120,14 @@ def draw_losses(seed: int) -> tuple[Event, ...]:
     return tuple(events)
 
 
+class InjectedFault(Exception):
+    """What the function or a plug-in raises on purpose."""
+
+
 def strike(kind: str) -> None:
     """Fail in one way; only an exception comes back from here."""
     if kind == "exception":
-        raise RuntimeError("a fault on purpose")
+        raise InjectedFault("a fault on purpose")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
@@ -197,7 +201,7 @@ def be_rank(initial_rank: int, port: int, events: tuple[Event, ...], folder: Pat
             end = {"end": "spare" if value is None else "value", "value": value}
         except RestartAbort as error:
             end = {"end": "abort", "counts": error.counts, "why": str(error)}
-        except RankLeft as error:
+        except (RankLeft, InjectedFault) as error:
             end = {"end": "left", "why": str(error)}
         (folder / f"{initial_rank}.json").write_text(json.dumps(end))
         code = 0

@@ -113,9 +113,11 @@ class StatusReporter:
         self._has_ended = True
         self._set(p.InProcessState.RETURNED)
 
-    def leave(self) -> None:
-        """Report that this rank is permanently removed, and its peers resume."""
+    def leave(self, exit_code: int) -> None:
+        """Report that this rank is permanently removed and about to exit so, and that its peers resume."""
         self._has_ended = True
+        if self._mark is not None:
+            self._mark.set_leaving(exit_code)
         self._set(p.InProcessState.LEFT)
 
     def close(self) -> None:
@@ -541,7 +543,8 @@ class WrappedRank:
         """
         if not is_known:
             self._link.send(p.Left(reason=reason))
-        self._reporter.leave()
+        code = cause.code if isinstance(cause, SystemExit) else 1
+        self._reporter.leave(code if isinstance(code, int) else 1)
         self._terminate()
         own = [fault.text for fault in self._faults if fault.initial_rank == self._place.global_rank]
         failed = f"; call {self._restart_count} failed here: {own[0]}" if own and own[0] != reason else ""

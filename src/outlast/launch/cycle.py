@@ -452,6 +452,7 @@ class Cycle:
             is_before_first_step=self._is_before_first_step,
             has_session=self.had_session,
             is_alone=self.start.num_nodes == 1,
+            is_one_leaving=self.in_process.is_one_leaving,
         )
 
     def describe_failure(self) -> Incident:

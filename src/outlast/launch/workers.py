@@ -241,6 +241,12 @@ class InProcessRecovery:
         return has_resumed(self._last_states[worker.local_rank], max(self._reached, self._newest()))
 
     @property
+    def is_one_leaving(self) -> bool:
+        """Whether a worker that still runs was permanently removed, and is about to end."""
+        running = self._read(lambda worker: worker.exit_code is None)
+        return any(state.in_process == InProcessState.LEFT for state in running)
+
+    @property
     def unrecovered_loss(self) -> Incident | None:
         """The first loss after which the others on this node have not resumed; ``None`` = there is none."""
         for worker in self.workers.values():

@@ -35,7 +35,8 @@ PLAIN_START_S = 60.0
 """A script that reports no steps is taken to be before its first one for so long."""
 
 _LATE_NS = 1 << 62
-_PEERS = ("PeerLost", "DistBackendError", "DistNetworkError", "DistStoreError")
+_PEERS = ("PeerLost", "DistBackendError", "DistNetworkError", "DistStoreError", "RestartAbort")
+"""What a worker raises for a peer's failure; ``RestartAbort`` comes to all ranks that cannot continue without it."""
 _PEER_TEXT = re.compile(
     r"connection (closed|reset)|closed by peer|reset by peer|broken pipe|remote process exited|ncclRemoteError"
     r"|application timeout caused pair closure|timed out waiting \d+ ?ms for (recv|send)|peer .* (is gone|left|closed)",
@@ -124,7 +125,13 @@ def _since_ns(one: Ended) -> int:
 
 
 def wait_s(
-    ended: Sequence[Ended], *, num_running: int, is_before_first_step: bool, has_session: bool, is_alone: bool
+    ended: Sequence[Ended],
+    *,
+    num_running: int,
+    is_before_first_step: bool,
+    has_session: bool,
+    is_alone: bool,
+    is_one_leaving: bool = False,
 ) -> float:
     """Return how long to wait for other workers of the node before the cycle is ended; 0 = what happened is clear.
 
@@ -134,14 +141,15 @@ def wait_s(
         is_before_first_step: No rank of the node began a step in this job.
         has_session: Its ranks tell of their steps.
         is_alone: There is no other node whose ranks may be the cause.
+        is_one_leaving: One that still runs was permanently removed from a restart in process, and is about to end.
     """
     if not num_running:
         return 0.0
     causes = [one.cause for one in ended]
     if is_before_first_step and permanent_cause(causes, has_session=has_session) is not None:
         return SAME_FAULT_S
-    if is_alone and all(map(is_consequence, causes)):
-        return FIRST_FAULT_S
+    if all(map(is_consequence, causes)) and (is_alone or is_one_leaving):
+        return SAME_FAULT_S if is_one_leaving else FIRST_FAULT_S
     return 0.0
 
 

@@ -780,6 +780,10 @@ class InProcessMark:
         except OSError as error:  # nobody listens, or its buffer is full: the words on the page have it, too
             log.debug("the agent got no datagram that local rank %d is %s: %s", self._local_rank, state.name, error)
 
+    def set_leaving(self, exit_code: int) -> None:
+        """Record with which exit code, other than 0, this process is about to end."""
+        self._words[LEAVING] = exit_code
+
     def close(self) -> None:
         """Release the board; what was written last stays. Idempotent."""
         self._socket.close()
