@@ -663,8 +663,9 @@ class Cycle:
     @property
     def durable_iteration(self) -> int | None:
         """Highest iteration that a worker of this node knows to be durable; ``None`` = none yet."""
-        durable = [s.durable_iteration for s in self.board.read_all() if s.durable_iteration is not None]
-        return max(durable, default=None)
+        return max(
+            (s.durable_iteration for s in self.board.read_all() if s.durable_iteration is not None), default=None
+        )
 
     @property
     def progress_known(self) -> bool:
