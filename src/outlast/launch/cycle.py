@@ -59,9 +59,7 @@ _FATAL_SIGNALS = {
 }
 """What ``faulthandler`` calls the signals that it catches."""
 _KEYS_PER_CYCLE = 1 << 16
-_LAST_LINES = 20
-_MAX_LINE = 300
-_MAX_TAIL = 16 * 1024
+_LAST_LINES, _MAX_LINE, _MAX_TAIL = 20, 300, 16 * 1024
 ALONE_S = 5.0
 """How long workers that are shutting down have left once one of them ended without having saved."""
 _WITHOUT_EFFECT = {
@@ -663,9 +661,8 @@ class Cycle:
     @property
     def durable_iteration(self) -> int | None:
         """Highest iteration that a worker of this node knows to be durable; ``None`` = none yet."""
-        return max(
-            (s.durable_iteration for s in self.board.read_all() if s.durable_iteration is not None), default=None
-        )
+        durable = [s.durable_iteration for s in self.board.read_all() if s.durable_iteration is not None]
+        return max(durable, default=None)
 
     @property
     def progress_known(self) -> bool:
