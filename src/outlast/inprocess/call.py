@@ -77,6 +77,9 @@ class Handle:
         self._callbacks: list[Callable[[], None]] = []
         self._looks: list[Callable[[], None]] = []
         self._kept = kept if kept is not None else {}
+        self.failure: tuple[str, bool] | None = None
+        """What the function failed with, and whether that is a consequence of another rank's fault; ``None`` = it has
+        not failed yet, or is only known to have once it raises."""
         self.config = config or InProcessRestartConfig()
         """The settings of the wrapper."""
 
@@ -166,6 +169,15 @@ class Handle:
         """Call what :meth:`before_abort` was given; once in a call."""
         for look in list(self._looks):
             look()
+
+    def note_failure(self, error: Exception) -> None:
+        """Record what the function is about to fail with.
+
+        While it frees what it holds, its peers notice, and the order to leave replaces the exception. An exception that
+        comes after that order is not recorded.
+        """
+        if self.failure is None and not self.is_left:
+            self.failure = describe(error), is_consequence(error)
 
     def take_callbacks(self) -> list[Callable[[], None]]:
         """Return what :meth:`on_leave` was given, in the order of the calls to make; only once."""

@@ -473,23 +473,26 @@ class WrappedRank:
             self._give_up(error)
         reason = calls.describe(error)
         if not isinstance(error, calls.RestartRequested):
-            self._report_fault(error)
+            self._report_fault(reason, is_consequence=calls.is_consequence(error), error=error)
+        elif self._handle is not None and self._handle.failure is not None:
+            summary, is_consequence = self._handle.failure
+            self._report_fault(summary, is_consequence=is_consequence)
         self._leave(error)
         if isinstance(error, SystemExit):
             self._part(reason, cause=error)
 
-    def _report_fault(self, error: BaseException) -> None:
+    def _report_fault(self, summary: str, *, is_consequence: bool, error: BaseException | None = None) -> None:
         fault = p.RankFault(
             initial_rank=self._place.global_rank,
             restart_count=self._restart_count,
             kind=p.RankFaultKind.EXCEPTION,
-            summary=calls.describe(error),
-            is_consequence=calls.is_consequence(error),
+            summary=summary,
+            is_consequence=is_consequence,
         )
         self._note_faults((fault,))
         self._link.send(fault)
-        if not fault.is_consequence:
-            log.warning("the function failed on this rank in call %d", self._restart_count, exc_info=error)
+        if not is_consequence:
+            log.warning("the function failed on this rank in call %d: %s", self._restart_count, summary, exc_info=error)
 
     def _leave(self, error: BaseException | None) -> None:
         """Release what the last call held. Idempotent."""

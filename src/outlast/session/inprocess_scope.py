@@ -84,6 +84,11 @@ class InProcessScope:
         if self._call is not None:
             self._call.on_leave(callback)
 
+    def note_failure(self, error: BaseException) -> None:
+        """Record what ends the session, before its peers notice and the call has to be left."""
+        if isinstance(error, Exception) and (call := self._inside()) is not None:
+            call.note_failure(error)
+
     def ping(self) -> None:
         """Report progress to the watch over the call."""
         if (call := self._inside()) is not None:

@@ -746,6 +746,7 @@ class Session:
     def _abort(self, error: BaseException) -> None:
         """Close everything, since an exception ends the session."""
         self._has_failed = not isinstance(error, SystemExit)
+        self._scope.note_failure(error)
         if self._has_failed and (kept := postmortem.recorder()) is not None:
             kept.exception(error)  # before peers notice that this rank is gone
         self._let_go()
