@@ -186,6 +186,8 @@ def test_learned_values_extend_configured_ones():
     )
     defaults = replace(CONFIGURED, heartbeat_s=1800.0, defaults=frozenset({Subject.HEARTBEAT}))
     assert apply(defaults, learned).heartbeat_s == 900.0
+    defaults = replace(defaults, sections={})
+    assert apply(defaults, learned).sections == {"setup": 50.0, "step": 10.0, "checkpointing": 900.0}
     assert apply(configured, Learned()) == configured
 
 

@@ -510,7 +510,7 @@ def apply(configured: Timeouts, learned: Learned) -> Timeouts:
     for name, seconds in learned.sections.items():
         wanted = configured.sections[name] is not None if name in configured.sections else name in STANDARD
         if wanted:
-            sections[name] = enforced_s(seconds, configured.sections.get(name))
+            sections[name] = _enforced_in_section_s(configured, name, seconds)
 
     def choose(subject: Subject) -> float | None:
         set_s, learned_s = configured.of(subject), learned.of(subject)
@@ -531,19 +531,35 @@ def apply(configured: Timeouts, learned: Learned) -> Timeouts:
     )
 
 
+def _enforced_in_section_s(configured: Timeouts, section: str, learned_s: float) -> float:
+    """Return the timeout of a section to enforce.
+
+    Loads and saves take as long as the tier takes, and another one may be used next time: memory today, a file system
+    tomorrow. No heartbeats are sent meanwhile, so their default timeout is that of these sections.
+    """
+    given_s = configured.sections.get(section)
+    subject = {SETUP: Subject.INITIAL_HEARTBEAT, CHECKPOINTING: Subject.HEARTBEAT}.get(section)
+    if given_s is None and subject in configured.defaults:
+        return enforced_s(learned_s, configured.of(subject), is_default=True)
+    return enforced_s(learned_s, given_s)
+
+
 def override(timeouts: Timeouts, calculated: Learned) -> Timeouts:
     """Return timeouts with those that the worker calculated itself, also where none is configured; as with learned
     ones, :func:`enforced_s` is the shortest."""
 
-    def choose(subject: Subject, section: str | None = None) -> float | None:
-        set_s, calculated_s = timeouts.of(subject, section), calculated.of(subject, section)
+    def choose(subject: Subject) -> float | None:
+        set_s, calculated_s = timeouts.of(subject), calculated.of(subject)
         if calculated_s is None:
             return set_s
         return enforced_s(calculated_s, set_s, is_default=subject in timeouts.defaults)
 
     return replace(
         timeouts,
-        sections={**timeouts.sections, **{name: choose(Subject.SECTION, name) for name in calculated.sections}},
+        sections={
+            **timeouts.sections,
+            **{name: _enforced_in_section_s(timeouts, name, value) for name, value in calculated.sections.items()},
+        },
         out_of_section_s=choose(Subject.OUT_OF_SECTION),
         heartbeat_s=choose(Subject.HEARTBEAT),
         initial_heartbeat_s=choose(Subject.INITIAL_HEARTBEAT),
