@@ -15,7 +15,7 @@ from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.manager import open_manager
 from outlast.checkpoint.manifest import decode_manifest
 from outlast.checkpoint.shard import is_finite
-from outlast.checkpoint.state import decode, flatten
+from outlast.checkpoint.state import decode, filled, flatten
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError
@@ -42,6 +42,73 @@ def test_plain_values_come_back_with_their_types(value: Any) -> None:
     found = round_trip(value)
     assert found == value
     assert repr(found) == repr(value)
+
+
+def test_a_load_fills_what_the_script_refers_to(tmp_path: Path) -> None:
+    """Nested plain dicts, lists, arrays and tensors in lists are filled in place, so that a reference of the script is
+    valid after a load, and changes through it are saved."""
+
+    def made(seed: int) -> dict[str, Any]:
+        extra = {"gone": 1} if seed else {"new": {"a": 2}}
+        return {
+            "meta": {
+                "epoch": seed,
+                "inner": {"seen": [seed, seed + 1]},
+                **extra,
+            },
+            "history": [{"loss": float(seed)}, [seed], *([seed] if seed else [])],
+            "tensors": [torch.full((2,), float(seed))],
+            "array": np.full(3, seed),
+            "shared": (seed,),
+        }
+
+    saved, live = made(0), made(5)
+    manager = _manager(tmp_path)
+    manager.save(saved, 1).wait(100)
+    manager.close()
+    meta, inner, history, first = live["meta"], live["meta"]["inner"], live["history"], live["history"][0]
+    tensor, array = live["tensors"][0], live["array"]
+    manager = _manager(tmp_path)
+    manager.load_latest(live)
+    assert live["meta"] is meta
+    assert meta == saved["meta"]
+    assert meta["inner"] is inner
+    assert inner == {"seen": [0, 1]}
+    assert live["history"] is history
+    assert history == saved["history"]
+    assert history[0] is first
+    assert live["tensors"][0] is tensor
+    assert tensor.tolist() == [0.0, 0.0]
+    assert live["array"] is array
+    assert array.tolist() == [0, 0, 0]
+    assert live["shared"] == (0,)
+    meta["epoch"] = 9
+    manager.save(live, 2).wait(100)
+    manager.close()
+    manager, other = _manager(tmp_path), made(3)
+    manager.load_latest(other)
+    manager.close()
+    assert other["meta"]["epoch"] == 9
+
+
+def test_a_container_that_a_state_holds_twice_is_filled_once() -> None:
+    """Two places that share one list when a checkpoint is loaded get what each of them was saved with."""
+    shared: list[int] = [1]
+    live: dict[str, Any] = {"a": shared, "b": shared}
+    assert filled(live, {"a": [2], "b": [3]}) == {"a": [2], "b": [3]}
+    assert live["a"] is shared
+
+
+def test_what_cannot_be_filled_is_replaced() -> None:
+    """A value of another type or shape, or one that cannot be written to, gives way to what was saved."""
+    fixed = np.zeros(2)
+    fixed.flags.writeable = False
+    live = {"list": (1,), "short": np.zeros(1), "fixed": fixed, "spread": [torch.zeros(1).expand(3)]}
+    saved = {"list": [1], "short": np.ones(2), "fixed": np.ones(2), "spread": [torch.ones(3)]}
+    found = filled(live, saved)
+    assert found["list"] == [1]
+    assert [found[name].tolist() for name in ("short", "fixed")] == [[1, 1], [1, 1]]
+    assert found["spread"][0].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e5m2])

@@ -756,7 +756,7 @@ def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state") -> None:
 
 
 def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Put a saved state, which fits, into the live one: in place, or, plain values, into their mapping.
+    """Put a saved state, which fits, into the live one: in place, or, plain values that cannot be, into their mapping.
 
     Raises:
         Mismatch: A ``load_state_dict`` refused what was saved.
@@ -780,11 +780,52 @@ def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             restore_into(value, found)
         else:
             assert isinstance(live, MutableMapping)
-            live[name] = found
+            live[name] = filled(value, found)
     if extra := [str(name) for name in saved if name not in live]:
         log.warning(
             "the checkpoint holds state that the script has no place for; it is not loaded: %s", ", ".join(extra)
         )
+
+
+def filled(live: Any, saved: Any) -> Any:
+    """Return what a plain value is after a load: a dict, list, array or tensor is the same object, filled in place.
+
+    The script may hold a reference to it, and change it there. Any other value is replaced.
+
+    Args:
+        live: The script's.
+        saved: What was saved.
+    """
+    return _filled(live, saved, set())
+
+
+def _filled(live: Any, saved: Any, done: set[int]) -> Any:
+    if id(live) in done or not isinstance(live, type(saved)):  # one that the state holds twice may be saved as two
+        return saved
+    done.add(id(live))
+    if isinstance(live, dict):
+        has_inner = not _SCALARS.issuperset(map(type, live.values()))
+        if has_inner:
+            saved = {name: _filled(live[name], value, done) if name in live else value for name, value in saved.items()}
+        live.clear()
+        live.update(saved)
+        return live
+    if isinstance(live, list):
+        has_inner = not _SCALARS.issuperset(map(type, live))
+        inner = [_filled(one, other, done) for one, other in zip(live, saved, strict=False)] if has_inner else []
+        live[:] = inner + saved[len(inner) :]
+        return live
+    if not isinstance(live, np.ndarray | torch.Tensor) or live.shape != saved.shape or live.dtype != saved.dtype:
+        return saved
+    try:
+        if isinstance(live, np.ndarray):
+            np.copyto(live, saved)
+        elif not _is_same_memory(live, saved):
+            with torch.no_grad():
+                live.copy_(saved)
+    except (RuntimeError, ValueError):  # it cannot be written to, or its elements share memory
+        return saved
+    return live
 
 
 def is_nested(value: Any) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import xxhash
 
-from outlast.checkpoint.state import decode, flatten, is_stateful
+from outlast.checkpoint.state import decode, filled, flatten, is_stateful
 from outlast.decoding import from_msgpack, msgpack_decoder
 from outlast.errors import OutlastError
 from outlast.runtime.device import device_rng_state
@@ -227,7 +227,7 @@ class RankLocalState:
                 with torch.no_grad():
                     value.copy_(kept)
             elif isinstance(mapping, MutableMapping):
-                mapping[name] = kept
+                mapping[name] = filled(value, kept)
             else:
                 raise OutlastError(f"state {path!r} is a plain value in a mapping that takes none back; give a dict")
         _put_back_random(payload)
