@@ -22,7 +22,7 @@ from pages import python_blocks
 import outlast
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.config import RerunStateMachineConfig
-from outlast.errors import ConfigError, ExitReason, OutlastError
+from outlast.errors import ConfigError, ExitReason, NotFinite, OutlastError
 from outlast.incidents import EventKind
 from outlast.testing import Cluster, RankProcesses
 
@@ -372,15 +372,30 @@ def test_a_training_that_ends_within_a_step_is_whole(hf: Any, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("signals")
-def test_nothing_is_judged_where_that_is_off(hf: Any, tmp_path: Path) -> None:
-    """rerun_mode = disabled: the trainer's own step runs, and NaN is trained on, as without outlast."""
+def test_nothing_is_judged_where_that_is_off(hf: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """rerun_mode = disabled without check_for_nan_in_loss: the trainer's own step runs, NaN is trained on and reported
+    once, and weights that are NaN at the end are an error."""
     trainer = nan_trainer(hf, tmp_path, at=3, always=True)
-    off = RerunStateMachineConfig(rerun_mode="disabled")
+    off = RerunStateMachineConfig(rerun_mode="disabled", check_for_nan_in_loss=False)
     hf.protect(trainer, hf.config(tmp_path, rerun_state_machine=off))
     step = trainer.training_step
-    trainer.train()
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == ExitReason.FAILED_VALIDATION
     assert trainer.training_step == step
     assert not all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
+    assert caplog.text.count("grad_norm is nan at step 4, and training continues with it") == 1
+    end_as_the_process_would(trainer)
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_nan_loss_raises_where_nothing_is_run_again(hf: Any, tmp_path: Path) -> None:
+    """rerun_mode = disabled with check_for_nan_in_loss, as by default: a NaN loss raises before a weight moves."""
+    trainer = nan_trainer(hf, tmp_path, at=3, always=True)
+    hf.protect(trainer, hf.config(tmp_path, rerun_state_machine=RerunStateMachineConfig(rerun_mode="disabled")))
+    with pytest.raises(NotFinite, match="rerun_mode='disabled' runs no step again"):
+        trainer.train()
+    assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
 
 
 # -- what stays as it was, and what is refused ---------------------------------------------------------------------

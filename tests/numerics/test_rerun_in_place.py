@@ -11,7 +11,7 @@ import torch
 from rerun_training import Training, assert_same
 
 from outlast.config import RerunStateMachineConfig
-from outlast.errors import OutlastError
+from outlast.errors import NotFinite, OutlastError
 from outlast.incidents import EventKind
 from outlast.journal import read
 from outlast.numerics import ReplayableIterator, RerunStateMachine
@@ -273,7 +273,17 @@ def test_results_of_any_form_can_be_compared() -> None:
 
 
 def test_disabled_machine_runs_every_step_once() -> None:
-    """Disabled: one run, no judgement, also for what is plainly invalid."""
+    """Disabled: one run of each step, and an invalid result raises before a weight moves, as in Megatron."""
     loop = Reference(RerunStateMachineConfig(rerun_mode="disabled"))
-    assert loop.step(math.nan) == ([0], (False, False, 0))
-    assert loop.step(1.0) == ([1], (False, False, 0))
+    assert loop.step(1.0) == ([0], (False, False, 0))
+    with pytest.raises(NotFinite, match=r"of iteration 1 is nan on rank 0 .* rerun_mode='disabled' runs no step again"):
+        loop.step(math.nan)
+
+
+def test_disabled_machine_that_accepts_nan_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With check_for_nan_in_loss off training continues with NaN; the first one that is seen is reported."""
+    off = RerunStateMachineConfig(rerun_mode="disabled", check_for_nan_in_loss=False)
+    trained = Training(off, disturb=nan_at(2)).steps(5)
+    assert not all(torch.isfinite(weight).all() for weight in trained.model.parameters())
+    assert caplog.text.count("loss is nan on rank 0 at iteration 2") == 1
+    assert caplog.text.count("training continues with it") == 1

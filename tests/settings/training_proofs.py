@@ -34,7 +34,7 @@ from outlast.config import (
     StragglerDetectionConfig,
 )
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError, ConfigError, ExitReason
+from outlast.errors import CheckpointError, ConfigError, ExitReason, NotFinite
 from outlast.inprocess import Wrapper
 from outlast.journal import read
 from outlast.numerics.validation import ErrorInjector, StepValidation
@@ -458,11 +458,13 @@ def runs_with_a_nan(scene: Scene, **settings: Any) -> tuple[int | None, int]:
 
 
 def runs_an_invalid_step_again(scene: Scene) -> None:
-    """A NaN has its step run again; not with check_for_nan_in_loss off, nor with rerun_mode disabled, where it is
-    trained on."""
+    """A NaN has its step run again; with check_for_nan_in_loss off it is trained on, and with rerun_mode disabled it
+    raises."""
     assert runs_with_a_nan(scene) == (None, 6)
     assert runs_with_a_nan(scene, check_for_nan_in_loss=False) == (None, 5)
-    assert runs_with_a_nan(scene, rerun_mode="disabled") == (None, 5)
+    assert runs_with_a_nan(scene, rerun_mode="disabled", check_for_nan_in_loss=False) == (None, 5)
+    with pytest.raises(NotFinite, match="rerun_mode='disabled' runs no step again"):
+        runs_with_a_nan(scene, rerun_mode="disabled")
 
 
 def rejected(config: RerunStateMachineConfig) -> list[str | None]:

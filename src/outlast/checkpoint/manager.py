@@ -17,6 +17,7 @@ from outlast.checkpoint.arena import Arena, ArenaPool, Stager
 from outlast.checkpoint.copy_guard import CopyGuard, changed_only_by_step
 from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import Claim, DirectoryRefused, SaveAttempt
+from outlast.checkpoint.infinities import infinite_buffers
 from outlast.checkpoint.lane import GRACE_S, Lane
 from outlast.checkpoint.near_lane import NearLane
 from outlast.checkpoint.places import Claims, Committed, Peers, agree_places, warn_of_copies
@@ -107,6 +108,7 @@ class CheckpointManager:
         self._pending: list[SaveHandle] = []
         self._restored: Restored | None = None
         self._branch = Lineage().begin(self._processes, None, 0)
+        self._infinite: Mapping[str, str] = {}
         self._restored_tiers = frozenset[Tier]()
         self._cost_s: float | None = None
         self._closed = False
@@ -309,6 +311,7 @@ class CheckpointManager:
             restored_from=restored.generation if restored is not None else None,
             restored_attempt=restored.attempt if restored is not None else None,
             branch=self._branch,
+            infinite=self._infinite,
         )
         with without_collection():  # of what is made here next to nothing is left at the end
             try:
@@ -480,6 +483,7 @@ class CheckpointManager:
         """Allow saves, and have memory ready for the first, which is going to be about as large as the state is now."""
         self._may_save = True
         flat = flatten({"state": capture(state), "random": capture_random()})
+        self._infinite = infinite_buffers(state, flat)
         if self.config.overlap_staging:
             self._guard.stepping(state)
         num_bytes = self._stager.size_of(flat, self._identity(0, self._attempt(0))) + (1 << 16)

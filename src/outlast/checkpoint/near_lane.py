@@ -21,6 +21,7 @@ import msgspec
 
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.directory import SUSPECT, Directory, DirectoryRefused
+from outlast.checkpoint.infinities import MAX_NAMED, examined, find_infinite
 from outlast.checkpoint.lane import GRACE_S, Lane, RankAnswer, Reached, SaveOutcome, check_answer
 from outlast.checkpoint.manifest import (
     MANIFEST,
@@ -28,12 +29,11 @@ from outlast.checkpoint.manifest import (
     CopyKey,
     Manifest,
     ShardEntry,
-    TensorEntry,
     decode_manifest,
     seal,
 )
 from outlast.checkpoint.save import PeerSilent, Save
-from outlast.checkpoint.shard import MAY_BE_INFINITE, is_finite, shard_name
+from outlast.checkpoint.shard import shard_name
 from outlast.errors import CheckpointError, Untrusted
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.files import fsync_folder, write_durably
@@ -41,8 +41,6 @@ from outlast.runtime.injection import reach
 
 log = logging.getLogger(__name__)
 KEEP_TIMEOUT_S = 30.0
-MAX_NAMED = 3
-"""Tensors of a rank, and ranks, that a warning names."""
 _Infinite: TypeAlias = dict[int, tuple[str, ...]]
 """Rank to its first tensors that hold numbers that are infinite or NaN."""
 
@@ -129,7 +127,7 @@ class NearLane(Lane):
                 key=self._key(save),
                 num_bytes=save.num_bytes,
                 path=os.fspath(path) if path is not None else None,
-                numbers=tuple((one.dtype, one.offset, one.num_bytes) for one in _may_be_infinite(save)),
+                numbers=tuple((one.dtype, one.offset, one.num_bytes) for one in examined(save)),
                 targets=self._places.replication.targets if replicates else (),
                 holders=self._places.replication.holders if replicates else (),
                 timeout_s=self._places.replication.timeout_s,
@@ -144,7 +142,7 @@ class NearLane(Lane):
         if written.finite:
             self._infinite_tensors = ()
         elif not self._infinite_tensors:  # once: with masks, say, each save would cost another look at everything
-            self._infinite_tensors = _find_infinite(save)
+            self._infinite_tensors = find_infinite(save)
         ready = ShardReady(
             iteration=save.iteration,
             shard=shard,
@@ -325,21 +323,3 @@ class NearLane(Lane):
 
 def _is_kept_in_memory(save: Save) -> bool:
     return Tier.MEMORY in save.tiers and not save.suspect
-
-
-def _may_be_infinite(save: Save) -> list[TensorEntry]:
-    """Return the tensors whose numbers may be infinite or NaN."""
-    return [tensor for tensor in save.tensors if tensor.dtype in MAY_BE_INFINITE]
-
-
-def _find_infinite(save: Save) -> tuple[str, ...]:
-    """Return the first tensors that hold numbers that are infinite or NaN."""
-    found: list[str] = []
-    if save.arena is None:
-        return ()
-    with save.arena.view(save.num_bytes) as image:
-        for tensor in _may_be_infinite(save):
-            with image[tensor.offset : tensor.offset + tensor.num_bytes] as data:
-                if len(found) < MAX_NAMED and not is_finite(data, tensor.dtype):
-                    found.append(tensor.name)
-    return tuple(found)

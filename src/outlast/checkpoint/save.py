@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from outlast import clock
@@ -161,6 +161,8 @@ class Save:
     arena: Arena | None = None
     num_bytes: int = 0
     tensors: tuple[TensorEntry, ...] = ()
+    infinite: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the buffers that held infinities before training, by their name in the save."""
     guard: Callable[[], None] | None = None
     """Waits until the arena is filled; ``None`` = it is."""
     is_repeated: bool = False

@@ -212,7 +212,7 @@ class RerunStateMachineConfig:
     rerun_mode: str = "validate_results"
     """``validate_results``: judge what the script validates before the optimizer moves a weight, and run a step with
     an invalid result again; ``report_determinism_stats``: run every step twice, judge nothing, and count what differs;
-    ``disabled``: run every step once and judge nothing."""
+    ``disabled``: run every step once, and raise for an invalid result, as Megatron does."""
 
     check_for_nan_in_loss: bool = True
     """A validated value that is NaN or infinite is invalid."""

@@ -722,7 +722,7 @@ class TrainerHost:
 def _validates_loss(config: Config, trainer: Any) -> bool:
     """Return whether losses are judged: as the settings say, and unless a gradient scaler does."""
     rerun = config.rerun_state_machine
-    if rerun is not None and (rerun.rerun_mode != "validate_results" or not rerun.check_for_nan_in_loss):
+    if rerun is not None and (rerun.rerun_mode == "report_determinism_stats" or not rerun.check_for_nan_in_loss):
         return False
     return getattr(trainer.precision_plugin, "scaler", None) is None
 

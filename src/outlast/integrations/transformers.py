@@ -22,6 +22,7 @@ import copy
 import importlib.util
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, TypeVar
@@ -193,12 +194,13 @@ class TrainerProtection(TrainerCallback):
         self._ends_epoch = False
         # The attempts of a step.
         rerun = config.rerun_state_machine or RerunStateMachineConfig()
-        self._validates = rerun.rerun_mode != "disabled"
+        self._validates = rerun.rerun_mode != "disabled" or rerun.check_for_nan_in_loss
         self._attempts: Iterator[Attempt] | None = None
         self._attempt: Attempt | None = None
         self._micro_batches: list[_MicroBatch] = []
         self._epoch_begun: dict[str, Any] | None = None
         self._loss: Any = None
+        self._has_warned = False
         self._logged_loss: Any = None
         self._num_logged = 0
 
@@ -634,6 +636,16 @@ class TrainerProtection(TrainerCallback):
     def _log_with_figures(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         """Log the session's figures with the training loss."""
         if "loss" in logs:
+            # The Trainer logs a loss that is NaN as 0, unless its logging_nan_inf_filter is off.
+            seen = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
+            bad = next((name for name, value in seen.items() if not math.isfinite(value)), None)
+            if bad is not None and not self._has_warned:
+                self._has_warned = True
+                log.log(
+                    logging.WARNING if self._run.global_rank == 0 else logging.DEBUG,
+                    "%s is %s at step %d, and training continues with it; this is reported once",
+                    *(bad, seen[bad], self._trainer.state.global_step),
+                )
             logs.update(self._figures)
             self._figures.clear()
         return self._originals["log"](logs, *args, **kwargs)

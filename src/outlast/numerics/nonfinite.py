@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 Optimizers: TypeAlias = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _MAX_NAMED = 8
 """Ranks that a message names one by one."""
+_TRAINED = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 _ADVICE = "look at the data and at the ranks named"
 
 
@@ -263,6 +264,43 @@ class NonFiniteDetector:
         seen[rank], seen[world_size + rank] = int(bad_loss), int(bad_gradient)
         flags, ranks = self._consensus.agree(seen), range(world_size)
         return tuple(one for one in ranks if flags[one]), tuple(one for one in ranks if flags[world_size + one])
+
+
+def find_nonfinite_weights(state: Any) -> list[str]:
+    """Return the names of this rank's weights that hold NaN or infinity.
+
+    Args:
+        state: What is trained: a module, an optimizer, a tensor that requires gradients, mappings and lists of them, or
+            an object with ``state_dict()`` that has modules or optimizers as attributes.
+
+    Blocks: for one synchronisation with the device, and for one more for each weight where one is not finite.
+    """
+    weights = {id(weight): (name, weight) for name, weight in _weights_in(state, "")}
+    if _are_finite([weight for _, weight in weights.values()]):
+        return []
+    return [name for name, weight in weights.values() if not _is_finite(weight)]
+
+
+def _weights_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that are trained, this rank's part of each; several may be views of the same one."""
+    if isinstance(value, torch.Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if value.requires_grad and local.dtype in _TRAINED and local.numel():
+            yield name, local.detach()
+    elif isinstance(value, torch.nn.Module):
+        for inner, parameter in value.named_parameters():
+            yield from _weights_in(parameter, f"{name}.{inner}" if name else inner)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _weights_in(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _weights_in(inner, f"{name}.{index}" if name else str(index))
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _weights_in([group["params"] for group in value.param_groups], name)
+    elif callable(getattr(value, "state_dict", None)):
+        trained = (torch.nn.Module, torch.optim.Optimizer)
+        yield from _weights_in({at: one for at, one in vars(value).items() if isinstance(one, trained)}, name)
 
 
 def _is_finite(loss: torch.Tensor | float) -> bool:

@@ -18,6 +18,7 @@ And the session's: :meth:`RerunStateMachine.begin_step`, ``while machine.should_
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,7 +29,7 @@ import torch
 from outlast.config import RerunStateMachineConfig
 from outlast.decoding import from_json
 from outlast.env import WorkerEnv
-from outlast.errors import OutlastError
+from outlast.errors import NotFinite, OutlastError
 from outlast.incidents import EventKind, Rung, Verdict
 from outlast.numerics.replay import Batches, ReplayableIterator, Rewinder, StepReplay, as_iterators, fingerprint_of
 from outlast.numerics.validation import Compare, Differences, Judged, StepValidation, describe_differences
@@ -42,6 +43,7 @@ from outlast.policy.rerun import (
     StepRun,
     advance,
     replay_state,
+    to_number,
 )
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import device_name
@@ -198,6 +200,8 @@ class RerunStateMachine:
 
         Raises:
             PeerLost: A peer left, or did not end its run in time.
+            NotFinite: A number is NaN or infinite, and ``rerun_mode`` is ``disabled``, as in Megatron.
+            OutlastError: Another result was rejected in that mode.
 
         Collective: all ranks, after each run.
         Blocks: at the end of a run, until the device has computed what was validated and all ranks have ended theirs.
@@ -218,6 +222,9 @@ class RerunStateMachine:
                 self._begin_second_run()
                 return True
             self._validation.count_differences()
+        else:
+            self._validation.end_run()
+            self._raise_rejected(self._validation.judge())
         self._end_step(_GO_ON)
         return False
 
@@ -244,7 +251,9 @@ class RerunStateMachine:
         Raises:
             ValueError: It is not one number.
         """
-        if not (self._is_open and self._is_active):
+        # Where nothing is to be rejected, nothing waits for the device.
+        ignores = not (self._is_active or self.config.check_for_nan_in_loss or rejects)
+        if not self._is_open or (ignores and isinstance(value, torch.Tensor) and not value.is_cpu):
             return
         self._validation.take_number(value, what, rejects=rejects, message=message, tolerance=tolerance)
 
@@ -270,7 +279,7 @@ class RerunStateMachine:
 
         Blocks: until a device has computed the result.
         """
-        if not (self._is_open and self._is_active):
+        if not self._is_open:
             return
         self._validation.take_result(result, rejection_func, message, comparison_func, tolerance, fatal=fatal)
 
@@ -404,6 +413,22 @@ class RerunStateMachine:
         self._is_open = False
         self.decision = RerunDecision(action=transition.action, diagnosis=diagnosis)
         return False
+
+    def _raise_rejected(self, judged: Judged | None) -> None:
+        """Raise for an invalid result that no run of the step can confirm, before it is trained on."""
+        if judged is None or not judged.rejected.fatal:
+            return
+        rejected, rank = judged.rejected, self._place.global_rank
+        value = to_number(rejected.value)
+        kind = OutlastError if value is None or math.isfinite(value) else NotFinite
+        self._is_open = False
+        raise kind(
+            f"{rejected.what} of iteration {self._iteration} is {rejected.value} on rank {rank} ({rejected.message}), "
+            "and rerun_mode='disabled' runs no step again; no weight was moved by it: look at the data and at this "
+            "rank, or set rerun_mode='validate_results'",
+            rank=rank,
+            iteration=self._iteration,
+        )
 
     def _begin_second_run(self) -> None:
         if any(iterator.changed() for iterator in self._iterators):

@@ -67,7 +67,8 @@ class StepValidation:
         self.numbers: dict[str, float] = {}
         """The numbers that the newest run has judged so far, by name."""
         self._config, self._place, self._device = config, place, device
-        self._rejects = config.rerun_mode == "validate_results"
+        self._rejects = config.rerun_mode != "report_determinism_stats"
+        self._has_warned = False
         self._spikes: dict[str, SpikeRule] = {}
         self._seen: list[tuple[str, float]] = []  # by this run; the spike rules learn it once it is trained on
         self._differences: list[tuple[str, float]] = []  # of each result that both runs have
@@ -100,6 +101,10 @@ class StepValidation:
         self._results_before = {call: (one.what, result) for call, (one, result) in (expected or {}).items()}
         self.injector.struck = set(struck)
         self._begin_run(state)
+
+    @property
+    def _runs_again(self) -> bool:
+        return self._state is StepRun.FIRST_RUN and self._config.rerun_mode == "validate_results"
 
     def begin_second_run(self) -> None:
         """Begin the second run of the step, which is compared with the first."""
@@ -144,6 +149,12 @@ class StepValidation:
         why, fatal = self._reject_by_settings(what, number) if self._rejects else (None, True)
         if self._rejects and rejects is not None and (why is None or not fatal) and rejects(number):
             why, fatal = message, True
+        if why is None and not self._has_warned and not math.isfinite(number):
+            self._has_warned = True
+            log.warning(
+                "%s is %s on rank %d at iteration %d, and training continues with it; this is reported once",
+                *(what, number, self._place.global_rank, self._iteration),
+            )
         if why is None and self._rejects and not self._expected:
             return  # as nearly all are
         self._take(call, what, number, why, fatal=fatal, tolerance=tolerance)
@@ -300,7 +311,7 @@ class StepValidation:
                 what,
                 rejected.value,
                 why,
-                "; all ranks run the step again" if self._state is StepRun.FIRST_RUN else "",
+                "; all ranks run the step again" if self._runs_again else "",
             )
 
 

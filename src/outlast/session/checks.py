@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 NO_PART_OF_A_STEP = frozenset({"setup", "checkpointing", "evaluation", "validation"})
 """Sections that are left out of a step's time, and compared with nothing."""
 STEP = "step"
+_MAX_NAMED = 3
+"""Weights that a message names one by one."""
 
 
 class RankLiveness:
@@ -175,6 +177,37 @@ class ReplicaWatch:
         )
         leave_diagnosis(self._place, diagnosis, self._journal)
         return ExitReason.FAILED_VALIDATION if is_known else ExitReason.RESUME_TO_DISAMBIGUATE
+
+
+def agree_nonfinite_weights(
+    state: Mapping[str, Any], iteration: int, place: WorkerEnv, consensus: Consensus
+) -> Diagnosis | None:
+    """Return on which rank weights are NaN or infinite, the same on all ranks; ``None`` = they are finite everywhere.
+
+    Args:
+        state: What is trained; see :func:`outlast.numerics.nonfinite.find_nonfinite_weights`.
+        iteration: Number of optimizer steps done.
+        place: This worker's place.
+        consensus: How the ranks agree.
+
+    Raises:
+        PeerLost: A peer left.
+
+    Collective: all ranks, between steps.
+    Blocks: until the device has computed the weights, and all ranks have come.
+    """
+    from outlast.numerics.nonfinite import find_nonfinite_weights
+
+    found = find_nonfinite_weights(state)
+    (first,) = consensus.agree([(place.world_size - place.global_rank) * bool(found)])
+    if not first:
+        return None
+    if found:
+        more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+        log.error("weights that are NaN or infinite on this rank: %s%s", ", ".join(found[:_MAX_NAMED]), more)
+    rank = place.world_size - first
+    message = f"training ended after iteration {iteration} with weights that are NaN or infinite on rank {rank}"
+    return Diagnosis(finding=Finding.REPEATED, rank=rank, iteration=iteration, message=message)
 
 
 class SlowRanks:

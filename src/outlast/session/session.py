@@ -48,8 +48,9 @@ from outlast.runtime import postmortem
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
 from outlast.runtime.journal import Journal
+from outlast.runtime.postmortem import leave_diagnosis
 from outlast.runtime.process_groups import connect_world, is_initialised, settle
-from outlast.session.checks import RankLiveness, ReplicaWatch, SlowRanks
+from outlast.session.checks import RankLiveness, ReplicaWatch, SlowRanks, agree_nonfinite_weights
 from outlast.session.environment import (
     announce_session,
     has_near_tier,
@@ -243,7 +244,8 @@ class Session:
         second signal, a second or more after the first, and the deadline (``shutdown_timeout``) give up that save; the
         exit code is 75 then, too, and a line says which iterations are lost. Without any saved generation to resume
         from the exit code is 128 plus the signal's number.
-        ``SystemExit(17)`` (``ExitReason.FAILED_VALIDATION``) says that every generation led to invalid results.
+        ``SystemExit(17)`` (``ExitReason.FAILED_VALIDATION``) says that every generation led to invalid results, or that
+        weights are NaN or infinite after the last iteration.
         ``SystemExit(93)`` (``ExitReason.NO_PROGRESS``) says that a checkpoint directory is another run's, and
         nothing can be saved there.
         ``SystemExit(18)`` (``ExitReason.STRAGGLER``) says that a rank is so slow that its node is to be replaced, with
@@ -257,8 +259,8 @@ class Session:
 
         Args:
             state: Name to what is saved: anything with ``state_dict()`` and ``load_state_dict()`` (a module
-                wrapped in DDP counts as the module within), tensors, and plain values, which are replaced in
-                the mapping.
+                wrapped in DDP counts as the module within), tensors, and plain values. A load fills tensors, arrays,
+                dicts and lists in place, and replaces other plain values in the mapping.
             total: Number of iterations at which the run is complete.
             replicas: Ranks that hold the same tensors, for ``replica_digest``: a process group, or a mesh such as
                 ``mesh["dp"]``; ``None`` = all ranks. DTensors say that themselves.
@@ -509,7 +511,8 @@ class Session:
             OutlastError: It is not the time for it; the message names what to call instead.
             CheckpointError: The state could not be saved.
             PeerLost: A peer left.
-            SystemExit: All ranks agreed to stop, replicas differ, or a directory is another run's.
+            SystemExit: All ranks agreed to stop, replicas differ, a directory is another run's, or weights are NaN or
+                infinite (17).
 
         Collective: all ranks, after the same iteration.
         Blocks: until what was saved is committed, up to ``checkpoint.save_timeout``.
@@ -519,6 +522,10 @@ class Session:
         self._expect("finish()", _Phase.BETWEEN)
         self._inject_faults(is_last=True)
         self._attempts.finish()
+        saves = self.config.checkpoint
+        broken = None
+        if saves is None or saves.prefer_finite:  # otherwise NaN and infinity may belong there
+            broken = agree_nonfinite_weights(state, self._iteration, self._place, self._consensus)
         if self._saves is not None:
             if not self._saves.is_saved(self._iteration):
                 if (differ := self._check_replicas(saves=True)) is not None:
@@ -531,6 +538,9 @@ class Session:
                 if self._refusal is None:
                     raise
                 self._leave_refused()
+        if broken is not None:
+            leave_diagnosis(self._place, broken, self._journal)
+            self._exit(ExitReason.FAILED_VALIDATION)
         self._end_notices()
         self._end(ExitReason.FINISHED)
 

@@ -35,6 +35,7 @@ from outlast.checkpoint.dcp.layout import (
 )
 from outlast.checkpoint.dcp.manifest import METADATA, SCHEMA, FileEntry, GlobalManifest
 from outlast.checkpoint.directory import DirectoryRefused
+from outlast.checkpoint.infinities import examined
 from outlast.checkpoint.lane import (
     GRACE_S,
     Lane,
@@ -162,7 +163,8 @@ class GlobalLane(Lane):
     def _write_files(self, save: Save, directory: GlobalDirectory, items: Items, duty: Duty) -> WriteReport:
         values = [items.value(items.inventory.values[index].item) for index in duty.values]
         packing, tree = Packing(self.file_bytes), Range(items.tree.offset, items.tree.num_bytes)
-        pack(packing, items.inventory, duty, tree, values, items.offsets)
+        names = frozenset(tensor.name for tensor in examined(save))
+        pack(packing, items.inventory, duty, tree, values, items.offsets, names)
         limit_s = max(0.1, self._left_s())
         requests = [
             Assemble(

@@ -19,7 +19,7 @@ import itertools
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -474,7 +474,13 @@ class Packing:
 
 
 def pack(
-    packing: Packing, inventory: Inventory, duty: Duty, tree: Range, values: Iterable[bytes], offsets: Mapping[str, int]
+    packing: Packing,
+    inventory: Inventory,
+    duty: Duty,
+    tree: Range,
+    values: Iterable[bytes],
+    offsets: Mapping[str, int],
+    examined: Container[str] | None = None,
 ) -> Packed:
     """Fill a rank's files, always in the same order: so rank 0 knows what lies where from a few sizes.
 
@@ -485,12 +491,14 @@ def pack(
         tree: Where its tree lies in the image.
         values: What it writes of its plain values, as bytes.
         offsets: Where its tensors lie in the image, by their name in the shard.
+        examined: Names of the tensors whose numbers are examined for infinities and NaN; ``None`` = all.
     """
     rows, boxes = inventory.table.rows, inventory.table.boxes
 
     def add(index: int) -> Where:
         row = rows[index]
-        return packing.add_tensor(row.dtype, boxes[row.box][0], Range(offsets[row.name], row.num_bytes, row.dtype))
+        raw = Range(offsets[row.name], row.num_bytes, row.dtype if examined is None or row.name in examined else "")
+        return packing.add_tensor(row.dtype, boxes[row.box][0], raw)
 
     return Packed(
         parts=tuple(add(index) for index in duty.parts),

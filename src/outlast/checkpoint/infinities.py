@@ -1,0 +1,86 @@
+"""Which numbers of a save are examined for infinities and NaN: all but those of a buffer that belongs to the model so.
+
+A causal mask is a buffer of infinities from the start. A buffer that held infinities, and no NaN, when saving began is
+not examined as long as its bytes are the same: it shows nothing about training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from outlast.checkpoint.manifest import TensorEntry
+from outlast.checkpoint.save import Save
+from outlast.checkpoint.shard import MAY_BE_INFINITE, digest, is_finite
+from outlast.checkpoint.state import FlatState
+
+MAX_NAMED = 3
+"""Tensors of a rank, and ranks, that a warning names."""
+
+
+def infinite_buffers(state: Mapping[str, Any], flat: FlatState) -> dict[str, str]:
+    """Return the digests of the modules' buffers that hold infinities and no NaN, by their name in a save.
+
+    Args:
+        state: As given to ``CheckpointManager.save``.
+        flat: The same, taken apart.
+
+    Blocks: until the device has computed the buffers.
+    """
+    buffers = {
+        buffer.data_ptr(): buffer
+        for module in _modules_in(state)
+        for buffer in module.buffers()
+        if type(buffer) is torch.Tensor and buffer.is_floating_point() and buffer.is_contiguous() and buffer.numel()
+    }
+    return {
+        named.name: digest(buffer.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        for named in flat.tensors
+        if (buffer := buffers.get(named.tensor.data_ptr())) is not None
+        and buffer.shape == named.tensor.shape
+        and bool(buffer.isinf().any())
+        and not bool(buffer.isnan().any())
+    }
+
+
+def examined(save: Save) -> list[TensorEntry]:
+    """Return the tensors whose numbers are examined for infinities and NaN. The save must be staged."""
+    tensors = [tensor for tensor in save.tensors if tensor.dtype in MAY_BE_INFINITE]
+    if not save.infinite or save.arena is None:
+        return tensors
+    with save.arena.view(save.num_bytes) as image:
+
+        def is_unchanged(tensor: TensorEntry) -> bool:
+            if (known := save.infinite.get(tensor.name)) is None:
+                return False
+            with image[tensor.offset : tensor.offset + tensor.num_bytes] as data:
+                return digest(data) == known
+
+        return [tensor for tensor in tensors if not is_unchanged(tensor)]
+
+
+def find_infinite(save: Save) -> tuple[str, ...]:
+    """Return the first examined tensors that hold numbers that are infinite or NaN."""
+    found: list[str] = []
+    if save.arena is None:
+        return ()
+    tensors = examined(save)
+    with save.arena.view(save.num_bytes) as image:
+        for tensor in tensors:
+            with image[tensor.offset : tensor.offset + tensor.num_bytes] as data:
+                if len(found) < MAX_NAMED and not is_finite(data, tensor.dtype):
+                    found.append(tensor.name)
+    return tuple(found)
+
+
+def _modules_in(value: Any) -> Iterator[torch.nn.Module]:
+    if isinstance(value, torch.nn.Module):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _modules_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _modules_in(inner)
