@@ -4,6 +4,8 @@ The tree is msgpack: what msgpack can express is in it directly, tensors are ref
 ``torch.save`` bytes, which are read back with ``weights_only=True`` and tried at the save already: state that
 could not be loaded must not look saved. A tensor subclass is taken apart with its own ``__tensor_flatten__``. How a
 distributed tensor lies on its ranks is in the tree, too, so that it is made again, or refused, on other meshes.
+
+One module because each kind of value is known here alone: how it is taken apart, made again, and put in place.
 """
 
 from __future__ import annotations
