@@ -240,6 +240,23 @@ def test_own_things_come_back_exactly() -> None:
         things.put_back(data)
 
 
+def test_plain_containers_are_filled_in_place() -> None:
+    """A reference of the script to a plain dict or list of the state stays valid when a copy is put back."""
+    meta: dict[str, Any] = {"epoch": 1, "seen": [1, 2]}
+    state = {"meta": meta, "history": [0.5]}
+    own = RankLocalState(state, {})
+    data = own.take()
+    seen, history = meta["seen"], state["history"]
+    meta["epoch"] = 2
+    meta["seen"].append(3)
+    state["history"].append(0.25)
+    own.put_back(data)
+    assert state["meta"] is meta
+    assert meta["seen"] is seen
+    assert state["history"] is history
+    assert state == {"meta": {"epoch": 1, "seen": [1, 2]}, "history": [0.5]}
+
+
 def test_the_page_holds_two_iterations_for_a_neighbour() -> None:
     """Another process reads them by pid and descriptor; one that is being written is not there."""
     page = SharedBuffer.create()
