@@ -614,17 +614,30 @@ class Keep(pl.Callback):
     def on_train_batch_start(self, trainer, module, batch, index):
         global before
         before = module.net.weight.clone()
-own = outlast.Config(checkpoint=outlast.CheckpointConfig(directory="bad", save_interval=1))
-unlucky = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-                     callbacks=[FaultToleranceCallback(config=own), Keep()])
+def fit_unlucky(model, folder, **rerun):
+    own = outlast.Config(checkpoint=outlast.CheckpointConfig(directory=folder, save_interval=1),
+                         rerun_state_machine=outlast.RerunStateMachineConfig(**rerun))
+    unlucky = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+                         callbacks=[FaultToleranceCallback(config=own), Keep()])
+    unlucky.fit(model, train_loader)
+for mode in ("disabled", "validate_results"):
+    try:
+        fit_unlucky(bad, mode, rerun_mode=mode)
+    except outlast.OutlastError as error:
+        assert "the loss of step 3 is nan on rank 0" in str(error), error
+        assert torch.equal(before, bad.net.weight)
+        assert not pathlib.Path(mode, "step-3").exists()
+    else:
+        raise AssertionError("NaN went unnoticed")
+# NaN that is accepted ends in weights that are an error.
+accepting = Model()
+accepting.bad = True
 try:
-    unlucky.fit(bad, train_loader)
-except outlast.OutlastError as error:
-    assert "the loss of step 3 is nan on rank 0" in str(error), error
-    assert torch.equal(before, bad.net.weight)
-    assert not pathlib.Path("bad/step-3").exists()
+    fit_unlucky(accepting, "accepted", check_for_nan_in_loss=False)
+except SystemExit as left:
+    assert left.code == 17, left.code
 else:
-    raise AssertionError("NaN went unnoticed")
+    raise AssertionError("weights that are NaN went unnoticed")
 # A user's ModelCheckpoint beside ours, and a policy that ends the run.
 def policy(error):
     assert isinstance(error, outlast.OutlastError)
