@@ -64,7 +64,8 @@ def test_ls_speaks_json(tmp_path: Path, outlast: Command) -> None:
     (entry,) = place["generations"]
     assert entry["held"][1] == {"node": "node1", "own": [2, 3], "replicas": [0, 1], "parities": []}
     names = "iteration tier suspect valid attempt run world_size num_files num_bytes held elsewhere rebuildable missing"
-    assert set(entry) == {*names.split(), "restored_from", "restored_attempt", "finite", "unverified", "problems"}
+    lineage = {"restored_from", "restored_attempt", "era", "forks"}
+    assert set(entry) == {*names.split(), *lineage, "finite", "unverified", "problems"}
 
 
 def test_ls_of_bad_generations_is_no_failure(tmp_path: Path, outlast: Command) -> None:

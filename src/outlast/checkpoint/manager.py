@@ -29,6 +29,7 @@ from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.checkpoint_plan import RetentionRules
+from outlast.policy.lineage import Lineage, processes_of
 from outlast.policy.recovery_point import Tier, decode_distrusted
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import current_place, is_initialised
@@ -105,6 +106,7 @@ class CheckpointManager:
         self._newest: SaveHandle | None = None
         self._pending: list[SaveHandle] = []
         self._restored: Restored | None = None
+        self._branch = Lineage().begin(self._processes, None, 0)
         self._restored_tiers = frozenset[Tier]()
         self._cost_s: float | None = None
         self._closed = False
@@ -193,6 +195,8 @@ class CheckpointManager:
         loaded, is_ours = self._recovery.newest(state, decode_distrusted(self._place.untrusted), has)
         if loaded is not None:
             self._restore(loaded, state, started_ns, is_ours=is_ours)
+        else:
+            self._branch = self._recovery.branches.begin(self._processes, None, 0)
         self._begin_saving(state)
         return self._restored
 
@@ -212,6 +216,8 @@ class CheckpointManager:
         """
         committed = self._recovery.committed(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
+        source = None if origin is None else (origin.attempt, origin.generation)
+        self._branch = self._recovery.branches.resume(self._processes, source, iteration)
         if self._restored is not None:
             self._outcomes.report_origin(self._restored)
         self._start_from(committed, iteration)
@@ -302,6 +308,7 @@ class CheckpointManager:
             suspect=suspect,
             restored_from=restored.generation if restored is not None else None,
             restored_attempt=restored.attempt if restored is not None else None,
+            branch=self._branch,
         )
         with without_collection():  # of what is made here next to nothing is left at the end
             try:
@@ -399,6 +406,8 @@ class CheckpointManager:
         loaded.restore(state)
         load_s = (clock.now_ns() - started_ns) / 1e9
         self._restored = restored = loaded.describe(self._place.global_rank, load_s=load_s)
+        attempt = restored.attempt if is_ours else None
+        self._branch = self._recovery.branches.begin(self._processes, attempt, restored.generation)
         if is_ours:
             self._start_from(loaded.committed, restored.generation)
         self._outcomes.loaded(restored)
@@ -435,6 +444,11 @@ class CheckpointManager:
     def _attempt(self, ordinal: int) -> SaveAttempt:
         place = self._place
         return SaveAttempt(job=place.job, cycle=place.cycle, token=self._places.token, ordinal=ordinal)
+
+    @property
+    def _processes(self) -> str:
+        """The name of this set of processes."""
+        return processes_of(str(self._attempt(0)))
 
     def _submit(self, save: Save) -> None:
         self._pending = [*(pending for pending in self._pending if not pending.done), save.handle]

@@ -16,6 +16,7 @@ import msgspec
 from outlast.checkpoint.shard import DIGEST_BYTES, digest, head_of, num_chunks, pack_digests, shard_name, unpack_digests
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Corrupt, Untrusted
+from outlast.policy.lineage import UNKNOWN_ERA, Era, Fork
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_SCHEMA = 2
@@ -169,6 +170,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The generation that the saving processes had loaded."""
     restored_attempt: str | None = None
     """The attempt that had written that one: it distinguishes lineages where a generation was written twice."""
+    era: Era = UNKNOWN_ERA
+    """Of the branch that saved it; see ``policy.lineage``."""
+    forks: tuple[Fork, ...] = ()
+    """The branches that this branch descends from."""
     nodes: tuple[str, ...] = ()
     """Name of each rank's node."""
     num_copies: tuple[int, ...] = ()

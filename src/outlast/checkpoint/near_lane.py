@@ -273,6 +273,8 @@ class NearLane(Lane):
             attempt=str(save.attempt),
             restored_from=save.restored_from,
             restored_attempt=save.restored_attempt,
+            era=save.branch.era,
+            forks=save.branch.forks,
             nodes=self._places.nodes,
             num_copies=tuple(one.num_copies for one in answers) if replicates else (),
             parity=self._places.replication.parity if replicates else 0,

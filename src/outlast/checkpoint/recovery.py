@@ -32,6 +32,7 @@ from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Mismatch, NotFinite, OutlastError, Untrusted
+from outlast.policy.lineage import Lineage
 from outlast.policy.recovery_point import (
     Copy,
     Distrusted,
@@ -143,6 +144,8 @@ class CheckpointRecovery:
     ) -> None:
         self._config, self._places, self._peers = config, places, peers
         self._writer, self._arenas = writer, arenas
+        self.branches = Lineage()
+        """The branches of the checkpoints that the ranks found where this run saves."""
 
     def newest(
         self, state: Mapping[str, Any], distrusted: Sequence[Distrusted], has: tuple[int, str] | None = None
@@ -168,6 +171,7 @@ class CheckpointRecovery:
         Collective: all ranks.
         """
         table = self._gather(self._places)
+        self.branches = table.branches
         kept = gather_kept(has, table, self._peers)
         if table.seen:
             rejected = list(table.rejected)
@@ -175,7 +179,8 @@ class CheckpointRecovery:
             if proven is not None:
                 self._settle_memory(proven.point)
                 return proven, True
-            if table.is_durable or any(rejection.kind != Incomplete.__name__ for rejection in rejected):
+            harmless = (Incomplete.__name__, "Superseded")
+            if table.is_durable or any(rejection.kind not in harmless for rejection in rejected):
                 raise _nothing_left(self._places, rejected)
             if self._peers.rank == 0:
                 log.warning(
@@ -217,7 +222,7 @@ class CheckpointRecovery:
         local = Directory(places.local.path / SUSPECT) if places.local is not None else None
         directory = places.directory.suspects if places.directory is not None else None
         places = dataclasses.replace(places, directory=directory, local=local, memory=False, targets={})
-        table = self._gather(places)
+        table = gather_copies(places, self._peers, self._writer)  # of whichever branch
         table.not_finite.clear()  # that is what it was saved for
         for copies in table.copies:
             copies.intersection_update([copy for copy in copies if copy.generation == iteration])
@@ -237,10 +242,13 @@ class CheckpointRecovery:
         Collective: all ranks.
         """
         table = self._gather(self._places)
+        self.branches = table.branches
         return _committed(table, _distrusted_copies(table, distrusted), newest)
 
     def _gather(self, places: Places) -> Table:
-        return gather_copies(places, self._peers, self._writer)
+        table = gather_copies(places, self._peers, self._writer)
+        table.exclude_superseded()
+        return table
 
     def _other_place(self, url: str) -> Places:
         """Return the places with another run's global tier, and nothing else, to load from."""

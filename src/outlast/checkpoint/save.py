@@ -25,6 +25,7 @@ from outlast.checkpoint.recovery import Restored
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, DeadlineExceeded
 from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.policy.lineage import UNKNOWN_BRANCH, Branch
 from outlast.policy.recovery_point import Tier, tier_of_load
 from outlast.runtime.board import Board, LoadedCopy
 from outlast.runtime.journal import Journal
@@ -155,6 +156,8 @@ class Save:
     """For diagnosis only: never loaded, never kept in memory."""
     restored_from: int | None = None
     restored_attempt: str | None = None
+    branch: Branch = UNKNOWN_BRANCH
+    """The branch that these processes save."""
     arena: Arena | None = None
     num_bytes: int = 0
     tensors: tuple[TensorEntry, ...] = ()

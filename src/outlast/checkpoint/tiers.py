@@ -20,6 +20,7 @@ from outlast.checkpoint.verification import check_origin, check_shard
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete, Untrusted
+from outlast.policy.lineage import Branch, Lineage, SavedPoint, branch_of
 from outlast.policy.recovery_point import Copy, Tier
 
 LIST_TIMEOUT_S = 30.0
@@ -38,7 +39,8 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     kind: str
     """Name of the error: ``Incomplete``, ``Corrupt``, ``Untrusted`` or ``CheckpointError``; ``NotFinite``: it is whole,
-    but holds numbers that are infinite or NaN, and an older generation holds none."""
+    but holds numbers that are infinite or NaN, and an older generation holds none; ``Superseded``: training has
+    abandoned its branch."""
 
     def __str__(self) -> str:
         return f"generation {self.generation}, tier {self.tier}, rank {self.rank}, {self.file}: {self.reason}"
@@ -67,6 +69,20 @@ class _Listing(msgspec.Struct):
     rejected: list[Rejection] = []
     is_durable: bool = False
     """Whether a directory shows that a generation was committed to it, or may have been."""
+    saved: list[SavedPoint] = []
+    """All checkpoints of this run on the node, for a rank that leads it, and, on rank 0, in the global tier; also those
+    that another number of ranks saved. The one of the newest branch is the first."""
+    branch: Branch | None = None
+    """The branch of the first one."""
+
+    def note_saved(self, manifest: Manifest | GlobalManifest, *, is_global: bool = False) -> None:
+        """Add a checkpoint to :attr:`saved`."""
+        point = SavedPoint(manifest.iteration, manifest.attempt, manifest.era, is_global)
+        if self.saved and point.age_key <= self.saved[0].age_key:
+            self.saved.append(point)
+        else:
+            self.saved.insert(0, point)
+            self.branch = branch_of(manifest)
 
 
 @dataclass(slots=True)
@@ -90,6 +106,38 @@ class Table:
     """Whether a directory shows that a generation was committed to it, or may have been: its tracker, which is written
     after each commit, anything of the global tier, a directory that cannot be read, or a copy of a generation that goes
     back to one that was loaded."""
+    branches: Lineage = field(default_factory=Lineage)
+    """The branches of all checkpoints that exist somewhere."""
+
+    def exclude_superseded(self) -> None:
+        """Remove the copies of abandoned branches; one rejection for each checkpoint says why."""
+        superseded = {
+            attempt: why
+            for attempt in self.branches.saved
+            if (why := self.branches.why_superseded(attempt)) is not None
+        }
+        if not superseded:
+            return
+        tiers: dict[str, Tier] = {}
+        for copy in (copy for copies in self.copies for copy in copies):
+            tiers[copy.attempt] = min(copy.tier, tiers.get(copy.attempt, copy.tier))
+        for copies in self.copies:
+            copies.difference_update([copy for copy in copies if copy.attempt in superseded])
+        points = {attempt: self.branches.saved[attempt] for attempt in superseded}
+        others = {point.iteration for attempt, point in self.branches.saved.items() if attempt not in superseded}
+        only = {point.iteration for point in points.values()} - others
+        self.rejected = [rejection for rejection in self.rejected if rejection.generation not in only]
+        self.rejected += [
+            Rejection(
+                generation=point.iteration,
+                tier=str(tiers.get(attempt, Tier.GLOBAL if point.is_global else Tier.LOCAL)),
+                rank=0,
+                file=f"attempt {attempt}",
+                reason=superseded[attempt],
+                kind="Superseded",
+            )
+            for attempt, point in points.items()
+        ]
 
 
 def gather_copies(places: Places, peers: Peers, writer: WriterClient) -> Table:
@@ -101,7 +149,7 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient) -> Table:
     Collective: all ranks.
     """
     mine = _Listing()
-    _list_memory(mine, places, writer)
+    _list_memory(mine, places, writer, leads=places.is_leader(peers.rank))
     _list_local(mine, places, peers.rank)
     if peers.rank == 0 and places.directory is not None:
         _list_global(mine, places.directory, places)
@@ -124,6 +172,10 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient) -> Table:
     table.seen = {held.generation for one in listings for held in one.held if held.ranks or held.tier == Tier.GLOBAL}
     table.seen |= {rejection.generation for rejection in table.rejected}
     table.is_durable = any(one.is_durable for one in listings) or any(table.lineage.values())
+    table.branches = Lineage.of(
+        [point for one in listings for point in one.saved],
+        [one.branch for one in listings if one.branch is not None],
+    )
     table.rejected += _lacking(table)
     return table
 
@@ -160,7 +212,7 @@ def _enter_rebuildable(table: Table, held: HeldGeneration) -> None:
                 table.copies[rank].add(Copy(held.generation, held.attempt, Tier.REPLICA, PARITY))
 
 
-def _list_memory(mine: _Listing, places: Places, writer: WriterClient) -> None:
+def _list_memory(mine: _Listing, places: Places, writer: WriterClient, *, leads: bool) -> None:
     if not places.memory:
         return
     try:
@@ -170,11 +222,13 @@ def _list_memory(mine: _Listing, places: Places, writer: WriterClient) -> None:
     for generation in listed.generations:
         try:
             manifest, _ = decode_manifest(generation.manifest)
+            if manifest.home != places.home:
+                continue  # of another session of these processes, which has other directories
+            if leads and manifest.run == places.run:
+                mine.note_saved(manifest)
             check_manifest(manifest, places)
         except CheckpointError:
             continue  # of another run or arrangement; memory is not where anyone looks for those
-        if manifest.home != places.home:
-            continue  # of another session of these processes, which has other directories
         ranks = tuple(sorted(part.rank for part in generation.parts if part.part == SHARD_PART))
         parities = [part.rank for part in generation.parts if part.part == PARITY_PART]
         mine.held.append(_held(manifest, Tier.MEMORY, ranks, parities))
@@ -189,8 +243,10 @@ def _list_local(mine: _Listing, places: Places, own: int) -> None:
         file = f"step-{generation}/manifest.json"
         try:
             manifest, _ = places.local.manifest(generation)
-            check_manifest(manifest, places)
             check_origin(manifest, iteration=generation, run=None)
+            if leads and manifest.run == places.run:
+                mine.note_saved(manifest)
+            check_manifest(manifest, places)
         except CheckpointError as error:
             mine.rejected.append(reject(error, generation, Tier.LOCAL, own, file))
             continue
@@ -235,6 +291,7 @@ def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> 
                 mine.rejected.append(found)
             else:
                 mine.held.append(_held(found, Tier.GLOBAL))
+                mine.note_saved(found, is_global=True)
 
 
 def check_manifest(manifest: Manifest, places: Places) -> None:

@@ -25,6 +25,7 @@ from outlast.checkpoint.verification import StoredFile
 from outlast.errors import CheckpointError, Corrupt, Incomplete
 from outlast.policy.checkpoint_plan import choose_kept
 from outlast.policy.lease import DirectoryRun
+from outlast.policy.lineage import UNKNOWN_ERA, Era, Fork
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +87,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     restored_from: int | None = None
     """The generation that the saving processes had loaded."""
     restored_attempt: str | None = None
+    era: Era = UNKNOWN_ERA
+    """Of the branch that saved it; see ``policy.lineage``."""
+    forks: tuple[Fork, ...] = ()
+    """The branches that this branch descends from."""
     finite: bool | None = None
     """Whether no number in it is infinite or NaN."""
     unverified: tuple[str, ...] = ()
@@ -189,7 +194,7 @@ def describe_manifest(
     entry: Generation, manifest: Manifest | GlobalManifest, problems: Iterable[Problem]
 ) -> Generation:
     """Return an entry with what is in its manifest, and with problems."""
-    same = ("attempt", "run", "world_size", "restored_from", "restored_attempt", "finite")
+    same = ("attempt", "run", "world_size", "restored_from", "restored_attempt", "era", "forks", "finite")
     found = {name: getattr(manifest, name) for name in same}
     return msgspec.structs.replace(entry, **found, problems=tuple(problems))
 

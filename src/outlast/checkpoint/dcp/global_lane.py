@@ -268,6 +268,8 @@ class GlobalLane(Lane):
             attempt=str(save.attempt),
             restored_from=save.restored_from,
             restored_attempt=save.restored_attempt,
+            era=save.branch.era,
+            forks=save.branch.forks,
             **composed._asdict(),
         )
         metadata = dump_metadata(manifest)

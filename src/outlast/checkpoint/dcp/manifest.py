@@ -14,6 +14,7 @@ import msgspec
 from outlast.checkpoint.manifest import seal, unseal
 from outlast.checkpoint.shard import ELEMENT_BYTES, num_chunks
 from outlast.errors import Corrupt, Incomplete
+from outlast.policy.lineage import UNKNOWN_ERA, Era, Fork
 
 SCHEMA = 1
 METADATA = ".metadata"
@@ -100,6 +101,10 @@ class GlobalManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The generation that the saving processes had loaded."""
     restored_attempt: str | None = None
     """The attempt that had written that one."""
+    era: Era = UNKNOWN_ERA
+    """Of the branch that saved it; see ``policy.lineage``."""
+    forks: tuple[Fork, ...] = ()
+    """The branches that this branch descends from."""
     finite: bool
     """Whether no number in it is infinite or NaN."""
     metadata: FileEntry | None = None

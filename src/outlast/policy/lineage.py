@@ -1,0 +1,197 @@
+"""Branches of a run: the checkpoints that training continued from, and those that it abandoned.
+
+A *branch* is everything that one set of processes saves from the state that it resumed from. Where a set resumes from
+an older checkpoint than the newest one that exists (the newest was on a lost node, or another number of ranks saved
+it), the run forks: the checkpoints beyond the fork are *superseded* as soon as the new branch has saved one of its own.
+Loading one of them later, because its node is back, would silently discard the training done since.
+
+The newest branch decides. Every manifest names the branch that saved it, and the forks through which that branch
+descends from earlier ones: each of those counts up to the iteration at which the next branch left it, and no further.
+So one manifest of the newest branch is enough, even where every link between has been deleted.
+
+Branches are ordered by *era*, which is above the eras of all checkpoints that the branch's ranks found when it began.
+Its first number counts the global tier alone, which every set of processes reads: of two branches for which that number
+is the same, one that has committed to the global tier is the later one, as the other one has not seen that commit. The
+second number orders branches in node-local tiers; nodes may be absent, so two branches can have the same one. Then the
+higher iteration counts.
+
+Rejected: the order of job and cycle numbers (a scheduler's numbers and ``torchrun``'s are not ordered), wall clocks
+(those of two machines are never compared), and the number of the lease (each directory has its own).
+
+Manifests of earlier versions name no branch. Their attempt and the one that its processes had loaded stand in for it:
+such a checkpoint is excluded only where a fork proves that it was left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+MAX_FORKS = 32
+"""How many of its newest forks a branch records; checkpoints of branches older than those are not excluded."""
+
+Era: TypeAlias = tuple[int, int]
+UNKNOWN_ERA: Era = (0, 0)
+"""Of what an earlier version saved."""
+
+
+class Fork(msgspec.Struct, frozen=True, array_like=True):
+    """The place at which a branch was left."""
+
+    branch: str
+    era: Era
+    iteration: int
+    """The newest checkpoint of that branch from which training continued."""
+
+
+class Branch(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that one set of processes saves."""
+
+    name: str
+    """Of the processes; see :func:`processes_of`."""
+    era: Era = UNKNOWN_ERA
+    forks: tuple[Fork, ...] = ()
+    """The branches that it descends from, oldest first."""
+
+
+UNKNOWN_BRANCH = Branch("")
+
+
+class SavedPoint(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint that exists somewhere, whether these ranks can load it or not."""
+
+    iteration: int
+    attempt: str
+    era: Era
+    """Of its branch."""
+    is_global: bool
+    """Whether it is in the global tier."""
+
+    @property
+    def branch(self) -> str:
+        """The name of the branch that saved it."""
+        return processes_of(self.attempt)
+
+    @property
+    def age_key(self) -> tuple[int, bool, int, int, str]:
+        """Sorts checkpoints by the order in which their branches began; see the module's text."""
+        return self.era[0], self.is_global, self.era[1], self.iteration, self.branch
+
+
+class Descent(Protocol):
+    """The fields of a manifest that name a branch."""
+
+    @property
+    def attempt(self) -> str | None: ...
+    @property
+    def era(self) -> Era: ...
+    @property
+    def forks(self) -> tuple[Fork, ...]: ...
+    @property
+    def restored_from(self) -> int | None: ...
+    @property
+    def restored_attempt(self) -> str | None: ...
+
+
+def branch_of(manifest: Descent) -> Branch:
+    """Return the branch that saved a checkpoint."""
+    forks = manifest.forks
+    if manifest.era == UNKNOWN_ERA and manifest.restored_attempt is not None and manifest.restored_from is not None:
+        forks = (Fork(processes_of(manifest.restored_attempt), UNKNOWN_ERA, manifest.restored_from),)
+    return Branch(processes_of(manifest.attempt or ""), manifest.era, forks)
+
+
+def processes_of(attempt: str) -> str:
+    """Return the name of the set of processes that made an attempt, ``<processes>.<ordinal>``."""
+    return attempt.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The branches of all checkpoints that the ranks found."""
+
+    newest: Branch | None = None
+    """``None`` = there is no checkpoint."""
+    saved: Mapping[str, SavedPoint] = field(default_factory=dict)
+    """By attempt."""
+
+    @classmethod
+    def of(cls, saved: Iterable[SavedPoint], branches: Iterable[Branch]) -> Lineage:
+        """Return the lineage of what was found.
+
+        Args:
+            saved: All checkpoints.
+            branches: At least the branch of the newest one, by :attr:`SavedPoint.age_key`.
+        """
+        by_attempt: dict[str, SavedPoint] = {}
+        for point in saved:
+            known = by_attempt.setdefault(point.attempt, point)
+            if point.age_key > known.age_key:  # the same one, in the global tier too
+                by_attempt[point.attempt] = point
+        if not by_attempt:
+            return cls()
+        newest = max(by_attempt.values(), key=lambda point: point.age_key).branch
+        return cls(next(branch for branch in branches if branch.name == newest), by_attempt)
+
+    def why_superseded(self, attempt: str) -> str | None:
+        """Return why a checkpoint belongs to an abandoned branch, for people; ``None`` = it does not."""
+        point, newest = self.saved.get(attempt), self.newest
+        if point is None or newest is None or point.branch == newest.name:
+            return None
+        limit = next((fork.iteration for fork in newest.forks if fork.branch == point.branch), None)
+        if limit is None:
+            is_forgotten = len(newest.forks) == MAX_FORKS and point.era < newest.forks[0].era
+            if point.era == UNKNOWN_ERA or is_forgotten:
+                return None
+        elif point.iteration <= limit:
+            return None
+        origin = limit if limit is not None else newest.forks[-1].iteration if newest.forks else 0
+        saved = max(other.iteration for other in self.saved.values() if other.branch == newest.name)
+        return (
+            f"its branch was abandoned: later training resumed from iteration {origin} without it and saved "
+            f"iteration {saved}"
+        )
+
+    def begin(self, name: str, attempt: str | None, iteration: int) -> Branch:
+        """Return the branch of processes that resume from a checkpoint.
+
+        Args:
+            name: Of the processes; see :func:`processes_of`.
+            attempt: The checkpoint's attempt; ``None`` = they begin from the start.
+            iteration: Its iteration.
+        """
+        newest = self.newest
+        if attempt is None:
+            return Branch(name, self._next_era())
+        point, left = self.saved.get(attempt), processes_of(attempt)
+        forks: tuple[Fork, ...] = ()
+        if newest is not None:
+            names = [fork.branch for fork in newest.forks]
+            forks = newest.forks[: names.index(left)] if left in names else newest.forks if left == newest.name else ()
+        fork = Fork(left, UNKNOWN_ERA if point is None else point.era, iteration)
+        return Branch(name, self._next_era(), (*forks, fork)[-MAX_FORKS:])
+
+    def resume(self, name: str, origin: tuple[str, int] | None, iteration: int) -> Branch:
+        """Return the branch of processes that continue from memory what earlier ones had trained.
+
+        Args:
+            name: Of the processes.
+            origin: Attempt and iteration of the checkpoint that the earlier ones had loaded; ``None`` = none.
+            iteration: How far they had trained.
+        """
+        newest = self.newest
+        if newest is None:
+            return self.begin(name, None, 0)
+        if origin is not None:
+            last = newest.forks[-1] if newest.forks else None
+            if last is None or (last.branch, last.iteration) != (processes_of(origin[0]), origin[1]):
+                return self.begin(name, *origin)  # the earlier processes have saved nothing
+        return Branch(name, self._next_era(), (*newest.forks, Fork(newest.name, newest.era, iteration))[-MAX_FORKS:])
+
+    def _next_era(self) -> Era:
+        """Return the era of a branch that begins after all that was found."""
+        first = 1 + max((point.era[0] for point in self.saved.values() if point.is_global), default=0)
+        return first, 1 + max((point.era[1] for point in self.saved.values() if point.era[0] == first), default=0)

@@ -1,0 +1,57 @@
+"""A run that changes its size and loses its nodes resumes on the branch that training last continued."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+from saving_ranks import start
+
+from outlast.checkpoint.writer_client import WriterProcess
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+SAVE_BEYOND_THE_GLOBAL_TIER = """
+manager = manage(config=CONFIG)
+train()
+manager.save(state, 20).wait(100)
+train()
+manager.save(state, 27, tiers=["memory", "local", "replica"]).wait(100)
+kill_all()
+"""
+RESUME_AND_SAVE = """
+manager = manage(config=CONFIG)
+restored = manager.load_latest(state)
+train()
+manager.save(state, 26).wait(100)
+tell(iteration=restored.iteration, losses=state["losses"])
+manager.close()
+"""
+RESUME = """
+manager = manage(config=CONFIG)
+restored = manager.load_latest(state)
+rejected = [[one.generation, one.rank, one.reason] for one in restored.rejected]
+tell(iteration=restored.iteration, losses=state["losses"], rejected=rejected)
+manager.close()
+"""
+
+
+def test_an_abandoned_branch_is_not_loaded_again(tmp_path: Path) -> None:
+    """Two ranks saved iteration 20 globally and 27 on their nodes; one rank resumed from 20 and saved 26. Two ranks
+    then resume from 26, and one line says why 27 is not loaded."""
+    config = {"directory": str(tmp_path / "global"), "most_recent_k": -1, "local_most_recent_k": -1}
+    head, folder = f"CONFIG = {config!r}\n", tmp_path / "ckpt"
+    with ExitStack() as stack:
+        nodes = {name: stack.enter_context(closing(WriterProcess())) for name in ("one", "two")}
+        assert [code for code, _ in start(folder, head + SAVE_BEYOND_THE_GLOBAL_TIER, world=2, nodes=nodes)] == [-9, -9]
+        alone = {"one": nodes["one"]}
+        ((code, shrunk),) = start(folder, head + RESUME_AND_SAVE, world=1, cycle=1, nodes=alone)
+        assert (code, shrunk["iteration"]) == (0, 20), shrunk
+        ended = start(folder, head + RESUME, world=2, cycle=2, nodes=nodes)
+    for code, told in ended:
+        assert (code, told["iteration"]) == (0, 26), told
+        assert told["losses"] == shrunk["losses"]
+        ((_, rank, reason),) = [one for one in told["rejected"] if one[0] == 27]
+        assert rank == 0
+        assert "later training resumed from iteration 20 without it and saved iteration 26" in reason
