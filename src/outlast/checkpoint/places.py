@@ -12,13 +12,16 @@ import hashlib
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from outlast import clock
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryRefused, look_at
@@ -37,6 +40,7 @@ from outlast.runtime.addresses import own_address
 from outlast.runtime.process_groups import Group, find_first, gather_bytes
 from outlast.runtime.processes import this_process, this_program
 from outlast.runtime.run_key import accept_offer, make_offer
+from outlast.wording import count
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,6 +49,11 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 SERVE_TIMEOUT_S = 30.0
 _PROBE_BYTES = 64 * 1024
+SAME_VIEW_S = 10.0
+"""Seconds in which every node has to see what another node wrote to the global tier: a mount may come late."""
+_LOOK_S = 0.1
+MAX_NAMED = 3
+"""Nodes that an error names."""
 
 
 class Peers:
@@ -208,6 +217,8 @@ class _RankView(msgspec.Struct, kw_only=True):
     port: int = 0
     error: str | None = None
     global_error: str | None = None
+    lacks_probe: bool = False
+    """This node does not see the file that rank 0 has written to the global tier."""
 
 
 def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, writer: WriterClient) -> Places:
@@ -233,23 +244,33 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
     drawn = [data.decode().split(" ") for data in peers.gather(offered.encode())]
     (token, _, home), secret = drawn[0], _replication_key(config, [offer for _, offer, _ in drawn])
     probe = local.path / f".probe-{token}-{peers.rank}" if local is not None else None
+    shared = Path(directory.url) / f".probe-{token}" if directory is not None and not directory.is_remote else None
     replicates = config.replication is not False and can_hold and peers.world_size > 1
-    problem = ""
+    problem, global_error = "", None
     try:
         try:
             if local is not None and probe is not None:
-                local.path.mkdir(parents=True, exist_ok=True)
                 _write_probe(probe)
         except OSError as error:
             problem = f"local_directory={config.local_directory}: {error.strerror or error}"
+        try:
+            if shared is not None and peers.rank == 0:
+                _write_probe(shared)
+        except OSError as error:
+            global_error = str(error)
         _raise(peers.find_first(problem))
         key = secret if replicates else None
-        seen, seen_local, seen_global = _look(directory, local, token, home, place, peers, writer, key)
+        seen, seen_local, seen_global = _look(directory, local, token, home, place, peers, writer, key, global_error)
+        seen.lacks_probe = shared is not None and place.local_rank == 0 and not os.path.exists(shared)
         everyone = [from_json(data, _RankView) for data in peers.gather(msgspec.json.encode(seen))]
+        if shared is not None and everyone[0].global_error is None and any(one.lacks_probe for one in everyone):
+            looks = partial(os.path.exists, shared) if place.local_rank == 0 else None
+            _agree_view(f"directory={config.directory}", shared.parent, peers, looks, node=place.node)
     finally:
-        if probe is not None:
-            with contextlib.suppress(OSError):
-                probe.unlink(missing_ok=True)
+        for path in (probe, shared if peers.rank == 0 else None):
+            if path is not None:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
     _raise(next((one.error for one in everyone if one.error), ""))
     nodes = _name_nodes(everyone, by_folder=local is not None)
     leaders = tuple(_firsts(nodes))
@@ -292,17 +313,13 @@ def _look(
     peers: Peers,
     writer: WriterClient,
     secret: bytes | None,
+    global_error: str | None,
 ) -> tuple[_RankView, DirectoryContent | None, DirectoryContent | None]:
     """Return what all ranks have to know of what this one sees, and what lies in the local and the global tier."""
-    view = _RankView(node=place.node, ranks=[peers.rank])
+    view = _RankView(node=place.node, ranks=[peers.rank], global_error=global_error)
     seen_local, seen_global = None, None
-    if directory is not None and peers.rank == 0:
+    if directory is not None and peers.rank == 0 and global_error is None:
         try:
-            if not directory.is_remote:
-                probe = Path(directory.url) / f".probe-{token}"
-                probe.parent.mkdir(parents=True, exist_ok=True)
-                _write_probe(probe)
-                probe.unlink()
             looked = look_at(directory)
             view.far = _evidence(looked, directory.named_runs())
             view.generations.update(looked.generations)
@@ -329,6 +346,80 @@ def _look(
     except (OSError, OutlastError) as error:
         view.error = f"rank {peers.rank}: {error}"  # which ends the start on all ranks
     return view, seen_local, seen_global
+
+
+def _agree_view(setting: str, path: Path, peers: Peers, sees: Callable[[], bool] | None, *, node: str) -> None:
+    """Wait until all nodes see the same directory.
+
+    A mount that is missing on one node leaves an empty directory there. If rank 0 saw that one, training would begin
+    again from the start next to the checkpoints that the other nodes see; if another rank did, no save would succeed.
+
+    Args:
+        setting: Names the directory, for people.
+        path: The directory.
+        peers: The ranks.
+        sees: Returns whether this node sees what another node sees there; ``None`` = another rank of the node does.
+        node: This node.
+
+    Raises:
+        ConfigError: A node has another directory of that name.
+        PeerLost: A peer left.
+
+    Collective: all ranks.
+    Blocks: up to :data:`SAME_VIEW_S`, plus the time of a look into the directory.
+    """
+    end_ns, view = clock.now_ns() + int(SAME_VIEW_S * 1e9), ("", True)
+    if sees is not None:
+        while not (is_same := sees()) and clock.now_ns() < end_ns:
+            time.sleep(_LOOK_S)
+        view = f"node {node} sees {_describe_content(path)} in {path}", is_same
+    views = [from_json(data, tuple[str, bool]) for data in peers.gather(msgspec.json.encode(view))]
+    others = [text for text, is_same in views if not is_same]
+    if others:
+        more = f"; and {count(len(others) - MAX_NAMED, 'more node')}" if len(others) > MAX_NAMED else ""
+        seen = next((text for text, is_same in views if text and is_same), "")
+        raise ConfigError(
+            f"{setting} is not the same on all nodes: {'; '.join(filter(None, [seen, *others[:MAX_NAMED]]))}{more}; "
+            "mount the same file system on all of them, or name a directory that all of them share"
+        )
+
+
+def agree_source(url: str, directory: GlobalDirectory, places: Places, peers: Peers) -> None:
+    """Check that a directory that this run only loads from holds checkpoints on all nodes or on none.
+
+    Raises:
+        ConfigError: Some nodes see checkpoints there, and some do not.
+        PeerLost: A peer left.
+
+    Collective: all ranks.
+    Blocks: up to :data:`SAME_VIEW_S` where the nodes differ.
+    """
+    if directory.is_remote:
+        return
+
+    def has_any() -> bool:
+        try:
+            return bool(directory.generations())
+        except (CheckpointError, OSError):
+            return False
+
+    looks = places.is_leader(peers.rank)
+    views = set(peers.gather(str(int(has_any())).encode() if looks else b"")) - {b""}
+    if len(views) > 1:
+        _agree_view(f"load={url}", Path(directory.url), peers, has_any if looks else None, node=places.node)
+
+
+def _describe_content(path: Path) -> str:
+    """Return which checkpoints a node sees in a directory, for people."""
+    try:
+        iterations = GlobalDirectory.open(path).generations()
+    except (CheckpointError, OSError) as error:
+        return f"no directory ({error})"
+    if not iterations:
+        return "no checkpoint"
+    first, last = iterations[-1], iterations[0]
+    which = f"iteration {last}" if first == last else f"iterations {first} to {last}"
+    return f"{count(len(iterations), 'checkpoint')} ({which})"
 
 
 def _evidence(seen: DirectoryContent, runs: Iterator[str]) -> RunEvidence:
@@ -393,6 +484,7 @@ def _write_probe(path: Path) -> None:
     Raises:
         OSError: The folder cannot be written, or its disk is full.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(path, "wb") as file:
             file.write(bytes(_PROBE_BYTES))

@@ -24,7 +24,7 @@ from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.manifest import CopyKey
-from outlast.checkpoint.places import Committed, Peers, Places
+from outlast.checkpoint.places import Committed, Peers, Places, agree_source
 from outlast.checkpoint.restore import OPEN_TIMEOUT_S, CopyProver, ProvenCopy
 from outlast.checkpoint.state import OtherLayout
 from outlast.checkpoint.tiers import PARITY, Rejection, Table, gather_copies, reject
@@ -253,6 +253,7 @@ class CheckpointRecovery:
     def _other_place(self, url: str) -> Places:
         """Return the places with another run's global tier, and nothing else, to load from."""
         directory = GlobalDirectory.open(url)
+        agree_source(url, directory, self._places, self._peers)
         run = ""
         if self._peers.rank == 0:
             try:
