@@ -169,7 +169,9 @@ class CheckpointManager:
             self._note_refused(error)
             raise error
 
-    def load_latest(self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None) -> Restored | None:
+    def load_latest(
+        self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None, is_used: bool = True
+    ) -> Restored | None:
         """Load the newest generation that every rank can prove, each rank's part from the nearest tier.
 
         Args:
@@ -177,6 +179,7 @@ class CheckpointManager:
                 values are replaced in their mapping. Nothing is touched before all ranks have agreed.
             has: Iteration and attempt that this rank's ``state`` is exactly, random numbers aside. If the other ranks
                 can load, or have, that generation and none newer, nothing of this rank is read or touched.
+            is_used: Whether training continues from it; otherwise nothing is reported before :meth:`report_used`.
 
         Returns:
             What was loaded; ``None`` when there is no generation at all.
@@ -194,11 +197,24 @@ class CheckpointManager:
         started_ns = clock.now_ns()
         loaded, is_ours = self._recovery.newest(state, decode_distrusted(self._place.untrusted), has)
         if loaded is not None:
-            self._restore(loaded, state, started_ns, is_ours=is_ours)
+            self._restore(loaded, state, started_ns, is_ours=is_ours, is_used=is_used)
         else:
             self._branch = self._recovery.branches.begin(self._processes, None, 0)
         self._begin_saving(state)
         return self._restored
+
+    def report_used(self, suspect_window: int) -> None:
+        """Report that training continues from what :meth:`load_latest` returned with ``is_used`` off.
+
+        Args:
+            suspect_window: Iterations in which an invalid result casts doubt on it.
+        """
+        if self._restored is not None:
+            self._outcomes.loaded(self._restored, suspect_window=suspect_window)
+
+    def report_leaving(self, iteration: int, exit_code: int) -> None:
+        """Report that this process is about to end with an exit code, having done so many optimizer steps."""
+        self._outcomes.leaving(iteration, exit_code)
 
     def go_on(self, state: Mapping[str, Any], iteration: int, origin: Restored | None) -> None:
         """Go on from a state that all ranks have in memory already, instead of loading one.
@@ -402,7 +418,15 @@ class CheckpointManager:
         """Take note of why no save can succeed. Thread: any."""
         self._outcomes.refusal = error
 
-    def _restore(self, loaded: ProvenGeneration, state: Mapping[str, Any], started_ns: int, *, is_ours: bool) -> None:
+    def _restore(
+        self,
+        loaded: ProvenGeneration,
+        state: Mapping[str, Any],
+        started_ns: int,
+        *,
+        is_ours: bool,
+        is_used: bool = True,
+    ) -> None:
         loaded.restore(state)
         load_s = (clock.now_ns() - started_ns) / 1e9
         self._restored = restored = loaded.describe(self._place.global_rank, load_s=load_s)
@@ -410,7 +434,9 @@ class CheckpointManager:
         self._branch = self._recovery.branches.begin(self._processes, attempt, restored.generation)
         if is_ours:
             self._start_from(loaded.committed, restored.generation)
-        self._outcomes.loaded(restored)
+        self._outcomes.skipped(restored)
+        if is_used:
+            self._outcomes.loaded(restored)
 
     def _start_from(self, committed: Committed, iteration: int) -> None:
         """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""
