@@ -60,6 +60,8 @@ class CheckpointManager:
     Thread: that of the training loop, for all methods.
     """
 
+    _reports_loads = True
+
     def __init__(self, config: CheckpointConfig) -> None:
         self._open(config, current_place(), None)
 
@@ -169,9 +171,7 @@ class CheckpointManager:
             self._note_refused(error)
             raise error
 
-    def load_latest(
-        self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None, is_used: bool = True
-    ) -> Restored | None:
+    def load_latest(self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None) -> Restored | None:
         """Load the newest generation that every rank can prove, each rank's part from the nearest tier.
 
         Args:
@@ -179,7 +179,6 @@ class CheckpointManager:
                 values are replaced in their mapping. Nothing is touched before all ranks have agreed.
             has: Iteration and attempt that this rank's ``state`` is exactly, random numbers aside. If the other ranks
                 can load, or have, that generation and none newer, nothing of this rank is read or touched.
-            is_used: Whether training continues from it; otherwise nothing is reported before :meth:`report_used`.
 
         Returns:
             What was loaded; ``None`` when there is no generation at all.
@@ -197,24 +196,11 @@ class CheckpointManager:
         started_ns = clock.now_ns()
         loaded, is_ours = self._recovery.newest(state, decode_distrusted(self._place.untrusted), has)
         if loaded is not None:
-            self._restore(loaded, state, started_ns, is_ours=is_ours, is_used=is_used)
+            self._restore(loaded, state, started_ns, is_ours=is_ours)
         else:
             self._branch = self._recovery.branches.begin(self._processes, None, 0)
         self._begin_saving(state)
         return self._restored
-
-    def report_used(self, suspect_window: int) -> None:
-        """Report that training continues from what :meth:`load_latest` returned with ``is_used`` off.
-
-        Args:
-            suspect_window: Iterations in which an invalid result casts doubt on it.
-        """
-        if self._restored is not None:
-            self._outcomes.loaded(self._restored, suspect_window=suspect_window)
-
-    def report_leaving(self, iteration: int, exit_code: int) -> None:
-        """Report that this process is about to end with an exit code, having done so many optimizer steps."""
-        self._outcomes.leaving(iteration, exit_code)
 
     def go_on(self, state: Mapping[str, Any], iteration: int, origin: Restored | None) -> None:
         """Go on from a state that all ranks have in memory already, instead of loading one.
@@ -418,15 +404,7 @@ class CheckpointManager:
         """Take note of why no save can succeed. Thread: any."""
         self._outcomes.refusal = error
 
-    def _restore(
-        self,
-        loaded: ProvenGeneration,
-        state: Mapping[str, Any],
-        started_ns: int,
-        *,
-        is_ours: bool,
-        is_used: bool = True,
-    ) -> None:
+    def _restore(self, loaded: ProvenGeneration, state: Mapping[str, Any], started_ns: int, *, is_ours: bool) -> None:
         loaded.restore(state)
         load_s = (clock.now_ns() - started_ns) / 1e9
         self._restored = restored = loaded.describe(self._place.global_rank, load_s=load_s)
@@ -435,7 +413,7 @@ class CheckpointManager:
         if is_ours:
             self._start_from(loaded.committed, restored.generation)
         self._outcomes.skipped(restored)
-        if is_used:
+        if self._reports_loads:
             self._outcomes.loaded(restored)
 
     def _start_from(self, committed: Committed, iteration: int) -> None:
@@ -570,6 +548,25 @@ class CheckpointManager:
         """Give up what is not committed yet and end the lanes' threads; return whether they ended in time."""
         ended = self._near.stop(timeout_s)
         return (self._global is None or self._global.stop(timeout_s)) and ended
+
+
+class ReadingManager(CheckpointManager):
+    """A manager whose :meth:`load_latest` only reads; its caller reports whether training continues from the result."""
+
+    _reports_loads = False
+
+    def report_used(self, suspect_window: int) -> None:
+        """Report that training continues from what :meth:`load_latest` returned.
+
+        Args:
+            suspect_window: Iterations in which an invalid result casts doubt on it.
+        """
+        if self._restored is not None:
+            self._outcomes.loaded(self._restored, suspect_window=suspect_window)
+
+    def report_leaving(self, iteration: int, exit_code: int) -> None:
+        """Report that this process is about to end with an exit code, having done so many optimizer steps."""
+        self._outcomes.leaving(iteration, exit_code)
 
 
 def device_of(flat: FlatState) -> torch.device | None:
