@@ -1,4 +1,9 @@
-"""Messages and files to values of a type: the only place that has msgspec look into a type.
+"""Messages and files to values of a type: the only module that decodes bytes, and that has msgspec look into a type.
+
+Bytes may come from another user, a damaged disk or an attacker. Decoding returns a value or raises
+``msgspec.DecodeError``, whatever the bytes are; :func:`read_file` returns the bytes of a regular file of a limited size
+or raises ``OSError``. Nesting is limited here: by the interpreter's recursion limit or, in a process that raised this
+limit beyond what a thread's stack can take, by :data:`MAX_DEPTH`.
 
 When msgspec first meets a type it looks into it, and other threads run meanwhile. Two threads that begin with the same
 type, or with two that share a part, end the process with SIGSEGV (msgspec 0.22). So types are prepared here, by one
@@ -7,31 +12,75 @@ thread at a time, and never while the process forks; decoding itself needs no lo
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import re
+import stat
+import sys
 import threading
+from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import msgspec
 
 T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
+
+MAX_DEPTH = 1000
+"""Nesting that is decoded in a process whose recursion limit does not protect its stack."""
+MAX_FILE_BYTES = 1 << 30
+"""Limit of a file that is read as a whole."""
+_READ_BYTES = 1 << 23
+_SAFE_RECURSION_LIMIT = 5000
+"""A thread's stack of 8 MiB has room for four times as many nested values."""
 
 _preparing = threading.RLock()
 os.register_at_fork(before=_preparing.acquire, after_in_parent=_preparing.release, after_in_child=_preparing.release)
 
 
-@cache
-def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    """Return the decoder of a type; the same for every caller."""
-    with _preparing:
-        return msgspec.json.Decoder(kind)
+class Decoder(Generic[T]):
+    """Decode values of one type.
+
+    Args:
+        decode: Decodes bytes.
+        is_too_deep: Whether bytes are nested deeper than :data:`MAX_DEPTH`.
+
+    Thread: any.
+    """
+
+    def __init__(self, decode: Callable[[Any], T], is_too_deep: Callable[[Buffer], bool]) -> None:
+        self._decode, self._is_too_deep = decode, is_too_deep
+
+    def decode(self, data: Buffer | str) -> T:
+        """Return the value that the data represents.
+
+        Raises:
+            msgspec.DecodeError: The data is malformed, nested too deeply or (as ``msgspec.ValidationError``) of another
+                type.
+        """
+        try:
+            _check_depth(data, self._is_too_deep)
+            return self._decode(data)
+        except msgspec.DecodeError:
+            raise
+        except (RecursionError, ValueError, OverflowError) as error:  # such as text that is not UTF-8
+            raise msgspec.DecodeError(str(error)) from error
 
 
 @cache
-def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+def json_decoder(kind: Any) -> Decoder[Any]:
     """Return the decoder of a type; the same for every caller."""
     with _preparing:
-        return msgspec.msgpack.Decoder(kind)
+        return Decoder(msgspec.json.Decoder(kind).decode, _is_deep_json)
+
+
+@cache
+def msgpack_decoder(kind: Any) -> Decoder[Any]:
+    """Return the decoder of a type; the same for every caller."""
+    with _preparing:
+        return Decoder(msgspec.msgpack.Decoder(kind).decode, _is_deep_msgpack)
 
 
 @overload
@@ -42,7 +91,7 @@ def from_json(data: bytes | str, kind: Any) -> Any:
     """Return the value that a text stands for.
 
     Raises:
-        msgspec.DecodeError: It is not JSON, or (as ``msgspec.ValidationError``) not of this type.
+        msgspec.DecodeError: It is not JSON, nested too deeply, or (as ``msgspec.ValidationError``) not of this type.
     """
     return json_decoder(kind).decode(data)
 
@@ -55,7 +104,8 @@ def from_msgpack(data: bytes | bytearray | memoryview, kind: Any) -> Any:
     """Return the value that a packet stands for.
 
     Raises:
-        msgspec.DecodeError: It is not MessagePack, or (as ``msgspec.ValidationError``) not of this type.
+        msgspec.DecodeError: It is not MessagePack, nested too deeply, or (as ``msgspec.ValidationError``) not of this
+            type.
     """
     return msgpack_decoder(kind).decode(data)
 
@@ -76,4 +126,141 @@ def convert(value: Any, kind: Any, *, strict: bool = True) -> Any:
         msgspec.ValidationError: It is not of this type.
     """
     with _preparing:
-        return msgspec.convert(value, kind, strict=strict)
+        try:
+            return msgspec.convert(value, kind, strict=strict)
+        except RecursionError as error:
+            raise msgspec.ValidationError(str(error)) from error
+
+
+def parse_json(text: bytes | str, **options: Any) -> Any:
+    """Return what ``json.loads`` makes of a text, with its options: also NaN, infinities and repeated names.
+
+    Raises:
+        ValueError: The text is nested too deeply or (as ``json.JSONDecodeError``) not JSON.
+    """
+    try:
+        _check_depth(text, _is_deep_json)
+        return json.loads(text, **options)
+    except RecursionError as error:
+        raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Return the descriptor of a regular file. A symbolic link in place of the file is not followed.
+
+    Args:
+        path: The file.
+        flags: As for ``os.open``.
+        mode: Permissions of a file that is made.
+
+    Raises:
+        OSError: There is none, or it is a link, a pipe, a device or a folder; the text says which.
+
+    Blocks: for a disk, never for a pipe without a writer.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise _refused(path, "a symbolic link") from None
+        if error.errno in (errno.ENXIO, errno.EISDIR):
+            raise _refused(path, "a pipe or a socket" if error.errno == errno.ENXIO else "a folder") from None
+        raise
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    raise _refused(path, next((name for is_kind, name in _KINDS if is_kind(mode)), "a special file"))
+
+
+def read_file(path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Return the bytes of a regular file; see :func:`open_file`.
+
+    Raises:
+        OSError: It cannot be read, is not a regular file, or is larger than the limit.
+    """
+    fd = open_file(path)
+    try:
+        size, parts = os.fstat(fd).st_size, list[bytes]()
+        while size <= max_bytes and (part := os.read(fd, _READ_BYTES)):
+            parts.append(part)
+            size = max(size, sum(map(len, parts)))  # another process may append to it
+    finally:
+        os.close(fd)
+    if size > max_bytes:
+        raise OSError(errno.EFBIG, f"it has {size} bytes, and the limit is {max_bytes}", os.fspath(path))
+    return b"".join(parts)
+
+
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def _refused(path: str | os.PathLike[str], kind: str) -> OSError:
+    return OSError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))
+
+
+def _check_depth(data: Buffer | str, is_too_deep: Callable[[Buffer], bool]) -> None:
+    """Raise RecursionError where the interpreter would not, and its stack would overflow."""
+    if sys.getrecursionlimit() <= _SAFE_RECURSION_LIMIT or len(data) <= MAX_DEPTH:
+        return
+    if is_too_deep(data.encode(errors="replace") if isinstance(data, str) else data):
+        raise RecursionError(f"values are nested deeper than {MAX_DEPTH}")
+
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_MSGPACK_SIZES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4}
+"""First byte of bytes, a text or an extension to the bytes of its length."""
+_MSGPACK_FIXED = {0xCA: 4, 0xCB: 8, **{0xCC + n: 1 << n for n in range(4)}, **{0xD0 + n: 1 << n for n in range(4)}}
+_MSGPACK_FIXED |= {0xD4 + n: 1 + (1 << n) for n in range(5)}
+_MSGPACK_CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+"""First byte of an array or a map to the bytes of its length, and the values of each element."""
+_NOT_MSGPACK_CONTAINERS = bytes(set(range(256)) - {*range(0x80, 0xA0), *_MSGPACK_CONTAINERS})
+
+
+def _is_deep_json(data: Buffer) -> bool:
+    brackets = bytes(data).translate(None, _BRACKETS)
+    if len(brackets) <= MAX_DEPTH:
+        return False
+    depth = 0
+    for byte in _STRING.sub(b"", bytes(data)).translate(None, _BRACKETS):
+        depth += 1 if byte in b"[{" else -1
+        if depth > MAX_DEPTH:
+            return True
+    return False
+
+
+def _is_deep_msgpack(data: Buffer) -> bool:
+    if len(bytes(data).translate(None, _NOT_MSGPACK_CONTAINERS)) <= MAX_DEPTH:
+        return False
+    at, left = 0, [1]  # values that each open container still lacks
+    while left and at < len(data):
+        if not left[-1]:
+            left.pop()
+            continue
+        left[-1] -= 1
+        head, num_values = data[at], 0
+        at += 1
+        if 0x80 <= head < 0xA0:
+            num_values = (head & 0x0F) * (1 if head >= 0x90 else 2)
+        elif head in _MSGPACK_CONTAINERS:
+            width, each = _MSGPACK_CONTAINERS[head]
+            num_values = int.from_bytes(data[at : at + width], "big") * each
+            at += width
+        elif 0xA0 <= head < 0xC0:
+            at += head & 0x1F
+        elif head in _MSGPACK_SIZES:
+            width = _MSGPACK_SIZES[head]
+            at += width + int.from_bytes(data[at : at + width], "big") + (0xC7 <= head <= 0xC9)
+        else:
+            at += _MSGPACK_FIXED.get(head, 0)
+        if num_values:
+            left.append(num_values)
+            if len(left) > MAX_DEPTH:
+                return True
+    return False

@@ -7,7 +7,6 @@ as ``gpu[07-09,12],login1`` and counts such as ``4(x2),3``; they are expanded he
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from outlast.decoding import parse_json
 from outlast.errors import ConfigError
 
 RUN_ID = "OUTLAST_RUN_ID"
@@ -30,6 +30,8 @@ NAMES = "OUTLAST_RUN_NAMES"
 only."""
 JOB = "OUTLAST_JOB"
 """Names the job (one allocation, or one ``outlast run``)."""
+AGENT_STARTED = "OUTLAST_AGENT_STARTED"
+"""When the node's agent started, in seconds since the epoch; set by an agent only."""
 CYCLE = "OUTLAST_CYCLE"
 """Number of the cycle, from 0."""
 NODE = "OUTLAST_NODE"
@@ -71,6 +73,8 @@ LOG_LEVEL = "OUTLAST_LOG_LEVEL"
 """Least level of the log: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
 LOG = "OUTLAST_LOG"
 """Form of the log: ``text`` or ``json``."""
+ANY_VERSION = "OUTLAST_ANY_VERSION"
+"""``1``: the processes of a run may have different versions of the package."""
 FINISHED_FLAG = "FAULT_TOL_FINISHED_FLAG_FILE"
 """Path of a file that is made when a run has finished; NeMo-Run's job scripts set it, and look for the file."""
 
@@ -93,6 +97,11 @@ def finished_flag_file() -> str | None:
 def fault_plan() -> str | None:
     """Return the path of the fault plan that comes in place of the config's; ``None`` = the config's."""
     return os.environ.get(FAULT_PLAN) or None
+
+
+def any_version() -> bool:
+    """Return whether the processes of a run may have different versions of the package."""
+    return os.environ.get(ANY_VERSION) == "1"
 
 
 def interface() -> str | None:
@@ -314,7 +323,7 @@ def _names(env: Mapping[str, str], launcher: str) -> tuple[str, ...]:
     """
     if launcher == "outlast":
         try:
-            return tuple(str(name) for name in json.loads(env.get(NAMES) or "[]"))
+            return tuple(str(name) for name in parse_json(env.get(NAMES) or "[]"))
         except ValueError:
             raise ConfigError(f"environment variable {NAMES}={env[NAMES]!r} is not a JSON list; unset it") from None
     return name_of_run(env.get("TORCHELASTIC_RUN_ID")) if launcher == "torchrun" else ()

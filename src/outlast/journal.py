@@ -13,12 +13,14 @@ from pathlib import Path
 
 import msgspec
 
-from outlast.decoding import json_decoder
+from outlast.decoding import json_decoder, read_file
 from outlast.incidents import Event, EventKind
 
 __all__ = ["Event", "EventKind", "read"]
 
 log = logging.getLogger(__name__)
+MAX_JOURNAL_BYTES = 1 << 32
+"""Limit of a journal file that is read as a whole."""
 _decoder = json_decoder(Event)
 
 
@@ -37,8 +39,11 @@ def read(run_dir: str | os.PathLike[str]) -> Iterator[Event]:
     timed: list[tuple[int, Event]] = []
     for path in sorted((Path(run_dir) / "journal").glob("*.jsonl")):
         try:
-            found, num_bad = decode_events(path.read_bytes())
+            found, num_bad = decode_events(read_file(path, max_bytes=MAX_JOURNAL_BYTES))
         except FileNotFoundError:  # removed meanwhile
+            continue
+        except OSError as error:
+            log.warning("%s is left out: %s", path, error.strerror)
             continue
         if num_bad:
             log.debug("%d unreadable lines in %s are skipped", num_bad, path)

@@ -19,6 +19,7 @@ from typing import TextIO
 
 from outlast import clock, env
 from outlast.errors import ConfigError
+from outlast.queued_writer import StreamWriter, writer_of
 
 LEVELS = ("debug", "info", "warning", "error")
 """What ``--log-level`` and ``OUTLAST_LOG_LEVEL`` take."""
@@ -141,7 +142,9 @@ def configure_worker(rank: int, node: str, *, least: int = logging.INFO) -> None
 class _Handler(logging.Handler):
     """Write each record with one call, so that the lines of processes that share a terminal stay whole.
 
-    Standard error is looked up each time: a forked worker, or a script, may have replaced it.
+    Standard error is looked up each time: a forked worker, or a script, may have replaced it. A process of the package
+    (an agent, a checkpoint writer, a monitor) never waits for a terminal or a pipe that nothing reads; a training
+    process writes as the script's own prints do.
     """
 
     def __init__(self, path: str, *, level_set: int, is_shared: bool) -> None:
@@ -150,6 +153,7 @@ class _Handler(logging.Handler):
         """The level that was set on the logger together with this handler."""
         self._is_shared = is_shared
         self._file: TextIO | None = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115  closed below
+        self._file_writer = None if self._file is None else StreamWriter(self._file.fileno())
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._is_shared and logging.getLogger().handlers:
@@ -158,12 +162,25 @@ class _Handler(logging.Handler):
         if stream is None:  # closed before the process was started
             return
         try:
+            if (writer := self._writer()) is not None:
+                writer.log(self.format(record) + "\n")
+                return
             stream.write(self.format(record) + "\n")
             stream.flush()
         except (OSError, ValueError, TypeError):
             self.handleError(record)
 
+    def _writer(self) -> StreamWriter | None:
+        if self._file_writer is not None:
+            return self._file_writer
+        return None if self._is_shared or sys.stderr is None else writer_of(sys.stderr)
+
+    def flush(self) -> None:
+        if (writer := self._writer()) is not None:
+            writer.flush()
+
     def close(self) -> None:
+        self.flush()
         super().close()
         if self._file is not None:
             self._file.close()

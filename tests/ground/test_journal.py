@@ -46,6 +46,22 @@ def test_events_of_all_processes_are_lined_up(tmp_path: Path) -> None:
     assert len(list((tmp_path / "journal").iterdir())) == 2
 
 
+def test_two_writers_of_one_name_never_share_a_file(tmp_path: Path) -> None:
+    """An agent of the same name gets a file for itself while the first one holds its own, and all events are read; a
+    later life continues in the file of the one before it."""
+    first, second = open_journal(tmp_path), open_journal(tmp_path)
+    first.write(EventKind.PROGRESS, iteration=1)
+    second.write(EventKind.PROGRESS, iteration=2)
+    assert len(list((tmp_path / "journal").iterdir())) == 2
+    first.close()
+    second.close()
+    third = open_journal(tmp_path)
+    third.write(EventKind.PROGRESS, iteration=3)
+    third.close()
+    assert [event.iteration for event in read(tmp_path)] == [1, 2, 3]
+    assert len(list((tmp_path / "journal").iterdir())) == 2
+
+
 def test_times_are_readable(tmp_path: Path) -> None:
     """Each line has its time for people beside the nanoseconds; lines of earlier versions have none and are read."""
     assert clock.as_iso(1_700_000_000_012_345_678) == "2023-11-14T22:13:20.012Z"

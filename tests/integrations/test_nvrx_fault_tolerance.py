@@ -24,6 +24,7 @@ from outlast.integrations.nvrx.fault_tolerance import (
 )
 from outlast.monitor import RankMonitor
 from outlast.monitor.rank_monitor import open_monitor
+from outlast.policy.deadlines import FLOOR_S
 
 LOOP = Path(__file__).with_name("nvrx_megatron_loop.py")
 OPTIONS = [
@@ -69,18 +70,18 @@ def calculated(folder: Path) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.process
 def test_megatrons_calls_find_a_hang_with_learned_timeouts(tmp_path: Path) -> None:
-    """Timeouts are learned and written; the next run enforces them in place of the options', finds the rank that stops
-    in a step, restarts, and ends with the weights of the run that nothing happened to."""
+    """Timeouts are learned and written; the next run, without options, enforces them, finds the rank that stops in a
+    step, restarts, and ends with the weights of the run that nothing happened to."""
     code, output = launch(OUTLAST, "--run-dir=run", *OPTIONS, *SHIM, str(LOOP), "ckpt", "20", "none", folder=tmp_path)
     assert code == 0, output
     undisturbed = digest(output)
     assert '{"setup": 600.0, "step": 180.0, "checkpointing": 420.0}' in output
     learned = calculated(tmp_path)
     assert set(learned) == {"step", "checkpointing"}
-    assert 2.5 <= learned["step"] < 180  # its longest step took half a second
+    assert FLOOR_S <= learned["step"] < 180  # its longest step took half a second
     (tmp_path / "ckpt" / "weights.pt").unlink()
 
-    code, output = launch(OUTLAST, "--run-dir=again", *OPTIONS, *SHIM, str(LOOP), "ckpt", "20", "stop", folder=tmp_path)
+    code, output = launch(OUTLAST, "--run-dir=again", *SHIM, str(LOOP), "ckpt", "20", "stop", folder=tmp_path)
     assert code == 0, output
     assert f"section 'step' exceeded {learned['step']:.1f} s" in output
     assert "rank 1 on node" in output
@@ -94,7 +95,7 @@ def test_megatrons_calls_find_a_hang_with_learned_timeouts(tmp_path: Path) -> No
 def test_learned_timeouts_hold_under_torchrun(tmp_path: Path) -> None:
     """Under stock torchrun nothing is configured; timeouts that the client loads are enforced by the rank's guard."""
     (tmp_path / "ckpt").mkdir()
-    section = {"section": {"step": 2.5}, "calculated_sections": ["step"]}
+    section = {"section": {"step": 10.5}, "calculated_sections": ["step"]}
     (tmp_path / "ckpt" / "ft_state.json").write_text(json.dumps({"current_timeouts": {"section": section}}))
     launcher = [
         "torch.distributed.run",
@@ -105,7 +106,7 @@ def test_learned_timeouts_hold_under_torchrun(tmp_path: Path) -> None:
     ]
     code, output = launch(launcher, *SHIM, str(LOOP), "ckpt", "20", "stop", folder=tmp_path)
     assert code == 0, output
-    assert "section 'step' exceeded 2.5 s" in output
+    assert "section 'step' exceeded 10.5 s" in output
     assert re.search(r"trained 15 to 20", output)
 
 
@@ -192,7 +193,7 @@ def test_calls_out_of_order_are_errors() -> None:
 
 
 def test_timeouts_are_calculated_merged_and_put_back() -> None:
-    """Longest time times safety factor, at least 1 s; a second calculation gives the mean; state_dict() is in the
+    """Longest time times safety factor, at least 10 s; a second calculation gives the mean; state_dict() is in the
     extension's form, and a client that loads it, before or after its init, enforces the same."""
     client = RankMonitorClient()
     client.init_workload_monitoring()
@@ -200,24 +201,24 @@ def test_timeouts_are_calculated_merged_and_put_back() -> None:
         assert client.section_timeouts is not None
         assert client.section_timeouts.section == {}
         client.load_state_dict(
-            {"current_timeouts": {"section": {"section": {"step": 9.0}, "calculated_sections": ["step"]}}}
+            {"current_timeouts": {"section": {"section": {"step": 90.0}, "calculated_sections": ["step"]}}}
         )
         for _ in range(3):
             client.send_heartbeat()
             client.start_section("step")
             client.end_section("step")
         assert client.calculate_and_set_section_timeouts(["step"]) is True
-        # A busy machine may take more than the 0.2 s that are the floor of 1 s.
-        assert 5.0 <= client.section_timeouts.section["step"] < 9.0, "the mean of 9 and 1, or a little more"
+        # A busy machine may take more than the 2 s that are the floor of 10 s.
+        assert 50.0 <= client.section_timeouts.section["step"] < 90.0, "the mean of 90 and 10, or a little more"
         assert client.section_timeouts.out_of_section is not None
-        assert 1.0 <= client.section_timeouts.out_of_section < 9.0
+        assert FLOOR_S <= client.section_timeouts.out_of_section < 90.0
         assert client.section_timeouts.are_valid
         assert client.section_timeouts.were_calculated
         assert client.calculate_and_set_hb_timeouts() is True
         assert client.hb_timeouts is not None
         assert client.hb_timeouts.initial is not None
         assert client.hb_timeouts.subsequent is not None
-        assert min(client.hb_timeouts.initial, client.hb_timeouts.subsequent) >= 1.0
+        assert min(client.hb_timeouts.initial, client.hb_timeouts.subsequent) >= FLOOR_S
         state = json.loads(json.dumps(client.state_dict()))
     finally:
         client.shutdown_workload_monitoring()

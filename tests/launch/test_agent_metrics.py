@@ -129,6 +129,8 @@ def test_both_agents_show_their_ranks_and_count_a_restart(tmp_path: Path) -> Non
             assert {name.removeprefix("outlast_") for name in figures} <= set(METRICS)
         assert sorted(one(figures, "agent_is_coordinator") or 0 for figures in seen) == [0, 1]
 
+        psutil.Process(cluster.worker_pid(1)).suspend()
+        scrape_until(urls[ranks.index("1")], "rank_state", 1, rank="1", state="stopped")
         psutil.Process(cluster.worker_pid(1)).kill()
         later = [scrape_until(url, "cycles_started_total", 2) for url in urls]
         assert [one(figures, "cycle") for figures in later] == [1, 1]

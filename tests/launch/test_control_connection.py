@@ -27,6 +27,7 @@ from outlast.runtime.addresses import Endpoint
 from outlast.runtime.run_key import KeySource, RunKey
 from outlast.runtime.wire import MessageChannel
 from outlast.testing.ranks import free_port
+from outlast.version import __version__
 
 LIMIT_S = 120.0
 KEY = RunKey(hashlib.sha256(b"the run's secret").digest(), KeySource.FILE)
@@ -175,6 +176,18 @@ def test_broken_connection_is_not_a_death(make: Callable[..., SomeAgent], monkey
     assert [node.name for node in status.nodes] == ["b"]
 
 
+def test_an_agent_whose_job_is_over_takes_nothing_over(make: Callable[..., SomeAgent]) -> None:
+    """When the coordinator ends, an agent that is ending as well hosts no other one; it would wait there for nodes."""
+    port = free_port()
+    host, ending = make("a", port).start(), make("b", port).start()
+    ending.link.stop_taking_over()
+    host.link.close(goodbye_timeout_s=0.0)
+    ending.wait_for(LinkDown)
+    other = make("c", port).start()
+    assert other.server is not None
+    assert ending.server is None
+
+
 def test_stuck_main_loop_is_a_lost_node(make: Callable[..., SomeAgent]) -> None:
     """Beats whose count does not advance show an agent whose main loop hangs: its node is lost, and it is said why."""
     port = free_port()
@@ -215,7 +228,7 @@ def test_silent_coordinator_is_left(make: Callable[..., SomeAgent]) -> None:
             said = channel.receive(within_s=LIMIT_S)
             assert isinstance(said, m.Hello)
             assert (said.node, said.run_id, said.command) == ("b", "run", "aa")
-            channel.send(m.Welcome(job="job", host="a", leader="x", term=4))
+            channel.send(m.Welcome(job="job", host="a", leader="x", term=4, version=__version__))
             agent.wait_for(LinkUp)
             assert "gave no answer" in agent.wait_for(LinkDown).error
             kinds = {type(message) for message in drain(channel)}
@@ -236,7 +249,10 @@ def connect(port: int, identity: JobIdentity = IDENTITY) -> MessageChannel[m.OnA
 
 
 def hello(channel: MessageChannel[m.OnAgent], **fields: Any) -> m.OnAgent | None:
-    said = {"run_id": "run", "node": "n", "epoch": "1", "command": "aa", "command_text": "train.py --lr 1", **fields}
+    said = {
+        **{"run_id": "run", "node": "n", "epoch": "1", "command": "aa", "command_text": "train.py --lr 1"},
+        **{"version": __version__, **fields},
+    }
     channel.send(m.Hello(**said))
     return channel.receive(within_s=LIMIT_S)
 
@@ -256,6 +272,8 @@ def drain(channel: MessageChannel[Any]) -> list[Any]:
         ({"run_id": "other"}, ["'run'", "'other'", "--rdzv-id"]),
         ({"job": "older"}, ["job job", "job older"]),
         ({"command": "bb", "command_text": "train.py --lr 2"}, ["'train.py --lr 1'", "'train.py --lr 2'"]),
+        ({"version": "0.1.7"}, ["the agent has outlast 0.1.7", f"outlast {__version__}", "OUTLAST_ANY_VERSION=1"]),
+        ({"version": ""}, ["an earlier version", f"outlast {__version__}"]),
     ],
 )
 def test_agent_of_something_else_is_refused(
@@ -268,6 +286,32 @@ def test_agent_of_something_else_is_refused(
         answer = hello(channel, **fields)
     assert isinstance(answer, m.Refused)
     assert all(name in answer.reason for name in names)
+
+
+def test_other_versions_join_where_that_is_allowed(
+    make: Callable[..., SomeAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With OUTLAST_ANY_VERSION=1 an agent of another version of the package is welcome."""
+    monkeypatch.setenv("OUTLAST_ANY_VERSION", "1")
+    port = free_port()
+    make("a", port).start()
+    with connect(port) as channel:
+        assert isinstance(hello(channel, version="0.1.7"), m.Welcome)
+
+
+def test_coordinator_of_another_version_ends_the_link_with_two(make: Callable[..., SomeAgent]) -> None:
+    """An agent does not join a coordinator that reports another version of the package, or none."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        agent = make("b", listener.getsockname()[1])
+        agent.link.start()
+        connection, _ = listener.accept()
+        with MessageChannel[m.OnControl](connection, m.OnControl) as channel:
+            assert channel.authenticate(control.serve_handshake(IDENTITY), within_s=LIMIT_S)
+            assert isinstance(channel.receive(within_s=LIMIT_S), m.Hello)
+            channel.send(m.Welcome(job="job", host="a", leader="x", term=4))
+            failed = agent.wait_for(LinkFailed)
+    assert failed.exit_code == 2
+    assert "an earlier version" in failed.error
 
 
 def test_another_run_at_the_endpoint_ends_the_link_with_two(make: Callable[..., SomeAgent]) -> None:

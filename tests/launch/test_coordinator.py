@@ -262,6 +262,62 @@ def test_second_agent_of_the_same_name_is_turned_away() -> None:
     assert "--node-name" in refusals[0].reason
 
 
+def test_a_name_is_claimed_before_anything_else() -> None:
+    """An agent that has just begun is admitted at once where its name is free, refused while another agent of that name
+    lives, and admitted once that one has left."""
+    job = Job(num_slots=1)
+    claim = m.NameClaim(node="a", epoch="a-2")
+    job.say(m.NameClaim(node="a", epoch="a-1"))
+    assert job.coordinator.take_admissions() == [("a", "a-1", None)]
+    job.join("a")
+    job.say(claim)
+    assert job.coordinator.take_admissions() == []
+    job.pass_time(3)
+    ((*who, reason),) = job.coordinator.take_admissions()
+    assert who == ["a", "a-2"]
+    assert "--node-name" in (reason or "")
+    job.say(claim)
+    job.finish_all()
+    job.say(m.Bye(node="a", epoch="a-1"))
+    assert job.coordinator.take_admissions() == [("a", "a-2", None)]
+
+
+def test_replaced_agent_is_stopped_when_it_returns() -> None:
+    """An agent that comes back after another one has taken its name is stopped; the job goes on with the other one."""
+    job = Job()
+    job.join("a")
+    job.join("b")
+    place = job.running["b"].place
+    job.die("b")
+    job.pass_time(8)
+    job.mute.discard("b")
+    job.say(m.JoinRequest(node="b", epoch="b-2", addr="c", nproc=2))
+    outbox = job.coordinator.handle(
+        m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place, ran=place, running=True), job.now_s
+    )
+    ((name, epoch, stop),) = [one for one in outbox if isinstance(one[2], m.Stop)]
+    assert (name, epoch) == ("b", "b-1")
+    assert isinstance(stop, m.Stop)
+    assert stop.is_replaced
+    assert job.coordinator.nodes.by_name["b"].epoch == "b-2"
+    assert job.coordinator.phase == JobPhase.RUNNING
+
+
+@pytest.mark.parametrize("newer_first", [True, False])
+def test_takeover_keeps_the_newer_of_two_agents_of_a_name(newer_first: bool) -> None:
+    """A new coordinator that two agents of one name register with keeps the one that took a place in the newer cycle,
+    in whichever order they come."""
+    job = Job(num_slots=2, former_host="x")
+    lives = [("b-1", m.SlotPlace(cycle=6, slot=1, num_slots=2)), ("b-2", m.SlotPlace(cycle=7, slot=1, num_slots=2))]
+    stopped = []
+    for epoch, place in reversed(lives) if newer_first else lives:
+        message = m.Register(node="b", epoch=epoch, addr="b", nproc=2, place=place, running=True)
+        outbox = job.coordinator.handle(message, job.now_s)
+        stopped += [who for _, who, sent in outbox if isinstance(sent, m.Stop) and sent.is_replaced]
+    assert stopped == ["b-1"]
+    assert job.coordinator.nodes.by_name["b"].epoch == "b-2"
+
+
 def test_new_agent_of_a_dead_one_takes_its_name() -> None:
     """An agent that was restarted under its old name is let in once the old one is known to be dead."""
     job = Job()

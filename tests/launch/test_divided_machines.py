@@ -119,34 +119,42 @@ class Machines:
 
     def start(self, nnodes: str, *options: str, is_first_host: bool = False) -> None:
         """Start an agent on each machine; as asked, the others once the first one hosts the coordinator."""
+        for number in range(self.num):
+            self.start_agent(number, nnodes, *options, num_endpoints=self.num)
+            if is_first_host:
+                self.wait_for_line("n0", "hosts the coordinator")
+
+    def start_agent(
+        self, number: int, nnodes: str, *options: str, num_endpoints: int, name: str = "", log: str = ""
+    ) -> subprocess.Popen[bytes]:
+        """Start an agent on a machine, as the node ``n<number>`` where no other name is given."""
         (self.folder / "train.py").write_text(TRAIN)
-        endpoints = ",".join(f"10.9.0.{number + 1}:29400" for number in range(self.num))
-        for number, name in enumerate(self.names):
-            with open(self.folder / f"n{number}.log", "wb") as log:
-                command = [
-                    *("ip", "netns", "exec", name, *MAIN, "run", f"--nnodes={nnodes}", "--nproc-per-node=1"),
-                    *("--rdzv-id=divided", f"--rdzv-endpoint={endpoints}", f"--node-name=n{number}"),
-                    *(
-                        f"--run-dir={self.folder / 'run'}",
-                        f"--ft-node-heartbeat-timeout={SILENCE_S}",
-                        "--no-health-check",
-                    ),
-                    *("--max-restarts=1000", "--ft-max-no-progress-cycles=1000", *options, "train.py"),
-                ]
-                self.agents.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=self.folder,
-                        env={**os.environ, "OUTLAST_RUN_KEY": "the secret of this run"},
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-            end_s = time.monotonic() + LIMIT_S
-            while is_first_host and "hosts the coordinator" not in (self.folder / "n0.log").read_text():
-                assert time.monotonic() < end_s, self.logs()
-                time.sleep(0.05)
+        endpoints = ",".join(f"10.9.0.{number + 1}:29400" for number in range(num_endpoints))
+        name = name or f"n{number}"
+        command = [
+            *("ip", "netns", "exec", self.names[number], *MAIN, "run", f"--nnodes={nnodes}", "--nproc-per-node=1"),
+            *("--rdzv-id=divided", f"--rdzv-endpoint={endpoints}", f"--node-name={name}"),
+            *(f"--run-dir={self.folder / 'run'}", f"--ft-node-heartbeat-timeout={SILENCE_S}", "--no-health-check"),
+            *("--max-restarts=1000", "--ft-max-no-progress-cycles=1000", *options, "train.py"),
+        ]
+        with open(self.folder / f"{log or name}.log", "wb") as output:
+            agent = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env={**os.environ, "OUTLAST_RUN_KEY": "the secret of this run"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.agents.append(agent)
+        return agent
+
+    def wait_for_line(self, log: str, text: str) -> None:
+        """Return once an agent has logged a text."""
+        end_s = time.monotonic() + LIMIT_S
+        while text not in (self.folder / f"{log}.log").read_text():
+            assert time.monotonic() < end_s, self.logs()
+            time.sleep(0.05)
 
     def lines(self) -> list[tuple[int, int, str]]:
         """Return cycle, world size and node of each step that was trained."""
@@ -290,6 +298,44 @@ def test_machine_whose_link_goes_down_is_replaced(machines: Machines, number: in
     machines.check_one_world()
     machines.check_noticed(down_ns, victim=victim)
     machines.check_weights(least_steps=done)
+
+
+def test_survivor_joins_the_next_job_of_its_run(machines: Machines) -> None:
+    """The agent at the only endpoint is killed and started again, which begins another job: the other machine joins
+    that job at once, is refused no more than once, and training resumes with both."""
+    for number in range(2):
+        machines.start_agent(number, "2", num_endpoints=1)
+    done = machines.wait_for_steps(size=2)
+    machines.agents[0].kill()
+    machines.wait_for_line("n1", "the coordinator is out of reach")
+    again = machines.start_agent(0, "2", num_endpoints=1, log="n0-again")
+    machines.wait_for_steps(after=done, size=2)
+    (machines.folder / "enough").touch()
+    assert [machines.agents[1].wait(LIMIT_S), again.wait(LIMIT_S)] == [0, 0], machines.logs()
+    assert (machines.folder / "n0-again.log").read_text().count("was refused") <= 1
+    jobs = {e.job: e.node for e in read(machines.folder / "run") if e.kind == EventKind.CYCLE_STARTED}
+    assert len(jobs) == 2, machines.logs()
+    machines.check_weights(least_steps=done)
+
+
+def test_replaced_agent_ends_its_workers(machines: Machines) -> None:
+    """A machine is out of reach, and another one joins under its name. Once the network is whole, the replaced agent is
+    stopped at once, ends its workers and reports no end of the node that trains."""
+    for number in range(2):
+        machines.start_agent(number, "2", num_endpoints=1)
+    done = machines.wait_for_steps(size=2)
+    machines.divide([0, 1, 0])
+    machines.wait_for_line("n0", "node n1 is lost")
+    heir = machines.start_agent(2, "2", num_endpoints=1, name="n1", log="n1-again")
+    done = machines.wait_for_steps(after=done, size=2)
+    machines.heal()
+    assert machines.agents[1].wait(LIMIT_S) == 1, machines.logs()
+    assert "another agent has taken the place of node 'n1'" in (machines.folder / "n1.log").read_text()
+    assert not [e for e in read(machines.folder / "run") if e.kind == EventKind.JOB_ENDED]
+    machines.wait_for_steps(after=done, size=2)
+    (machines.folder / "enough").touch()
+    assert [machines.agents[0].wait(LIMIT_S), heir.wait(LIMIT_S)] == [0, 0], machines.logs()
+    machines.check_one_world()
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(1, 20))])

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch.agent_events import Timers
 from outlast.launch.cycle import Cycle
 from outlast.launch.node_agent import AgentState, NodeAgent
-from outlast.launch.workers import NodeWorkers, WorkerProcess
+from outlast.launch.workers import InProcessRecovery, NodeWorkers, WorkerProcess
 from outlast.policy.causes import find_culprit
-from outlast.runtime.board import Board
+from outlast.policy.inprocess_protocol import InProcessState
+from outlast.runtime.board import Board, InProcessFault, InProcessMark, MarkChanged, agent_address
 from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Clear, Cleared, Exited, Started
 
@@ -129,3 +133,41 @@ def test_workers_that_end_one_by_one_do_not_prolong_a_shutdown() -> None:
     assert agent._timers._deadlines["alone"][0] == until_s
     agent._timers.fire()
     killing.assert_called_once_with()
+
+
+@pytest.mark.process
+def test_datagrams_of_strangers_neither_end_nor_flood_the_agent(caplog: pytest.LogCaptureFixture) -> None:
+    """Nested MessagePack and garbage on the agent's socket are one line in the log, another user's report is dropped,
+    and a worker's own report is received."""
+    board = Board.create(num_ranks=1)
+    workers = {0: WorkerProcess(local_rank=0, global_rank=0)}
+    recovery = InProcessRecovery(board=board, workers=workers, is_alone=True, job="j", cycle=0, node="n")
+    mark = InProcessMark(board.path, 0)
+    try:
+        sent = (b"\x81\xa1a" * 3000, b"\x91" * 4000, b"\xff" * 9, b"\x91" * 60_000)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            for number in range(200):
+                stranger.sendto(sent[number % len(sent)], agent_address(board.token))
+                recovery.take_recovered()
+        mark.arm(0, patience_s=1.0)
+        if os.getuid() == 0:
+            forged = InProcessFault(rank=0, kind=IncidentKind.WORKER_FAILED, summary="forged")
+            change = MarkChanged(local_rank=0, call=0, restart_count=1, state=InProcessState.ACTIVE, faults=(forged,))
+            if not (child := os.fork()):
+                try:
+                    os.setresuid(65534, 65534, 65534)
+                    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                    stranger.sendto(msgspec.msgpack.encode(change), agent_address(board.token))
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+        fault = InProcessFault(rank=0, kind=IncidentKind.WORKER_FAILED, summary="it failed")
+        mark.set(InProcessState.ACTIVE, 1, [fault])
+        recovered = recovery.take_recovered()
+        assert recovered is not None
+        assert (recovered.restart_count, recovered.fault) == (1, fault)
+        assert len([one for one in caplog.records if one.levelname == "WARNING"]) == 1
+    finally:
+        mark.close()
+        recovery.close()
+        board.close()

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from outlast.incidents import EventKind
+from outlast.runtime.processes import GROUP_SIGNALS
 from outlast.testing import Cluster
 
 pytestmark = [pytest.mark.process]
@@ -67,6 +68,30 @@ def test_one_writer_serves_every_cycle_and_is_replaced_when_it_dies(tmp_path: Pa
         ]
         assert len(said) == 4
         assert len({line.rpartition(" ")[2] for line in said}) == 1
+
+
+def test_no_signal_to_all_processes_of_a_job_ends_a_helper(tmp_path: Path) -> None:
+    """The checkpoint writer, the fork server and a monitor process stay what they are when a terminal or a scheduler
+    signals every process of a job; workers that they start are not immune."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    go = tmp_path / "go"
+    with Cluster(script, str(go), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
+        cluster.wait_for("cycle 1 has the writer", timeout_s=300)
+        agent = psutil.Process(cluster.agent(0).pid)
+        helpers = agent.children()
+        names = [" ".join(one.cmdline()) for one in helpers]
+        assert any("checkpoint.writer" in name for name in names), names
+        assert any("runtime.zygote" in name for name in names), names
+        for helper in helpers:
+            for number in GROUP_SIGNALS:
+                helper.send_signal(number)
+        status = Path(f"/proc/{cluster.worker_pid(0)}/status").read_text()
+        ignored, blocked = (int(status.partition(name)[2].split()[0], 16) for name in ("SigIgn:", "SigBlk:"))
+        assert not any((ignored | blocked) >> (number - 1) & 1 for number in GROUP_SIGNALS)
+        go.touch()
+        assert cluster.wait(timeout_s=300) == [0]
+        assert not [one for one in cluster.events() if one.kind in (EventKind.WRITER_ENDED, EventKind.INCIDENT)][1:]
 
 
 def test_a_lost_agent_takes_its_writer_along(tmp_path: Path) -> None:

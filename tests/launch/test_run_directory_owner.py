@@ -180,6 +180,24 @@ def _owner(*options: str) -> Iterator[Lease]:
         owner.release()
 
 
+def test_a_refused_second_start_leaves_the_journal_alone(tmp_path: Path) -> None:
+    """The same command again on a node whose agent trains: the second agent exits with 2 and writes nothing to the
+    run's journal, which still shows the first one at work."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.02)\n"
+    )
+    with Cluster(script, str(tmp_path / "enough"), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=PATIENCE_S)
+        before = [event.kind for event in cluster.events()]
+        second = cluster.add_node("node-0")
+        assert second.wait(timeout_s=PATIENCE_S) == ExitReason.BAD_INPUT, second.tail()
+        assert "another agent of the name 'node-0' is alive" in second.output()
+        assert [event.kind for event in cluster.events()] == before
+        (tmp_path / "enough").touch()
+        assert cluster.agents[0].wait(timeout_s=PATIENCE_S) == 0
+
+
 def test_a_job_that_is_refused_before_it_began_leaves_no_trace(tmp_path: Path) -> None:
     """Its run directory is empty again, and the next job takes it without a word."""
     options = parse_options([f"--run-dir={tmp_path}/run", str(_script(tmp_path))])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -74,7 +77,7 @@ def write(folder: Path, code: str) -> Path:
     return script
 
 
-def verdicts(cluster: Cluster) -> list[dict[str, object]]:
+def verdicts(cluster: Cluster) -> list[dict[str, Any]]:
     return [event.data for event in cluster.events() if event.kind == EventKind.VERDICT]
 
 
@@ -89,6 +92,66 @@ def test_crash_before_every_save_stops_with_93(tmp_path: Path) -> None:
         assert cluster.wait(timeout_s=300) == [ExitReason.NO_PROGRESS]
         assert started_cycles(cluster) == {0, 1, 2}
         assert (tmp_path / "run" / "ladder.json").exists()
+
+
+OTHER_VERSION = """
+import sys
+import outlast.version
+outlast.version.__version__ = "0.1.7"
+from outlast.cli.main import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cold
+def test_an_agent_of_another_version_is_refused(tmp_path: Path) -> None:
+    """An agent with another version of the package does not join: one line names both versions, and exit code 2."""
+    script = write(tmp_path, UNTIL_TOLD)
+    done, run = tmp_path / "done", tmp_path / "run"
+    with Cluster(script, str(done), run_dir=run, num_spares=1, num_nodes=1, num_started=1, nproc_per_node=1) as cluster:
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=150)
+        line = ["run", "--nnodes=1:2", "--nproc-per-node=1", f"--rdzv-endpoint={cluster.endpoint}", "--node-name=other"]
+        line += [f"--rdzv-id={cluster.run_id}", f"--run-dir={run}", str(script), str(done)]
+        command = [sys.executable, "-c", OTHER_VERSION, *line]
+        other = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert other.returncode == ExitReason.BAD_INPUT
+        assert "the agent has outlast 0.1.7, the coordinator has outlast" in other.stderr, other.stderr
+        done.touch()
+        assert cluster.wait(timeout_s=150) == [0]
+
+
+FAILS_ON_ONE_NODE = """
+import os, pathlib, sys, time
+from outlast.monitor import RankMonitor
+monitor = RankMonitor()
+monitor.report_progress()
+while not pathlib.Path(sys.argv[2]).exists():
+    time.sleep(0.02)
+bad = pathlib.Path(sys.argv[1])
+if os.environ["OUTLAST_CYCLE"] == "0" and os.environ["RANK"] == "1":
+    bad.write_text(os.environ["OUTLAST_NODE"])
+if bad.exists() and bad.read_text() == os.environ["OUTLAST_NODE"]:
+    raise SystemExit(7)  # a file that only this node lacks
+monitor.finish()
+"""
+
+
+@pytest.mark.slow
+def test_a_spare_replaces_the_node_of_every_failure_with_default_budgets(tmp_path: Path) -> None:
+    """A node on which the script cannot run is excluded while the default budgets still allow a restart: the spare
+    takes its slot, and the run finishes."""
+    script = write(tmp_path, FAILS_ON_ONE_NODE)
+    bad = tmp_path / "bad"
+    run = tmp_path / "run"
+    args = (str(bad), str(tmp_path / "go"))
+    with Cluster(script, *args, run_dir=run, num_nodes=2, num_spares=1, nproc_per_node=1) as cluster:
+        cluster.wait_for("is a spare", timeout_s=300)
+        (tmp_path / "go").touch()
+        assert cluster.wait(timeout_s=400) == [0, 0, 0], cluster.tails()
+        (replaced,) = [one["verdict"] for one in verdicts(cluster) if "quarantine" in one["verdict"]]
+        assert replaced["quarantine"] == [bad.read_text()]
+        assert f"failures on node {bad.read_text()}" in replaced["reason"]
 
 
 @pytest.mark.slow
@@ -224,6 +287,7 @@ def test_signal_ends_a_plain_script_with_the_signals_code(number: signal.Signals
         cluster.agent(0).signal(number)
         assert cluster.wait(timeout_s=300) == [128 + number, 128 + number]
         cluster.assert_no_orphans(within_s=60)
+        assert all("nothing was saved" not in agent.output() for agent in cluster.agents), "it may save by itself"
 
 
 @pytest.mark.slow

@@ -94,8 +94,9 @@ def test_a_hang_is_noticed_by_the_scripts_own_config_and_timeouts_are_learned(tm
     assert {15, 20} & set(restored), "nothing that was saved is lost"
     assert "from learned" in lines[-1]
     assert "1800 s" not in lines[-1]
-    learned = LearnedTimeouts.load(run).learned
-    assert {"setup", "step", "checkpointing"} <= learned.sections.keys()
+    learned = LearnedTimeouts.load(tmp_path / "checkpoints").learned
+    assert {"setup", "step"} <= learned.sections.keys()
+    assert "checkpointing" not in learned.sections, "saves in the background cost training almost nothing, or a lot"
     assert learned.heartbeat_s is not None
     assert learned.initial_heartbeat_s is not None
     assert "hang no" not in output
@@ -162,7 +163,7 @@ class Watching:
         """Called between the wait for news of the workers and the look at it."""
         workers: Any = Mock(fileno=self.zygote.fileno, receive=self._receive)
         self.client = CoordinatorClient(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
-        options: Any = SimpleNamespace(max_nodes=1, num_slots=1, torchrun=SimpleNamespace(max_restarts=3))
+        options: Any = SimpleNamespace(max_nodes=1, num_slots=1, run_dir="", torchrun=SimpleNamespace(max_restarts=3))
         self.agent = NodeAgent(
             WorkerLaunch(options=options, kind="exec", argv=(), env={}, spec=Mock(local_world_size=2), logs=Mock()),
             workers=workers,
@@ -342,7 +343,8 @@ def test_learned_timeouts_take_the_place_of_defaults(
     make_cycle: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """With calc_ft_timeouts in the script's config, what ft_state.json holds of sections and of heartbeats is enforced,
-    and said to be learned; one that learned sections alone leaves heartbeats as they are."""
+    and said to be learned; one that learned sections alone leaves heartbeats as they are. Half of a default is the
+    least."""
     caplog.set_level(logging.DEBUG)
     learns = FaultToleranceConfig(calc_ft_timeouts=True)
     learned = LearnedTimeouts.load(tmp_path)
@@ -353,13 +355,13 @@ def test_learned_timeouts_take_the_place_of_defaults(
     assert enforced(cycle).sections == {"step": 12.0}
     assert enforced(cycle).heartbeat_s == 1800.0
     learned._state = msgspec.structs.replace(
-        learned._state, learned=Learned(heartbeat_s=30.0, initial_heartbeat_s=90.0)
+        learned._state, learned=Learned(heartbeat_s=30.0, initial_heartbeat_s=1200.0)
     )
     learned.save()
     cycle = make_cycle()
     attach(cycle, learns)
-    assert (enforced(cycle).initial_heartbeat_s, enforced(cycle).heartbeat_s) == (90.0, 30.0)
-    assert "heartbeats: first 90.0 s (learned), later 30.0 s (learned)" in caplog.text
+    assert (enforced(cycle).initial_heartbeat_s, enforced(cycle).heartbeat_s) == (1200.0, 900.0)
+    assert "heartbeats: first 1200.0 s (learned), later 900.0 s (learned)" in caplog.text
 
 
 # -- the file of outlast run ---------------------------------------------------------------------------------------

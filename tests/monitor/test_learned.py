@@ -11,7 +11,7 @@ from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import RankState
 from outlast.testing import RankProcesses
 
-CONFIG = FaultToleranceConfig(rank_section_timeouts={"step": 180.0}, safety_factor=2.0, num_warmup_iterations=3)
+CONFIG = FaultToleranceConfig(rank_section_timeouts={"step": 8.0}, safety_factor=2.0, num_warmup_iterations=3)
 
 
 def seen(step_s: float) -> Observation:
@@ -24,7 +24,7 @@ def merge(learned: LearnedTimeouts, *steps: float, cycle: str) -> float:
 
 
 def test_next_job_enforces_what_was_learned(tmp_path):
-    """What one job saved, the next one loads and puts in the place of the configured values."""
+    """What one job saved, the next one loads and enforces, where it is longer than the configured values."""
     learned = LearnedTimeouts.load(tmp_path)
     assert learned.apply(CONFIG) == CONFIG
     assert merge(learned, 4.0, 5.0, cycle="a-0") == 10.0
@@ -32,6 +32,8 @@ def test_next_job_enforces_what_was_learned(tmp_path):
     config = LearnedTimeouts.load(tmp_path).apply(CONFIG)
     assert config.rank_section_timeouts == {"step": 10.0}
     assert (config.safety_factor, config.num_warmup_iterations) == (2.0, 3)
+    given = CONFIG.changed(rank_section_timeouts={"step": 180.0})
+    assert LearnedTimeouts.load(tmp_path).apply(given) == given
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
 
@@ -56,8 +58,8 @@ def test_cycles_merge_as_mean_and_nodes_as_maximum(tmp_path):
     assert merge(one, 3.0, cycle="a-0") == 10.0
     assert merge(one, 7.0, cycle="a-0") == 14.0
     assert merge(other, 5.0, 3.0, 7.0, cycle="a-0") == 14.0
-    assert merge(one, 2.0, cycle="a-1") == (14.0 + 4.0) / 2
-    assert merge(one, 5.0, cycle="a-1") == (14.0 + 10.0) / 2
+    assert merge(one, 6.0, cycle="a-1") == (14.0 + 12.0) / 2
+    assert merge(one, 8.0, cycle="a-1") == (14.0 + 16.0) / 2
 
 
 @pytest.mark.parametrize(

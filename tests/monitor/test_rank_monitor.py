@@ -13,6 +13,7 @@ from outlast.errors import OutlastError
 from outlast.monitor.examination import examine
 from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.monitor.watchdog import LearnedTimeouts
+from outlast.policy.deadlines import FLOOR_S
 from outlast.runtime.board import Board
 
 CONFIG = FaultToleranceConfig(rank_section_timeouts={"setup": 600.0, "step": 180.0}, num_warmup_iterations=2)
@@ -240,10 +241,11 @@ def test_timeouts_are_learned_without_an_agent(tmp_path, caplog):
             pass
     first.finish()
     first.close()
-    assert LearnedTimeouts.load(tmp_path).learned.sections == {"step": 1.0}
+    assert LearnedTimeouts.load(tmp_path).learned.sections == {"step": FLOOR_S}
     second = PlacedRankMonitor(WorkerEnv(cycle=1), config, tmp_path)
     try:
-        assert second.config.rank_section_timeouts == {"step": 1.0}
-        assert "section timeouts: step 1.0 s" in caplog.text
+        assert second.config.rank_section_timeouts == {"step": FLOOR_S}
+        assert "section timeouts: step 10.0 s" in caplog.text
+        assert "suggested timeouts, from the durations of this run: --ft-rank-section-timeouts=step:10" in caplog.text
     finally:
         second.close()

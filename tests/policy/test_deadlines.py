@@ -297,12 +297,14 @@ def test_ranks_that_wait_in_a_wrapper_are_not_judged():
 
 
 def test_what_the_script_calculated_comes_first():
-    """Calculated timeouts stand in the place of configured ones and of defaults, also where none was configured."""
+    """Calculated timeouts are enforced where they are longer than configured ones, or none was given; half of a default
+    one is the least."""
     config = FaultToleranceConfig(rank_section_timeouts={"step": 180.0, "setup": 600.0})
     timeouts = Timeouts.from_config(config, with_defaults=True)
-    mine = override(timeouts, Learned(sections={"step": 2.0, "other": 3.0}, out_of_section_s=4.0, heartbeat_s=5.0))
-    assert mine.sections == {"step": 2.0, "setup": 600.0, "other": 3.0}
-    assert (mine.out_of_section_s, mine.heartbeat_s) == (4.0, 5.0)
+    calculated = Learned(sections={"step": 2.0, "setup": 700.0, "other": 30.0}, out_of_section_s=40.0, heartbeat_s=5.0)
+    mine = override(timeouts, calculated)
+    assert mine.sections == {"step": 180.0, "setup": 700.0, "other": 30.0}
+    assert (mine.out_of_section_s, mine.heartbeat_s) == (40.0, 900.0)
     assert mine.initial_heartbeat_s == timeouts.initial_heartbeat_s
     assert mine.defaults == {Subject.INITIAL_HEARTBEAT}
     assert override(timeouts, Learned()) == timeouts

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outlast.errors import ExitReason
-from outlast.incidents import Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
 from outlast.policy.recovery_point import Load, TierName
 
@@ -111,10 +114,19 @@ def test_preemption_is_charged_to_nothing() -> None:
 
 def test_preemption_without_a_save_never_claims_one() -> None:
     """75 means that there is a generation to go on from; a job that has none does not exit with it."""
-    state, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=None, preempted=True), Limits())
+    end = CycleEnd(cycle=0, incident=None, preempted=True, had_session=True)
+    state, verdict = decide(LadderState(), end, Limits())
     assert (verdict.rung, verdict.exit_code) == (Rung.REQUEUE_JOB, ExitReason.FAILED)
     assert "nothing was saved" in verdict.reason
     assert state.restarts_total == 0
+
+
+def test_saves_of_a_script_without_a_session_are_unknown() -> None:
+    """A script without a session may have saved by itself: a shutdown does not claim that nothing was saved."""
+    _, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=None, preempted=True), Limits())
+    assert (verdict.rung, verdict.exit_code) == (Rung.REQUEUE_JOB, ExitReason.FAILED)
+    assert "nothing was saved" not in verdict.reason
+    assert "unknown (no session reported)" in verdict.reason
 
 
 def test_worker_that_exits_75_was_preempted() -> None:
@@ -219,6 +231,37 @@ def test_faulty_node_without_a_spare_stays_and_is_named() -> None:
     assert (verdict.rung, verdict.quarantine) == (Rung.RESTART_WORKERS, ())
     assert "node b had 3 faults" in verdict.reason
     assert "no spare" in verdict.reason
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(max_restarts=2), Limits(max_restarts_total=2)])
+def test_failures_on_one_node_exclude_it_before_a_budget_is_spent(limits: Limits) -> None:
+    """With default budgets a node on which every failure began gives its slot to a spare while a restart is left."""
+    state = LadderState()
+    for cycle in range(2):
+        end = CycleEnd(cycle=cycle, incident=died("c"), num_spares=1, num_nodes=2, progress_known=True)
+        state, verdict = decide(state, end, limits)
+    assert (verdict.rung, verdict.quarantine) == (Rung.REPLACE_NODE, ("c",))
+    assert "2 of 2 failures on node c" in verdict.reason
+
+
+def test_failures_on_several_nodes_exclude_none() -> None:
+    """Where failures began on different nodes no node is the cause, and the spare stays where it is."""
+    state = LadderState()
+    for node in ("c", "b"):
+        end = CycleEnd(cycle=0, incident=died(node), num_spares=1, num_nodes=2, progress_known=True)
+        state, verdict = decide(state, end, Limits())
+    assert (verdict.rung, verdict.quarantine) == (Rung.RESTART_WORKERS, ())
+
+
+@pytest.mark.parametrize(("num_nodes", "is_named"), [(2, True), (1, False)])
+def test_the_last_line_names_the_node_of_every_failure(num_nodes: int, is_named: bool) -> None:
+    """A run that stops after failures that all began on one of several nodes reports which node that is."""
+    state = LadderState()
+    for cycle in range(3):
+        end = CycleEnd(cycle=cycle, incident=died("c"), num_nodes=num_nodes, progress_known=True)
+        state, verdict = decide(state, end, Limits())
+    assert verdict.exit_code == ExitReason.NO_PROGRESS
+    assert verdict.reason.endswith("; 3 of 3 failures on node c") == is_named
 
 
 def test_zero_node_faults_never_quarantines() -> None:
@@ -377,3 +420,41 @@ def test_who_starts_a_run_again_after_93_gets_its_copies_back() -> None:
     assert state.stopped_with == ExitReason.NO_PROGRESS
     assert state.distrusted
     assert not begin_job(state).distrusted
+
+
+CAUSES = [
+    Cause(type="ValueError", text="token 50257 out of range", frame="data.py:29 in next_batch"),
+    Cause(type="ValueError", text="token 50258 out of range", frame="data.py:29 in next_batch"),
+    Cause(type="KeyError", text="'labels'", bases=("LookupError",), frame="train.py:7"),
+    Cause(type="RuntimeError", text="CUDA error: unspecified launch failure", frame="train.py:9 in step"),
+    Cause(type="torch.distributed.DistBackendError", bases=("RuntimeError",), text="NCCL", frame="train.py:9 in step"),
+    Cause(type="ValueError", text="of a library"),
+]
+
+
+@given(
+    causes=st.lists(st.sampled_from([None, *CAUSES]), min_size=1, max_size=6),
+    had_session=st.booleans(),
+    max_restarts=st.integers(min_value=0, max_value=5),
+)
+def test_same_failure_at_the_same_place_is_not_repeated(
+    causes: list[Cause | None], had_session: bool, max_restarts: int
+) -> None:
+    """A script without a session that fails in two cycles in a row with the same error of its own code is stopped with
+    93; all else (a session, another error, an error of a device or a network) has the budget that it always had."""
+    state, last = LadderState(), None
+    for cycle, cause in enumerate(causes):
+        evidence = {} if cause is None else {"cause": msgspec.to_builtins(cause)}
+        incident = Incident(kind=IncidentKind.WORKER_FAILED, node="a", rank=cycle, exit_code=1, evidence=evidence)
+        end = CycleEnd(cycle=cycle, incident=incident, had_session=had_session)
+        state, verdict = decide(state, end, Limits(max_restarts=max_restarts, max_node_faults=0))
+        if not had_session and cause is not None and cause == last and cause in CAUSES[:3]:
+            assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.NO_PROGRESS)
+            assert "same failure at the same place" in verdict.reason
+        elif cycle >= max_restarts:
+            assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.FAILED)
+        else:
+            assert verdict.rung == Rung.RESTART_WORKERS
+        if verdict.rung == Rung.STOP:
+            break
+        last = cause

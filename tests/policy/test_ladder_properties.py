@@ -271,6 +271,29 @@ def test_quarantine_takes_only_the_incidents_node(past: list[CycleEnd], end: Cyc
         assert end.num_spares > 0
 
 
+@given(
+    histories,
+    st.lists(incidents.filter(lambda one: one.exit_code in (1, -9)), min_size=1, max_size=8),
+    st.booleans(),
+    limits_strategy,
+)
+def test_a_spare_is_tried_before_the_job_stops(
+    past: list[CycleEnd], stuck: list[Incident], progress_known: bool, limits: Limits
+) -> None:
+    """A job whose failures all began on one node does not stop while a spare waits, unless fewer than two restarts
+    were granted: the spare has had the slot by then."""
+    state = begin_job(follow(past, limits))
+    if state.finished or not limits.max_node_faults:
+        return
+    for restarts, incident in enumerate(stuck):
+        incident = msgspec.structs.replace(incident, node="a")
+        end = CycleEnd(cycle=0, incident=incident, num_spares=1, num_nodes=2, progress_known=progress_known)
+        state, verdict = decide(state, end, limits)
+        if verdict.rung == Rung.STOP:
+            assert restarts < 2 or "a" in state.quarantined
+            return
+
+
 @given(histories, any_end, limits_strategy)
 def test_memory_survives_the_job(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
     """A state read back from ladder.json is the same state, and decides the same."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outlast.config import FaultToleranceConfig
-from outlast.policy.deadlines import Protection, Timeouts, describe_hangs, describe_nodes, describe_saves
+from outlast.policy.deadlines import NOT_YET, Protection, Timeouts, describe_hangs, describe_nodes, describe_saves
 
 ORIGINS = dict.fromkeys(
     (
@@ -24,7 +24,7 @@ def test_the_whole_line() -> None:
     protection = Protection(
         max_restarts=3,
         hangs=describe_hangs(STEP, "default", has_session=True, origins=ORIGINS),
-        nodes=describe_nodes(num_slots=1, max_nodes=1, min_nodes=None),
+        nodes=describe_nodes(num_slots=1, max_nodes=1, min_nodes=None, num_spares=0),
         of_session=describe_saves(tiers=("memory", "/ckpt"), interval=200, near_interval=0, is_told=True),
     )
     assert protection.describe() == (
@@ -56,16 +56,26 @@ def test_a_script_without_a_session_is_said_to_have_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "most", "least", "text"),
+    ("slots", "most", "least", "spares", "text"),
     [
-        (4, 5, None, "yes (1 spare)"),
-        (4, 6, 3, "yes (2 spares, continues with 3 of 4 nodes)"),
-        (4, 4, 4, "no (no spare node)"),
+        (4, 5, None, 1, "yes (1 spare)"),
+        (4, 6, 3, 2, "yes (2 spares, continues with 3 of 4 nodes)"),
+        (4, 6, 3, 0, "yes (continues with 3 of 4 nodes)"),
+        (4, 6, None, 0, "no (none of up to 2 spares is here)"),
+        (4, 4, 4, 0, "no (no spare node)"),
     ],
 )
-def test_nodes(slots: int, most: int, least: int | None, text: str) -> None:
-    """Spares and a smaller world are what a lost node leads to."""
-    assert describe_nodes(num_slots=slots, max_nodes=most, min_nodes=least) == text
+def test_nodes(slots: int, most: int, least: int | None, spares: int, text: str) -> None:
+    """Spares that wait for a slot, and a smaller world, are what a lost node leads to; an absent one does not count."""
+    assert describe_nodes(num_slots=slots, max_nodes=most, min_nodes=least, num_spares=spares) == text
+
+
+def test_what_a_script_may_still_report_is_unknown() -> None:
+    """Before a script had time to open a session, nothing is claimed: neither that it has one nor that it has none."""
+    hangs = describe_hangs(STEP, "default", has_session=None, origins=ORIGINS)
+    protection = Protection(max_restarts=1, hangs=hangs, nodes="no (no spare node)", why_unknown=NOT_YET)
+    assert protection.describe().count("unknown (the script has not called outlast.init() yet)") == 2
+    assert not protection.has_gap
 
 
 @pytest.mark.parametrize(

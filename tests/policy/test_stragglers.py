@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -231,7 +232,17 @@ def test_a_slowness_that_does_not_persist_names_nobody() -> None:
         assert not findings.named
         counted.append(findings.why_nobody)
     assert "rank 3 is slow in 'forward' (2.00 times), in 2 of the 3 windows in a row" in counted[1]
-    assert counted[2] == "all ranks are within noise of each other"
+    assert counted[2].startswith("all ranks are within noise of each other")
+
+
+def test_the_share_of_the_step_that_was_compared_is_reported() -> None:
+    """Where nobody is slow in what can be compared, the reason says how little of a step that is: the rest may hide a
+    node that is two times slower."""
+    ranks = [msgspec.structs.replace(tell(rank, {"forward": 0.01}), pace_s=0.04) for rank in range(4)]
+    reason = judge(Streaks(), ranks, CONFIG)[1].why_nobody
+    assert reason == "all ranks are within noise of each other in what was compared, 25% of a step"
+    unknown = [msgspec.structs.replace(one, pace_s=0.0, step_s=0.0) for one in ranks]
+    assert judge(Streaks(), unknown, CONFIG)[1].why_nobody == "all ranks are within noise of each other"
 
 
 def test_a_section_that_costs_nothing_names_nobody() -> None:

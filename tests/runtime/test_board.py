@@ -186,8 +186,9 @@ def test_sections_of_other_threads_do_no_harm(board, page, caplog):
 
 
 def test_what_a_manager_reported_outlives_the_attachment_of_a_monitor(board):
-    """A checkpoint manager may report before a monitor attaches, as in a script that makes it first: what it committed
-    and loaded stays; a second attachment, as after a restart in process, begins anew."""
+    """A checkpoint manager may report before a monitor attaches, as in a script that creates it first: iteration,
+    committed and loaded checkpoint stay. A second attachment, as after a restart in process, keeps them too: the agent
+    may read the page only then. A lower commit never replaces a higher one."""
     loaded = LoadedCopy(generation=5, attempt="job-0-aa.1", tier=Tier.LOCAL, suspect_window=20)
     manager = board.rank(0)
     manager.set_iteration(7)
@@ -201,8 +202,9 @@ def test_what_a_manager_reported_outlives_the_attachment_of_a_monitor(board):
     assert (state.iteration, state.durable_iteration, state.reports_progress) == (7, 5, True)
     assert state.loaded == loaded
     page.attach(pid=1, global_rank=0, cycle=0)
+    page.set_durable_iteration(3)
     state = board.read(0)
-    assert (state.iteration, state.durable_iteration, state.reports_progress, state.loaded) == (0, None, False, None)
+    assert (state.iteration, state.durable_iteration, state.reports_progress, state.loaded) == (7, 5, True, loaded)
 
 
 def test_assigned_page_names_its_process_until_worker_attaches(board):

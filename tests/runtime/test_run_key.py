@@ -23,6 +23,7 @@ from outlast.runtime.run_key import (
     key_of_directory,
     make_offer,
 )
+from outlast.version import __version__
 
 SECRET = b"sixteen bytes or more"
 
@@ -120,6 +121,17 @@ def test_processes_with_other_run_keys_are_named(
         accept_offer(offer, "hub")
     assert "\n" not in str(caught.value)
     assert offer not in str(caught.value)
+
+
+@pytest.mark.parametrize("theirs", ["0_1_7:", ""])
+def test_processes_of_other_versions_are_named(theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line names both versions of the package and how to allow them; where that is allowed, all derive one key."""
+    own, _, rest = make_offer().partition(":")
+    assert own == __version__.replace(".", "_")
+    with pytest.raises(ConfigError, match=f"this process has outlast {__version__}.*OUTLAST_ANY_VERSION=1"):
+        accept_offer(f"{theirs}{rest}", "hub")
+    monkeypatch.setenv(env.ANY_VERSION, "1")
+    assert accept_offer(f"{theirs}{rest}", "hub") == accept_offer(f"{theirs}{rest}", "hub")
 
 
 def test_a_key_is_not_shown() -> None:

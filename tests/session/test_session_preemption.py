@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -222,3 +223,19 @@ def test_a_file_seen_by_one_rank_stops_all(tmp_path: Path) -> None:
     assert "leave is there: spot" in outputs[0]
     (iteration,) = {event.iteration for event in _events(tmp_path, EventKind.SESSION_ENDED)}
     assert _newest_whole(tmp_path) == iteration
+
+
+@pytest.mark.process
+def test_a_file_from_before_the_job_stops_nothing(tmp_path: Path) -> None:
+    """A notice file that an earlier job left is reported once and ignored until it is written again."""
+    leave, new = tmp_path / "leave", tmp_path / "new"
+    leave.symlink_to(Path(sys.executable).resolve())  # a file that is older than this job
+    with Ranks(_script(tmp_path), str(tmp_path), "train", "60", f"notice_file={leave}", world_size=2) as ranks:
+        ranks.wait_for_line(0, "was there")
+        ranks.wait_for_line(1, "running")
+        new.write_text("new")
+        new.replace(leave)
+        codes, outputs = ranks.end(120)
+    assert codes == [75, 75], outputs
+    assert outputs[0].count("before the job started, so it is ignored") == 1
+    assert "leave is there: new" in outputs[0]

@@ -21,6 +21,7 @@ from outlast.ray.train import TrainCallback  # noqa: E402
 
 OTHERS: dict[str, Any] = {
     "calc_ft_timeouts": True,
+    "state_directory": "there",
     "safety_factor": 2.0,
     "rank_termination_signal": "SIGTERM",
     "max_no_progress_cycles": 2,
@@ -28,6 +29,7 @@ OTHERS: dict[str, Any] = {
     "min_nodes": 1,
     "node_heartbeat_timeout": 2.0,
     "shutdown_grace": 3.0,
+    "exit_timeout": 7.0,
     "gpu_memory_reclaim_timeout": 4.0,
     "gpu_memory_tolerance_mb": 5.0,
     "gpu_memory_poll_interval": 6.0,

@@ -30,7 +30,7 @@ from outlast.monitor import rank_guard
 from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.monitor.watchdog import FILE_NAME, HangReport, LearnedTimeouts, Observation
 from outlast.policy import ladder
-from outlast.policy.deadlines import BoardSection, Expired, Subject, Timeouts, deadlines
+from outlast.policy.deadlines import BoardSection, ExitLimit, Expired, Subject, Timeouts, deadlines
 from outlast.policy.ladder import CycleEnd, LadderState
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.journal import Journal
@@ -60,6 +60,18 @@ def learns_only_when_told(scene: Scene) -> None:
         monitor.finish()
         monitor.close()
     assert (scene.folder / FILE_NAME).exists()
+
+
+def learns_in_a_folder(scene: Scene) -> None:
+    """Durations are kept where state_directory says, and in the run directory otherwise."""
+    for name in ("there", None):
+        folder = None if name is None else str(scene.folder / name)
+        config = FaultToleranceConfig(calc_ft_timeouts=True, state_directory=folder)
+        monitor = PlacedRankMonitor(WorkerEnv(), config, scene.folder)
+        monitor.finish()
+        monitor.close()
+        assert (scene.folder / "there" / FILE_NAME).exists()
+        assert (scene.folder / FILE_NAME).exists() is (name is None)
 
 
 def learned_from(config: FaultToleranceConfig) -> Any:
@@ -193,10 +205,12 @@ F = FaultToleranceConfig
 FAULT_TOLERANCE: dict[str, Proof] = {
     "enable_ft_package": differs(overdue, F, {"rank_heartbeat_timeout": 3.0}, enable_ft_package=False),
     "calc_ft_timeouts": learns_only_when_told,
+    "state_directory": learns_in_a_folder,
     "initial_rank_heartbeat_timeout": differs(overdue, F, initial_rank_heartbeat_timeout=3.0),
     "rank_heartbeat_timeout": differs(overdue, F, rank_heartbeat_timeout=3.0),
     "rank_section_timeouts": differs(overdue, F, rank_section_timeouts={"step": 3.0}),
     "rank_out_of_section_timeout": differs(overdue, F, rank_out_of_section_timeout=3.0),
+    "exit_timeout": differs(ExitLimit.from_config, F, exit_timeout=3.0),
     "safety_factor": differs(learned_from, F, safety_factor=2.0),
     "num_warmup_iterations": differs(overdue, F, {"rank_section_timeouts": {"step": 3.0}}, num_warmup_iterations=0),
     "rank_termination_signal": ends_a_hung_rank_with_the_signal,

@@ -239,6 +239,18 @@ def test_budgets_are_the_jobs_own() -> None:
     assert (budgets.restarts_in_a_row.left, budgets.restarts_total.used) == (3, 5)
 
 
+def test_budgets_are_fresh_once_the_job_has_made_progress() -> None:
+    """A generation beyond those that the newest decision knew of resets the budgets, also before the next decision."""
+    spent = LadderState(
+        job="job-1", restarts_without_progress=3, restarts_total=3, cycles_without_progress=2, best_durable=10
+    )
+    for iteration, used in ((10, (3, 2)), (11, (0, 0))):
+        budgets = running().tell(EventKind.SAVE_COMMITTED, iteration, tiers=["global"]).judge(ladder=spent).budgets
+        assert budgets is not None
+        assert (budgets.restarts_in_a_row.used, budgets.cycles_without_progress.used) == used
+        assert budgets.restarts_total.used == 3
+
+
 def test_journal_of_an_earlier_version_has_no_budgets_and_is_read() -> None:
     """Lines without limits, pids and times are judged as far as they go."""
     story = Story()

@@ -51,6 +51,7 @@ from outlast.bench.measuring import (
     worker_ranks,
 )
 from outlast.bench.numerics import SmallTraining
+from outlast.decoding import parse_json
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.inprocess import Handle, Wrapper
 from outlast.testing.ranks import RankProcesses, free_port
@@ -257,7 +258,7 @@ def run_rank(library: str, folder: str, faults: str, port: str) -> None:
         port: Of a store that the peer needs.
     """
     torch.set_num_threads(1)
-    function = _StruckFunction(MarkWriter(folder), json.loads(faults))
+    function = _StruckFunction(MarkWriter(folder), parse_json(faults))
     wrapped = _wrap_nvrx(function, int(port)) if library == "nvrx" else _wrap_ours(function)
     wrapped()
 

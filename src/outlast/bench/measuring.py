@@ -37,7 +37,7 @@ import msgspec
 import psutil
 
 from outlast import clock, env
-from outlast.decoding import from_json
+from outlast.decoding import from_json, parse_json
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.testing.ranks import RankProcesses
 from outlast.version import __version__
@@ -299,7 +299,7 @@ def measure_rounds(
         try:
             for number in range(repeats + 1):
                 line = ranks.next_line(0, deadline_s - clock.now_s(), containing=_ROUND)
-                values: dict[str, float] = json.loads(line.partition(_ROUND)[2])
+                values: dict[str, float] = parse_json(line.partition(_ROUND)[2])
                 found.append(values)
                 shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
                 progress(describe_round(number, repeats, shown))

@@ -25,6 +25,7 @@ from outlast import clock, env
 from outlast.bench import rendezvous_crowd as crowd
 from outlast.bench.measuring import Bar, BenchResult, Progress, median, run_rounds, worker_ranks
 from outlast.config.sources import LayeredSettings
+from outlast.decoding import parse_json
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity
@@ -146,7 +147,7 @@ def _order(processes: RankProcesses, which: Sequence[int], name: str, *arguments
             processes.send(process, json.dumps([name, arguments]))
         for process in which:
             line = processes.next_line(process, _TIMEOUT_S + 10.0, containing=_ANSWER)
-            error, result = json.loads(line.partition(_ANSWER)[2])
+            error, result = parse_json(line.partition(_ANSWER)[2])
             if error is not None:
                 raise OutlastError(f"simulated agents failed to {name}: {error}")
             results.append(result)
@@ -160,7 +161,7 @@ def run_agents() -> None:
     raise_descriptor_limit()
     agents = _ProcessAgents()
     for line in sys.stdin:
-        name, arguments = json.loads(line)
+        name, arguments = parse_json(line)
         error, result = None, None
         try:
             result = getattr(agents, name)(*arguments)

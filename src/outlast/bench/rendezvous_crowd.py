@@ -24,6 +24,7 @@ from typing import Any
 from outlast import clock, env
 from outlast.bench.measuring import worker_ranks
 from outlast.config.sources import LayeredSettings
+from outlast.decoding import parse_json
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity, join_handshake
@@ -129,7 +130,7 @@ def _collect(processes: RankProcesses, which: Sequence[int], name: str) -> list[
     results = []
     for process in which:
         line = processes.next_line(process, _TIMEOUT_S + 10.0, containing=_ANSWER)
-        error, result = json.loads(line.partition(_ANSWER)[2])
+        error, result = parse_json(line.partition(_ANSWER)[2])
         if error is not None:
             raise OutlastError(f"simulated agents failed to {name}: {error}")
         results.append(result)
@@ -154,7 +155,7 @@ def run_party() -> None:
     orders: deque[str] = deque()
     with party:
         while (line := party.next_line(orders)) is not None:
-            name, arguments = json.loads(line)
+            name, arguments = parse_json(line)
             error, result = None, None
             try:
                 result = getattr(party, name)(*arguments)

@@ -7,7 +7,6 @@ reads, and the next line does not continue it.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from outlast.decoding import from_json
+from outlast.decoding import from_json, parse_json
 from outlast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def read_results(folder: Path) -> dict[str, StoredResult]:
     for path in sorted(folder.glob("*.json")):
         data = path.read_bytes()
         try:
-            if "bench" in json.loads(data):
+            if "bench" in parse_json(data):
                 result = parse_result(data)
                 found[result.bench] = result
         except (ValueError, msgspec.DecodeError) as error:

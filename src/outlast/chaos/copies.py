@@ -8,7 +8,6 @@ own head.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import psutil
 
 from outlast.chaos.plan import FaultKind, FaultTier
 from outlast.chaos.sight import Sight, memory_files
+from outlast.decoding import parse_json
 from outlast.env import clean_name
 
 _SHARD = re.compile(r"rank-(\d+)\.safetensors")
@@ -119,8 +119,8 @@ def _read_identity(path: str) -> tuple[int, int] | None:
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            head = json.loads(file.read(length)) if 2 <= length <= _MAX_HEAD_BYTES else {}
-        identity = json.loads(head["__metadata__"]["outlast"])
+            head = parse_json(file.read(length)) if 2 <= length <= _MAX_HEAD_BYTES else {}
+        identity = parse_json(head["__metadata__"]["outlast"])
         return int(identity["rank"]), int(identity["iteration"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -175,7 +175,7 @@ def _middle(fd: int, size: int) -> int:
     if not 2 <= length <= min(_MAX_HEAD_BYTES, size - 8):
         return size // 2
     try:
-        head = json.loads(os.pread(fd, length, 8))
+        head = parse_json(os.pread(fd, length, 8))
         end = max(entry["data_offsets"][1] for name, entry in head.items() if name != "__metadata__")
     except (ValueError, KeyError, TypeError):
         return size // 2

@@ -36,13 +36,13 @@ import msgspec
 from msgspec import structs
 
 from outlast import clock
-from outlast.checkpoint.manifest import MANIFEST, SHARD_PART, CopyKey, Manifest, decode_manifest, run_of
+from outlast.checkpoint.manifest import MANIFEST, SEALED, SHARD_PART, CopyKey, Manifest, decode_manifest, run_of
 from outlast.checkpoint.shard import shard_name
-from outlast.decoding import from_json
+from outlast.decoding import from_json, open_file, read_file
 from outlast.env import clean_name
 from outlast.errors import CheckpointError, Incomplete, OutlastError, Untrusted
 from outlast.policy.lease import ClaimStep, DirectoryRun, LeaseOwner, find_owner, is_same_training, judge_claim
-from outlast.runtime.files import create_atomically, exchange, fsync_folder, write_atomically
+from outlast.runtime.files import check_folder, create_atomically, exchange, fsync_folder, write_atomically
 from outlast.runtime.injection import reach
 from outlast.runtime.lease import FOLDER, FolderRecords, InUse, Lease, Records
 
@@ -123,6 +123,13 @@ class ClaimedPlace(ABC):
             confirm: Raises when a later owner has come.
         """
 
+    @abstractmethod
+    def is_own(self, iteration: int) -> bool:
+        """Return whether the folder of an iteration is one that this package wrote, whole or damaged.
+
+        People and other programs name their folders ``step-<n>``, too; these are never deleted.
+        """
+
     @property
     def suspects(self) -> Self:
         """Where saves for diagnosis go; none of them is ever the newest generation."""
@@ -189,7 +196,7 @@ def decode_hint(data: bytes) -> str | None:
     """Return the run that ``run.json`` names; ``None``: it cannot be read."""
     try:
         return from_json(data, _RunHint).run or None
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         return None
 
 
@@ -442,7 +449,7 @@ class GenerationFolder(ClaimedPlace):
             return []
 
     def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+        return read_file(self.path / name)
 
     def write(self, name: str, data: bytes) -> None:
         write_atomically(self.path / name, data)
@@ -518,19 +525,20 @@ class GenerationFolder(ClaimedPlace):
                 shutil.rmtree(self.path / name, ignore_errors=True)
                 removed.append(name)
         for trash in self._trashes():
-            for path in trash.iterdir():
-                shutil.rmtree(path, ignore_errors=True)
-                removed.append(path.name)
+            removed += _empty(trash)
         return removed
 
     def fence(self, number: int, token: str) -> None:
         trash = self._trash(number)
+        check_folder(trash.parent)
         trash.parent.mkdir(exist_ok=True)
+        check_folder(trash)
         trash.mkdir(mode=0o700, exist_ok=True)
         for earlier in self._trashes():
             if int(earlier.stem) < number:
                 _move(earlier, trash / earlier.name)
         for place in (self, self.suspects):
+            check_folder(place.path)
             for name in sorted(place.names(), key=lambda name: _age_ns(place.path / name)):
                 match, path = _UNDER_WAY.fullmatch(name), place.path / name
                 if match is None or f"-{token}." in match["attempt"]:
@@ -551,9 +559,18 @@ class GenerationFolder(ClaimedPlace):
         for iteration in iterations:
             confirm()
             reach("checkpoint.retire")
+            check_folder(self._trash(number))
             gone = self._trash(number) / f"step-{iteration}-{secrets.token_hex(4)}"
             os.rename(self.generation(iteration), gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+    def is_own(self, iteration: int) -> bool:
+        try:  # the manifest is there when the folder gets its name; a crash of the machine may leave zeros in it
+            with open(open_file(self.generation(iteration) / MANIFEST), "rb") as file:
+                head = file.read(len(SEALED))
+        except OSError:
+            return False
+        return head == SEALED or not head.strip(b"\0")
 
     def _trash(self, number: int) -> Path:
         """Return the folder through which an owner deletes; without it, it can delete nothing."""
@@ -562,7 +579,14 @@ class GenerationFolder(ClaimedPlace):
     def _trashes(self) -> list[Path]:
         folder = self.path / FOLDER
         names = os.listdir(folder) if folder.is_dir() else []
-        return [folder / name for name in names if _TRASH.fullmatch(name)]
+        found = []
+        for name in filter(_TRASH.fullmatch, names):
+            try:
+                check_folder(folder / name)
+                found.append(folder / name)
+            except OSError as error:
+                log.warning("%s is left alone: %s", error.filename, error.strerror)
+        return found
 
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         """Delete what a failed attempt wrote: its room may be what the next one lacks."""
@@ -586,6 +610,21 @@ def _replace(temporary: Path, final: Path, aside: Path) -> None:
     except OSError:
         _move(aside, final)
         raise
+
+
+def _empty(folder: Path) -> list[str]:
+    """Remove the folders in a folder, without following a link that is put in its place; return their names."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # a later owner has moved it
+        return []
+    try:
+        names = os.listdir(fd)
+        for name in names:
+            shutil.rmtree(name, ignore_errors=True, dir_fd=fd)
+        return names
+    finally:
+        os.close(fd)
 
 
 def _move(source: Path, target: Path) -> None:
@@ -619,7 +658,7 @@ class Directory(GenerationFolder):
         """
         path = self.generation(iteration) / MANIFEST
         try:
-            data = path.read_bytes()
+            data = read_file(path)
         except FileNotFoundError:
             raise Incomplete("there is no manifest") from None
         except OSError as error:

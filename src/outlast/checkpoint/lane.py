@@ -186,6 +186,7 @@ class Lane(ABC):
         self._writer, self._timeout_s, self._next = writer, timeout_s, next_lane
         self._claim, self._retention, self._outcomes = claim, retention, outcomes
         self._committed = Committed()
+        self._foreign: set[int] = set()
         self._must_sweep = True
         self._end_ns = 0
         """When the save under way has to be decided."""
@@ -302,7 +303,10 @@ class Lane(ABC):
         self._wait_for(save, name, grace_s=grace_s, poll_s=poll_s)
         with self._store_errors():
             word = bytes(self._store.get(self._store_key(save, name)))
-        return from_json(word, kind)
+        try:
+            return from_json(word, kind)
+        except msgspec.DecodeError as error:
+            raise CheckpointError(f"what a rank posted of the save ({name}) is malformed: {error}") from error
 
     def _wait_for(self, save: Save, *names: str, grace_s: float = 0.0, poll_s: float = POLL_S) -> str:
         """Return the first of these names under which something was posted; see :meth:`_receive`."""
@@ -457,6 +461,11 @@ class Lane(ABC):
             rules=self._retention,
             not_finite=self._committed.not_finite,
         )
+        foreign = {generation for generation in removed if not place.is_own(generation)}
+        for generation in sorted(foreign - self._foreign):
+            log.warning("%s/step-%d is not a checkpoint of outlast: it is never removed", place.url, generation)
+        self._foreign |= foreign
+        removed = [generation for generation in removed if generation not in foreign]
         self._claim.retire(removed)
         for generation in removed:
             log.debug("removed generation %d from %s", generation, place.url)

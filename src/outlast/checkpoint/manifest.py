@@ -71,7 +71,7 @@ def unseal(data: bytes, kind: type[T], *, schema: int, oldest: int = 1) -> tuple
         if found < oldest:
             raise Untrusted(f"the manifest has schema {found}, this version reads {oldest} and newer; save again")
         return from_json(body, kind), sealed.sha256
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise Corrupt(f"the manifest cannot be read ({error})") from error
 
 
@@ -93,6 +93,8 @@ def run_of(data: bytes, iteration: int) -> str | None:
 
 
 MANIFEST = "manifest.json"
+SEALED = b'{"manifest":'
+"""First bytes of a manifest's file, in any tier."""
 SCHEMA = 2
 
 

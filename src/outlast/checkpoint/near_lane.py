@@ -250,7 +250,11 @@ class NearLane(Lane):
         except PeerSilent as failure:
             outcomes = [(self._rank, SaveOutcome.of(failure))]
         if self._rank == 0:
-            self._post(save, "outcome", next((one for _, one in outcomes if one.error is not None), SaveOutcome()))
+            outcome = next((one for _, one in outcomes if one.error is not None), SaveOutcome())
+            if outcome.error is None and not save.suspect:
+                # First, as the call may be left, or this process be killed: the next one resumes from here.
+                self._outcomes.report_durable(save.iteration)
+            self._post(save, "outcome", outcome)
         return is_finite
 
     def _check_described(self, save: Save, data: bytes) -> Manifest:

@@ -43,6 +43,7 @@ from outlast.checkpoint.tiers import PARITY, Table, check_manifest
 from outlast.checkpoint.verification import Proof, VerifiedFiles, prove_shard, read_shard
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
+from outlast.decoding import open_file
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
 from outlast.runtime.device import empty_cache
@@ -250,7 +251,7 @@ class CopyProver:
         assert self.places.local is not None
         manifest = self._checked(self.places.local.manifest(copy.generation)[0], copy)
         path = self.places.local.generation(copy.generation) / shard_name(self.peers.rank)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_file(path)
         return _ShardCopy(fd, manifest, self.peers.rank, self.state, in_memory=False)
 
     def _from_node(self, copy: Copy) -> _ShardCopy:

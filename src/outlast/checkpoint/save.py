@@ -366,7 +366,7 @@ class Outcomes:
             if self._page is None:
                 return
             self._page.set_iteration(restored.iteration)
-            self._page.set_durable_iteration(restored.iteration)
+            self._page.set_durable_iteration(restored.generation)  # a state kept in memory is beyond it
             read = [tier for tier in restored.tiers if tier != "kept"]  # a kept state stayed in its process
             if read:
                 self._page.set_restored(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import mmap
 import os
 import re
@@ -28,7 +27,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from outlast.decoding import from_json
+from outlast.decoding import from_json, parse_json
 from outlast.errors import Corrupt
 from outlast.runtime.injection import reach
 
@@ -207,7 +206,7 @@ def read_header(head: memoryview, size: int) -> tuple[Identity, dict[str, Tensor
         Corrupt: It is not a shard of ours.
     """
     try:
-        header = json.loads(bytes(head[8:]))
+        header = parse_json(bytes(head[8:]))
         identity = from_json(header.pop("__metadata__")["outlast"], Identity)
         spans = {}
         for name, entry in header.items():

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from outlast.checkpoint.shard import DTYPE_NAMES
+from outlast.decoding import from_msgpack
 from outlast.errors import CheckpointError, Mismatch
 
 log = logging.getLogger(__name__)
@@ -607,6 +608,16 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]]:
     return []
 
 
+@contextlib.contextmanager
+def reading_tree() -> Iterator[None]:
+    """Take nodes of a tree apart in the body. Raises: CheckpointError, where they are not what :func:`flatten` made."""
+    try:
+        yield
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the tree of plain values is malformed ({type(error).__name__}: {error})") from error
+
+
+@reading_tree()
 def decode(
     tree: bytes,
     get: Callable[[str], torch.Tensor],
@@ -670,8 +681,8 @@ def decode(
 def decoded_tree(tree: bytes) -> Any:
     """Return the nodes of a tree that :func:`flatten` made. Raises: CheckpointError, when it is none."""
     try:
-        return msgspec.msgpack.decode(tree)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return from_msgpack(tree, Any)
+    except msgspec.DecodeError as error:
         raise CheckpointError(f"the tree of plain values cannot be read ({error})") from error
 
 
@@ -682,8 +693,13 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
+@reading_tree()
 def layouts_of(tree: bytes) -> dict[str, Layout | None]:
-    """Return the layout of each tensor of a tree that :func:`flatten` made, ``None`` where it is not distributed."""
+    """Return the layout of each tensor of a tree that :func:`flatten` made, ``None`` where it is not distributed.
+
+    Raises:
+        CheckpointError: The tree is not one.
+    """
     found: dict[str, Layout | None] = {}
 
     def visit(node: Any) -> None:

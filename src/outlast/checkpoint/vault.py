@@ -30,6 +30,7 @@ from pathlib import Path
 from outlast.checkpoint.directory import Directory, part_name
 from outlast.checkpoint.manifest import MANIFEST, MANIFEST_PART, CopyKey, HoldingsError, Manifest, decode_manifest
 from outlast.checkpoint.protocol import InMemory
+from outlast.decoding import open_file
 from outlast.env import clean_name
 from outlast.errors import CheckpointError
 from outlast.runtime.files import memory_file
@@ -327,7 +328,7 @@ class _IncomingFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._partial = path, path.with_name(f".{path.name}.partial")
         self._done = False
-        self.fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self.fd = open_file(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             os.ftruncate(self.fd, num_bytes)
             if num_bytes:
@@ -388,7 +389,7 @@ def _open_file(folder: Directory, key: CopyKey) -> tuple[int, int] | None:
         return None
     name = MANIFEST if key.part == MANIFEST_PART else part_name(key)
     try:
-        fd = os.open(folder.generation(key.iteration) / name, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_file(folder.generation(key.iteration) / name)
     except OSError:
         return None
     return fd, os.fstat(fd).st_size

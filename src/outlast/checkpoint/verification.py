@@ -42,6 +42,7 @@ from outlast.checkpoint.shard import (
     read_head,
     read_header,
 )
+from outlast.decoding import open_file
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 
 log = logging.getLogger(__name__)
@@ -290,7 +291,7 @@ def _read_table(
 
 def read_path(path: Path, start: int, end: int, room: memoryview) -> Iterator[memoryview]:
     """Yield the bytes of a local file; see :attr:`StoredFile.read`."""
-    with open(path, "rb", buffering=0) as file:
+    with open(open_file(path), "rb", buffering=0) as file:
         yield from _read_fd(file.fileno(), start, end, room)
 
 
@@ -307,7 +308,7 @@ def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = 
         CheckpointError: It is missing, torn, or another one.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(open_file(path), "rb", buffering=0) as file:
             if read_head or os.fstat(file.fileno()).st_size != manifest.shards[rank].num_bytes:
                 _check_table(_prove_head(file.fileno(), manifest, rank)[0], manifest, rank)
     except FileNotFoundError:

@@ -30,7 +30,7 @@ from outlast.checkpoint.shard import Numbers, digest_image, write_image
 from outlast.checkpoint.vault import Image, Vault
 from outlast.errors import CheckpointError
 from outlast.runtime.injection import reach
-from outlast.runtime.processes import die_with_parent, peer_user
+from outlast.runtime.processes import die_with_parent, ignore_group_signals, peer_user
 from outlast.runtime.wire import MessageChannel
 
 log = logging.getLogger(__name__)
@@ -223,9 +223,7 @@ def main() -> None:
     parser.add_argument("--owner", default="", help="whose writer this is, for the log")
     parser.add_argument("--node", default="", help="name of the node, for the log")
     args = parser.parse_args()
-    # Signals to the whole process group are for the worker to act on: it may still need this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_group_signals()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file size limit is an error like a full disk
     die_with_parent(args.parent)
     logs.configure(f"checkpoint writer {args.owner}", node=args.node)

@@ -17,12 +17,16 @@ from outlast.config.base import (
     require_finite,
     require_one_of,
 )
+from outlast.decoding import parse_json
 
 AGENTS_OWN = (
     *("node_heartbeat_timeout", "gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
 )
 """Fields that agents need before the script runs: they have no effect in a script's own config."""
-LAUNCHERS_OWN = ("max_no_progress_cycles", "max_node_faults", "min_nodes", "shutdown_grace", *AGENTS_OWN)
+LAUNCHERS_OWN = (
+    *("max_no_progress_cycles", "max_node_faults", "min_nodes", "shutdown_grace", "exit_timeout"),
+    *AGENTS_OWN,
+)
 """Fields for a launcher: they have no effect without ``outlast run``."""
 
 
@@ -40,7 +44,11 @@ class FaultToleranceConfig(Partial):
 
     calc_ft_timeouts: bool = False
     """Learn timeouts of sections and heartbeats from observed durations, and keep them in ft_state.json for the next
-    cycle and job."""
+    cycle and job. A learned timeout ends no run that a given one would not end."""
+
+    state_directory: str | None = None
+    """Folder of ft_state.json; none = next to the checkpoints, where a session's ``checkpoint.directory`` is a path,
+    else the run directory."""
 
     initial_rank_heartbeat_timeout: float | None = None
     """Longest time in seconds from a worker's start to its first heartbeat; none = not enforced. Where it is not given,
@@ -61,6 +69,12 @@ class FaultToleranceConfig(Partial):
     """Longest time in seconds that a worker that uses sections may spend outside all of them; none = not
     enforced."""
 
+    exit_timeout: float | None = None
+    """Longest time in seconds that a worker may run after the first worker of its cycle exited with 0, counted from its
+    last heartbeat if that is later; none = not enforced. Where it is not given, ``outlast run`` enforces 1800 s on
+    workers whose processes use no processor. A worker that is ended for it counts as hung. After 30 s it is reported
+    with its stack."""
+
     safety_factor: float = 5.0
     """A learned timeout is the longest observed duration times this."""
 
@@ -76,7 +90,8 @@ class FaultToleranceConfig(Partial):
     job stops with exit code 93."""
 
     max_node_faults: int = 3
-    """Faults after which a node gives its slot to a spare, where there is one; 0 = never."""
+    """Faults after which a node gives its slot to a spare, where there is one; 0 = never. A node on which two or more
+    failures in a row began, all without progress, gives its slot to a spare before the last restart of a budget."""
 
     min_nodes: int | None = None
     """Smallest number of nodes that the script can train with once spares are spent; none = never shrink."""
@@ -112,7 +127,9 @@ class FaultToleranceConfig(Partial):
     def __post_init__(self) -> None:
         require_finite(self)
         timeouts = ("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout")
-        require_above_zero(self, *timeouts, "node_heartbeat_timeout", what=" seconds; write none to switch it off")
+        require_above_zero(
+            self, *timeouts, "exit_timeout", "node_heartbeat_timeout", what=" seconds; write none to switch it off"
+        )
         require_above_zero(self, "gpu_memory_poll_interval")
         require_at_least(self, 0, "gpu_memory_reclaim_timeout", what="; 0 = nothing is waited for")
         require_at_least(self, 0, "gpu_memory_tolerance_mb")
@@ -149,7 +166,7 @@ class FaultToleranceConfig(Partial):
             ConfigError: It is something else, or was cut.
         """
         try:
-            values = json.loads(text)
+            values = parse_json(text)
         except ValueError:
             values = None
         require(isinstance(values, dict), f"{text[:80]!r} are not fault tolerance settings; run one outlast everywhere")
@@ -269,7 +286,8 @@ class PreemptionConfig:
     then is lost. 0 or none = as long as it takes. Under ``outlast run`` its ``--ft-shutdown-grace`` holds, too."""
 
     notice_file: str | None = None
-    """File whose coming into being means: leave; looked for by one rank of each node."""
+    """File whose appearance requests a shutdown; one rank of each node polls it. A file that was there before the job
+    started is reported and ignored until it is written again."""
 
     notice_url: str | None = None
     """Address (http, https) whose answer may mean: leave. It does with status 200 and a text other than nothing,

@@ -39,6 +39,7 @@ from outlast.config.base import (
     parse_text,
 )
 from outlast.config.launching import FaultToleranceConfig
+from outlast.decoding import parse_json
 from outlast.env import read_worker
 from outlast.errors import ConfigError
 
@@ -146,7 +147,12 @@ def load_values(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str]:
         known = ", ".join(sorted(_PARSERS))
         raise ConfigError(f"{path}: a config file ends in one of {known}; rename or convert it")
     text = _read(path)
-    values = parse(text, str(path))
+    try:
+        values = parse(text, str(path))
+    except ConfigError:
+        raise
+    except (RecursionError, ValueError) as error:  # nesting, or a number of thousands of digits
+        raise ConfigError(f"{path}: cannot be read ({error}); write settings as in the reference") from None
     if values is None:  # an empty YAML file
         values = {}
     if not isinstance(values, Mapping):
@@ -177,7 +183,7 @@ def _parse_toml(text: str, where: str) -> Any:
 
 def _parse_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, where))
+        return parse_json(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, where))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}:{error.lineno}: not valid JSON: {error.msg}") from None
 

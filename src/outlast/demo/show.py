@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import tempfile
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast import clock
+from outlast.decoding import parse_json
 from outlast.demo.outcome import (
     DemoOutcome,
     account_for,
@@ -232,7 +232,7 @@ def _make_folder(keep: str | None) -> Path:
 
 def _read_result(path: Path) -> dict[str, Any]:
     try:
-        result: dict[str, Any] = json.loads(path.read_text())
+        result: dict[str, Any] = parse_json(path.read_text())
     except (FileNotFoundError, ValueError):
         return {}
     return result

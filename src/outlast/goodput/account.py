@@ -131,8 +131,8 @@ class IncidentCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """When every rank had begun its first step again; ``None`` = that has not happened."""
     resumed_iteration: int | None = None
     """Where training continued."""
-    lost_iterations: int = 0
-    """Finished iterations that had to be done again."""
+    lost_iterations: int | None = 0
+    """Finished iterations that had to be done again; ``None`` = not known, as the script has no session."""
     parts: dict[str, float] = {}
     """Name of a part to the seconds of it that this incident caused."""
     cost_s: float = 0.0

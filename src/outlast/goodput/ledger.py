@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from outlast import clock
+from outlast.decoding import read_file
 from outlast.errors import ConfigError, ExitReason
 from outlast.goodput.account import (
     CycleSpan,
@@ -48,7 +49,7 @@ from outlast.goodput.spans import (
     job_span,
 )
 from outlast.incidents import Event, EventKind, Rung
-from outlast.journal import decode_events
+from outlast.journal import MAX_JOURNAL_BYTES, decode_events
 from outlast.policy.recovery_point import Tier
 from outlast.wording import count, duration
 
@@ -76,10 +77,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     ettr: float | None
     """Effective training time ratio, the goodput: the productive share of the wall time; ``None`` = no rank reported
     a step."""
-    num_iterations: int
-    """The highest iteration that was finished and not lost."""
-    lost_iterations: int
-    """Iterations that were finished and had to be done again, or will have to be."""
+    num_iterations: int | None
+    """The highest iteration that was finished and not lost; ``None`` = not known, as the script has no session."""
+    lost_iterations: int | None
+    """Iterations that were finished and had to be done again, or will have to be; ``None`` = not known."""
     num_in_process: int = 0
     """Restarts within the processes."""
     num_spared: int = 0
@@ -116,7 +117,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         notes: list[str] = []
         for path in sorted(folder.glob("*.jsonl")):
             try:
-                events, num_bad = decode_events(path.read_bytes())
+                events, num_bad = decode_events(read_file(path, max_bytes=MAX_JOURNAL_BYTES))
             except OSError as error:
                 notes.append(f"{path.name} cannot be read: {error.strerror}")
                 continue
@@ -155,8 +156,10 @@ class _Walk:
         """The incident that what follows is spent on, until all ranks train again."""
         self._open: set[int] = set()
         """It, and those that it overtook before all ranks trained again."""
-        self._resumed: dict[int, tuple[float, int]] = {}
-        """Incident to when all ranks began a step again, and from which iteration."""
+        self._resumed: dict[int, tuple[float, int | None]] = {}
+        """Incident to when all ranks began a step again, and from which iteration; ``None`` = that is not known."""
+        self._is_observed = True
+        """Every script had a session, which reports iterations."""
         self._lost: Counter[int] = Counter()
         self._is_given_up = False
 
@@ -183,7 +186,7 @@ class _Walk:
         state, why = self._state()
         ettr = partition[Part.PRODUCTIVE] / wall_s if trained and wall_s > 0 else None
         notes += find_notes(self._jobs, clocks)
-        num_lost = sum(lost.values())
+        num_lost = sum(lost.values()) if self._is_observed else None
         return Ledger(
             run_id=self._run_id,
             began=clock.as_iso(self._zero_ns),
@@ -193,7 +196,7 @@ class _Walk:
             headline=_headline(state, why, ettr, wall_s, incidents, num_lost),
             partition=partition,
             ettr=ettr,
-            num_iterations=max((life.to_iteration for life in lives[-1:]), default=0),
+            num_iterations=max((life.to_iteration for life in lives[-1:]), default=0) if self._is_observed else None,
             lost_iterations=num_lost,
             num_in_process=sum(one.rung == "restart_in_process" for one in incidents),
             num_spared=sum(
@@ -279,7 +282,8 @@ class _Walk:
             on = self._active if self._active is not None or trouble is None else caused
             self._spend(life.end_s, part, job, number, on=on if has_session else None)
             if not has_session:
-                self._note_resumed(life.began_s, 0)
+                self._is_observed = False
+                self._note_resumed(life.began_s, None)
         else:
             self._load(job, cycle, life)
             self._spend(life.steps_start_s, Part.START_UP, job, number, on=self._active)
@@ -314,7 +318,7 @@ class _Walk:
         self._active = incident
         self._open.add(incident)
 
-    def _note_resumed(self, at_s: float, iteration: int) -> None:
+    def _note_resumed(self, at_s: float, iteration: int | None) -> None:
         self._resumed |= dict.fromkeys(self._open, (at_s, iteration))
         self._active = None
         self._open.clear()
@@ -420,7 +424,7 @@ class _Walk:
             since_s=trouble.since_s,
             recovered_s=recovered_s,
             resumed_iteration=resumed,
-            lost_iterations=self._lost[index],
+            lost_iterations=self._lost[index] if self._is_observed else None,
             parts=parts,
             cost_s=sum(parts.values()),
             simulated=trouble.simulated,
@@ -587,7 +591,7 @@ def _average(incidents: Sequence[IncidentCost], running_s: float) -> Statistics:
 
 
 def _headline(
-    state: str, why: str, ettr: float | None, wall_s: float, incidents: Sequence[IncidentCost], num_lost: int
+    state: str, why: str, ettr: float | None, wall_s: float, incidents: Sequence[IncidentCost], num_lost: int | None
 ) -> str:
     start = {
         "finished": "finished",
@@ -597,4 +601,5 @@ def _headline(
     }[state]
     goodput = "goodput unknown (the script reports no steps)" if ettr is None else f"{100 * ettr:.1f} % goodput"
     num = count(len(incidents), "incident")
-    return f"{start}: {goodput} in {duration(wall_s)}, {num}, {count(num_lost, 'iteration')} redone"
+    redone = "" if num_lost is None else f", {count(num_lost, 'iteration')} redone"
+    return f"{start}: {goodput} in {duration(wall_s)}, {num}{redone}"

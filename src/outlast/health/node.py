@@ -24,7 +24,7 @@ from outlast.config.launching import HealthConfig
 from outlast.health.devices import ComputeCheck, DeviceCount, DeviceMemoryCheck, DeviceMemoryUse, DriverCheck
 from outlast.health.probing import Check, CheckOutcome, CheckResult, Prober, Status, failed, ok, skipped
 from outlast.runtime.files import memory_file
-from outlast.runtime.processes import channel_to_parent, die_with_parent
+from outlast.runtime.processes import channel_to_parent, die_with_parent, ignore_group_signals
 
 if TYPE_CHECKING:
     from outlast.config import Config
@@ -363,6 +363,7 @@ def _bytes(gib: float) -> int:
 
 def main() -> None:
     """Make checks until the parent closes the channel."""
+    ignore_group_signals(starts_programs=True)
     node_checks = DiskCheck | StoreCheck | SharedMemoryCheck | MemoryCheck | OpenFilesCheck | ClockCheck | NetworkCheck
     device_checks = DeviceCount | ComputeCheck | DeviceMemoryCheck | DeviceMemoryUse | DriverCheck
     channel = channel_to_parent(sys.argv[1], node_checks | CommandCheck | device_checks)

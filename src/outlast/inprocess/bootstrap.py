@@ -23,7 +23,7 @@ from outlast import clock, env
 from outlast.errors import ConfigError, OutlastError, RendezvousError
 from outlast.inprocess import protocol as m
 from outlast.runtime.addresses import Endpoint
-from outlast.runtime.processes import ChildProcess, channel_to_parent
+from outlast.runtime.processes import ChildProcess, channel_to_parent, ignore_group_signals
 from outlast.runtime.run_key import accept_offer, make_offer
 
 log = logging.getLogger("outlast.inprocess.bootstrap")
@@ -143,6 +143,7 @@ def start_proxy(key: str, address: str, known: m.Connect | None, timeout_s: floa
 
 def main() -> int:
     """Run as the proxy: answer, and then host what has to be hosted until it is ended; return 0 or 1."""
+    ignore_group_signals()
     answers: list[m.Connect] = []
     with channel_to_parent(sys.argv[1], _ProxyTask) as parent:
         try:

@@ -20,7 +20,6 @@ import os
 import selectors
 import signal
 import socket
-import time
 from contextlib import suppress
 
 import msgspec
@@ -44,7 +43,6 @@ _CLOSED_S = 1.0
 """Seconds between the end of the rank's socket and the end of its process; later, it left the wrapper and lives."""
 _LATE_S = 0.5
 """Seconds that this process may be late before it discounts the pause from the silence of others."""
-_STACK_POLL_S = 0.002
 
 
 def read_stack_position(pid: int, timeout_s: float = 0.1) -> tuple[str, bool | None] | None:
@@ -54,15 +52,7 @@ def read_stack_position(pid: int, timeout_s: float = 0.1) -> tuple[str, bool | N
 
     Blocks: usually a few milliseconds, at most ``timeout_s``.
     """
-    dump = stacks.Dump(pid)
-    if not dump.request():
-        return None
-    end_s = clock.now_s() + timeout_s
-    while not dump.is_complete():
-        if clock.now_s() >= end_s:
-            return None
-        time.sleep(_STACK_POLL_S)  # nothing signals that the file grows
-    stack = stacks.parse(dump.text())
+    stack = stacks.parse(stacks.dump(pid, timeout_s=timeout_s))
     return (stack.line, stack.waits_in_collective) if stack.line is not None else None
 
 

@@ -296,8 +296,8 @@ def _python_state_address() -> int:
 
 
 def _put_back_random(payload: _Payload) -> None:
-    version, words, gauss = msgspec.msgpack.decode(payload.python)
-    numpy_words, position, has_gauss, numpy_gauss = msgspec.msgpack.decode(payload.numpy)
+    version, words, gauss = from_msgpack(payload.python, list[Any])
+    numpy_words, position, has_gauss, numpy_gauss = from_msgpack(payload.numpy, list[Any])
     restore_random(
         {
             "python": (version, tuple(words), gauss),

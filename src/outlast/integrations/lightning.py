@@ -221,7 +221,9 @@ class FaultToleranceCallback(_HostedCallback):
     def _adapt(self, config: Config, trainer: Any) -> Config:
         if config.run_dir is None and self._exp_dir is not None:
             config = dataclasses.replace(config, run_dir=self._exp_dir)
-        if self._learns and (config.run_dir is not None or current_place().run_dir is not None):
+        saves = config.checkpoint
+        kept_in = (config.run_dir, current_place().run_dir, saves.directory if saves is not None else None)
+        if self._learns and any(where is not None for where in kept_in):
             config = with_fault_tolerance(config, calc_ft_timeouts=True)
         if (fault := self._fault) is not None:
             config = with_fault_tolerance(

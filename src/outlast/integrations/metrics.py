@@ -28,6 +28,7 @@ from typing import Any
 
 from outlast import clock, env
 from outlast.errors import ConfigError
+from outlast.runtime.files import write_optional
 from outlast.session.step import MetricsRun, MetricsSink
 from outlast.wording import count
 
@@ -662,11 +663,14 @@ class PrometheusSink(BackgroundSink):
             self._flush_due_s = self._wrote_s + _TEXTFILE_S
             return
         self._wrote_s = now_s
-        self._client.write_to_textfile(str(self._file), self.registry)
+        self._write_textfile(self._file)
+
+    def _write_textfile(self, file: Path) -> None:
+        write_optional("metrics", file, lambda: self._client.write_to_textfile(str(file), self.registry))
 
     def _close(self) -> None:
         if self._file is not None:
-            self._client.write_to_textfile(str(self._file), self.registry)
+            self._write_textfile(self._file)
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

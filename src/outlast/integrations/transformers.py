@@ -39,6 +39,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import outlast
 from outlast.config import Config, RerunStateMachineConfig
+from outlast.decoding import parse_json
 from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.hosted_session import (
     HostedConfig,
@@ -326,7 +327,7 @@ class TrainerProtection(TrainerCallback):
         if self._given is not None and self._run.global_rank == 0:
             log.warning("resume_from_checkpoint=%r is not used: there is a newer generation of this run", self._given)
         self._random.keep()
-        trainer.state = TrainerState(**json.loads(loaded["state"]))
+        trainer.state = TrainerState(**parse_json(loaded["state"]))
         self._restore_callbacks(trainer.state.stateful_callbacks)
         trainer.state.compute_steps(trainer.args, max_steps)
         trainer.state.init_training_references(trainer, max_steps, num_epochs, trial)

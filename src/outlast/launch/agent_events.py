@@ -169,9 +169,10 @@ class NodeJournal:
         """Name of the job, once it is known; nothing is written before."""
 
     def open(self, job: str, command: tuple[str, ...], nproc: int, endpoints: Sequence[str]) -> None:
-        """Begin with a job."""
+        """Begin with a job, which has admitted this agent; the journal of the last one is closed."""
         options = self._options
-        self.job = job
+        self.close()
+        self.job, self._cycle = job, None
         self._journal = Journal(options.run_dir, run_id=options.run_id, job=job, node=self._node, proc="agent")
         self._journal.write(
             EventKind.JOB_STARTED,

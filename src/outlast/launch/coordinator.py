@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -44,6 +44,7 @@ from outlast.launch.verdicts import (
     ExcludedNodes,
     LadderClient,
     Record,
+    RestartReports,
     departure,
     highest_durable,
     observations,
@@ -129,8 +130,8 @@ class Coordinator:
         self._excluded = ExcludedNodes(self.nodes, self._ladder, record)
         self._finished: dict[str, m.CycleFacts] = {}
         """Nodes whose workers all finished the running cycle; a finished one may leave before the others."""
-        self._last_restart = (0, 0)
-        """The newest restart inside the processes of the running cycle: its call, and its iteration."""
+        self._restarts = RestartReports()
+        """Restarts inside the processes of the running cycle."""
         self._over_at_s: float | None = None
         self._dropped: list[tuple[str, str]] = []
 
@@ -203,6 +204,8 @@ class Coordinator:
         match message:
             case m.JoinRequest():
                 self._on_join(message, now_s)
+            case m.NameClaim():
+                self._on_claim(message)
             case m.Register():
                 self._on_register(message, now_s)
             case m.Unhealthy():
@@ -210,7 +213,9 @@ class Coordinator:
             case m.RankStandings() | m.RankReports():
                 self._on_ranks(message, now_s)
                 return self.nodes.take_out()  # the job is as before
-            case m.CoordinatorTick() | m.ScriptSettings():
+            case m.CoordinatorTick():
+                self._report_spares()
+            case m.ScriptSettings():
                 pass
             case _:
                 node = self.nodes.by_name.get(message.node)
@@ -286,12 +291,34 @@ class Coordinator:
         """Return whether nodes had long enough to learn that the job is over."""
         return self._over_at_s is not None and now_s - self._over_at_s > self.settings.goodbye_timeout_s
 
+    def take_admissions(self) -> list[tuple[str, str, str | None]]:
+        """Return the agents (node and epoch) whose claim to a name was decided, and why it was refused, if it was."""
+        admissions, self.nodes.admissions = self.nodes.admissions, []
+        return admissions
+
     def take_dropped(self) -> list[tuple[str, str]]:
         """Return the nodes (and epochs) that were lost since the last call: one that lives has to register again."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     # -- joining and leaving -----------------------------------------------------------------------------------
+
+    def _on_claim(self, claim: m.NameClaim) -> None:
+        """Admit an agent that has just begun, unless another one of its name may be alive: its beats will show that."""
+        node = self.nodes.by_name.get(claim.node)
+        if node is None or node.epoch == claim.epoch:
+            self.nodes.admissions.append((claim.node, claim.epoch, None))
+        else:
+            self.nodes.claims[claim.node] = claim
+
+    def _settle_claims(self, now_s: float) -> None:
+        """Let the agents continue that claimed the name of a life that is over."""
+        for name in [name for name in self.nodes.claims if name not in self.nodes.by_name]:
+            claim = self.nodes.claims.pop(name)
+            if isinstance(claim, m.NameClaim):
+                self._on_claim(claim)
+            else:
+                self._on_join(claim, now_s)
 
     def _on_join(self, join: m.JoinRequest, now_s: float) -> None:
         node = self.nodes.by_name.get(join.node)
@@ -335,13 +362,17 @@ class Coordinator:
             log.warning("node %s reports a place in a larger world than this job's: it begins anew", message.node)
             message = msgspec.structs.replace(message, place=None, ran=None)
         node = self.nodes.by_name.get(message.node)
+        if node is not None and node.epoch != message.epoch:
+            node = self._replace_older(node, message)
+            if node is not None:
+                return
         if node is not None and self.phase != m.JobPhase.ADOPTING:
             # The same coordinator: its last message may have been lost with the connection.
             self._quorum.register(message)
-            if node.epoch == message.epoch and message.running and message.place and message.place.cycle != self.cycle:
+            if message.running and message.place and message.place.cycle != self.cycle:
                 reason = f"cycle {self.cycle} began without this node"
                 self.nodes.send(node, m.CycleOver(cycle=message.place.cycle, reason=reason))
-            elif node.epoch == message.epoch and (last := node.last) is not None:
+            elif (last := node.last) is not None:
                 if not self._send_start_again(node):
                     self.nodes.send(node, last)
                 if self.phase == m.JobPhase.RUNNING and self._members.places:
@@ -369,6 +400,30 @@ class Coordinator:
                 node,
                 m.CycleOver(cycle=message.place.cycle if message.place else -1, reason="it came back too late"),
             )
+
+    def _replace_older(self, node: Node, message: m.Register) -> Node | None:
+        """Stop the older of two lives of a node, both of which take part in the job.
+
+        Returns:
+            The life that the coordinator knows, where it keeps the name; ``None``: it is forgotten.
+        """
+        adopts = self.phase == m.JobPhase.ADOPTING
+        if adopts and message.place is None:
+            return node  # it is in no cycle: its request to join follows, and is a claim
+        held = self._quorum.place_of(node)
+        is_newer = held is None or (message.place is not None and message.place.order > held.order)
+        if not adopts and (not self._quorum.is_here or self._quorum.knows_newer(message)):
+            self._quorum.register(message)  # what it knows of may go on elsewhere
+            return node
+        older = node.epoch if adopts and is_newer else message.epoch
+        log.warning("an earlier agent of node %s is stopped: another agent of that name has taken its place", node.name)
+        reason = f"another agent has taken the place of node {node.name!r}; this one ends its workers and exits"
+        stop = m.Stop(exit_code=ExitReason.FAILED, reason=reason, is_replaced=True)
+        self.nodes.out.append((node.name, older, stop))
+        if older == message.epoch:
+            return node
+        self.nodes.remove(node.name)
+        return None
 
     def _holds_running(self, node: Node) -> bool:
         """Return whether a node takes part in the cycle that runs."""
@@ -444,7 +499,7 @@ class Coordinator:
             case m.Running() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
                 self._on_running(node)
             case m.Restarted() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
-                self._on_restarted(message, now_s)
+                self._charge_restart(self._restarts.add(message, now_s), now_s)
             case m.Hung() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
                 ending = self._end_cycle(message.incident.describe(), examine=True, but=None)
                 ending.incidents.append(message.incident)
@@ -454,6 +509,7 @@ class Coordinator:
             ):
                 self._finished[node.name] = message.facts
                 self._finish_if_all(now_s)
+                self._report_finished(message.facts.cycle)
             case m.Leave():
                 self._on_leave(message, node, now_s)
             case m.Dead():
@@ -474,7 +530,7 @@ class Coordinator:
             return
         master, self._master = self._master, None
         self._enter(m.JobPhase.RUNNING, now_s)
-        self._last_restart, self._started = (0, 0), set()
+        self._restarts, self._started = RestartReports(), set()
         self._ranks.begin(self.cycle, self._term)
         self._forming.start(self._places, master.addr, master.port, self.state)
 
@@ -494,6 +550,20 @@ class Coordinator:
         """Send a node how many members the running cycle has; it is no order, so it replaces none."""
         num_spares = self._members.num_spares + len(self._members.coming)
         self.nodes.out.append((node.name, node.epoch, m.Ran(cycle=self.cycle, num_spares=num_spares)))
+
+    def _report_spares(self) -> None:
+        """Send the nodes how many spares wait, if that has changed since the cycle began.
+
+        With several endpoints the number is that of :meth:`_count_spares`, as it decides which part of the job leads.
+        """
+        if self._quorum.is_asked or self.phase != m.JobPhase.RUNNING or self._places or not self._members.places:
+            return
+        num_spares = len(self.nodes.spares(self.state.quarantined))
+        if num_spares != self._members.num_spares:
+            self._members.num_spares = num_spares
+            for name in self.nodes.holders:
+                if (holder := self.nodes.by_name.get(name)) is not None:
+                    self._tell_ran(holder)
 
     def _count_spares(self) -> None:
         """Make spares members that came after the cycle began: first every holder must know how many there will be."""
@@ -553,21 +623,13 @@ class Coordinator:
             if name is not None and (node := self.nodes.by_name.get(name)) is not None:
                 self._lose(node, f"{why} within {waited_s:.0f} s", now_s)
 
-    def _on_restarted(self, restarted: m.Restarted, now_s: float) -> None:
-        """Charge a restart inside the processes, which every node reports; stop the job if it was one too many."""
-        if (restarted.call, restarted.restart_count) <= self._last_restart:
+    def _charge_restart(self, end: CycleEnd | None, now_s: float) -> None:
+        """Charge a restart inside the processes; stop the job if it was one too many."""
+        if end is None or end.incident is None or self.phase != m.JobPhase.RUNNING:
             return
-        self._last_restart = restarted.call, restarted.restart_count
-        incident = restarted.incident
+        incident = end.incident
         incident = msgspec.structs.replace(incident, node=incident.node or self.nodes.name_of_rank(incident.rank))
-        end = CycleEnd(
-            cycle=self.cycle,
-            incident=incident,
-            recovered_in_process=True,
-            durable_iteration=restarted.durable_iteration,
-            progress_known=restarted.progress_known,
-        )
-        verdict = self._ladder.rule(end)
+        verdict = self._ladder.rule(replace(end, incident=incident))
         if verdict.exit_code is not None:
             self._stop_job(verdict.exit_code, verdict.reason, now_s)
 
@@ -610,8 +672,6 @@ class Coordinator:
             incident = self._ending.lose(node.name, why, detected_after_s=round(now_s - node.beat_at_s, 3))
             self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
         # else: nothing was started on it; its slot, if any, is simply free again
-        if (claim := self.nodes.claims.pop(node.name, None)) is not None:
-            self._on_join(claim, now_s)
 
     # -- a cycle's end -----------------------------------------------------------------------------------------
 
@@ -655,6 +715,14 @@ class Coordinator:
         self._learn(self.cycle, observations(facts), None)
         self._carry_out(self._ladder.rule(end), now_s)
 
+    def _report_finished(self, cycle: int) -> None:
+        """Notify the nodes whose workers still run that those of the first node exited with 0."""
+        if self.phase != m.JobPhase.RUNNING or len(self._finished) > 1:
+            return
+        for name in self.nodes.holders - self._finished.keys():
+            if (node := self.nodes.by_name.get(name)) is not None:
+                self.nodes.out.append((name, node.epoch, m.PeersFinished(cycle=cycle)))
+
     def _carry_out(self, verdict: Verdict, now_s: float) -> None:
         if verdict.rung >= Rung.REQUEUE_JOB:
             assert verdict.exit_code is not None
@@ -679,6 +747,10 @@ class Coordinator:
         if self._ending is not None and self._phase_since_s is None:
             self._phase_since_s = now_s
         self._lose_late(now_s)
+        self._settle_claims(now_s)
+        if self.phase == m.JobPhase.RUNNING:
+            known = self._restarts.due(self.nodes.holders, now_s, progress_counts=self.state.progress_known)
+            self._charge_restart(known, now_s)
         if self.phase == m.JobPhase.ADOPTING and (self.nodes.by_name or self._excluded.any_waits):
             self._adoption.begin(now_s)
         if self.phase == m.JobPhase.ADOPTING and self._adoption.is_over(now_s, self.settings.node_timeout_s):
@@ -702,7 +774,7 @@ class Coordinator:
                 may_shrink=self._forming.may_shrink(),
                 num_nodes=len(self.nodes.slots),
             )
-            self._learn(self.cycle, observations(ending.facts), ending.expired)
+            self._learn(self.cycle, observations(ending.facts), ending.exceeded())
             self._carry_out(self._ladder.rule(end), now_s)
             if self.stop is not None:
                 return

@@ -34,10 +34,12 @@ from outlast.launch.control import JobIdentity, Nobody, WrongRun, ask, connect, 
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.launch.rank_relay import RankRelay
-from outlast.policy.leadership import Leadership, should_yield
+from outlast.policy.leadership import Leadership, should_change_job, should_yield
 from outlast.policy.recovery_point import Distrusted
 from outlast.runtime.addresses import Endpoint, listening_addresses
+from outlast.runtime.run_key import describe_difference
 from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel
+from outlast.version import __version__
 
 
 class CoordinatorClient:
@@ -100,6 +102,12 @@ class CoordinatorClient:
         assert self._place is not None
         place = self._place
         self.send(m.Counted(cycle=place.cycle, term=place.term, num_spares=place.num_spares))
+
+    def begin_job(self) -> None:
+        """Drop what this node knows of its job: it takes part in another job of the run from now on."""
+        self.link.begin_job()
+        self._place = self._ran = self._ended = self._script_settings = None
+        self._term, self._distrusted = 0, ()
 
     def note_term(self, term: int) -> None:
         """Note the term of the coordinator that is obeyed now."""
@@ -227,6 +235,18 @@ class HostSettings:
         )
 
 
+class _JobOver(WrongRun):
+    """The coordinator serves another job of the run.
+
+    Args:
+        leads: It leads that job.
+    """
+
+    def __init__(self, message: str, *, leads: bool) -> None:
+        super().__init__(message)
+        self.leads = leads
+
+
 class _LinkOver(OutlastError):
     """The connection to the coordinator is over."""
 
@@ -265,8 +285,8 @@ class ControlLink:
         relay: RankRelay | None = None,
     ) -> None:
         self.node, self.relay = node, relay
-        self.epoch = f"{os.getpid()}-{secrets.token_hex(4)}"
-        """Names this life of the agent."""
+        self.epoch = self._sender = _name_life()
+        """Names this life of the agent in its job; the sender's follows once it knows of another job."""
         self.endpoint: Endpoint | None = None
         """Where the coordinator was found."""
         self.problem = ""
@@ -288,6 +308,7 @@ class ControlLink:
         self._errors: list[OSError] = []
         """What broke the connection."""
         self._yields = threading.Event()
+        self._may_host = True
         self._thread = threading.Thread(target=self._run, name="outlast-link", daemon=True)
 
     @property
@@ -301,7 +322,15 @@ class ControlLink:
 
     def send(self, message: m.FromNode) -> None:
         """Send a message of this node's as soon as the coordinator is there."""
-        self._outgoing.put(msgspec.structs.replace(message, node=self.node, epoch=self.epoch))
+        self._outgoing.put(msgspec.structs.replace(message, node=self.node, epoch=self._sender))
+
+    def begin_job(self) -> None:
+        """Send messages to another job's coordinator from now on; those of the last job are dropped."""
+        self._sender = self.epoch
+
+    def stop_taking_over(self) -> None:
+        """Host no coordinator from now on, unless this agent hosts one already: the job is over for this agent."""
+        self._may_host = False
 
     def close(self, *, goodbye_timeout_s: float = GOODBYE_S) -> None:
         """End the link; a host first waits until every node knows that the job is over.
@@ -390,6 +419,7 @@ class ControlLink:
             if self._errors:
                 raise _LinkOver("the connection to the coordinator ended")
             if self._closing.is_set():
+                self._send_all(channel, 0)  # the last messages may have come after the look at them
                 channel.channel.drain(1.0)
                 raise _LinkOver("the link is closed")
             if self._yields.is_set():
@@ -416,7 +446,7 @@ class ControlLink:
 
     def _send_all(self, channel: SelectedChannel[m.OnAgent], _: int) -> None:
         for message in self._outgoing.take_all():
-            if message is not None:
+            if message is not None and message.epoch == self.epoch:
                 channel.send(message)
 
     def _discard_outgoing(self) -> None:
@@ -440,13 +470,20 @@ class ControlLink:
         silent, self._silent = self._silent, None
         avoid_s = clock.now_s() + (self._silence_s if len(self._endpoints) > 1 else _PAUSE_S)
         while not self._closing.is_set():
-            for endpoint in self._endpoints:
+            endpoints = list(self._endpoints)
+            while endpoints:
+                endpoint = endpoints.pop(0)
                 if endpoint.port == 0 or (endpoint == silent and clock.now_s() < avoid_s):
                     continue
                 try:
                     return self._join_at(endpoint, answer_s)
+                except _JobOver as failure:
+                    error = self.problem = str(failure)
+                    if should_change_job(num_endpoints=len(self._endpoints), leads=failure.leads):
+                        self._leave_job()
+                        endpoints.insert(0, endpoint)  # before another one is tried, or this node hosts
                 except WrongRun as failure:
-                    if is_first:
+                    if self._job is None:
                         raise WrongRun(f"the coordinator at {endpoint} refuses this agent: {failure}") from None
                     error = self.problem = str(failure)
                 except Nobody as failure:
@@ -487,6 +524,7 @@ class ControlLink:
             job=None if job is None else job.job,
             leader=self._leader,
             term=0 if job is None else job.term,
+            version=__version__,
         )
         try:
             channel.send(hello)
@@ -519,16 +557,25 @@ class ControlLink:
             waiting.release()
         first = self._news.pop(0)
         if isinstance(first, m.Refused):
-            raise WrongRun(first.reason)
+            raise WrongRun(first.reason) if first.job is None else _JobOver(first.reason, leads=first.leads)
         if not isinstance(first, m.Welcome):
             raise ConnectionAbortedError(f"it answered {type(first).__name__}")
+        difference = describe_difference(first.version, whose="the coordinator", own="the agent")
+        if difference is not None:
+            raise WrongRun(difference)
         return first
+
+    def _leave_job(self) -> None:
+        """Be an agent that has just begun, for the coordinator of another job."""
+        self._job, self._leader, self.epoch = None, "", _name_life()
+        if self.relay is not None:
+            self.relay.begin_job()
 
     # -- hosting -----------------------------------------------------------------------------------------------
 
     def _host_at(self, endpoint: Endpoint, order: int, *, host_is_dead: bool) -> bool:
         """Host the coordinator at an endpoint, if it is this machine's and free; return whether."""
-        listeners = listen(endpoint)
+        listeners = listen(endpoint) if self._may_host else []
         if not listeners:
             return False
         port = listeners[0].getsockname()[1]
@@ -577,6 +624,10 @@ class ControlLink:
             log.debug("no other coordinator: %s", error)
             return None
         return answer if isinstance(answer, m.Leads) else None
+
+
+def _name_life() -> str:
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def listen(endpoint: Endpoint) -> list[socket.socket]:

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -37,14 +38,16 @@ from outlast.launch.control import JobIdentity, serve_handshake
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.membership import JobSettings
 from outlast.launch.verdicts import load_ladder, save_ladder
-from outlast.monitor.watchdog import LearnedTimeouts
+from outlast.monitor.watchdog import FILE_NAME, LearnedTimeouts
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership
-from outlast.runtime.files import in_time
+from outlast.runtime.files import write_optional
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import raise_descriptor_limit
+from outlast.runtime.run_key import describe_difference
 from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel, encode_frame
+from outlast.version import __version__
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 0.3
@@ -59,6 +62,8 @@ _ACCEPTS = 256
 """Connections taken at once, before others are served again."""
 _WARN_S = 10.0
 """Between two lines on strangers; they may be many."""
+_REWRITE_S = 5.0
+"""Between two tries to write what a full disk did not take."""
 _FULL_S = 0.1
 """How long nobody is accepted once there are no descriptors left."""
 AgentChannel = SelectedChannel[m.OnControl]
@@ -108,6 +113,9 @@ class CoordinatorServer:
         self._journal = Journal(
             identity.run_dir, run_id=identity.run_id, job=settings.job, node=node, proc="coordinator"
         )
+        self._unwritten: LadderState | None = None
+        """What ``ladder.json`` could not take; it is tried again."""
+        self._writes_again_s = 0.0
         state = load_ladder(identity.run_dir, is_new_job=settings.former_host is None, is_named=settings.is_named)
         self._coordinator = Coordinator(
             settings,
@@ -126,6 +134,10 @@ class CoordinatorServer:
         """Connections whose agents are not known yet, oldest first, and until when they may be."""
         self._agents: dict[tuple[str, str], _AgentLink] = {}
         """By node and epoch."""
+        self._claimants: dict[tuple[str, str], tuple[AgentChannel, m.Hello, list[m.OnControl]]] = {}
+        """Agents whose name another one may have: their connections, and what came on them."""
+        self._refused: set[tuple[str, str]] = set()
+        """Nodes and reasons that the log names."""
         self._suspects: dict[tuple[str, str], tuple[float, bool]] = {}
         """Whose connection ended, in that order: when they are taken for dead, and whether that is certain."""
         self._accepts_again_s: float | None = None
@@ -209,6 +221,8 @@ class CoordinatorServer:
     def _tick(self, now_s: float) -> None:
         self._next_tick_s = now_s + self._settings.beat_interval_s
         self._handle(m.CoordinatorTick())
+        if self._unwritten is not None and now_s >= self._writes_again_s:
+            self._remember(self._unwritten)
         since_s, self._judged_at_s = now_s - self._judged_at_s, now_s
         beats = {agent.hello.node: agent.count for agent in self._agents.values()}
         heard_s = {agent.hello.node: now_s - agent.channel.channel.received_ns / 1e9 for agent in self._agents.values()}
@@ -258,6 +272,8 @@ class CoordinatorServer:
     def _drop_newcomer(self, link: AgentChannel, why: str) -> None:
         log.debug("a connection was closed: %s", why)
         self._newcomers.pop(link, None)
+        for who in [who for who, (claimant, _, _) in self._claimants.items() if claimant is link]:
+            del self._claimants[who]
         link.close()
 
     def _on_lost_newcomer(self, link: AgentChannel, error: OSError) -> None:
@@ -285,10 +301,23 @@ class CoordinatorServer:
         link.send(answer)
 
     def _greet(self, link: AgentChannel, hello: m.Hello, more: list[m.OnControl]) -> None:
-        if (reason := self._why_refused(hello)) is not None:
-            log.warning("node %s was refused: %s", hello.node, reason)
-            self._answer(link, m.Refused(reason=reason))
-            return
+        if (refusal := self._why_refused(hello)) is not None:
+            self._refuse(link, hello, refusal)
+        elif hello.job is None:  # whether the name is free is the coordinator's to say
+            self._claimants[hello.node, hello.epoch] = link, hello, more
+            self._handle(m.NameClaim(node=hello.node, epoch=hello.epoch))
+        else:
+            self._welcome(link, hello, more)
+
+    def _refuse(self, link: AgentChannel, hello: m.Hello, refusal: m.Refused) -> None:
+        if len(self._refused) >= _MAX_NEWCOMERS:
+            self._refused.clear()
+        known = (hello.node, refusal.reason) in self._refused
+        self._refused.add((hello.node, refusal.reason))
+        log.log(logging.DEBUG if known else logging.WARNING, "node %s was refused: %s", hello.node, refusal.reason)
+        self._answer(link, refusal)
+
+    def _welcome(self, link: AgentChannel, hello: m.Hello, more: list[m.OnControl]) -> None:
         del self._newcomers[link]
         self._coordinator.note_term(hello.term, hello.leader == self.leader)
         who = hello.node, hello.epoch
@@ -300,24 +329,34 @@ class CoordinatorServer:
         link.on_messages, link.on_broken = partial(self._on_messages, who), partial(self._on_broken, who)
         link.send(
             m.Welcome(
-                job=self._settings.job, host=self._node, leader=self.leader, term=self._coordinator.leadership.term
+                job=self._settings.job,
+                host=self._node,
+                leader=self.leader,
+                term=self._coordinator.leadership.term,
+                version=__version__,
             )
         )
         if more:
             self._on_messages(who, link, more)
 
-    def _why_refused(self, hello: m.Hello) -> str | None:
-        """Return what keeps an agent from this job, for people."""
-        own = self._identity
+    def _why_refused(self, hello: m.Hello) -> m.Refused | None:
+        """Return what keeps an agent from this job; ``None``: nothing."""
+        own, job = self._identity, self._settings.job
         if hello.run_id != own.run_id:
-            return f"this is run {own.run_id!r}, not {hello.run_id!r}; give all agents of one run the same --rdzv-id"
-        if hello.job not in (None, self._settings.job):
-            return f"this is job {self._settings.job}, and the agent takes part in job {hello.job}, which is over here"
+            reason = f"this is run {own.run_id!r}, not {hello.run_id!r}; give all agents of one run the same --rdzv-id"
+            return m.Refused(reason=reason)
+        difference = describe_difference(hello.version, whose="the agent", own="the coordinator")
+        if difference is not None:
+            return m.Refused(reason=difference)
         if own.command and hello.command and hello.command != own.command:
-            return (
+            reason = (
                 f"the agents of this job run {own.command_text!r}, this one {hello.command_text!r}; start all with the "
                 "same command (--rdzv-conf any_command=1 where they differ on purpose)"
             )
+            return m.Refused(reason=reason)
+        if hello.job not in (None, job):
+            reason = f"this is job {job}, and the agent takes part in job {hello.job}, which is over here"
+            return m.Refused(reason=reason, job=job, leads=self._coordinator.leadership.leads)
         return None
 
     def _on_messages(self, who: tuple[str, str], link: AgentChannel, came: list[m.OnControl]) -> None:
@@ -366,6 +405,14 @@ class CoordinatorServer:
         for who in self._coordinator.take_dropped():
             if (agent := self._agents.pop(who, None)) is not None:
                 agent.channel.close()
+        for node, epoch, reason in self._coordinator.take_admissions():
+            if (claimant := self._claimants.pop((node, epoch), None)) is None:
+                continue  # its connection ended
+            link, hello, more = claimant
+            if reason is None:
+                self._welcome(link, hello, more)
+            else:
+                self._refuse(link, hello, m.Refused(reason=reason))
 
     def _status(self) -> m.LiveStatus:
         return self._coordinator.status(
@@ -408,37 +455,45 @@ class CoordinatorServer:
         run_dir = self._run_dir
         if run_dir is None:
             return
-        self._write(
+        is_written = self._write(
+            "decisions of the recovery policy",
+            run_dir / "ladder.json",
             lambda: save_ladder(run_dir, state),
-            "ladder.json cannot be written (%s): later jobs will not know which remedies were tried",
+            "this coordinator still counts them; a later one will not know which remedies were tried",
         )
+        self._unwritten = None if is_written else state
+        self._writes_again_s = clock.now_s() + _REWRITE_S
 
     def _learn(self, cycle: int, observations: list[Observation], expired: list[Expired] | None) -> None:
-        if not self._config.calc_ft_timeouts or self._run_dir is None:
+        config = self._config
+        if (folder := LearnedTimeouts.folder(config, self._run_dir)) is None:
             return
-        run_dir, config = self._run_dir, self._config
 
         def save() -> None:
-            learned = LearnedTimeouts.load(run_dir)
+            learned = LearnedTimeouts.load(folder)
             learned.merge(
                 observations,
                 cycle=f"{self._settings.job}/{cycle}",
                 config=config,
                 finished=expired is None,
                 faulted=expired or (),
+                with_defaults=True,
             )
             learned.save()
+            if expired is None:
+                learned.log_suggestion()
 
-        self._write(save, f"the timeouts learned in cycle {cycle} cannot be written (%s), and are lost")
+        self._write("learned timeouts", folder / FILE_NAME, save, "those of this cycle are lost")
 
-    def _write(self, write: Callable[[], None], otherwise: str) -> None:
-        """Write to the run directory while it is this job's; a hung disk keeps no agent waiting for long."""
+    def _write(self, what: str, path: Path, write: Callable[[], None], otherwise: str) -> bool:
+        """Write a file while the run directory is this job's, and return whether that succeeded.
 
-        def write_if_ours() -> None:
+        A hung disk keeps no agent waiting for long.
+        """
+
+        def write_if_ours() -> bool:
             if self._may_write():
                 write()
+            return True
 
-        try:
-            in_time(self._run_dir or ".", write_if_ours)
-        except OSError as error:
-            log.warning(otherwise, error)
+        return bool(write_optional(what, path, write_if_ours, otherwise=otherwise))

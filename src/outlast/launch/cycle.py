@@ -7,37 +7,34 @@ end, :meth:`Cycle.describe_failure` names the one that began, and :meth:`Cycle.f
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import signal
-import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from string import Template
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.utils.api import macros
-from torch.distributed.run import _get_logs_specs_class
 
 from outlast import clock, env
 from outlast.config.launching import AGENTS_OWN
 from outlast.config.sources import SCRIPT, LayeredSettings, ft_option
+from outlast.decoding import parse_json, read_file
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import HangSeen, WatchdogFailed
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
+from outlast.launch.worker_logs import WorkerLogs, open_logs
 from outlast.launch.workers import InProcessRecovery, WorkerProcess
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, LearnedTimeouts, Watchdog, enforceable, observe
@@ -47,7 +44,7 @@ from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Distrusted, Load, tier_of_load
 from outlast.policy.rerun import Diagnosis, Replay
 from outlast.runtime.board import Board, EndRequest
-from outlast.runtime.files import in_time, make_private_folder, open_private
+from outlast.runtime.files import in_time, make_private_folder, open_private, write_optional
 from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
 
@@ -154,7 +151,7 @@ class Cycle:
     job: str
     node: str
     board: Board
-    logs: _CycleLogs
+    logs: WorkerLogs
     workers: dict[int, WorkerProcess]
     """Key in the zygote's messages to worker."""
     spawns: list[Spawn]
@@ -216,7 +213,8 @@ class Cycle:
             stack.callback(in_process.close)
             postmortem = Postmortem(nproc)
             stack.callback(postmortem.close)
-            logs = _CycleLogs(launch.logs, envs, options.torchrun, launch.line_prefixes(start))
+            prefixes = launch.line_prefixes(start)
+            logs, envs = open_logs(launch.logs, envs, options.torchrun, options.run_dir, prefixes)
             shared = {
                 **launch.env,
                 env.RUN_ID: options.run_id,
@@ -333,9 +331,9 @@ class Cycle:
             self.watchdog = None
             return
         timeouts = configured = Timeouts.from_config(config, with_defaults=True)
-        if config.calc_ft_timeouts:
+        if (folder := LearnedTimeouts.folder(config, self.options.run_dir)) is not None:
             try:
-                learned = in_time(self.options.run_dir, lambda: LearnedTimeouts.load(self.options.run_dir))
+                learned = in_time(folder, partial(LearnedTimeouts.load, folder))
                 timeouts = learned.apply_to(configured)
             except TimeoutError as error:
                 log.warning("the timeouts learned so far are not used: %s", error)
@@ -373,12 +371,12 @@ class Cycle:
         """Whether a worker of this node has, or had, a session or a monitor: it has written on the board."""
         return any(state.attached or state.in_process != InProcessState.OFF for state in self.board.read_all())
 
-    def describe_hang_detection(self) -> str:
-        """Return what notices hangs, for people."""
+    def describe_hang_detection(self, *, is_early: bool = False) -> str:
+        """Return what detects hangs, for people; ``is_early``: a script without a session may still open one."""
         return describe_hangs(
             self.timeouts if self.watchdog is not None else None,
             self.layers.source("enable_ft_package"),
-            has_session=not self.is_plain,
+            has_session=None if is_early else not self.is_plain,
             origins=self._origins,
         )
 
@@ -591,17 +589,15 @@ class Cycle:
             head = f"rank {worker.global_rank} (node {self.node}, pid {worker.pid}), exit code {worker.exit_code}"
             parts = [head, remains.trace, remains.fault, "last output:", "\n".join(output)]
 
-            def keep() -> None:
+            def keep() -> bool:
                 make_private_folder(folder.parent)
                 make_private_folder(folder)
                 with open(path, "w", errors="replace", opener=open_private) as file:
                     file.write("\n\n".join(filter(None, parts)) + "\n")
+                return True
 
-            try:
-                in_time(path, keep)
+            if write_optional("reports of failed workers", folder.parent, keep):
                 evidence["file"] = str(path)
-            except OSError as error:  # a full disk may be what ended the worker
-                log.warning("%s cannot be written: %s", path, error)
         return evidence
 
     def _redirected_output(self, local_rank: int) -> tuple[str, ...]:
@@ -705,7 +701,7 @@ class Cycle:
         """Return the message in torch's error file, if the script is decorated with ``@record``."""
         path = Path(self.logs.destinations.error_files.get(local_rank) or "/nonexistent")
         try:
-            message = json.loads(in_time(path, path.read_text))["message"]
+            message = parse_json(in_time(path, lambda: read_file(path)))["message"]
         except (OSError, ValueError, KeyError, TypeError):
             return ""
         if isinstance(message, dict):
@@ -725,76 +721,3 @@ def _as_bytes(variables: Mapping[str, str]) -> dict[bytes, bytes]:
 
 def _as_text(value: Replay | tuple[Distrusted, ...] | None) -> str:
     return msgspec.json.encode(value).decode() if value else ""
-
-
-def make_logs_specs(args: argparse.Namespace, run_dir: Path) -> LogsSpecs:
-    """Return torch's log specs as torchrun's options ask for; the default folder is ``<run_dir>/logs``."""
-    ranks = {int(rank) for rank in args.local_ranks_filter.split(",")} if args.local_ranks_filter else None
-    if not args.log_dir:
-        make_private_folder(run_dir / "logs")
-    return _get_logs_specs_class(args.logs_specs)(
-        log_dir=args.log_dir or str(run_dir / "logs"),
-        redirects=Std.from_str(args.redirects),
-        tee=Std.from_str(args.tee),
-        local_ranks_filter=ranks,
-    )
-
-
-class _CycleLogs:
-    """The log files of one cycle on one node, and the threads that copy them to the console.
-
-    Args:
-        specs: torch's log specs.
-        envs: Local rank to its environment; torch adds the path of the error file.
-        args: torchrun's options.
-        prefixes: Local rank to the prefix of its lines, or ``None`` for torch's own.
-    """
-
-    def __init__(
-        self,
-        specs: LogsSpecs,
-        envs: dict[int, dict[str, str]],
-        args: argparse.Namespace,
-        prefixes: dict[int, str] | None,
-    ) -> None:
-        self.destinations = specs.reify(envs)
-        self._filtered: list[TextIO] = []
-        self._tails: list[TailLog] = []
-
-        def tail(files: dict[int, str], target: TextIO, needles: Sequence[str] = ()) -> None:
-            def keeps(line: str) -> bool:
-                return any(needle in line for needle in needles)
-
-            if files:
-                chosen: dict[str, Any] = {"log_line_filter": keeps} if needles else {}  # torch 2.8 copies all lines
-                self._tails.append(TailLog(args.role, files, target, prefixes, **chosen))
-
-        dest = self.destinations
-        tail(dest.tee_stdouts, sys.stdout)
-        tail(dest.tee_stderrs, sys.stderr)
-        for needles, stream in ((args.duplicate_stdout_filters, "stdout"), (args.duplicate_stderr_filters, "stderr")):
-            if needles:
-                target = getattr(dest, f"filtered_{stream}")
-                file = open(target, mode="w", errors="replace", buffering=1, opener=open_private)  # noqa: SIM115  closed by stop()
-                self._filtered.append(file)
-                tail(getattr(dest, f"tee_{stream}s"), file, needles)
-
-    def start(self) -> None:
-        """Start copying."""
-        for tail in self._tails:
-            tail.start()
-
-    def stop(self, *, wait: bool) -> None:
-        """Copy what is left and end, in the background unless ``wait``: a tail looks only every 0.1 s."""
-        if not self._tails and not self._filtered:
-            return
-        thread = threading.Thread(target=self._stop, name="outlast-log-tails")
-        thread.start()
-        if wait:
-            thread.join(2.0)
-
-    def _stop(self) -> None:
-        for tail in self._tails:
-            tail.stop()
-        for file in self._filtered:
-            file.close()

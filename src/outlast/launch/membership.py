@@ -7,6 +7,8 @@ nodes stay as they were; only an empty slot is given to another node (:func:`fil
 part of the job has the :class:`Quorum`. :class:`Adoption` rebuilds them for a new coordinator of a job in progress:
 what a coordinator knows is soft state, so agents that lost theirs keep their slots and register with their place in the
 last cycle once they reach another. A slot that nobody claims in time belonged to a node that was lost with the old one.
+
+One module because roll, quorum, adoption and forming decide on the same places of the same nodes.
 """
 
 from __future__ import annotations
@@ -194,8 +196,10 @@ class Nodes:
         self.num_joins = 0
         self.num_changes = 0
         """How often a node has come or gone."""
-        self.claims: dict[str, m.JoinRequest] = {}
-        """Joins under a name whose former life is not yet known to be over."""
+        self.claims: dict[str, m.JoinRequest | m.NameClaim] = {}
+        """Agents that claim a name whose former life is not yet known to be over."""
+        self.admissions: list[tuple[str, str, str | None]] = []
+        """Agents that claimed a name: node, epoch, and why it is not theirs; ``None``: it is."""
         self._ready: set[str] = set()
         self.holders: frozenset[str] = frozenset()
         """Names of the nodes that hold a slot, also of those that are gone."""
@@ -288,9 +292,13 @@ class Nodes:
         """Turn away a second agent of a node's name, if there is one: the first has just shown that it lives."""
         if (claim := self.claims.pop(holder.name, None)) is None:
             return
-        log.warning("a second agent named %s was refused: the first one is still running", claim.node)
         reason = f"another agent of the name {holder.name!r} is alive in this job; give each its own --node-name"
-        self.out.append((claim.node, claim.epoch, m.Stop(exit_code=ExitReason.BAD_INPUT, reason=reason)))
+        if isinstance(claim, m.NameClaim):
+            self.admissions.append((claim.node, claim.epoch, reason))
+            return
+        log.warning("a second agent named %s was refused: the first one is still running", claim.node)
+        stop = m.Stop(exit_code=ExitReason.BAD_INPUT, reason=reason, is_replaced=True)
+        self.out.append((claim.node, claim.epoch, stop))
 
     def take_out(self) -> Outbox:
         """Return what is to be sent, once."""
@@ -425,14 +433,22 @@ class Quorum:
         newest = self._newest
         if message.ran is not None and message.ran.order > newest:
             self._adopts = True  # another one has led since
-        place = message.place
-        is_foreign = place is not None and place.order > newest and place.order not in self._formed
-        if place is not None and (self._adopts or is_foreign):
+        if message.place is not None and (self._adopts or self.knows_newer(message)):
             self._is_new = False
             self._num_changes += 1
             self._claims[message.node, message.epoch] = message.ran, message.place
             if message.ran is not None:
                 self._newest = max(newest, message.ran.order)
+
+    def knows_newer(self, message: m.Register) -> bool:
+        """Return whether a node took a place in a newer cycle than any that this coordinator knows of."""
+        place = message.place
+        return place is not None and place.order > self._newest and place.order not in self._formed
+
+    def place_of(self, node: Node) -> m.SlotPlace | None:
+        """Return the place that a node registered, or took in the last cycle; ``None``: none."""
+        ran, taken = self._claims.get((node.name, node.epoch), (None, None))
+        return taken or ran
 
     def note_formed(self, place: m.SlotPlace) -> None:
         """Note that this coordinator gives out places of a cycle."""

@@ -30,6 +30,7 @@ from outlast.env import clean_name
 from outlast.errors import ConfigError
 from outlast.incidents import Event, EventKind, Rung
 from outlast.journal import decode_events
+from outlast.monitor.stacks import process_state
 from outlast.runtime.addresses import Endpoint
 from outlast.version import __version__
 
@@ -85,7 +86,7 @@ METRICS = {
         AgentMetric(name="rank_iteration", help="Optimizer steps that a rank has done.", labels=("rank",)),
         AgentMetric(
             name="rank_state",
-            help="1 for the state that a rank is in: starting, running, restarting, spare, finished, ended.",
+            help="1 for the state that a rank is in: starting, running, restarting, spare, stopped, finished, ended.",
             labels=("rank", "state"),
         ),
         AgentMetric(
@@ -329,7 +330,9 @@ def _farthest(states: list[RankState]) -> int | None:
 
 def _show_rank(state: RankState, *, has_ended: bool, now_ns: int) -> Iterator[tuple[str, dict[str, str], float]]:
     labels = {"rank": str(state.global_rank)}
-    yield "rank_state", labels | {"state": "ended" if has_ended else state.standing}, 1
+    is_stopped = not has_ended and process_state(state.pid) in ("T", "t")
+    standing = "ended" if has_ended else "stopped" if is_stopped else state.standing
+    yield "rank_state", labels | {"state": standing}, 1
     if state.reports_iteration:
         yield "rank_iteration", labels, state.iteration
     if has_ended:

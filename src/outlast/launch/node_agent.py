@@ -19,6 +19,8 @@ States::
 From RUNNING a failure here or elsewhere leads to JOINING at once: the request for the next cycle goes out while the
 zygote still kills what is left of this one, and the next workers start when both the answer has come and the zygote has
 reported that all are gone, with their memory on the GPUs.
+
+One module because it is one state machine: each event is judged by the state that all others change.
 """
 
 from __future__ import annotations
@@ -57,13 +59,15 @@ from outlast.launch.agent_events import (
 from outlast.launch.coordinator_client import GOODBYE_S, CoordinatorClient, LinkDown, LinkFailed, LinkUp
 from outlast.launch.cycle import ALONE_S, Cycle, WorkerLaunch
 from outlast.launch.device_memory import MemoryReclaim, MemoryReclaimed
+from outlast.launch.lingering import LingeringRanks
 from outlast.launch.membership import REMIND_S
 from outlast.launch.metrics_endpoint import AgentOutlook
 from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
 from outlast.launch.verdicts import name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
-from outlast.policy.deadlines import Protection, describe_nodes
+from outlast.policy.deadlines import NO_INIT, NO_SESSION, NOT_YET, Protection, describe_nodes
+from outlast.policy.ladder import describe_saved
 from outlast.runtime.processes import describe_stuck
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
@@ -72,6 +76,8 @@ log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
 _BRIEF_GOODBYE_S = 0.2
 """How long a host that leaves before the first cycle waits until its messages are sent."""
+_PROTECTION_AFTER_S = 5.0
+"""When the line on a run's protection is logged if no session has reported by then."""
 _PLAIN_AFTER_S = 60.0
 """A script that has shown no sign of life by then may well have no session."""
 REAP_S = 30.0
@@ -126,6 +132,8 @@ class NodeAgent(SimpleElasticAgent):
         """How the job ended for this node."""
         self.is_host = False
         """Whether this process hosts the coordinator."""
+        self.has_left = False
+        """Whether this node was shut down while it held no slot: the job continues without it."""
         self._workers, self._writer, self._client, self._mailbox = workers, writer, client, mailbox
         self._memory = memory
         self._relay = client.link.relay
@@ -137,6 +145,7 @@ class NodeAgent(SimpleElasticAgent):
             timers=self._timers,
             mailbox=mailbox,
             is_alone=self.options.max_nodes == 1,
+            run_dir=str(self.options.run_dir),
         )
         self._state = AgentState.OUTSIDE
         self._cycle: Cycle | None = None
@@ -147,6 +156,8 @@ class NodeAgent(SimpleElasticAgent):
         self._cycle_store: TCPStore | None = None
         self._signal, self._is_done = 0, False
         self._waits_for = ""
+        self._has_no_slot = False
+        """The coordinator has reported that other nodes hold all slots, or that this node gets none."""
         self._protection: str | None = None
         """What was logged of it last; ``None`` = nothing yet."""
 
@@ -265,13 +276,18 @@ class NodeAgent(SimpleElasticAgent):
                 self._on_stop(event)
             case m.Ran():
                 self._client.note_ran(event)
+                if self._protection is not None:  # spares may have come or gone
+                    self._log_protection()
             case m.Wait():
                 self._timers.cancel("answer")
                 if event.place is not None:
                     self._client.wait_beside(event.place)
                 level = logging.DEBUG if event.reason == self._waits_for else logging.INFO
-                self._waits_for = event.reason
+                self._waits_for, self._has_no_slot = event.reason, True
                 log.log(level, "node %s waits: %s", self._client.node, event.reason)
+            case m.PeersFinished():
+                if (cycle := self._running) is not None and cycle.number == event.cycle:
+                    self._watch_lingering(cycle)
             case m.NodesMissing():
                 log.info("%s", event.reason)
             case m.Remark():
@@ -329,8 +345,13 @@ class NodeAgent(SimpleElasticAgent):
         self._timers.cancel("link")
         self._timers.cancel("first link")
         client, self.is_host = self._client, event.is_host
+        is_other_job = event.job != self.job and not event.is_first
+        if is_other_job and self._state in (AgentState.LEAVING, AgentState.STOPPING):
+            return  # its own end is under way
+        if is_other_job:
+            self._leave_job(event.job)
         client.note_term(event.term)
-        if not event.is_first:
+        if not event.is_first and not is_other_job:
             log.warning("the coordinator is reached again at %s", client.link.endpoint)
         else:
             endpoints = [str(endpoint) for endpoint in client.link.endpoints]
@@ -340,12 +361,26 @@ class NodeAgent(SimpleElasticAgent):
                 log.log(level, "node %s hosts the coordinator at %s", client.node, client.link.endpoint)
         if self._state == AgentState.OUTSIDE:
             self._health.note_connected(is_host=event.is_host)
+        elif is_other_job:
+            self._join(None)
+            self._start_if_clear()
         else:
             client.register(
                 is_running=self._state == AgentState.RUNNING,
                 is_joining=self._state == AgentState.JOINING,
                 has_finished=self._state == AgentState.FINISHED,
             )
+
+    def _leave_job(self, other: str) -> None:
+        """End this node's part in its job: the coordinator of the run serves another one."""
+        reason = f"job {self.job} is over: the coordinator of this run began job {other}"
+        log.warning("%s; this node joins it", reason)
+        self._client.begin_job()
+        self._start = None
+        self._timers.cancel("answer")
+        if (cycle := self._running) is not None:
+            self._end_cycle(cycle, None, reason)
+        self._journal.write(EventKind.JOB_ENDED, exit_code=ExitReason.FAILED, reason=reason)
 
     def _join(self, ended: m.CycleFacts | None) -> None:
         if self._state != AgentState.LEAVING:
@@ -397,7 +432,7 @@ class NodeAgent(SimpleElasticAgent):
         self._failures, self._worker_group.workers = {}, _torch_workers(start, self._launch.spec)
         self._worker_group.group_rank = start.node_rank  # type: ignore[assignment]
         self._worker_group.group_world_size = start.num_nodes  # type: ignore[assignment]
-        self._state = AgentState.RUNNING
+        self._state, self._has_no_slot = AgentState.RUNNING, False
         self._journal.begin_cycle(start.cycle)
         self._memory.note_started()
         if self._relay is not None:
@@ -407,7 +442,8 @@ class NodeAgent(SimpleElasticAgent):
             self._cycle.watch(self._mailbox.put)
         except OutlastError as error:
             self._fail(self._journal.incident(IncidentKind.CANNOT_START, str(error)))
-        self._timers.set("protection", _PLAIN_AFTER_S, self._log_protection)
+        self._timers.set("protection", _PROTECTION_AFTER_S, self._log_protection)
+        self._timers.set("plain", _PLAIN_AFTER_S, self._log_protection)
 
     def _writer_address(self) -> str:
         """Return the address of the checkpoint writer; empty when there is none, or it died too often."""
@@ -431,15 +467,21 @@ class NodeAgent(SimpleElasticAgent):
         cycle = self._running
         if cycle is None or cycle.all_ended:
             return
-        self._timers.cancel("protection")
+        is_early = not cycle.had_session and self._timers.is_set("plain")
+        if is_early and self._protection is not None:
+            return
         options = self.options
         protection = Protection(
             max_restarts=options.torchrun.max_restarts,
-            hangs=cycle.describe_hang_detection(),
+            hangs=cycle.describe_hang_detection(is_early=is_early),
             nodes=describe_nodes(
-                num_slots=options.num_slots, max_nodes=options.max_nodes, min_nodes=cycle.layers.config.min_nodes
+                num_slots=options.num_slots,
+                max_nodes=options.max_nodes,
+                min_nodes=cycle.layers.config.min_nodes,
+                num_spares=self._client.num_spares,
             ),
             of_session=cycle.session_protection,
+            why_unknown=NOT_YET if is_early else NO_INIT if cycle.had_session else NO_SESSION,
         )
         text = protection.describe()
         if text == self._protection:
@@ -458,7 +500,8 @@ class NodeAgent(SimpleElasticAgent):
         killed_by_us = cycle.over or self._state == AgentState.STOPPING
         self._look_at_recovery(cycle, waits=not cycle.all_ended)
         spared = bool(event.exit_code) and not killed_by_us and cycle.continues_without(worker)
-        self._journal.write_exited(worker, event, killed_by_us=killed_by_us)
+        if cycle.job == self.job:  # otherwise it is of a job that this node has left
+            self._journal.write_exited(worker, event, killed_by_us=killed_by_us)
         if spared:
             self._continue_without(worker, event.key, cycle)
             self._look_at_recovery(cycle)
@@ -478,6 +521,8 @@ class NodeAgent(SimpleElasticAgent):
                 self._fail_when_clear(cycle)  # another one failed a moment ago
             elif cycle.all_ended:
                 self._on_all_ended(cycle)
+            elif event.exit_code == ExitReason.FINISHED:
+                self._watch_lingering(cycle)
         else:
             self._failures[worker.global_rank] = ProcessFailure(
                 local_rank=worker.local_rank,
@@ -495,6 +540,22 @@ class NodeAgent(SimpleElasticAgent):
             self._fail(cycle.describe_failure())
         elif not self._timers.is_set("clear"):
             self._timers.set("clear", wait_s, lambda: self._fail(cycle.describe_failure()))
+
+    def _watch_lingering(self, cycle: Cycle) -> None:
+        """Follow the workers that still run after the first clean exit of the cycle."""
+        if self._state != AgentState.RUNNING or self._timers.is_set("lingering"):
+            return
+        lingering = LingeringRanks(cycle)
+
+        def look() -> None:
+            if cycle.over or cycle.all_ended or self._state != AgentState.RUNNING:
+                return
+            if (incident := lingering.look()) is not None:
+                self._fail(incident)
+            else:
+                self._timers.set("lingering", lingering.look_s, look)
+
+        self._timers.set("lingering", lingering.look_s, look)
 
     def _on_all_ended(self, cycle: Cycle) -> None:
         if ExitReason.PREEMPTED in cycle.exit_codes:
@@ -566,14 +627,25 @@ class NodeAgent(SimpleElasticAgent):
         elif cycle is self._running and self._state in (AgentState.RUNNING, AgentState.FINISHED):
             self._end_cycle(cycle, cycle.facts(None), reason)
 
-    def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts, reason: str, *, are_gone: bool = False) -> None:
-        """End the cycle here and request the next one; ``are_gone``: nothing is left of its workers."""
+    def _end_cycle(self, cycle: Cycle, facts: m.CycleFacts | None, reason: str, *, are_gone: bool = False) -> None:
+        """End the cycle here and request the next one.
+
+        Args:
+            cycle: The running one.
+            facts: What is known of it; ``None``: the coordinator does not know the cycle.
+            reason: Why it ends.
+            are_gone: Nothing is left of its workers.
+        """
         cycle.over = True
         if self._relay is not None:
             self._relay.end_cycle()
-        self._timers.cancel("clear")
+        for name in ("clear", "lingering"):
+            self._timers.cancel(name)
         self._write_ended(cycle, reason)
-        self._join(facts)
+        if facts is not None:
+            self._join(facts)
+        else:
+            self._state = AgentState.JOINING
         grace_s = self.options.torchrun.restart_grace
         gently = grace_s > 0 and not cycle.all_ended and not are_gone
         if not are_gone:
@@ -583,7 +655,7 @@ class NodeAgent(SimpleElasticAgent):
         elif not are_gone:
             self._timers.set("reap", REAP_S, self._on_unreapable)
         cycle.close()
-        if facts.incident is not None:
+        if facts is not None and facts.incident is not None:
             self._health.suspect()
 
     def _clear(self) -> None:
@@ -721,7 +793,10 @@ class NodeAgent(SimpleElasticAgent):
         self._client.send(m.Leave(saved=saved, signal=number, facts=facts, whole_job=whole_job))
         self._failures = {}
         code = ExitReason.PREEMPTED if saved else 128 + number
-        what = "a saved generation exists" if saved else "nothing was saved"
+        what = describe_saved(saved, has_session=facts is None or facts.had_session)
+        self.has_left = self._has_no_slot and cycle is None
+        if self.has_left:
+            what = "this node held no slot, and the job continues without it"
         self._finish(m.Stop(exit_code=code, reason=f"shutdown requested; {what}"))
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -731,6 +806,8 @@ class NodeAgent(SimpleElasticAgent):
             return  # its own end is under way
         if self._state == AgentState.OUTSIDE:
             stop = self._health.stop_outside(stop)
+        if stop.is_replaced:
+            self._journal.close()  # what this agent does from now on would be taken for the other one's
         self.stop = stop
         cycle = self._running
         if cycle is None or cycle.all_ended:
@@ -744,6 +821,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _finish(self, stop: m.Stop) -> None:
         self.stop, self._is_done = stop, True
+        self._client.link.stop_taking_over()
         self._journal.write(EventKind.JOB_ENDED, exit_code=stop.exit_code, reason=stop.reason)
 
     def _give_up_on_link(self) -> None:

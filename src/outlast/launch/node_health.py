@@ -165,6 +165,7 @@ class NodeHealth:
         mailbox: The agent's; what follows from a check is put there: :class:`~outlast.launch.agent_events.NodeFit` or
             ``AgentStops``.
         is_alone: The job has no other node: nobody else needs the coordinator.
+        run_dir: The run directory; training does not need it, so its disk decides nothing once the node has joined.
 
     Thread: the agent's main thread.
     """
@@ -178,7 +179,9 @@ class NodeHealth:
         timers: Timers,
         mailbox: Mailbox[object],
         is_alone: bool,
+        run_dir: str = "",
     ) -> None:
+        self._run_dir = run_dir
         self._checkups, self._config = checkups, checkups.config if checkups is not None else None
         self._client, self._journal, self._timers, self._is_alone = client, journal, timers, is_alone
         self._deliver = mailbox.put
@@ -314,13 +317,15 @@ class NodeHealth:
 
     def _take_after_fault(self, found: CheckedUp) -> None:
         self._is_asked = False
-        if found.failed and not self._since_clear:
+        is_unfit = self._prevents_training(found)
+        if is_unfit and not self._since_clear:
             # Dying workers may still have held what was lacking: only a check without them counts.
             if self._is_clear:
                 self._look_after_fault()
             return
         if found.failed:
             self._log(found)
+        if is_unfit:
             self._unfit = found
         self.is_looking = False
         self._deliver(NodeFit())
@@ -342,8 +347,11 @@ class NodeHealth:
             self._log(found)
         elif known and not self._known:
             log.info("node %s is healthy again", self._client.node)
-        if found.failed:
+        if self._prevents_training(found):
             self._client.send(m.Unhealthy(incident=self._incident(found), stays=True))
+
+    def _prevents_training(self, found: CheckedUp) -> bool:
+        return any((one.name, one.target) != ("disk", self._run_dir) for one in found.failed)
 
     # -- what is reported --------------------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The coordinator that it has obeyed last."""
     term: Number = 0
     """The highest that it has obeyed."""
+    version: Name = ""
+    """Of the package; empty: it reports none."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -57,12 +59,19 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     leader: str
     """Names this life of the coordinator."""
     term: int
+    version: str = ""
+    """Of the package; empty: it reports none."""
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """The coordinator's answer to a :class:`Hello` that does not fit."""
 
     reason: str
+    job: str | None = None
+    """Another job of the run, which the coordinator serves: the agent's own is over here; ``None``: the reason is
+    another one."""
+    leads: bool = False
+    """That job's coordinator leads it; see :class:`outlast.policy.leadership.Leadership`."""
 
 
 class AgentBeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -303,6 +312,10 @@ class Dead(FromNode, frozen=True, kw_only=True, tag=True):
     """It is dead for certain; otherwise it may take part elsewhere."""
 
 
+class NameClaim(FromNode, frozen=True, kw_only=True, tag=True):
+    """The coordinator's process got the first message of an agent that has just begun: may it have this name?"""
+
+
 class CoordinatorTick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Time to look at the nodes' signs of life."""
 
@@ -378,17 +391,25 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True, tag="ro", rename=_SHO
     order: p.Order
 
 
+class PeersFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Every worker of another node exited with 0; this node's are expected to exit, too."""
+
+    cycle: Number
+
+
 class Remark(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Something about another node that belongs into this one's log too."""
 
     text: str
 
 
-class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """The job is over."""
 
     exit_code: int
     reason: str
+    is_replaced: bool = False
+    """The job continues: another agent has this node's name in it."""
 
 
 FromAgent = (
@@ -408,9 +429,9 @@ FromAgent = (
     | Bye
 )
 """What an agent reports."""
-ToCoordinator = FromAgent | Dead | CoordinatorTick
+ToCoordinator = FromAgent | NameClaim | Dead | CoordinatorTick
 """What the coordinator takes."""
-ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | RankOrder | Remark | Stop
+ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | RankOrder | PeersFinished | Remark | Stop
 """What the coordinator sends."""
 Question = AskStatus | AskLeadership
 OnControl = FromAgent | Hello | AgentBeat | Moving | Question

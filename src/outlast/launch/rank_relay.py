@@ -118,6 +118,12 @@ class RankRelay:
         """What the ranks report from now on counts no more."""
         self._commands.put(partial(self._use_cycle, None))
 
+    def begin_job(self) -> None:
+        """Obey another job's coordinator, whose terms begin again; what the ranks report counts no more. Thread: the
+        link's."""
+        self.end_cycle()
+        self._term = 0
+
     def lose(self, rank: int) -> None:
         """Note that a rank ended without which its cycle continues; news only if it had no guard."""
         fault = p.RankFault(initial_rank=rank, restart_count=0, kind=p.RankFaultKind.DIED)

@@ -41,7 +41,7 @@ from outlast.policy.lease import LeaseOwner
 from outlast.runtime.addresses import Endpoint, address_for_peers, is_loopback, parse_endpoints
 from outlast.runtime.files import in_time
 from outlast.runtime.lease import FolderRecords, InUse, Lease
-from outlast.runtime.processes import name_program, this_process
+from outlast.runtime.processes import name_program, start_time_s, this_process
 from outlast.runtime.run_key import KeySource, find_run_key
 from outlast.runtime.zygote import Zygote
 from outlast.wording import count
@@ -60,8 +60,9 @@ class Summary:
     num_cycles: int
     num_incidents: int
     """Causes of a cycle's end or of a restart inside the processes, not what they did to peers."""
-    lost_iterations: int
-    """Iterations that were done and had to be done again, or will have to be by the next job."""
+    lost_iterations: int | None
+    """Iterations that were done and had to be done again, or will have to be by the next job; ``None`` = not known, as
+    the script has no session."""
     num_in_process: int = 0
     """Restarts inside the processes."""
     num_spared: int = 0
@@ -69,11 +70,12 @@ class Summary:
 
     def describe(self) -> str:
         """Return a few words for people."""
-        parts = [
-            count(self.num_cycles, "cycle"),
-            count(self.num_incidents, "incident"),
-            f"{count(self.lost_iterations, 'iteration')} lost",
-        ]
+        lost = (
+            "lost iterations unknown (no session)"
+            if self.lost_iterations is None
+            else f"{count(self.lost_iterations, 'iteration')} lost"
+        )
+        parts = [count(self.num_cycles, "cycle"), count(self.num_incidents, "incident"), lost]
         if self.num_in_process:
             parts.append(f"{count(self.num_in_process, 'restart')} in process")
         if self.num_spared:
@@ -86,7 +88,7 @@ def summarise(run_dir: str | os.PathLike[str], job: str) -> Summary:
 
     An iteration counts as lost when it was done and had to be done again, or will have to be: a later cycle, or call in
     the same processes, began before it, or the job ended without the run's end and no generation that outlives the job
-    holds it.
+    holds it. A script without a session reports no iterations.
     """
     ledger = Ledger.read(run_dir, job=job)
     causes = [one for one in ledger.incidents if one.rung != "rerun_step" and one.kind != PREEMPTED]
@@ -117,6 +119,7 @@ PRELOAD = (
 
 
 _TOTALS_S = 20.0
+_ORDERLY = (ExitReason.FINISHED, ExitReason.PREEMPTED)
 
 
 def launch(options: RunOptions) -> int:
@@ -159,6 +162,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
     env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch is imported: here, and in the workers' zygote
     base_env = _worker_base_env(options)
     base_env[env.RUN_KEY] = identity.key.as_variable()
+    base_env[env.AGENT_STARTED] = str(start_time_s(os.getpid()))
     if options.layers.source("rank_termination_signal") != DEFAULT:
         log.warning("rank_termination_signal has no effect: %s", NO_TERMINATION_SIGNAL)
     kind, argv = _command(options)
@@ -180,8 +184,9 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
             stack.callback(writer.close)
             startup.actions.append(writer.kill)
         try:
-            from outlast.launch.cycle import WorkerLaunch, make_logs_specs
+            from outlast.launch.cycle import WorkerLaunch
             from outlast.launch.node_agent import NodeAgent
+            from outlast.launch.worker_logs import make_logs_specs
             from outlast.launch.workers import NodeWorkers
 
             spec, logs_specs = _worker_spec(options), make_logs_specs(options.torchrun, options.run_dir)
@@ -205,10 +210,11 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
         _run_with_torch_events(agent, options.torchrun.event_log_handler)
     stop = agent.stop
     # One agent reads every node's journal for the totals; at 500 nodes the others had better not.
-    totals = _describe_totals(options, agent.job) if agent.is_host else ""
+    totals = _describe_totals(options, agent.job) if agent.is_host and not agent.has_left else ""
     logging.getLogger(logs.OUTCOME).log(
-        logging.INFO if stop.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED) else logging.ERROR,
-        "job over after %.1f s%s, exit code %d: %s; journal in %s",
+        logging.INFO if agent.has_left or stop.exit_code in _ORDERLY else logging.ERROR,
+        "%s after %.1f s%s, exit code %d: %s; journal in %s",
+        f"node {options.node_name} has left the job" if agent.has_left else "job over",
         clock.now_s() - started_s,
         totals,
         stop.exit_code,
@@ -481,7 +487,14 @@ def _make_client(
     )
 
     def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
-        lease.acquire(leads=True)
+        try:
+            lease.acquire(leads=True)
+        except OSError as error:  # the endpoint has one coordinator, whatever the run directory shows
+            log.warning(
+                "the record of this run in %s cannot be written (%s); this node hosts the coordinator without it: make "
+                "room there, and start no other run in that directory",
+                *(options.run_dir, error),
+            )
         return CoordinatorServer(
             listeners,
             where.complete(settings),

@@ -176,7 +176,7 @@ class OutlastRendezvous(RendezvousHandler):
                     self._on_link_up(news, is_running=False)
                 case m.Ran():
                     self._client.note_ran(news)
-                case m.CycleOver() | m.NodesMissing() | m.Remark():
+                case m.CycleOver() | m.NodesMissing() | m.PeersFinished() | m.Remark():
                     pass
 
     def _on_link_up(self, up: LinkUp, *, is_running: bool) -> None:

@@ -8,24 +8,27 @@ the nodes that failed their health check: which stay outside and why, and what t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from outlast.decoding import convert, from_json
+from outlast.decoding import convert, from_json, read_file
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import protocol as m
 from outlast.launch.membership import Node, Nodes, why_it_waits
 from outlast.policy import ladder
-from outlast.policy.causes import Position, find_culprit, permanent_cause, root_cause
+from outlast.policy.causes import Position, find_culprit, is_hang_explained, permanent_cause, root_cause
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, begin_run
 from outlast.policy.recovery_point import Distrusted
 from outlast.policy.rerun import Diagnosis
 from outlast.runtime.files import PRIVATE, write_atomically
+
+REPORT_S = 2.0
+"""Seconds in which all nodes have reported a restart inside the processes, unless one has no worker left to see it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,10 +86,18 @@ class CycleEnding:
             had_session=any(facts.had_session for facts in self.facts),
             num_spares=num_heirs(diagnosis.node if diagnosis is not None and diagnosis.node else cause.node),
             may_shrink=may_shrink,
+            num_nodes=num_nodes,
             load=next((facts.load for facts in self.facts if facts.load is not None), None),
             diagnosis=diagnosis,
             is_permanent=is_permanent,
         )
+
+    def exceeded(self) -> list[Expired]:
+        """Return the timeouts that were exceeded, each with whether something else than a short timeout explains it."""
+        positions = [position for facts in self.facts for position in facts.positions]
+        others = any(one.kind != IncidentKind.WORKER_HUNG for one in self.incidents)
+        is_explained = others or is_hang_explained(positions)
+        return [msgspec.structs.replace(one, is_explained=is_explained) for one in self.expired]
 
     def _is_permanent(self, num_nodes: int) -> bool:
         """Return whether all ranks of all nodes failed alike before their first step, and would do so again."""
@@ -110,9 +121,67 @@ class CycleEnding:
         return cause
 
 
-def highest_durable(facts: list[m.CycleFacts]) -> int | None:
+def highest_durable(facts: Iterable[m.CycleFacts | m.Restarted]) -> int | None:
     """Return the highest iteration that any node knows to be durable; ``None`` = none."""
     return max((one.durable_iteration for one in facts if one.durable_iteration is not None), default=None)
+
+
+@dataclass(slots=True)
+class RestartReports:
+    """Gather the reports of the nodes on the newest restart inside the processes, until the restart is charged.
+
+    Each node reports a restart, and knows only the checkpoints that its own ranks have seen. So where progress counts,
+    the restart is charged once all nodes have reported it, or the next restart begins, or :data:`REPORT_S` has passed.
+    """
+
+    charged: tuple[int, int] = (0, 0)
+    """The newest restart that was charged: its call, and its number."""
+    _pending: list[m.Restarted] = field(default_factory=list)
+    _since_s: float = 0.0
+
+    def add(self, report: m.Restarted, now_s: float) -> CycleEnd | None:
+        """Add the report of a node; return an earlier restart that is to be charged now."""
+        newest = _restart_of(self._pending[0]) if self._pending else self.charged
+        if _restart_of(report) < newest or _restart_of(report) == self.charged:
+            return None
+        earlier = self._charge() if self._pending and _restart_of(report) > newest else None
+        if not self._pending:
+            self._since_s = now_s
+        self._pending.append(report)
+        return earlier
+
+    def due(self, nodes: Collection[str], now_s: float, *, progress_counts: bool) -> CycleEnd | None:
+        """Return the restart that is to be charged now; ``None`` = there is none.
+
+        Args:
+            nodes: Those of the running cycle.
+            now_s: Monotonic seconds.
+            progress_counts: Earlier cycles of the run reported progress.
+        """
+        if not self._pending:
+            return None
+        progress_counts |= any(one.progress_known for one in self._pending)
+        is_late = now_s >= self._since_s + REPORT_S
+        if progress_counts and not is_late and not {one.node for one in self._pending} >= set(nodes):
+            return None
+        return self._charge()
+
+    def _charge(self) -> CycleEnd:
+        reports, self._pending = self._pending, []
+        self.charged = _restart_of(reports[0])
+        # The node of the rank that failed knows most about it.
+        first = next((one for one in reports if one.incident.node == one.node), reports[0])
+        return CycleEnd(
+            cycle=first.cycle,
+            incident=first.incident,
+            recovered_in_process=True,
+            durable_iteration=highest_durable(reports),
+            progress_known=any(one.progress_known for one in reports),
+        )
+
+
+def _restart_of(report: m.Restarted) -> tuple[int, int]:
+    return report.call, report.restart_count
 
 
 def observations(facts: list[m.CycleFacts]) -> list[Observation]:
@@ -246,6 +315,8 @@ class LadderClient:
             level = logging.DEBUG if verdict.rung == Rung.STOP else logging.WARNING
             what = "continues" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
             log.log(level, "cycle %d %s: %s", end.cycle, what, verdict.reason)
+            if not state.had_session and verdict.rung < Rung.REQUEUE_JOB and state.restarts_without_progress == 1:
+                log.info("the script has no session: it continues from its own checkpoint, if it has one")
         self._record(EventKind.VERDICT, end.cycle, data)
         return verdict
 
@@ -392,7 +463,7 @@ def load_ladder(run_dir: Path | None, *, is_new_job: bool, is_named: bool = True
     if run_dir is None or not _path(run_dir).exists():
         return LadderState()
     try:
-        state = from_json(_path(run_dir).read_bytes(), LadderState)
+        state = from_json(read_file(_path(run_dir)), LadderState)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"{_path(run_dir)} cannot be used ({error}); move it away to begin with fresh budgets"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +31,7 @@ from outlast.policy.inprocess_protocol import (
     newest_begun,
 )
 from outlast.runtime.board import Board, InProcessFault, MarkChanged, RankState, agent_address
+from outlast.runtime.processes import DatagramSocket
 from outlast.runtime.zygote import (
     Clear,
     Cleared,
@@ -193,21 +193,18 @@ class InProcessRecovery:
     job: str
     cycle: int
     node: str
-    _channel: socket.socket = field(init=False)
+    _channel: DatagramSocket = field(init=False)
     _reached: tuple[int, int] = (0, 0)
     _faults: dict[tuple[int, int], tuple[InProcessFault, ...]] = field(default_factory=dict)
     _told: set[tuple[int, int]] = field(default_factory=set)
     """Calls and restart counts whose beginning a datagram reported."""
     _last_states: dict[int, RankState] = field(default_factory=dict)
     """Of the lost workers: their state at their end."""
+    _left_at: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    """Iteration at which workers left the call before a restart, by call and restart count, and by local rank."""
 
     def __post_init__(self) -> None:
-        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            self._channel.bind(agent_address(self.board.token))
-        except BaseException:
-            self._channel.close()
-            raise
+        self._channel = DatagramSocket(agent_address(self.board.token), _MAX_DATAGRAM)
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when :meth:`take_recovered` may have something; -1 once closed."""
@@ -274,6 +271,7 @@ class InProcessRecovery:
         self._told = {one for one in self._told if one > newest}
         cause = self._cause_of(newest)
         self._faults.clear()
+        self._left_at = {one: left for one, left in self._left_at.items() if one >= newest}
         if newest[1] == 0:  # another call of a wrapped function begins
             return None
         return RecoveredInProcess(call=newest[0], restart_count=newest[1], fault=cause)
@@ -306,8 +304,9 @@ class InProcessRecovery:
                 return worker.lost
             summary = f"{fault.summary}; it was ended for it"
             return msgspec.structs.replace(worker.lost, kind=fault.kind, evidence={"summary": summary})
+        left_at = self._left_at.get((recovered.call, recovered.restart_count), {})
         state = self.board.read(worker.local_rank)
-        iteration = state.iteration if state.attached else None
+        iteration = left_at.get(worker.local_rank, state.iteration if state.attached else None)
         known = {"node": self.node, "rank": fault.rank, "pid": worker.pid, "iteration": iteration}
         return self._incident(fault.kind, fault.summary, **known)
 
@@ -334,16 +333,17 @@ class InProcessRecovery:
         return [self.board.read(worker.local_rank) for worker in self.workers.values() if wanted(worker)]
 
     def _receive(self) -> None:
-        while True:
+        for data, _ in self._channel.receive():
+            if not data:
+                continue  # a worker attached to the board
             try:
-                if not (data := self._channel.recv(_MAX_DATAGRAM)):
-                    continue  # a worker attached to the board
                 change = _decoder.decode(data)
-            except BlockingIOError:
-                return
             except msgspec.DecodeError as error:
-                log.warning("a worker's report about restarts in process cannot be read: %s", error)
+                self._channel.warn(f"a worker's report about restarts in process cannot be read: {error}")
                 continue
+            if change.state == InProcessState.RESTARTING and change.iteration is not None:
+                left_at = self._left_at.setdefault((change.call, change.restart_count), {})
+                left_at[change.local_rank] = change.iteration
             if change.state in HAS_BEGUN:  # before that a cause may not be known yet
                 self._told.add((change.call, change.restart_count))
                 if change.faults:

@@ -19,7 +19,6 @@ import os
 import secrets
 import select
 import signal
-import socket
 import struct
 import sys
 import threading
@@ -37,7 +36,8 @@ from outlast.monitor.stacks import Stack
 from outlast.policy.causes import Collective, Position
 from outlast.policy.deadlines import Expired
 from outlast.runtime.board import Board, RankState
-from outlast.runtime.files import in_time, make_private_folder, open_private
+from outlast.runtime.files import make_private_folder, open_private, write_optional
+from outlast.runtime.processes import DatagramSocket
 
 log = logging.getLogger(__name__)
 
@@ -219,12 +219,7 @@ class Responder:
         self._record = record
         self._child = child
         self._on_child_end = on_child_end
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        try:
-            self._socket.bind(address(token, local_rank))
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket = DatagramSocket(address(token, local_rank), QUESTION.size + 1)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="outlast-responder", daemon=True)
 
@@ -265,17 +260,17 @@ class Responder:
             log.exception("the thread that reports this rank's stacks failed: the cause of a hang may not be found")
 
     def _answer(self) -> None:
-        try:
-            question, sender = self._socket.recvfrom(QUESTION.size + 1)
+        for question, sender in self._socket.receive():
             if len(question) != QUESTION.size or not sender:
-                return
+                continue
             count = count_collectives()
             self._record(count)
             answer = ANSWER.pack(*QUESTION.unpack(question), self._local_rank, count)
-            self._socket.sendto(answer, sender)
-            self._socket.sendto(answer + msgspec.json.encode(read_books(stacks.followed())), sender)
-        except OSError as error:  # the examiner is gone, or its buffer is full
-            log.debug("an examiner got no answer: %s", error)
+            try:
+                self._socket.send(answer, sender)
+                self._socket.send(answer + msgspec.json.encode(read_books(stacks.followed())), sender)
+            except OSError as error:  # the examiner is gone, or its buffer is full
+                log.debug("an examiner got no answer: %s", error)
 
 
 ANSWER_S = 1.0
@@ -375,11 +370,10 @@ class _Answers:
     def __init__(self, board: Board, ranks: list[_ExaminedRank]) -> None:
         self.asked = {rank.state.local_rank: rank for rank in ranks}
         self._number = secrets.randbits(63)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(b"\0outlast-examiner-%016x" % self._number)
+        self._socket = DatagramSocket(b"\0outlast-examiner-%016x" % self._number, _MAX_ANSWER)
         for local_rank in self.asked:
             try:
-                self._socket.sendto(QUESTION.pack(self._number), address(board.token, local_rank))
+                self._socket.send(QUESTION.pack(self._number), address(board.token, local_rank))
             except OSError as error:  # gone, or too busy to have read the last questions
                 log.debug("rank %d could not be asked: %s", local_rank, error)
 
@@ -395,11 +389,7 @@ class _Answers:
         poll.register(self._socket, select.POLLIN)
         if not poll.poll(max(0.0, timeout_s) * 1e3):
             return
-        while True:
-            try:
-                answer = self._socket.recv(_MAX_ANSWER)
-            except BlockingIOError:
-                return
+        for answer, _ in self._socket.receive():
             if len(answer) < ANSWER.size:
                 continue
             number, local_rank, count = ANSWER.unpack_from(answer)
@@ -458,10 +448,7 @@ def _write(path: Path, position: Position, text: str) -> None:
         with open(path, "w", opener=open_private) as file:
             file.write(head + stacks.arrange(text))
 
-    try:
-        in_time(path, keep)
-    except OSError as error:  # a full disk, or one that hangs, must not keep a hang from being acted upon
-        log.warning("stacks of rank %d could not be written: %s", position.global_rank, error)
+    write_optional("stacks of hung workers", path, keep)  # nothing may delay what follows from a hang
 
 
 def _send(pid: int, number: signal.Signals) -> bool:

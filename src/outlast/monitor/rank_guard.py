@@ -24,6 +24,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -31,11 +32,12 @@ from outlast import logs
 from outlast.config.launching import FaultToleranceConfig
 from outlast.decoding import from_json
 from outlast.monitor.examination import examine
-from outlast.monitor.watchdog import HangReport, Watchdog, enforceable
-from outlast.policy.causes import find_culprit
+from outlast.monitor.watchdog import MERGE_S, HangReport, LearnedTimeouts, Watchdog, enforceable, observe
+from outlast.policy.causes import Position, find_culprit, is_hang_explained
 from outlast.policy.deadlines import Timeouts
 from outlast.runtime.board import Board
-from outlast.runtime.processes import ChildProcess, channel_to_parent, open_pidfd, send_signal
+from outlast.runtime.files import write_optional
+from outlast.runtime.processes import ChildProcess, channel_to_parent, ignore_group_signals, open_pidfd, send_signal
 from outlast.runtime.wire import MessageChannel, socket_pair
 
 log = logging.getLogger("outlast.monitor.rank_guard")
@@ -283,8 +285,7 @@ def _open_pidfd(pid: int) -> int:
 
 def main() -> int:
     """Run as a guard; return its exit code."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # schedulers signal every process of a job; this one ends with its rank
+    ignore_group_signals()
     parent: MessageChannel[_GuardTask | _BeginDuty] = channel_to_parent(sys.argv[1], _GuardTask | _BeginDuty)
     task = parent.receive()
     if task is None:
@@ -311,6 +312,12 @@ class HangWatchTask(msgspec.Struct, frozen=True, kw_only=True):
     """The fault tolerance settings in force, as JSON."""
     stacks_dir: str | None
     """Where stacks of a hung worker go; ``None`` = a new folder for temporary files."""
+    cycle: str = ""
+    """Names the job and cycle, for what is learned about timeouts."""
+    configured: str = "{}"
+    """The settings without learned timeouts, as JSON."""
+    learned_in: str | None = None
+    """Folder of the learned timeouts; ``None`` = none are learned."""
 
 
 class HangWatch:
@@ -360,6 +367,7 @@ class HangWatch:
         rank = report.expired[0].global_rank
         if positions:
             log.error("%s; stacks in %s", find_culprit(positions).reason, folder)
+        self._doubt_timeouts(report, positions)
         wanted = signal.Signals[self._config.rank_termination_signal]
         log.error("rank %d (pid %d) is ended with %s", rank, self._task.pid, wanted.name)
         self._send(wanted)
@@ -371,6 +379,20 @@ class HangWatch:
                     *(rank, self._task.pid, _GRACE_S, wanted.name),
                 )
                 self._send(signal.SIGKILL)
+
+    def _doubt_timeouts(self, report: HangReport, positions: Sequence[Position]) -> None:
+        """Record that timeouts were exceeded: a learned one may be too short, unless this rank's position explains it.
+
+        A rank that waits in a collective waits for another one, whose own guard judges it.
+        """
+        if (folder := self._task.learned_in) is None:
+            return
+        is_explained = is_hang_explained(positions) or any(one.waits_in_collective for one in positions)
+        late = [msgspec.structs.replace(one, is_explained=is_explained) for one in report.expired]
+        config = FaultToleranceConfig.from_json(self._task.configured)
+        seen, cycle = observe(report.states), self._task.cycle
+        update = partial(LearnedTimeouts.update, folder, seen, cycle=cycle, config=config, faulted=late)
+        write_optional("learned timeouts", folder, update, timeout_s=MERGE_S)
 
     def _send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # it ended by itself meanwhile

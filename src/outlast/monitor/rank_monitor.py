@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -23,15 +23,18 @@ from outlast.errors import OutlastError
 from outlast.monitor import stacks
 from outlast.monitor.examination import Responder
 from outlast.monitor.rank_guard import GuardDuty, HangWatchTask
-from outlast.monitor.watchdog import LearnedTimeouts, observe
+from outlast.monitor.watchdog import MERGE_S, LearnedTimeouts, observe
 from outlast.policy.deadlines import STANDARD, STEP, Learned, Timeouts, override
 from outlast.runtime.board import Board, EndRequest, RankState, agent_address
+from outlast.runtime.files import write_optional
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _open_monitor: RankMonitor | None = None
+_ALL_DURATIONS = 1 << 62
+"""Number of first durations that are not measured, for sections of which none is."""
 
 
 class SectionTimer:
@@ -102,7 +105,11 @@ class RankMonitor:
         self._attach(read_worker(), config, run_dir)
 
     def _attach(
-        self, env: WorkerEnv, config: FaultToleranceConfig | None, run_dir: str | os.PathLike[str] | None
+        self,
+        env: WorkerEnv,
+        config: FaultToleranceConfig | None,
+        run_dir: str | os.PathLike[str] | None,
+        not_learned: Sequence[str] = (),
     ) -> None:
         global _open_monitor
         replaced = open_monitor()
@@ -133,14 +140,15 @@ class RankMonitor:
             local_rank = self.env.local_rank
         else:
             self._board, local_rank = Board.create(num_ranks=1), 0
-        if self._configured.calc_ft_timeouts and self._run_dir is not None:
-            self.config = LearnedTimeouts.load(self._run_dir).apply(self._configured)
+        self._learned_in = LearnedTimeouts.folder(self._configured, self._run_dir)
+        if self._learned_in is not None:
+            self.config = LearnedTimeouts.load(self._learned_in).apply(self._configured)
         self._page = self._board.rank(local_rank)
         self._page.attach(
             pid=self.pid,
             global_rank=self.env.global_rank,
             cycle=self.env.cycle,
-            warmup={STEP: self.config.num_warmup_iterations},
+            warmup={STEP: self.config.num_warmup_iterations, **dict.fromkeys(not_learned, _ALL_DURATIONS)},
             settings=config.to_json() if config is not None and config.given else "",
         )
         self._timeouts = Timeouts.from_config(self.config, with_defaults=self.env.config_file is not None)
@@ -268,14 +276,12 @@ class RankMonitor:
         if self._closed or os.getpid() != self.pid or self._read_state().finished:
             return
         self._page.finish()
-        if self.env.board is None and self._configured.calc_ft_timeouts and self._run_dir is not None:
-            cycle = f"{self.env.job}-{self.env.cycle}"
-            try:
-                self._run_dir.mkdir(parents=True, exist_ok=True)
-                seen = observe([self._read_state()])
-                LearnedTimeouts.update(self._run_dir, seen, cycle=cycle, config=self._configured)
-            except OSError as error:
-                log.warning("learned timeouts could not be saved: %s", error)
+        if self.env.board is None and (folder := self._learned_in) is not None:
+            seen = observe([self._read_state()])
+            update = functools.partial(LearnedTimeouts.update, folder, seen, cycle=self._cycle, config=self._configured)
+            learned = write_optional("learned timeouts", folder, update, timeout_s=MERGE_S)
+            if learned and self.env.is_first:
+                learned.log_suggestion()
 
     def tell_protection(self, text: str) -> None:
         """Give the agent what a session protects against, for the line on a run's protection."""
@@ -340,6 +346,9 @@ class RankMonitor:
                     node=self.env.node,
                     config=self.config.to_json(),
                     stacks_dir=folder,
+                    cycle=self._cycle,
+                    configured=self._configured.to_json(),
+                    learned_in=None if self._learned_in is None else str(self._learned_in),
                 ),
                 fds=[self._board.fd],
                 rank=self.env.global_rank,
@@ -367,6 +376,10 @@ class RankMonitor:
             log.warning(
                 "guard process %d ended (%s): hangs of %s are no longer noticed", self._watch.pid, why, self._who()
             )
+
+    @property
+    def _cycle(self) -> str:
+        return f"{self.env.job}-{self.env.cycle}"
 
     def _who(self) -> str:
         return f"rank {self.env.global_rank} (node {self.env.node}, pid {os.getpid()}, cycle {self.env.cycle})"
@@ -411,6 +424,7 @@ class PlacedRankMonitor(RankMonitor):
         env: The place.
         config: As for :class:`RankMonitor`.
         run_dir: As for :class:`RankMonitor`.
+        not_learned: Sections whose durations vary too much for a timeout to be learned from them.
     """
 
     def __init__(
@@ -418,8 +432,10 @@ class PlacedRankMonitor(RankMonitor):
         env: WorkerEnv,
         config: FaultToleranceConfig | None = None,
         run_dir: str | os.PathLike[str] | None = None,
+        *,
+        not_learned: Sequence[str] = (),
     ) -> None:
-        self._attach(env, config, run_dir)
+        self._attach(env, config, run_dir, not_learned)
 
     @property
     def board_state(self) -> RankState:

@@ -19,16 +19,19 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from outlast import clock
 from outlast.runtime.files import memory_file
 
 DUMP_SIGNAL = signal.SIGRTMIN + 10
 """The real-time signal on which a registered process writes its stacks."""
 
 _MEMFD_NAME = "outlast-stacks"
+_POLL_S = 0.002
 _OUTLAST = str(Path(__file__).resolve().parent.parent) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
@@ -212,6 +215,22 @@ class Dump:
             return 0
 
 
+def dump(pid: int, *, timeout_s: float) -> str:
+    """Return the Python stacks of a registered process; empty if it does not write them in time.
+
+    Blocks: usually a few milliseconds, at most ``timeout_s``.
+    """
+    dump = Dump(pid)
+    if not dump.request():
+        return ""
+    end_s = clock.now_s() + timeout_s
+    while not dump.is_complete():
+        if clock.now_s() >= end_s:
+            return ""
+        time.sleep(_POLL_S)  # nothing signals that the file grows
+    return dump.text()
+
+
 def parse(text: str) -> Stack:
     """Read the main thread's stack out of a dump; py-spy's form is understood too."""
     main = _MAIN.search(text)
@@ -270,8 +289,13 @@ def _parse_py_spy(text: str) -> Stack:
     return Stack(tuple(frames))
 
 
-def py_spy(pid: int, *, timeout_s: float = 3.0) -> str:
+def py_spy(pid: int, *, native: bool = False, timeout_s: float = 3.0) -> str:
     """Return what py-spy, when installed, sees of a process; empty when it is not, or sees nothing.
+
+    Args:
+        pid: The process.
+        native: Include frames of C code. The process is paused for it, and symbols of libraries are read for seconds.
+        timeout_s: As long as this may take.
 
     Blocks: up to ``timeout_s``.
     """
@@ -280,7 +304,8 @@ def py_spy(pid: int, *, timeout_s: float = 3.0) -> str:
     if program is None:
         return ""
     try:
-        command = [str(program), "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)]
+        mode = "--native" if native else "--nonblocking"
+        command = [str(program), "dump", mode, "--full-filenames", "--pid", str(pid)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""

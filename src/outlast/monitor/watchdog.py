@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,11 @@ import msgspec
 
 from outlast.clock import MONOTONIC, Clock
 from outlast.config.launching import FaultToleranceConfig
-from outlast.decoding import from_json
+from outlast.decoding import from_json, open_file, read_file
 from outlast.policy import deadlines as policy
 from outlast.policy.deadlines import FIELD_OF_SETTING, Expired, Learned, Observation, Timeouts, expired, wake_at_ns
 from outlast.runtime.board import Board, RankState
-from outlast.runtime.files import in_time, write_atomically
+from outlast.runtime.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,8 @@ def _key(one: Expired) -> tuple[int, str, str | None, int]:
 
 FILE_NAME = "ft_state.json"
 _LOCK_NAME = "ft_state.lock"
-_MERGE_S = 10.0
+MERGE_S = 10.0
+"""How long :meth:`LearnedTimeouts.update` may wait for other ranks."""
 """How long a rank that ends waits for the others of its directory, and for the disk."""
 _VERSION = 1
 
@@ -186,6 +187,8 @@ class _LearnedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What was in force before that cycle."""
     seen: Observation
     """What has been seen of that cycle so far: its nodes may report one after the other."""
+    faulted: tuple[Expired, ...] = ()
+    """Timeouts that were exceeded in that cycle."""
 
 
 class _NvrxHeartbeats(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,6 +274,12 @@ class LearnedTimeouts:
         reported)."""
         return cls(run_dir, _read(Path(run_dir) / FILE_NAME))
 
+    @staticmethod
+    def folder(config: FaultToleranceConfig, run_dir: str | os.PathLike[str] | None) -> Path | None:
+        """Return where a run keeps its file; ``None``: nowhere, so that nothing is learned."""
+        where = config.state_directory or run_dir
+        return Path(where) if config.calc_ft_timeouts and where is not None else None
+
     @property
     def learned(self) -> Learned:
         """What is in force."""
@@ -295,6 +304,7 @@ class LearnedTimeouts:
         config: FaultToleranceConfig,
         finished: bool,
         faulted: Iterable[Expired] = (),
+        with_defaults: bool = False,
     ) -> None:
         """Learn from a cycle's observations; those of one cycle may come in several calls.
 
@@ -305,20 +315,35 @@ class LearnedTimeouts:
             config: The settings as configured, before anything learned was applied.
             finished: The cycle came to its orderly end.
             faulted: Timeouts that were exceeded in the cycle.
+            with_defaults: The default timeouts of heartbeats were enforced, as by an agent.
         """
         state = self._state
         again = state.cycle == cycle
         before = state.before if again else state.learned
         seen = policy.combine([*([state.seen] if again else []), *observations])
+        late = (*(state.faulted if again else ()), *faulted)
         learned = policy.learn(
             seen,
             before,
-            configured=Timeouts.from_config(config),
+            configured=Timeouts.from_config(config, with_defaults=with_defaults),
             safety_factor=config.safety_factor,
             finished=finished,
-            faulted=faulted,
+            faulted=late,
         )
-        self._state = _LearnedState(version=_VERSION, learned=learned, cycle=cycle, before=before, seen=seen)
+        for key in sorted(key for key, num in learned.num_hangs.items() if num != state.learned.num_hangs.get(key)):
+            log.warning(
+                "the learned timeout of %s was exceeded, and nothing shows a hang: %s",
+                key,
+                "it is doubled" if learned.num_hangs[key] < policy.MAX_HANGS else "it is not used any more",
+            )
+        self._state = _LearnedState(
+            version=_VERSION, learned=learned, cycle=cycle, before=before, seen=seen, faulted=late
+        )
+
+    def log_suggestion(self) -> None:
+        """Log the options that set what was learned, at the end of a run."""
+        if options := self.learned.suggest():
+            log.info("suggested timeouts, from the durations of this run: %s (learned in %s)", options, self.path)
 
     def save(self) -> None:
         """Write the file: whole and durable, or not at all.
@@ -337,27 +362,34 @@ class LearnedTimeouts:
         *,
         cycle: str,
         config: FaultToleranceConfig,
-    ) -> None:
-        """Load, merge one rank's finished cycle, and save, while other ranks do the same.
+        faulted: Sequence[Expired] = (),
+    ) -> LearnedTimeouts:
+        """Load, merge one rank's cycle, save, and return the result, while other ranks do the same.
 
-        Blocks: while other processes hold the file's lock, each for a write of a few hundred bytes; up to 10 s.
+        Args:
+            run_dir: The folder of the file.
+            observation: What the rank observed.
+            cycle: As for :meth:`merge`.
+            config: As for :meth:`merge`.
+            faulted: Timeouts that the rank exceeded; none: the cycle came to its orderly end.
+
+        Blocks: while other processes hold the file's lock, each for a write of a few hundred bytes; a caller that must
+            not wait for a hung disk gives it :data:`MERGE_S`.
 
         Raises:
             OSError: The run directory cannot be written.
         """
-
-        def merge() -> None:
-            # A file of its own, open for writing: over NFS flock() is refused on anything else.
-            lock = os.open(Path(run_dir) / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                state = cls.load(run_dir)
-                state.merge([observation], cycle=cycle, config=config, finished=True)
-                state.save()
-            finally:
-                os.close(lock)
-
-        in_time(run_dir, merge, _MERGE_S)
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        # A file of its own, open for writing: over NFS flock() is refused on anything else.
+        lock = open_file(Path(run_dir) / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            state = cls.load(run_dir)
+            state.merge([observation], cycle=cycle, config=config, finished=not faulted, faulted=faulted)
+            state.save()
+        finally:
+            os.close(lock)
+        return state
 
 
 def enforceable(timeouts: Timeouts, text: str, *, rank: int) -> Timeouts:
@@ -380,7 +412,7 @@ def enforceable(timeouts: Timeouts, text: str, *, rank: int) -> Timeouts:
 def _read(path: Path) -> _LearnedState:
     nothing = _LearnedState(version=_VERSION, learned=Learned(), cycle="", before=Learned(), seen=Observation())
     try:
-        state = _parse(path.read_bytes())
+        state = _parse(read_file(path))
         if state.version == _VERSION:
             return state
         why = f"its format is {state.version}, and only {_VERSION} is supported"

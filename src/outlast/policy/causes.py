@@ -45,6 +45,8 @@ _STATIC = frozenset({"SyntaxError", "ImportError", "FileNotFoundError", "NotADir
 """What is wrong with a script, its surroundings, or how it was called, whatever else it does."""
 _BEFORE_STEPS = frozenset({"NameError", "AttributeError", "TypeError", "ValueError", "LookupError", "PermissionError"})
 """What is wrong with a script that is known to be before its first step."""
+_OF_CODE = frozenset({"ArithmeticError", "AssertionError", "NotImplementedError", "RecursionError"})
+"""What the same code does again with the same data, besides the above; no error of a device, a network or a disk."""
 _CHECKPOINT = frozenset({"Mismatch", "Unavailable", "Untrusted"})
 """What is wrong with what was to be loaded, or with where it lies."""
 _PASSING = frozenset({"UnicodeError", "JSONDecodeError"})
@@ -85,6 +87,13 @@ def is_permanent(cause: Cause | None, *, has_session: bool) -> bool:
     names = {cause.type.rpartition(".")[2], *cause.bases}
     wrong = _STATIC | _CHECKPOINT | (_BEFORE_STEPS if has_session else frozenset())
     return cause.is_usage_error or (not names.isdisjoint(wrong) and names.isdisjoint(_PASSING))
+
+
+def is_deterministic(cause: Cause) -> bool:
+    """Return whether the same code with the same data fails so each time, as far as the exception's type shows."""
+    names = {cause.type.rpartition(".")[2], *cause.bases}
+    is_own = not names.isdisjoint(_STATIC | _BEFORE_STEPS | _OF_CODE) and names.isdisjoint(_PASSING)
+    return is_own and not is_consequence(cause)
 
 
 def permanent_cause(causes: Sequence[Cause | None], *, has_session: bool) -> Cause | None:
@@ -244,6 +253,17 @@ def find_culprit(positions: Iterable[Position]) -> Culprit:
         node=culprit.node,
         reason=f"rank {culprit.global_rank} (node {culprit.node}): {'; '.join(reasons)}{where}",
     )
+
+
+def is_hang_explained(positions: Iterable[Position]) -> bool:
+    """Return whether the positions of ranks show why one exceeded a timeout; otherwise that may be too short.
+
+    They do where a process is stopped or gone, and where ranks wait for each other in a way that cannot end.
+    """
+    everyone = sorted(positions, key=lambda one: one.global_rank)
+    left = [one for one in everyone if not one.finished]
+    gone = [one for one in everyone if one.finished]
+    return any(_doing(one) == _STOPPED for one in left) or _fault_of_the_script(left, gone) is not None
 
 
 # -- who waits for whom ------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ A rank that restarts inside its process is judged by that alone: what it had beg
 that waits there, as a spare or for the others to finish, is not judged at all.
 
 A learned timeout is the longest duration observed over all ranks times a safety factor, never below :data:`FLOOR_S`.
-A value learned now is merged with one learned earlier as their mean, and replaces a configured one. What was seen too
-seldom, or in a cycle that hung at it, teaches nothing.
+A value learned now is merged with one learned earlier as their mean. Durations that were observed too seldom, or in a
+cycle that hung in the section, are not used. A learned timeout ends no run that the configured one would not end
+(:func:`enforced_s`), and is given up where hangs show that it is too short (:func:`learn`).
 
 At the end: one line for people of what a run is protected against (:class:`Protection`), hangs and everything else.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import ceil
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,6 +36,10 @@ STEP = "step"
 DEFAULT_HEARTBEAT_S = 1800.0
 """Timeout of heartbeats under an agent, where the rank has a session and nobody sets one, nor a longer one for where it
 is."""
+
+
+DEFAULT_EXIT_S = 1800.0
+"""How long a rank may be idle after the first clean exit in its cycle, where ``exit_timeout`` is not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,13 @@ class Timeouts:
             defaults=frozenset(defaults),
         )
 
+    def of(self, subject: Subject, section: str | None = None) -> float | None:
+        """Return a timeout; ``None`` = it is not enforced."""
+        if subject == Subject.SECTION:
+            return self.sections.get(section or "")
+        field = FIELD_OF_SUBJECT.get(subject)
+        return None if field is None else getattr(self, field)
+
     def smallest_s(self) -> float | None:
         """Return the smallest timeout; ``None`` when nothing is enforced."""
         every = (self.initial_heartbeat_s, self.heartbeat_s, self.out_of_section_s, *self.sections.values())
@@ -154,6 +167,14 @@ FIELD_OF_SETTING = {
 """Settings of timeouts, and what they are in :class:`Timeouts`."""
 
 
+FIELD_OF_SUBJECT = {
+    Subject.OUT_OF_SECTION: "out_of_section_s",
+    Subject.HEARTBEAT: "heartbeat_s",
+    Subject.INITIAL_HEARTBEAT: "initial_heartbeat_s",
+}
+"""Timeouts that are not a section's, and what they are in :class:`Timeouts` and :class:`Learned`."""
+
+
 class Expired(msgspec.Struct, frozen=True, kw_only=True):
     """A timeout that a rank exceeded."""
 
@@ -167,6 +188,13 @@ class Expired(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float
     since_ns: int
     iteration: int
+    is_explained: bool = False
+    """The ranks' positions show a cause of the hang other than a timeout that is too short."""
+
+    @property
+    def key(self) -> str:
+        """Identifies the timeout in :attr:`Learned.num_hangs`."""
+        return f"{self.subject} {self.section}" if self.section else str(self.subject)
 
     def describe(self, node: str) -> str:
         """Return the line that users grep for."""
@@ -286,8 +314,11 @@ def _seconds(value: float | None) -> str:
     return "not enforced" if value is None else f"{value:.1f} s"
 
 
-FLOOR_S = 1.0
-"""Seconds below which no timeout is learned."""
+FLOOR_S = 10.0
+"""Seconds below which no timeout is learned: pauses of some seconds are ordinary (a validation, a garbage collection, a
+slow disk), and may not have been among the observed durations."""
+MAX_HANGS = 2
+"""Hangs without an explanation after which a learned timeout is not used any more."""
 MIN_ITERATIONS = 16
 """Sections ``step``, and heartbeats, of a cycle before their durations are trusted."""
 SETUP = "setup"
@@ -320,6 +351,44 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     out_of_section_s: float | None = None
     initial_heartbeat_s: float | None = None
     heartbeat_s: float | None = None
+    num_hangs: Mapping[str, int] = {}
+    """Hangs without an explanation, by :attr:`Expired.key`; a timeout with :data:`MAX_HANGS` of them is not learned
+    again."""
+
+    def of(self, subject: Subject, section: str | None = None) -> float | None:
+        """Return a learned timeout; ``None`` = it was not learned."""
+        if subject == Subject.SECTION:
+            return self.sections.get(section or "")
+        field = FIELD_OF_SUBJECT.get(subject)
+        return None if field is None else getattr(self, field)
+
+    def with_timeout(self, subject: Subject, section: str | None, seconds: float | None) -> Learned:
+        """Return these timeouts with another value for one of them; ``None`` = without it."""
+        if subject == Subject.SECTION:
+            others = {name: value for name, value in self.sections.items() if name != section}
+            sections = others if seconds is None else {**others, section or "": seconds}
+            return msgspec.structs.replace(self, sections=sections)
+        return msgspec.structs.replace(self, **{FIELD_OF_SUBJECT[subject]: seconds})
+
+    def suggest(self) -> str:
+        """Return the options of ``outlast run`` that set these timeouts; empty = nothing was learned.
+
+        Those of heartbeats are suggested only where no section was learned: a rare pause between two steps may exceed
+        them.
+        """
+        sections = ",".join(f"{name}:{ceil(seconds)}" for name, seconds in sorted(self.sections.items()))
+        values: dict[str, str | float | None] = {
+            "rank-section-timeouts": sections or None,
+            "rank-out-of-section-timeout": self.out_of_section_s,
+        }
+        if not sections and self.heartbeat_s is not None:
+            values["initial-rank-heartbeat-timeout"] = max(self.initial_heartbeat_s or 0.0, self.heartbeat_s)
+            values["rank-heartbeat-timeout"] = self.heartbeat_s
+        return " ".join(
+            f"--ft-{name}={value if isinstance(value, str) else ceil(value)}"
+            for name, value in values.items()
+            if value is not None
+        )
 
 
 def combine(observations: Iterable[Observation]) -> Observation:
@@ -360,13 +429,16 @@ def learn(
             and ``checkpointing``; any other stays measured and not enforced.
         safety_factor: A timeout is the longest duration times this.
         finished: The cycle came to its orderly end, as the time outside sections needs.
-        faulted: Timeouts that were exceeded in the cycle; nothing is learned about them. A learned time between
-            heartbeats is forgotten then: what comes rarely between two steps, such as a validation, may not have been
-            among what it was learned from, and must not end every cycle.
+        faulted: Timeouts that were exceeded in the cycle; nothing is learned about them. A learned one is doubled after
+            a hang without an explanation (:attr:`Expired.is_explained`), and dropped after the second one. A learned
+            time between heartbeats is dropped after each hang: a rare pause between two steps, such as a validation,
+            may not have been among the observed durations, and must not end every cycle.
     """
     faulted = list(faulted)
     bad_sections = {one.section for one in faulted if one.subject == Subject.SECTION}
     bad = {one.subject for one in faulted}
+    earlier = _doubt(earlier, faulted, configured)
+    given_up = {key for key, num in earlier.num_hangs.items() if num >= MAX_HANGS}
 
     def value(longest_s: float, before: float | None) -> float:
         new = max(FLOOR_S, longest_s * safety_factor)
@@ -374,6 +446,8 @@ def learn(
 
     sections = dict(earlier.sections)
     for name in {*STANDARD, *configured.sections} - bad_sections:
+        if f"{Subject.SECTION} {name}" in given_up:
+            continue
         if name in seen.longest_s and _is_trusted(name, seen):
             sections[name] = value(seen.longest_s[name], earlier.sections.get(name))
     changes: dict[str, float | None] = {}
@@ -388,11 +462,45 @@ def learn(
         changes["heartbeat_s"] = None
     elif seen.num_heartbeats > MIN_ITERATIONS:
         changes["heartbeat_s"] = value(seen.heartbeat_gap_s, earlier.heartbeat_s)
+    for subject in given_up & FIELD_OF_SUBJECT.keys():
+        changes.pop(FIELD_OF_SUBJECT[Subject(subject)], None)
     return msgspec.structs.replace(earlier, sections=sections, **changes)
 
 
+def _doubt(learned: Learned, faulted: Iterable[Expired], configured: Timeouts) -> Learned:
+    """Return what was learned without too short timeouts, after a cycle in which timeouts were exceeded.
+
+    Only a timeout that was learned can be one: where the configured value was enforced, nothing changes.
+    """
+    in_force = apply(configured, learned)
+    for key, one in {one.key: one for one in faulted if not one.is_explained}.items():
+        now_s, configured_s = in_force.of(one.subject, one.section), configured.of(one.subject, one.section)
+        if learned.of(one.subject, one.section) is None or now_s is None or now_s == configured_s:
+            continue
+        num = learned.num_hangs.get(key, 0) + 1
+        learned = learned.with_timeout(one.subject, one.section, 2 * now_s if num < MAX_HANGS else None)
+        learned = msgspec.structs.replace(learned, num_hangs={**learned.num_hangs, key: num})
+    return learned
+
+
+def enforced_s(learned_s: float, configured_s: float | None, *, is_default: bool = False) -> float:
+    """Return the timeout to enforce where one was learned.
+
+    Args:
+        learned_s: The learned one.
+        configured_s: The one that would be enforced otherwise; ``None`` = none would.
+        is_default: Nobody gave ``configured_s``.
+
+    Returns:
+        Never less than a given timeout, half of a default one, or :data:`FLOOR_S` where there is neither. A learned
+        timeout therefore ends no run that a given one would not end.
+    """
+    least_s = 0.0 if configured_s is None else configured_s / 2 if is_default else configured_s
+    return max(learned_s, least_s, FLOOR_S)
+
+
 def apply(configured: Timeouts, learned: Learned) -> Timeouts:
-    """Return the timeouts to enforce: learned ones in the place of configured ones.
+    """Return the timeouts to enforce: learned ones where they are longer than configured ones, or none is configured.
 
     What is configured as not enforced stays so: a section that is named with ``none``, and heartbeats and the
     time outside sections where they have no timeout. ``setup``, ``step`` and ``checkpointing`` need not be
@@ -402,42 +510,44 @@ def apply(configured: Timeouts, learned: Learned) -> Timeouts:
     for name, seconds in learned.sections.items():
         wanted = configured.sections[name] is not None if name in configured.sections else name in STANDARD
         if wanted:
-            sections[name] = seconds
+            sections[name] = enforced_s(seconds, configured.sections.get(name))
 
-    def choose(set_s: float | None, learned_s: float | None) -> float | None:
-        return set_s if set_s is None or learned_s is None else learned_s
+    def choose(subject: Subject) -> float | None:
+        set_s, learned_s = configured.of(subject), learned.of(subject)
+        if set_s is None or learned_s is None:
+            return set_s
+        return enforced_s(learned_s, set_s, is_default=subject in configured.defaults)
 
-    heartbeat = choose(configured.heartbeat_s, learned.heartbeat_s)
-    initial = choose(configured.initial_heartbeat_s, learned.initial_heartbeat_s)
+    heartbeat, initial = choose(Subject.HEARTBEAT), choose(Subject.INITIAL_HEARTBEAT)
     is_learned = (initial, heartbeat) != (configured.initial_heartbeat_s, configured.heartbeat_s)
     if initial is not None and heartbeat is not None and is_learned:
         initial = max(initial, heartbeat)  # the first heartbeat also waits for start-up
     return replace(
         configured,
         sections=sections,
-        out_of_section_s=choose(configured.out_of_section_s, learned.out_of_section_s),
+        out_of_section_s=choose(Subject.OUT_OF_SECTION),
         heartbeat_s=heartbeat,
         initial_heartbeat_s=initial,
     )
 
 
 def override(timeouts: Timeouts, calculated: Learned) -> Timeouts:
-    """Return timeouts with those that the worker calculated itself in their place, configured or not."""
-    replaced = {
-        Subject.HEARTBEAT: calculated.heartbeat_s is not None,
-        Subject.INITIAL_HEARTBEAT: calculated.initial_heartbeat_s is not None,
-    }
+    """Return timeouts with those that the worker calculated itself, also where none is configured; as with learned
+    ones, :func:`enforced_s` is the shortest."""
 
-    def choose(set_s: float | None, calculated_s: float | None) -> float | None:
-        return set_s if calculated_s is None else calculated_s
+    def choose(subject: Subject, section: str | None = None) -> float | None:
+        set_s, calculated_s = timeouts.of(subject, section), calculated.of(subject, section)
+        if calculated_s is None:
+            return set_s
+        return enforced_s(calculated_s, set_s, is_default=subject in timeouts.defaults)
 
     return replace(
         timeouts,
-        sections={**timeouts.sections, **calculated.sections},
-        out_of_section_s=choose(timeouts.out_of_section_s, calculated.out_of_section_s),
-        heartbeat_s=choose(timeouts.heartbeat_s, calculated.heartbeat_s),
-        initial_heartbeat_s=choose(timeouts.initial_heartbeat_s, calculated.initial_heartbeat_s),
-        defaults=frozenset(subject for subject in timeouts.defaults if not replaced.get(subject)),
+        sections={**timeouts.sections, **{name: choose(Subject.SECTION, name) for name in calculated.sections}},
+        out_of_section_s=choose(Subject.OUT_OF_SECTION),
+        heartbeat_s=choose(Subject.HEARTBEAT),
+        initial_heartbeat_s=choose(Subject.INITIAL_HEARTBEAT),
+        defaults=frozenset(subject for subject in timeouts.defaults if calculated.of(subject) is None),
     )
 
 
@@ -449,6 +559,8 @@ def _is_trusted(name: str, seen: Observation) -> bool:
 
 
 NO_SESSION = "the script has called neither outlast.init() nor RankMonitor()"
+NO_INIT = "the script has not called outlast.init()"
+NOT_YET = "the script has not called outlast.init() yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,6 +572,8 @@ class Protection:
     nodes: str
     of_session: str = ""
     """What a session reports: its saves and its reaction to a notice; empty = no session reported anything."""
+    why_unknown: str = NO_SESSION
+    """Why no session reported anything."""
 
     @property
     def has_gap(self) -> bool:
@@ -471,21 +585,23 @@ class Protection:
         death = (
             f"death yes ({count(self.max_restarts, 'restart')})" if self.max_restarts else "death no (--max-restarts=0)"
         )
-        session = self.of_session or f"checkpoints and preemption unknown ({NO_SESSION})"
+        session = self.of_session or f"checkpoints and preemption unknown ({self.why_unknown})"
         return f"protected: {death}; hang {self.hangs}; node loss {self.nodes}; {session}"
 
 
-def describe_hangs(timeouts: Timeouts | None, where: str, *, has_session: bool, origins: dict[str, str]) -> str:
+def describe_hangs(timeouts: Timeouts | None, where: str, *, has_session: bool | None, origins: dict[str, str]) -> str:
     """Return what notices hangs.
 
     Args:
         timeouts: What is enforced; ``None`` = hang detection is off.
         where: What switched it off.
-        has_session: A rank shows signs of life.
+        has_session: A rank shows signs of life; ``None`` = none does yet, and one may.
         origins: Where each setting of a timeout comes from, by its name.
     """
     if timeouts is None:
         return f"no (enable_ft_package is false, {where})"
+    if has_session is None:
+        return f"unknown ({NOT_YET})"
     if not has_session:
         return f"no ({NO_SESSION})"
     parts = []
@@ -501,14 +617,24 @@ def describe_hangs(timeouts: Timeouts | None, where: str, *, has_session: bool, 
     return f"yes ({', '.join(parts)})" if parts else "no (set rank_section_timeouts)"
 
 
-def describe_nodes(*, num_slots: int, max_nodes: int, min_nodes: int | None) -> str:
-    """Return what the loss of a node leads to."""
+def describe_nodes(*, num_slots: int, max_nodes: int, min_nodes: int | None, num_spares: int) -> str:
+    """Return what the loss of a node leads to.
+
+    Args:
+        num_slots: Nodes that train.
+        max_nodes: Nodes that may join.
+        min_nodes: Nodes with which training continues; ``None`` = all.
+        num_spares: Spares that wait for a slot now.
+    """
     parts = []
-    if (spares := max_nodes - num_slots) > 0:
-        parts.append(count(spares, "spare"))
+    if num_spares > 0:
+        parts.append(count(num_spares, "spare"))
     if min_nodes is not None and min_nodes < num_slots:
         parts.append(f"continues with {min_nodes} of {num_slots} nodes")
-    return f"yes ({', '.join(parts)})" if parts else "no (no spare node)"
+    if parts:
+        return f"yes ({', '.join(parts)})"
+    missing = count(max_nodes - num_slots, "spare")
+    return f"no (none of up to {missing} is here)" if max_nodes > num_slots else "no (no spare node)"
 
 
 def describe_saves(*, tiers: tuple[str, ...], interval: int | str, near_interval: int | str, is_told: bool) -> str:
@@ -535,3 +661,52 @@ def describe_saves(*, tiers: tuple[str, ...], interval: int | str, near_interval
     else:
         leaving = "preemption yes" if tiers else "preemption no (nothing is saved)"
     return f"{saves}; {leaving}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateRank:
+    """A rank that runs although another rank of its cycle exited with 0; times in monotonic nanoseconds."""
+
+    global_rank: int
+    last_heartbeat_ns: int = 0
+    """0 = never."""
+    last_active_ns: int = 0
+    """When its processes last used a processor; 0 = not since the first clean exit."""
+
+    def idle_s(self, first_exit_ns: int, now_ns: int, *, counts_processor: bool) -> float:
+        """Return the seconds since the first clean exit, or since the rank's last heartbeat or activity if later."""
+        active_ns = self.last_active_ns if counts_processor else 0
+        return (now_ns - max(first_exit_ns, self.last_heartbeat_ns, active_ns)) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class ExitLimit:
+    """How long ranks may run after the first clean exit in their cycle.
+
+    A limit that was given counts from the first clean exit, or from the rank's last heartbeat. The default one also
+    requires that the rank's processes are idle: the rank may export a model for hours.
+    """
+
+    seconds: float | None
+    """``None`` = without end."""
+    is_given: bool
+
+    @classmethod
+    def from_config(cls, config: FaultToleranceConfig) -> ExitLimit:
+        """Return the limit of an agent; by default there is none where hang detection is off."""
+        if "exit_timeout" in config.given:
+            return cls(config.exit_timeout, is_given=True)
+        return cls(None if config.given.get("enable_ft_package") is False else DEFAULT_EXIT_S, is_given=False)
+
+    def overdue(self, ranks: Iterable[LateRank], *, first_exit_ns: int, now_ns: int) -> list[LateRank]:
+        """Return the ranks that are to be ended.
+
+        Args:
+            ranks: The ranks that still run.
+            first_exit_ns: When the first rank of the cycle exited with 0.
+            now_ns: Now.
+        """
+        if (limit_s := self.seconds) is None:
+            return []
+        idle_s = {rank: rank.idle_s(first_exit_ns, now_ns, counts_processor=not self.is_given) for rank in ranks}
+        return [rank for rank, seconds in idle_s.items() if seconds >= limit_s]

@@ -12,11 +12,16 @@ Budgets reset on progress, never on time; progress is a durable generation at a 
 * ``restarts_total`` counts all of a run's restarts; ``max_restarts_total`` bounds it, progress or not.
 
 A script that does not save through outlast reports no progress. Unknown is not none: its restarts are bounded
-by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it.
+by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it. One exception: the same
+error of its own code at the same place in two cycles in a row ends the job (:func:`repeats_failure`).
 
 A restart inside the processes is a restart like any other: it is granted from the same budgets, so that no sequence of
 rungs continues forever. It has happened by the time it is judged; one that is not granted ends the job. One that is
 granted ends no cycle, and so does not count as a cycle without progress.
+
+Failures that all began on one node point at that node. Before the last restart that a budget allows, such a node gives
+its slot to a spare, if one waits (``max_node_faults=0`` turns this off): the spare gets a chance that still counts
+against the budgets.
 
 After a slow rank (exit code 18) its node gives its slot to a spare and gets none any more. Without a spare the run
 stops: the same workers on the same nodes would be as slow, and the verdict names the node to leave out of the next job.
@@ -60,8 +65,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from outlast.decoding import convert
 from outlast.errors import ExitReason
-from outlast.incidents import Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
+from outlast.policy.causes import is_deterministic
 from outlast.policy.recovery_point import Distrusted, Judgement, Load, exclude_after_failure, judge, settle
 from outlast.policy.rerun import Diagnosis, Finding, InvalidResultCase, Replay
 from outlast.wording import count
@@ -126,6 +133,9 @@ class CycleEnd:
     may_shrink: bool = False
     """The world may continue without a node if no spare waits."""
 
+    num_nodes: int = 1
+    """Nodes that took part in the cycle."""
+
     load: Load | None = None
     """What the workers had loaded; ``None`` = nothing, or it is not known."""
 
@@ -167,6 +177,8 @@ class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rung: Rung
     reason: str
     durable_iteration: int | None = None
+    failure: str = ""
+    """Exception and line of code, where the same start always brings the same one; see :func:`repeats_failure`."""
     time: str = ""
     """When it was decided, ISO 8601 in UTC; whoever writes the file fills it in, and no decision reads it."""
 
@@ -197,6 +209,8 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Some worker of this run had a session, or a monitor."""
     node_faults: dict[str, int] = {}
     """Faults that began on each node in this job; what they did to peers is not counted."""
+    recent_faults: dict[str, int] = {}
+    """Faults since the last progress in this job, by the node on which each began; empty name = not known."""
     quarantined: tuple[str, ...] = ()
     """Nodes that get no slot any more in this job."""
     held_back: tuple[str, ...] = ()
@@ -255,7 +269,14 @@ def begin_job(state: LadderState) -> LadderState:
         state = msgspec.structs.replace(state, replay=None)
     cases = tuple(case for case in state.cases if case.iteration is not None)  # others may be another job's
     state = msgspec.structs.replace(
-        state, restarts_without_progress=0, node_faults={}, quarantined=(), held_back=(), blamed=(), cases=cases
+        state,
+        restarts_without_progress=0,
+        node_faults={},
+        recent_faults={},
+        quarantined=(),
+        held_back=(),
+        blamed=(),
+        cases=cases,
     )
     if state.stopped_with in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
         distrusted = tuple(
@@ -561,7 +582,11 @@ def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple
     progressed = trusted and _is_beyond(end.durable_iteration, state.best_durable)
     if progressed:
         state = msgspec.structs.replace(
-            state, best_durable=end.durable_iteration, restarts_without_progress=0, cycles_without_progress=0
+            state,
+            best_durable=end.durable_iteration,
+            restarts_without_progress=0,
+            cycles_without_progress=0,
+            recent_faults={},
         )
     return msgspec.structs.replace(state, progress_known=known), progressed
 
@@ -571,21 +596,35 @@ def _is_beyond(durable: int | None, best: int | None) -> bool:
 
 
 def _count_failure(state: LadderState, faulty_node: str, *, in_vain: bool) -> LadderState:
-    faults = {**state.node_faults}
+    faults, recent = {**state.node_faults}, {**state.recent_faults}
+    recent[faulty_node] = recent.get(faulty_node, 0) + 1
     if faulty_node:
         faults[faulty_node] = faults.get(faulty_node, 0) + 1
     counts = state.progress_known and in_vain
     return msgspec.structs.replace(
-        state, node_faults=faults, cycles_without_progress=state.cycles_without_progress + counts
+        state,
+        node_faults=faults,
+        recent_faults=recent,
+        cycles_without_progress=state.cycles_without_progress + counts,
+    )
+
+
+def describe_saved(saved: bool, *, has_session: bool = True) -> str:
+    """Return what is known of the saves of a job that was shut down, for people."""
+    if saved:
+        return "a saved generation exists"
+    return (
+        "nothing was saved" if has_session else "whether the script has saved anything is unknown (no session reported)"
     )
 
 
 def _leave(end: CycleEnd, state: LadderState) -> Verdict:
     following = f"; the next job resumes {resume_point(state)}" if state.progress_known else ""
     if end.preempted_saved or not end.preempted:
-        reason, exit_code = f"shutdown requested; a saved generation exists{following}", ExitReason.PREEMPTED
+        what, exit_code = describe_saved(True), ExitReason.PREEMPTED
     else:
-        reason, exit_code = f"shutdown requested, and nothing was saved{following}", ExitReason.FAILED
+        what, exit_code = describe_saved(False, has_session=state.had_session), ExitReason.FAILED
+    reason = f"shutdown requested; {what}{following}"
     return Verdict(rung=Rung.REQUEUE_JOB, reason=reason, exit_code=exit_code)
 
 
@@ -606,16 +645,21 @@ def _judge(
     if end.is_permanent:
         reason = f"{what}; every rank failed so before its first step; a restart cannot help: fix it and start again"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.BAD_INPUT)
+    if repeats_failure(state, end):
+        reason = f"{what}; the same failure at the same place: a restart begins the script anew and cannot help; fix it"
+        return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
     if (spent := spent_budget(state, limits)) is not None:
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0
         repeated = repeated or state.cycles_without_progress >= limits.max_no_progress_cycles
         exit_code = ExitReason.NO_PROGRESS if repeated else ExitReason.FAILED
-        return Verdict(rung=Rung.STOP, reason=f"{what}; {spent}", exit_code=exit_code)
+        source = describe_source(state) if end.num_nodes > 1 else None
+        reason = "; ".join(filter(None, (what, spent, source)))
+        return Verdict(rung=Rung.STOP, reason=reason, exit_code=exit_code)
     rung, action, quarantine = _remedy(state, end, incident, limits)
     if excluded is not None:
         reason = (
             f"{what}; this is the same failure at the same iteration after the same copy was loaded: the node-local "
-            f"copies of generation {excluded.generation} are excluded, {action}, which load another one "
+            f"copies of generation {excluded.generation} are excluded, {action}; the workers load another copy "
             f"({count_of_restart(state, limits)})"
         )
         return Verdict(rung=rung, reason=reason, quarantine=quarantine)
@@ -654,12 +698,28 @@ def _exclude_copy(state: LadderState, end: CycleEnd, limits: Limits) -> Distrust
         is_same_copy = before.load.tier != _GLOBAL
     else:
         is_same_copy = before.durable_iteration == load.generation
-    restarts, cycles = state.restarts_without_progress + 1, state.cycles_without_progress + 1
-    is_last = restarts == limits.max_restarts or state.restarts_total + 1 == limits.max_restarts_total
-    is_last = is_last or (state.progress_known and cycles == limits.max_no_progress_cycles)
-    if not is_same_copy or not is_last:
+    if not is_same_copy or not is_last_restart(state, limits):
         return None
     return exclude_after_failure(load, now.iteration, known=state.distrusted)
+
+
+def repeats_failure(state: LadderState, end: CycleEnd) -> bool:
+    """Return whether a script without a session failed exactly as it did in the cycle before, and would do so again."""
+    if state.had_session or state.progress_known or not state.history:
+        return False
+    last, failure = state.history[-1], _deterministic_failure(end)
+    return failure != "" and (last.cycle, last.failure) == (end.cycle - 1, failure)
+
+
+def _deterministic_failure(end: CycleEnd) -> str:
+    """Return the exception that ended a cycle, and its line of code; empty: another start may not bring it again."""
+    if end.incident is None or end.recovered_in_process:
+        return ""
+    try:
+        cause = convert(end.incident.evidence["cause"], Cause)
+    except (KeyError, msgspec.ValidationError):
+        return ""
+    return cause.describe() if cause.frame and is_deterministic(cause) else ""
 
 
 def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> tuple[LadderState, Verdict]:
@@ -694,9 +754,11 @@ def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limit
     node, faults = incident.node, state.node_faults.get(incident.node, 0)
     worn_out = 0 < limits.max_node_faults <= faults and node not in state.quarantined
     spare = end.num_spares > 0
+    source = describe_source(state) if limits.max_node_faults and node not in state.quarantined else None
+    is_suspect = spare and source is not None and is_last_restart(state, limits)
     if incident.kind == IncidentKind.NODE_LOST:
         heir = "a spare takes its slot" if spare else "no spare waits for its slot"
-        return Rung.REPLACE_NODE, heir, (node,) if worn_out and spare else ()
+        return Rung.REPLACE_NODE, heir, (node,) if (worn_out or is_suspect) and spare else ()
     if incident.kind in (IncidentKind.CANNOT_START, IncidentKind.NODE_UNHEALTHY):
         if spare and node:
             return Rung.REPLACE_NODE, f"a spare takes the slot of node {node}", (node,)
@@ -708,6 +770,8 @@ def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limit
         if spare:
             return Rung.REPLACE_NODE, f"{had}, a spare takes its slot", (node,)
         return Rung.RESTART_WORKERS, f"{had}, but no spare waits, restarting the workers there", ()
+    if is_suspect:
+        return Rung.REPLACE_NODE, f"{source}, a spare takes its slot", (node,)
     return Rung.RESTART_WORKERS, "restarting the workers", ()
 
 
@@ -764,6 +828,22 @@ def spent_budget(state: LadderState, limits: Limits) -> str | None:
     return None
 
 
+def is_last_restart(state: LadderState, limits: Limits) -> bool:
+    """Return whether the next restart is the last one that the budgets allow without progress."""
+    cycles = state.progress_known and state.cycles_without_progress + 1 >= limits.max_no_progress_cycles
+    total = limits.max_restarts_total is not None and state.restarts_total + 1 >= limits.max_restarts_total
+    return cycles or total or state.restarts_without_progress + 1 >= limits.max_restarts
+
+
+def describe_source(state: LadderState) -> str | None:
+    """Return on which node all faults since the last progress began, for people; ``None``: they have no common node.
+
+    A single fault shows nothing.
+    """
+    (node, num), *others = state.recent_faults.items() or [("", 0)]
+    return f"{num} of {num} failures on node {node}" if node and num > 1 and not others else None
+
+
 def count_of_restart(state: LadderState, limits: Limits) -> str:
     """Return which restart the next one would be, for people."""
     which = f"restart {state.restarts_without_progress + 1} of {limits.max_restarts}"
@@ -783,5 +863,6 @@ def _remember(state: LadderState, end: CycleEnd, verdict: Verdict) -> LadderStat
         rung=verdict.rung,
         reason=verdict.reason,
         durable_iteration=end.durable_iteration,
+        failure=_deterministic_failure(end),
     )
     return msgspec.structs.replace(state, history=(*state.history, step)[-MAX_HISTORY:])

@@ -145,6 +145,19 @@ def may_begin(order: int, *, num_slots: int, max_nodes: int, num_endpoints: int)
     return order == 0 or num_endpoints == 1 or 0 < max_nodes < 2 * num_slots
 
 
+def should_change_job(*, num_endpoints: int, leads: bool) -> bool:
+    """Return whether an agent whose job is not known to a coordinator of its run joins the job of that coordinator.
+
+    At the only endpoint no other coordinator can serve the agent's own job any more. With several endpoints another one
+    may; the agent changes to a job that has begun.
+
+    Args:
+        num_endpoints: Places where a coordinator may be.
+        leads: The coordinator leads its job.
+    """
+    return num_endpoints == 1 or leads
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leadership:
     """How a coordinator stands."""

@@ -340,7 +340,27 @@ def _why_nobody(
             f"rank {worst.rank} takes {worst.ratio:.2f} times as long in {worst.name!r}, but the others differ too "
             f"much among themselves to say that it is slow ({worst.z:.1f} of {Z_LIMIT:g} standard deviations)"
         )
-    return "all ranks are within noise of each other"
+    share = share_compared(ranks, findings.measured)
+    where = "" if share is None else f" in what was compared, {share:.0%} of a step"
+    return f"all ranks are within noise of each other{where}"
+
+
+def share_compared(ranks: Sequence[RankTimings], measured: Iterable[Slowness]) -> float | None:
+    """Return which share of a step the sections take in which ranks were judged, on the rank where it is smallest.
+
+    The rest of a step (waits for other ranks, data, what no section covers) may hide a slow rank. ``None`` = not known:
+    kernels were compared, which are timed in few steps, or no rank reported how long a step takes.
+    """
+    judged = {(one.rank, one.name) for one in measured if one.is_judged}
+    if any(name == KERNELS for _, name in judged):
+        return None
+    shares = []
+    for owner in ranks:
+        steps_s = owner.num_steps * (owner.pace_s or owner.step_s)
+        if steps_s > 0:
+            timed_s = sum(one.total_s for one in owner.sections if (owner.rank, one.name) in judged)
+            shares.append(min(1.0, timed_s / steps_s))
+    return min(shares, default=None)
 
 
 SLOWER = 1.15

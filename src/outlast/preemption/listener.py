@@ -35,6 +35,8 @@ from outlast.preemption.signals import SignalWatch
 log = logging.getLogger(__name__)
 _NOT_YET = frozenset({"", "none", "false", "0", "null"})
 _MOST_BYTES = 4096
+_CLOCK_ERROR_S = 2.0
+"""Times of processes and files may differ by this much; a file that is hardly older than the job counts as a notice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +95,39 @@ class EndTime:
 
 
 class NoticeFile:
-    """Give notice when a file comes into being.
+    """Give notice when a file appears, or is replaced or written again.
+
+    A file that was there before the job started is reported once and ignored: each job of a chain would otherwise train
+    one step, save and exit.
 
     Args:
         path: The file. Its first line is the reason, if it has one.
+        job_started_s: When the job started, in seconds since the epoch, as file systems record times.
     """
 
     name = "file"
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str, *, job_started_s: float = 0.0) -> None:
+        self._path, self._job_started_s = Path(path), job_started_s
+        self._is_reported = False
 
     def poll(self) -> NoticeReceived | None:
         """Return the notice if the file is there."""
         try:
             with self._path.open("rb") as file:
+                changed_s = os.fstat(file.fileno()).st_ctime
                 text = file.read(_MOST_BYTES).decode(errors="replace").strip()
         except FileNotFoundError:
+            return None
+        if changed_s < self._job_started_s - _CLOCK_ERROR_S:
+            if not self._is_reported:
+                self._is_reported = True
+                log.warning(
+                    "notice_file %s was there %.0f s before the job started, so it is ignored; remove it, and "
+                    "create it again to stop this job",
+                    self._path,
+                    self._job_started_s - changed_s,
+                )
             return None
         why = f": {text.splitlines()[0]}" if text else ""
         return NoticeReceived(f"{self._path} is there{why}")

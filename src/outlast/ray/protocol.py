@@ -19,6 +19,7 @@ import msgspec
 from outlast import clock
 from outlast.config import CheckpointConfig, FaultToleranceConfig
 from outlast.errors import ConfigError
+from outlast.version import __version__
 
 AXES = ("pp", "dp", "cp", "tp")
 """Pipeline, data, context and tensor parallelism; the first changes slowest with the rank."""
@@ -287,6 +288,8 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
     agree on is the same, and if its own tracker agrees. ``None`` = it loads in any case."""
     writer: str | None = None
     """Address of the checkpoint writer of the actor's node; ``None`` = there is none, so no memory tier."""
+    version: str = __version__
+    """Of the driver's package."""
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True):

@@ -107,7 +107,8 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
             not self._fault_tolerance.calc_ft_timeouts,
             "calc_ft_timeouts is not for Ray Train, where timeouts are not learned; name them in rank_section_timeouts",
         )
-        for name in ("safety_factor", "max_node_faults", "min_nodes", *AGENTS_OWN):
+        own = ("safety_factor", "state_directory", "exit_timeout", "max_node_faults", "min_nodes", *AGENTS_OWN)
+        for name in own:
             require(
                 name not in self._fault_tolerance.given,
                 f"fault_tolerance.{name} is not for Ray Train, which places the workers itself; leave it out",

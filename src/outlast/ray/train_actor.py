@@ -56,6 +56,7 @@ from outlast.runtime.addresses import Endpoint
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.interruption import Abandoned, AsyncInterruption, CallOutcome
 from outlast.runtime.journal import Journal
+from outlast.runtime.run_key import describe_difference
 from outlast.runtime.store import TCPStore, connect, host
 
 if TYPE_CHECKING:
@@ -455,6 +456,9 @@ class Shell:
         Collective: all ranks of the incarnation.
         Blocks: until all ranks have come and loaded.
         """
+        difference = describe_difference(assignment.version, whose="the driver", own="this actor")
+        if difference is not None:
+            raise ConfigError(difference)
         phases: dict[str, float] = {}
         place = assignment.mesh.place(assignment.rank)
         env = self._describe(assignment)

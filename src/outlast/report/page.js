@@ -142,7 +142,7 @@ const COLUMNS = [
   { head: "What was done", of: (one) => one.rung, show: (one) => DONE[one.rung] || words(one.rung) || "-", cls: "few" },
   { head: "Noticed after", num: true, of: (one) => (one.since === null ? null : one.at - one.since), show: (one) => (one.since === null ? "-" : time(Math.max(0, one.at - one.since))), cls: "few mid" },
   { head: "Recovered after", num: true, of: (one) => (one.recovered === null ? null : one.recovered - one.at), show: (one) => (one.recovered === null ? "-" : time(Math.max(0, one.recovered - one.at))), cls: "few mid" },
-  { head: "Redone", num: true, of: (one) => one.lost, show: (one) => one.lost },
+  { head: "Redone", num: true, of: (one) => one.lost, show: (one) => one.lost === null ? "-" : one.lost },
   { head: "Cost", num: true, of: (one) => one.cost, show: (one) => time(one.cost) },
 ];
 const WARNING_COLUMNS = [...COLUMNS.slice(0, 4), { head: "Iteration", num: true, of: (one) => one.iteration, show: (one) => one.iteration ?? "-" }];
@@ -176,11 +176,11 @@ function buildTop() {
   const leaving = data.statistics.num_incidents.preempted || 0;
   const tile = (value, label, more) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, label), more ? el("span", {}, more) : null);
   return el("div", { id: "top" }, el("h1", { class: "headline" }, run.headline),
-    el("p", { class: "soft" }, [run.id ? `Run ${run.id}` : "A run", `began ${date(0)}`, run.state, count(data.jobs.length, "job"), count(data.cycles.length, "cycle"), `iteration ${run.num_iterations.toLocaleString("en")}`].join(" · ")),
+    el("p", { class: "soft" }, [run.id ? `Run ${run.id}` : "A run", `began ${date(0)}`, run.state, count(data.jobs.length, "job"), count(data.cycles.length, "cycle"), run.num_iterations === null ? "" : `iteration ${run.num_iterations.toLocaleString("en")}`].filter(Boolean).join(" · ")),
     el("div", { class: "tiles" },
       tile(run.ettr === null ? "not known" : percent(run.ettr), "goodput", run.ettr === null ? "no rank reported a step" : "productive share of the wall time"),
       tile(time(run.wall_s), "wall time"), tile(run.num_incidents.toLocaleString("en"), "incidents", [leaving ? `${leaving} requested shutdown${leaving === 1 ? "" : "s"}` : "", run.num_in_process ? `${run.num_in_process} restarted in process` : "", run.num_spared ? `${count(run.num_spared, "rank")} spared` : "", data.warned.length ? count(data.warned.length, "warning") : ""].filter(Boolean).join(", ")),
-      tile(run.lost_iterations.toLocaleString("en"), "iterations redone"), tile(time(mtbf), "between failures (MTBF)"), tile(time(mttr), "mean recovery (MTTR)", data.statistics.mttd_s.all !== undefined ? `noticed after ${time(data.statistics.mttd_s.all)}` : "")));
+      tile(run.lost_iterations === null ? "not known" : run.lost_iterations.toLocaleString("en"), "iterations redone", run.lost_iterations === null ? "the script has no session" : ""), tile(time(mtbf), "between failures (MTBF)"), tile(time(mttr), "mean recovery (MTTR)", data.statistics.mttd_s.all !== undefined ? `noticed after ${time(data.statistics.mttd_s.all)}` : "")));
 }
 
 function buildGoodput() {

@@ -57,9 +57,10 @@ def summarize(ledger: Ledger, *, width: int = 100, ascii_only: bool = False) -> 
     """
     run = f"run {ledger.run_id}" if ledger.run_id else "run"
     began = f"began {ledger.began}, {count(len(ledger.jobs), 'job')}, {count(len(ledger.cycles), 'cycle')}"
+    at = "" if ledger.num_iterations is None else f", at iteration {ledger.num_iterations}"
     parts: list[RenderableType] = [
         Text(plain(ledger.headline), style="bold"),
-        Text(plain(f"{run}, {began}, at iteration {ledger.num_iterations}"), style="dim"),
+        Text(plain(f"{run}, {began}{at}"), style="dim"),
         Text(),
         _partition(ledger, width, "#" if ascii_only else "█"),
     ]
@@ -133,7 +134,7 @@ def _incidents(ledger: Ledger, width: int, mark: str) -> RenderableType:
             describe_time(one.at_s),
             _where(one),
             _DONE.get(one.rung, plain(one.rung)) or "-",
-            str(one.lost_iterations),
+            "-" if one.lost_iterations is None else str(one.lost_iterations),
             describe_time(one.cost_s),
         )
         for one in newest

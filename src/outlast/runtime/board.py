@@ -95,6 +95,8 @@ PAGE_WORDS = PAGE_BYTES // 8
 MAX_SETTINGS_BYTES = 8 * (PAGE_WORDS - SETTINGS)
 HOT = struct.Struct(f"={HOT_WORDS}q")
 PAGE = struct.Struct(f"={PAGE_WORDS}q")
+_PROGRESS = (ITERATION, DURABLE, REPORTS, RESTORED, *range(LOAD_GENERATION, IN_PROCESS))
+"""Words that outlive an attachment."""
 _MAX_FAULTS = 8
 _MAX_SUMMARY = 500
 _encoder = msgspec.msgpack.Encoder()
@@ -157,7 +159,11 @@ class RankPage:
     def attach(
         self, *, pid: int, global_rank: int, cycle: int, warmup: Mapping[str, int] | None = None, settings: str = ""
     ) -> None:
-        """Claim the page for this process and thread, and clear what it held.
+        """Claim the page for this process and thread, and clear what an earlier monitor of it recorded.
+
+        Training progress stays on the page (iterations, the newest checkpoint, what was loaded): it holds for the whole
+        cycle. A checkpoint manager may have written it before the first monitor attached, and the agent may read it
+        only after a restart in process, when the next call has attached already.
 
         Args:
             pid: This process.
@@ -167,16 +173,12 @@ class RankPage:
             settings: What this worker's own config sets, for the agent; one that is too long is logged instead.
         """
         words = self._words
-        # A checkpoint manager may have reported before the worker attached.
-        kept = () if words[ATTACHED] else (ITERATION, DURABLE, REPORTS, RESTORED, *range(LOAD_GENERATION, IN_PROCESS))
-        for at in set(range(IN_PROCESS)).difference(kept):
+        for at in set(range(IN_PROCESS)).difference(_PROGRESS):
             words[at] = 0
         self._reset()
         words[SETTINGS_LENGTH] = words[PROTECTION_LENGTH] = words[TIMEOUTS_LENGTH] = 0
         words[PID], words[RANK], words[CYCLE] = pid, global_rank, cycle
         words[COLLECTIVES] = -1
-        if DURABLE not in kept:
-            words[DURABLE] = -1
         for name, count in (warmup or {}).items():
             self._warmup[self.intern(name)] = count
         text = settings.encode()
@@ -342,8 +344,8 @@ class RankPage:
             self._words[ITERATION] = iteration
 
     def set_durable_iteration(self, iteration: int) -> None:
-        """Record the highest iteration that is saved for good."""
-        self._words[DURABLE] = iteration
+        """Record that a checkpoint of this iteration is committed; a lower one than before changes nothing."""
+        self._words[DURABLE] = max(iteration, self._words[DURABLE])
         self._words[REPORTS] = 1
 
     def report_progress(self) -> None:
@@ -699,6 +701,9 @@ class MarkChanged(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     restart_count: int
     state: InProcessState
     faults: tuple[InProcessFault, ...] = ()
+    iteration: int | None = None
+    """Optimizer steps that the worker had done then, if it reports them: by the time the agent reads the page, it may
+    show those of the next call."""
 
 
 _REQUESTS = frozenset(EndRequest)
@@ -768,6 +773,7 @@ class InProcessMark:
             faults=tuple(
                 msgspec.structs.replace(fault, summary=fault.summary[:_MAX_SUMMARY]) for fault in faults[:_MAX_FAULTS]
             ),
+            iteration=words[ITERATION] if words[ATTACHED] or words[REPORTS] else None,
         )
         try:
             self._socket.sendto(_encoder.encode(change), agent_address(self._board.token))

@@ -1,12 +1,20 @@
-"""Files that are whole or not there, on disks that may hang, and files in memory."""
+"""Files that are whole or not there, on disks that may hang or be full, and files in memory.
+
+Everything that a run writes besides checkpoints is optional: training continues without it. Each such write goes
+through :func:`write_optional`, or reports to :class:`OptionalFile`: one warning with the path, a count of what was not
+written, and one line when writing works again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import logging
 import os
 import re
 import secrets
+import stat
 import tempfile
 import threading
 from collections.abc import Callable
@@ -14,6 +22,10 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from outlast.decoding import open_file
+from outlast.wording import count
+
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 DISK_S = 2.0
 """How long a process that has more urgent things to do waits for a disk."""
@@ -22,6 +34,8 @@ _overdue: dict[str, Future[Any]] = {}
 
 NOT_ALLOWED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 """What a system call answers that the kernel does not have, or that a container may not make."""
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a file system, or a quota, that takes no more."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 """Errors of a file system without hard links."""
 PRIVATE = 0o600
@@ -133,6 +147,74 @@ def in_time(path: str | os.PathLike[str], work: Callable[[], T], timeout_s: floa
     return outcome.result()
 
 
+class OptionalFile:
+    """Report writes of one kind that training does not need.
+
+    Args:
+        what: The kind of file, as a plural: the subject of the log lines.
+        path: The file or folder.
+        otherwise: What the failure means, as a clause.
+
+    Thread: any; one at a time.
+    """
+
+    def __init__(
+        self, what: str, path: str | os.PathLike[str], otherwise: str = "training continues without them"
+    ) -> None:
+        self.what, self.path, self.otherwise = what, os.fspath(path), otherwise
+        self.num_missed = 0
+        """Writes that have failed since the last one that succeeded."""
+
+    def note_missed(self, reason: object) -> None:
+        """Count a write that failed; the first of several is logged."""
+        self.num_missed += 1
+        level = logging.WARNING if self.num_missed == 1 else logging.DEBUG
+        log.log(level, "%s cannot be written to %s (%s); %s", self.what, self.path, reason, self.otherwise)
+
+    def note_written(self) -> None:
+        """Note a write that succeeded; the first one after failures is logged, with the number of these."""
+        if self.num_missed:
+            num, self.num_missed = self.num_missed, 0
+            log.warning("%s are written to %s again; %s failed", self.what, self.path, count(num, "write"))
+
+
+_optional: dict[str, OptionalFile] = {}
+"""Kind of file to its state, of what :func:`write_optional` has failed to write."""
+
+
+def write_optional(
+    what: str,
+    path: str | os.PathLike[str],
+    work: Callable[[], T],
+    *,
+    otherwise: str = "training continues without them",
+    timeout_s: float | None = None,
+) -> T | None:
+    """Write files that training does not need: a disk that is full, read-only, gone or hung is logged and counted.
+
+    Args:
+        what: The kind of file, as a plural.
+        path: The file or folder.
+        work: Writes it.
+        otherwise: What the failure means, as a clause.
+        timeout_s: How long to wait; ``None`` = :data:`DISK_S`.
+
+    Returns:
+        What ``work`` returned; ``None`` = it is not written.
+
+    Blocks: up to that.
+    Thread: any.
+    """
+    try:
+        done = in_time(path, work, timeout_s)
+    except OSError as error:
+        _optional.setdefault(what, OptionalFile(what, path, otherwise)).note_missed(error)
+        return None
+    if (missed := _optional.pop(what, None)) is not None:
+        missed.note_written()
+    return done
+
+
 def _mount_point(path: str | os.PathLike[str]) -> str:
     """Return where the file system of a path is mounted, without asking that file system."""
     full = os.path.abspath(path)
@@ -198,9 +280,23 @@ def make_private_folder(path: Path) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
 
 
+def check_folder(path: Path) -> None:
+    """Check that a folder, if it exists, is not a link that somebody put in its place.
+
+    Raises:
+        NotADirectoryError: It is a symbolic link or a file; the text says so.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISDIR(mode := os.lstat(path).st_mode):
+            kind = "a symbolic link" if stat.S_ISLNK(mode) else "a file"
+            raise NotADirectoryError(errno.ENOTDIR, f"it is {kind}, not a folder; remove it", os.fspath(path))
+
+
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file; a new one can only be read by its owner, as command lines and output may lie in it."""
-    return os.open(path, flags | os.O_CLOEXEC, PRIVATE)
+    """Open a regular file; a new one can only be read by its owner, as it may contain command lines and output."""
+    if os.fspath(path) == os.devnull:  # torch's place for output that nobody wants
+        return os.open(path, flags | os.O_CLOEXEC)
+    return open_file(path, flags, PRIVATE)
 
 
 def fsync_folder(path: Path) -> None:

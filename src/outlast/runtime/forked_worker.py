@@ -23,6 +23,7 @@ import pkgutil
 import runpy
 import signal
 import site
+import stat
 import sys
 import sysconfig
 import tempfile
@@ -38,6 +39,7 @@ from typing import Any, NoReturn
 from outlast import env, logs
 from outlast.errors import OutlastError, PeerLost
 from outlast.runtime import postmortem, processes
+from outlast.runtime.files import NO_ROOM
 
 log = logging.getLogger(__name__)
 
@@ -244,18 +246,32 @@ def _by_lines(stream: Any) -> Any:
 
 
 class _Output(io.FileIO):
-    """Keep the last of what is printed, and go on where nobody reads it any more: ``outlast run ... | head``."""
+    """Keep the last of what is printed, and go on where nobody reads it any more: ``outlast run ... | head``.
+
+    Output to a file whose file system is full is dropped; the file has a line on that once there is room.
+    """
+
+    _num_dropped = 0
 
     def write(self, data: Any) -> int:
         if (kept := postmortem.recorder()) is not None:
             kept.output(memoryview(data).cast("B"))
         try:
+            if self._num_dropped:
+                super().write(
+                    f"\noutlast: the disk was full; {self._num_dropped} writes of output were dropped\n".encode()
+                )
+                self._num_dropped = 0
             return super().write(data)
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            return len(data)
+        except OSError as error:
+            if error.errno not in NO_ROOM or not stat.S_ISREG(os.fstat(self.fileno()).st_mode):
+                raise
+            self._num_dropped += 1
+        return len(data)
 
 
 class _LineBuffer(io.BufferedWriter):

@@ -24,10 +24,10 @@ from typing import Protocol
 import msgspec
 
 from outlast import clock
-from outlast.decoding import from_json
+from outlast.decoding import from_json, open_file, read_file
 from outlast.errors import OutlastError
 from outlast.policy.lease import LeaseOwner, LeaseStep, OwnerStanding, Process, Silence, find_life, judge_owner
-from outlast.runtime.files import PRIVATE, create_atomically, make_private_folder
+from outlast.runtime.files import PRIVATE, check_folder, create_atomically, make_private_folder
 from outlast.runtime.processes import is_alive
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ SAY_S = 10.0
 RELEASE_S = 2.0
 RECORD_BYTES = 1024
 """A record is filled up to a multiple of it, so that a renewal never changes the file's length."""
+MAX_RECORD_BYTES = 1 << 16
 MAX_TRIES = 100
 MAX_LOOKS = 10_000
 MAX_TORN = 3
@@ -109,6 +110,7 @@ class FolderRecords:
         self._folder = Path(directory) / FOLDER
 
     def numbers(self) -> list[int]:
+        check_folder(self._folder)
         try:
             names = os.listdir(self._folder)
         except FileNotFoundError:
@@ -116,16 +118,17 @@ class FolderRecords:
         return [int(match[1]) for name in names if (match := _RECORD.fullmatch(name))]
 
     def read(self, number: int) -> bytes:
-        return self._path(number).read_bytes()
+        return read_file(self._path(number), max_bytes=MAX_RECORD_BYTES)
 
     def create(self, number: int, data: bytes) -> bool:
+        check_folder(self._folder)
         make_private_folder(self._folder)
         return create_atomically(self._path(number), data, mode=PRIVATE)
 
     def renew(self, number: int, data: bytes) -> None:
         # In place, and as long as before: nothing is made that would have to be made durable, and what is not there
         # any more is not made again. Closing a file is what hands it to the other clients of a network file system.
-        with open(self._path(number), "r+b", buffering=0) as file:
+        with open(open_file(self._path(number), os.O_RDWR), "r+b", buffering=0) as file:
             file.write(data)
 
     def remove(self, number: int) -> None:
@@ -150,7 +153,7 @@ def decode_owner(data: bytes) -> LeaseOwner | None:
     """Return who a record names; ``None``: it cannot be read."""
     try:
         return from_json(data, LeaseOwner)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         return None
 
 

@@ -27,6 +27,7 @@ import sys
 import sysconfig
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,12 +35,19 @@ from typing import Any
 import msgspec
 
 from outlast import clock, env
-from outlast.decoding import from_json, json_decoder
+from outlast.decoding import from_json, json_decoder, read_file
 from outlast.env import WorkerEnv, clean_name
 from outlast.errors import OutlastError
 from outlast.incidents import Cause, EventKind, Incident, IncidentKind, Verdict
 from outlast.policy.rerun import Diagnosis
-from outlast.runtime.files import PRIVATE, in_time, make_private_folder, memory_file, write_atomically
+from outlast.runtime.files import (
+    PRIVATE,
+    in_time,
+    make_private_folder,
+    memory_file,
+    write_atomically,
+    write_optional,
+)
 from outlast.runtime.journal import Journal
 
 _HEAD = struct.Struct("<QQ")
@@ -117,7 +125,7 @@ class Postmortem:
         if 0 < length <= _RECORD_BYTES:
             try:
                 record = _decoder.decode(os.pread(fd, length, _RECORD_AT))
-            except msgspec.MsgspecError:  # it ended while it wrote
+            except msgspec.DecodeError:  # it ended while it wrote
                 record = None
         fault = os.pread(fd, 1 << 16, _FAULT_AT).decode(errors="replace")
         ring = os.pread(fd, _RING_BYTES, _RING_AT)
@@ -332,10 +340,14 @@ def leave_diagnosis(place: WorkerEnv, diagnosis: Diagnosis, journal: Journal | N
         journal_diagnosis(journal, place, diagnosis)
     if place.run_dir is None:
         return
-    try:
-        write_diagnosis(place.run_dir, place.job, place.cycle, place.global_rank, diagnosis)
-    except OSError as error:
-        log.error("the diagnosis cannot be written (%s); the launcher uses the exit code alone", error)
+    write = partial(write_diagnosis, place.run_dir, place.job, place.cycle, place.global_rank, diagnosis)
+    write_optional(
+        "diagnoses",
+        Path(place.run_dir) / "diagnoses",
+        write,
+        otherwise="the launcher uses the exit code alone",
+        timeout_s=_DIAGNOSIS_S,
+    )
 
 
 def journal_diagnosis(
@@ -364,12 +376,8 @@ def write_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank:
         OSError: The run directory cannot be written.
     """
     path = _path(run_dir, job, cycle, rank)
-
-    def write() -> None:
-        make_private_folder(path.parent)
-        write_atomically(path, msgspec.json.encode(diagnosis), mode=PRIVATE)
-
-    in_time(path, write, _DIAGNOSIS_S)
+    make_private_folder(path.parent)
+    write_atomically(path, msgspec.json.encode(diagnosis), mode=PRIVATE)
     return path
 
 
@@ -377,7 +385,7 @@ def read_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: 
     """Return what a rank left; ``None`` when it left nothing, or nothing that can be read (which is logged)."""
     path = _path(run_dir, job, cycle, rank)
     try:
-        return from_json(in_time(path, path.read_bytes), Diagnosis)
+        return from_json(in_time(path, lambda: read_file(path)), Diagnosis)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:

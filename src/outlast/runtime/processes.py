@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
+import re
 import resource
 import select
 import signal
@@ -23,7 +25,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,38 @@ from outlast.policy.lease import Process
 from outlast.runtime.files import NOT_ALLOWED
 from outlast.runtime.wire import MessageChannel, socket_pair
 
+log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _OF_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP)
 _ENDED = (b"Z", b"X", b"x")
 """States of a process that has ended and was not reaped yet."""
 _LOOK_MS = 50
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of a peer, as the kernel knows them."""
+_SCM_CREDENTIALS = 2
+_MAX_DATAGRAMS = 1000
+"""Datagrams that are read one after the other before other work is done."""
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+GROUP_SIGNALS = (
+    *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2),
+    *(signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGXCPU),
+)
+"""What a terminal sends to a process group, or a scheduler to all processes of a job, and ends or stops a process."""
+
+
+def ignore_group_signals(*, starts_programs: bool = False) -> None:
+    """Have this helper process ignore :data:`GROUP_SIGNALS`: the process that it helps handles them, and may need it.
+
+    Args:
+        starts_programs: Programs that this process starts are to get them: they would inherit that they are ignored,
+            but do not inherit a handler.
+
+    Thread: the main thread.
+    """
+    for number in GROUP_SIGNALS:
+        signal.signal(number, (lambda *_: None) if starts_programs else signal.SIG_IGN)
 
 
 def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
@@ -113,6 +141,24 @@ def describe_self() -> dict[str, Any]:
     """Return :func:`this_process` as the journal's fields."""
     own = this_process()
     return {"pid": own.pid, "pid_started": own.started, "host": own.host, "machine": own.machine}
+
+
+def job_started_s() -> float:
+    """Return when the job of this worker started on its node, in seconds since the epoch; exact to two seconds.
+
+    A job starts with its agent: that of outlast, that of torchrun, or else this process.
+    """
+    environment = env.environ()
+    if text := environment.get(env.AGENT_STARTED):
+        return float(text)
+    has_agent = "TORCHELASTIC_RUN_ID" in environment
+    return start_time_s(os.getppid() if has_agent else os.getpid())
+
+
+def start_time_s(pid: int) -> float:
+    """Return when a process started, in seconds since the epoch; exact to two seconds."""
+    boot = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(encoding="ascii"), re.MULTILINE)
+    return int(boot[1] if boot else 0) + _started(_stat(str(pid))) / os.sysconf("SC_CLK_TCK")
 
 
 def this_program() -> str | None:
@@ -196,9 +242,63 @@ def kill_group(pgid: int, sig: int) -> bool:
 
 def peer_user(connection: socket.socket) -> int:
     """Return the user whose process opened a connection to a Unix socket, as the kernel knows it."""
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(user)
+
+
+class DatagramSocket:
+    """A socket at an abstract address, on which this user's processes, and root's, send datagrams.
+
+    An abstract address has no permissions: any user of the machine can send to it. Datagrams of other users are
+    dropped, and the first problem of a socket is logged, not each datagram of a flood.
+
+    Args:
+        address: Its address, which begins with a zero byte.
+        max_bytes: Longer datagrams are cut.
+
+    Raises:
+        OSError: The address is taken, or there is no descriptor left.
+    """
+
+    def __init__(self, address: bytes, max_bytes: int) -> None:
+        self._max_bytes, self._has_warned = max_bytes, False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._socket.bind(address)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when a datagram has come; -1 once closed."""
+        return self._socket.fileno()
+
+    def receive(self) -> Iterator[tuple[bytes, bytes | None]]:
+        """Yield the datagrams that have come, and each sender's address: a bounded number, so that a flood ends."""
+        for _ in range(_MAX_DATAGRAMS):
+            try:
+                data, beside, _, sender = self._socket.recvmsg(self._max_bytes, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except BlockingIOError:
+                return
+            user = next((_CREDENTIALS.unpack(found)[1] for _, kind, found in beside if kind == _SCM_CREDENTIALS), None)
+            if user in (0, os.getuid(), os.geteuid()):
+                yield data, sender or None
+            else:
+                self.warn(f"user {user} of this machine sends datagrams to this process, which drops them")
+
+    def send(self, data: bytes, address: bytes) -> None:
+        """Send a datagram. Raises: OSError, when nobody receives there or the receiver's buffer is full."""
+        self._socket.sendto(data, address)
+
+    def warn(self, problem: str) -> None:
+        """Log what is wrong with a datagram; further problems of this socket are logged at DEBUG."""
+        log.log(logging.DEBUG if self._has_warned else logging.WARNING, "%s; further ones are not logged", problem)
+        self._has_warned = True
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._socket.close()
 
 
 def open_pidfd(pid: int) -> int:

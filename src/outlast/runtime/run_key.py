@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import sys
@@ -34,12 +35,17 @@ from enum import StrEnum
 from pathlib import Path
 
 from outlast import env
+from outlast.decoding import read_file
 from outlast.errors import ConfigError
 from outlast.runtime.files import create_atomically
+from outlast.version import __version__
 
+log = logging.getLogger(__name__)
 FILE_NAME = "run.key"
 _MIN_BYTES = 16
+_MAX_BYTES = 1 << 16
 _OFFER_BYTES = 32
+_warned: set[Path] = set()
 _NETWORK_FILE_SYSTEMS = frozenset(
     {
         0x6969,  # NFS
@@ -151,12 +157,36 @@ def key_of_directory(run_dir: Path, *, make: bool = True) -> RunKey:
     try:
         if make and not path.exists():
             create_atomically(path, secrets.token_hex(32).encode() + b"\n", mode=0o600)
-        return RunKey(_check(path.read_bytes(), str(path)), KeySource.RUN_DIRECTORY)
+        return RunKey(_check(_read_own(path), str(path)), KeySource.RUN_DIRECTORY)
     except OSError as error:
         raise ConfigError(
             f"the run key {path} cannot be read or made ({error.strerror}); it belongs to the user who began the run: "
             "run as that user, or give all agents the same --run-key-file"
         ) from None
+
+
+def _read_own(path: Path) -> bytes:
+    """Return the bytes of a key that this user, or whoever owns the run directory, made; warn if others can use it.
+
+    Raises:
+        ConfigError: Another user owns it.
+        OSError: It cannot be read, or is not a regular file.
+    """
+    data, found = read_file(path, max_bytes=_MAX_BYTES), path.lstat()
+    # Where an administrator's files belong to nobody (root squash), so does the directory.
+    if found.st_uid not in {os.geteuid(), 0, path.parent.stat().st_uid}:
+        raise ConfigError(
+            f"the run key {path} belongs to user {found.st_uid}, not to you (user {os.geteuid()}) or to the owner of "
+            "the directory: another user knows it; remove it, or use another --run-dir"
+        )
+    if found.st_mode & 0o077 and path not in _warned:
+        _warned.add(path)
+        log.warning(
+            "other users can read or replace the run key %s (mode %o), and can then control the run; run chmod 600 %s, "
+            "and remove it before the next run if others use this machine",
+            *(path, found.st_mode & 0o777, path),
+        )
+    return data
 
 
 def find_known_keys(run_dir: Path | None, *, key_file: str | None = None) -> list[RunKey]:
@@ -177,12 +207,15 @@ def find_known_keys(run_dir: Path | None, *, key_file: str | None = None) -> lis
 
 
 def make_offer() -> str:
-    """Return a new offer for a group, which one process gives to all others: something random, its key's fingerprint.
+    """Return a new offer for a group, which one process gives to all others.
+
+    It holds the package's version, something random, and the run key's fingerprint.
 
     Raises:
         ConfigError: ``OUTLAST_RUN_KEY`` is too short.
     """
-    return f"{secrets.token_hex(_OFFER_BYTES)}.{_own_fingerprint()}"
+    version = __version__.replace(".", "_")
+    return f"{version}:{secrets.token_hex(_OFFER_BYTES)}.{_own_fingerprint()}"
 
 
 def accept_offer(offer: str, purpose: str) -> bytes:
@@ -193,9 +226,15 @@ def accept_offer(offer: str, purpose: str) -> bytes:
         purpose: What the key is for.
 
     Raises:
-        ConfigError: This process and the one that made the offer have different run keys, or only one of them has any.
+        ConfigError: This process and the one that made the offer have different versions of the package, or different
+            run keys, or only one of them has any.
     """
     drawn, _, theirs = offer.partition(".")
+    version, has_version, _ = drawn.partition(":")
+    theirs_version = version.replace("_", ".") if has_version else ""
+    difference = describe_difference(theirs_version, whose="another process of this run", own="this process")
+    if difference is not None:
+        raise ConfigError(difference)
     if (own := _own_fingerprint()) != theirs:
         if own and theirs:
             what = f"the processes of this run have different {env.RUN_KEY}"
@@ -208,6 +247,25 @@ def accept_offer(offer: str, purpose: str) -> bytes:
     key = key_of_environment()
     secret = key.derive("offers") if key is not None else b""
     return hmac.digest(secret, f"outlast {purpose} {drawn}".encode(), "sha256")
+
+
+def describe_difference(theirs: str, *, whose: str, own: str) -> str | None:
+    """Return why a process of the run is refused that has another version of the package, for people.
+
+    Args:
+        theirs: Its version; empty: it reports none, as versions before 1.0.
+        whose: Which process that is.
+        own: Which one this is.
+
+    Returns:
+        ``None``: it has this version, or :data:`outlast.env.ANY_VERSION` allows any.
+    """
+    if theirs == __version__ or env.any_version():
+        return None
+    return (
+        f"{whose} has {f'outlast {theirs}' if theirs else 'an earlier version of outlast'}, {own} has outlast "
+        f"{__version__}; install the same version on all nodes, or set {env.ANY_VERSION}=1 on all of them"
+    )
 
 
 def _own_fingerprint() -> str:

@@ -37,7 +37,7 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from outlast import clock
-from outlast.decoding import msgpack_decoder
+from outlast.decoding import Decoder, msgpack_decoder
 
 MAX_MESSAGE_BYTES = 1 << 24
 """Limit of a message where a connection sets none."""
@@ -674,10 +674,10 @@ class SelectedChannel(Generic[R]):
             self._selector.modify(self.channel, wanted, self._on_event)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview) -> Any:
+def _decode(decoder: Decoder[Any], body: bytes | memoryview) -> Any:
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise ProtocolError(f"a message is unreadable ({error})") from error
 
 

@@ -27,7 +27,7 @@ from outlast.errors import OutlastError
 from outlast.runtime import processes
 from outlast.runtime.files import open_private
 from outlast.runtime.forked_worker import Preloaded, become_worker, free_groups_last, preload
-from outlast.runtime.processes import ChildProcess, channel_to_parent
+from outlast.runtime.processes import GROUP_SIGNALS, ChildProcess, channel_to_parent, ignore_group_signals
 from outlast.runtime.wire import MessageChannel, ProtocolError
 
 _MAIN = """
@@ -239,8 +239,7 @@ def main(fd: str) -> None:
         fd: Descriptor of the connection to the agent.
     """
     channel: MessageChannel[Request] = channel_to_parent(fd, Request)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_group_signals()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -337,9 +336,9 @@ def _start(request: Spawn, parent_pid: int) -> int:
     with ExitStack() as opened:
         stdout = _open_log(request.stdout, opened)
         stderr = stdout if request.stderr == request.stdout else _open_log(request.stderr, opened)
-        # A child would ignore SIGTERM as its parent does until it is set up: it waits for it until then.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        opened.callback(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
+        # A child would ignore signals as its parent does until it is set up: they wait until then.
+        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+        opened.callback(signal.pthread_sigmask, signal.SIG_UNBLOCK, GROUP_SIGNALS)
         if pid := os.fork():
             return pid
         opened.pop_all()
@@ -347,10 +346,9 @@ def _start(request: Spawn, parent_pid: int) -> int:
         os.setsid()
         processes.die_with_parent(parent_pid)
         # Also what a shell or nohup has ignored: torchrun handles these, so that its workers do not ignore them.
-        for sig in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(sig, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for sig in (signal.SIGCHLD, *GROUP_SIGNALS):
+            signal.signal(sig, signal.default_int_handler if sig == signal.SIGINT else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
         if stdout >= 0:
             os.dup2(stdout, 1)
         if stderr >= 0:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
 from outlast.config.launching import LAUNCHERS_OWN
+from outlast.config.sources import merge_under
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
@@ -29,6 +30,18 @@ log = logging.getLogger(__name__)
 def has_near_tier(checkpoint: CheckpointConfig, place: WorkerEnv) -> bool:
     """Return whether something near keeps what a worker saves: a local folder, or the memory of the agent's writer."""
     return checkpoint.local_directory is not None or place.writer is not None
+
+
+def monitor_settings(config: Config, place: WorkerEnv) -> FaultToleranceConfig:
+    """Return the fault tolerance settings of a session's monitor: learned timeouts are kept next to the checkpoints,
+    where the next launch of the same command finds them."""
+    settings, saves = config.fault_tolerance or FaultToleranceConfig(), config.checkpoint
+    in_force = merge_under(place.fault_tolerance if place.board is not None else None, settings)
+    if not in_force.calc_ft_timeouts or in_force.state_directory is not None:
+        return settings
+    if saves is None or saves.directory is None or "://" in saves.directory:
+        return settings
+    return settings.changed(state_directory=os.path.abspath(saves.directory))
 
 
 def announce_session(
@@ -137,7 +150,8 @@ def _settings_without_effect(config: Config, place: WorkerEnv, *, is_wrapped: bo
         note(
             "fault_tolerance", (name for name in LAUNCHERS_OWN if name in ft.given), "start the script with outlast run"
         )
-        if ft.calc_ft_timeouts and place.run_dir is None and config.run_dir is None:
+        where = (place.run_dir, config.run_dir, monitor_settings(config, place).state_directory)
+        if ft.calc_ft_timeouts and not any(where):
             note("fault_tolerance", ["calc_ft_timeouts"], "what is learned is kept in run_dir; name one")
     if health is not None and not place.config_file:
         of_nodes = (name for name in health.given if not name.startswith("process_group_"))

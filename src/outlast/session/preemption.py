@@ -24,6 +24,7 @@ from outlast.preemption.listener import (
 )
 from outlast.preemption.signals import does_nothing_else
 from outlast.runtime.journal import Journal
+from outlast.runtime.processes import job_started_s
 
 if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointManager
@@ -195,7 +196,7 @@ def _sources(config: PreemptionConfig, *, is_nodes_first: bool) -> list[NoticeSo
         sources.append(EndTime(minutes * 60, lead_s=0, what=what, name="exit_duration_in_mins", is_hard=False))
     if is_nodes_first:
         if config.notice_file is not None:
-            sources.append(NoticeFile(config.notice_file))
+            sources.append(NoticeFile(config.notice_file, job_started_s=job_started_s()))
         if config.notice_url is not None:
             sources.append(NoticeURL(config.notice_url, header=config.notice_url_header))
         if config.notice_plugin is not None:

@@ -37,12 +37,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from outlast import env, logs
 from outlast.chaos.armed import arm_configured
-from outlast.config import Config, FaultToleranceConfig
+from outlast.config import Config
 from outlast.config.sources import load_config
 from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded, ExitReason, OutlastError, PeerLost, Untrusted
 from outlast.incidents import EventKind
 from outlast.monitor.rank_monitor import PlacedRankMonitor, SectionTimer
 from outlast.policy.causes import OWN_VERDICTS
+from outlast.policy.deadlines import CHECKPOINTING
 from outlast.policy.recovery_point import decode_distrusted
 from outlast.runtime import postmortem
 from outlast.runtime.consensus import Consensus
@@ -50,7 +51,13 @@ from outlast.runtime.device import training_device
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import connect_world, is_initialised, settle
 from outlast.session.checks import RankLiveness, ReplicaWatch, SlowRanks
-from outlast.session.environment import announce_session, has_near_tier, read_place, seed_random_numbers
+from outlast.session.environment import (
+    announce_session,
+    has_near_tier,
+    monitor_settings,
+    read_place,
+    seed_random_numbers,
+)
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.session.preemption import Preemption
 from outlast.session.saves import OWN_STATE, DueSave, Saves, restore, saved_state, unwrap_ddp
@@ -684,7 +691,11 @@ class Session:
         self._journal = Journal(place.run_dir, run_id=place.run_id, job=place.job, node=place.node, proc=proc)
         self._stack.callback(self._journal.close)
         self._journal.cycle = place.cycle
-        self._monitor = PlacedRankMonitor(place, config.fault_tolerance or FaultToleranceConfig(), place.run_dir)
+        # What a save costs training varies too much beside saves in the background: from nothing to a whole save.
+        varies = config.checkpoint is not None and config.checkpoint.async_save
+        self._monitor = PlacedRankMonitor(
+            place, monitor_settings(config, place), place.run_dir, not_learned=(CHECKPOINTING,) if varies else ()
+        )
         self._stack.callback(self._monitor.close)
         self.fault_tolerance = self._monitor.config
         """What is in force."""

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from outlast import clock
-from outlast.decoding import from_json
+from outlast.decoding import from_json, open_file, read_file
 from outlast.env import WorkerEnv
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind
-from outlast.journal import decode_events
+from outlast.journal import MAX_JOURNAL_BYTES, decode_events
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.policy.rerun import Replay
 from outlast.runtime.consensus import Consensus
@@ -258,10 +258,10 @@ def _read_earlier(run_dir: Path, rank: int) -> tuple[Counter[str], int | None]:
     counts, began = Counter[str](), list[int]()
     for path in (run_dir / "journal").glob("*.jsonl"):
         if not re.search(r"-rank-\d+$", path.stem):
-            events, _ = decode_events(path.read_bytes())
+            events, _ = decode_events(read_file(path, max_bytes=MAX_JOURNAL_BYTES))
             counts.update(str(event.data["incident"]["kind"]) for event in events if event.kind == EventKind.INCIDENT)
         elif path.stem.endswith(f"-rank-{rank}"):
-            with path.open("rb") as file:
+            with open(open_file(path), "rb") as file:
                 events, _ = decode_events(file.readline(1 << 16))
         else:
             continue

@@ -7,13 +7,13 @@ that was measured beside it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from outlast.decoding import parse_json
 from outlast.errors import ConfigError
 from outlast.simulate.scenario import RecoveryCosts
 
@@ -112,10 +112,10 @@ def _read_results(path: Path) -> list[Mapping[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the costs in {path} cannot be read: {error}; name a file of outlast bench --json") from None
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError:
         try:
-            values = [json.loads(line) for line in text.splitlines() if line.strip()]
+            values = [parse_json(line) for line in text.splitlines() if line.strip()]
         except ValueError as error:
             raise ConfigError(f"{path} is not JSON: {error}; name a file of outlast bench --json") from None
     results = values if isinstance(values, list) else [values]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import csv
 import datetime
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import numpy as np
 
 from outlast import journal
 from outlast.config.base import nearest
-from outlast.decoding import convert
+from outlast.decoding import convert, parse_json
 from outlast.errors import ConfigError
 from outlast.incidents import CYCLE_ENDING, EventKind, Incident, IncidentKind
 from outlast.simulate.scenario import SHARES, DrawnFault, Scenario, SimulatedFault, trace_span_s
@@ -160,7 +159,7 @@ def read_trace(path: Path) -> tuple[DrawnFault, ...]:
         ) from None
     if path.suffix.lower() == ".json" or text.lstrip()[:1] in ("[", "{"):
         try:
-            rows = json.loads(text)
+            rows = parse_json(text)
         except ValueError as error:
             raise ConfigError(f"the trace {path} is not JSON: {error}; write a list of objects") from None
         if isinstance(rows, dict):

@@ -328,6 +328,7 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
     begun = [*job.agents.values(), *job.sessions.values()]
     launcher = next((event.data.get("launcher") for event in job.sessions.values()), None)
     troubles, num_troubles = list_troubles(evidence.events, now_ns)
+    generations = _generations(evidence, job, state, ladder, now_ns)
     report = StatusReport(
         schema=SCHEMA,
         time=as_iso(now_ns),
@@ -355,8 +356,8 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
         nodes=nodes,
         spares=[node.name for node in nodes if node.state == NodeState.SPARE],
         excluded=[node.name for node in nodes if node.state == NodeState.EXCLUDED],
-        budgets=_budgets(job, live, ladder),
-        generations=_generations(evidence, job, state, ladder, now_ns),
+        budgets=_budgets(job, live, ladder, [one for one in generations if one.job == evidence.job]),
+        generations=generations,
         directory=job.directory,
         local_directory=job.local_directory,
         incidents=troubles,
@@ -538,7 +539,14 @@ def _ladder_of(evidence: Evidence, job: JobEvents) -> LadderState | None:
     return begin_job(ladder)
 
 
-def _budgets(job: JobEvents, live: LiveStatus | None, ladder: LadderState | None) -> Budgets | None:
+def _budgets(
+    job: JobEvents, live: LiveStatus | None, ladder: LadderState | None, generations: Sequence[GenerationReport]
+) -> Budgets | None:
+    """Return what may still be tried.
+
+    A generation of this job beyond those that the newest decision knew of is progress: the next decision begins with
+    fresh budgets.
+    """
     if live is not None:
         told = live.budgets
     else:
@@ -552,6 +560,9 @@ def _budgets(job: JobEvents, live: LiveStatus | None, ladder: LadderState | None
             max_no_progress_cycles=next(filter(None, cycles), None) or limits.get("max_no_progress_cycles") or 0,
         )
         told = LiveBudgets.of(ladder, allowed)
+    known = live.best_durable if live is not None else ladder.best_durable if ladder is not None else None
+    if any(known is None or one.iteration > known for one in generations):
+        told = msgspec.structs.replace(told, restarts_without_progress=0, cycles_without_progress=0)
     return Budgets(
         restarts_in_a_row=_budget(told.restarts_without_progress, told.max_restarts),
         restarts_total=_budget(told.restarts_total, told.max_restarts_total),

@@ -32,7 +32,7 @@ from outlast.checkpoint.dcp.store import is_remote, local_path, open_store, with
 from outlast.checkpoint.directory import ClaimedPlace, GenerationFolder, SaveAttempt, owner_of
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.checkpoint.shard import digests
-from outlast.decoding import from_json
+from outlast.decoding import from_json, open_file
 from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import fsync_folder, write_durably
 from outlast.runtime.injection import reach
@@ -159,7 +159,7 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
         return super().manifest(iteration)
 
     def read_into(self, name: str, start: int, target: memoryview) -> int:
-        with open(self.path / name, "rb", buffering=0) as file:
+        with open(open_file(self.path / name), "rb", buffering=0) as file:
             file.seek(start)
             done = 0
             while done < len(target) and (count := file.readinto(target[done:]) or 0):
@@ -292,7 +292,13 @@ class ObjectDirectory(GlobalDirectory):
         self._store.check_fencing(f"{FOLDER}/{number}.probe")
         retiring = f"{FOLDER}/{number - 1}.retiring"
         with contextlib.suppress(FileNotFoundError):  # what the last owner was deleting it may continue to delete
-            doomed = from_json(self._store.read(retiring), list[int])
+            try:
+                doomed = from_json(self._store.read(retiring), list[int])
+            except msgspec.DecodeError as error:
+                raise CheckpointError(
+                    f"{self.url}/{retiring} is malformed ({error}): the last owner may still delete checkpoints; end "
+                    "its job and remove the file"
+                ) from error
             self._store.remove([*(f"{self.folder(iteration)}/{MANIFEST}" for iteration in doomed), retiring])
         sizes, found = self._store.sizes(), dict[str, set[str]]()
         for path in sizes:
@@ -361,6 +367,10 @@ class ObjectDirectory(GlobalDirectory):
             names = set(self._store.sizes(self.folder(iteration)))
             self._remove(self.folder(iteration), names)
             num_removed += len(names)
+
+    def is_own(self, iteration: int) -> bool:
+        names = self._store.sizes(self.folder(iteration))  # without a manifest where its removal was cut short
+        return not names or any(map(_FILE.fullmatch, names))
 
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
         removed = []

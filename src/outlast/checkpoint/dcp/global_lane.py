@@ -239,6 +239,8 @@ class GlobalLane(Lane):
         if outcome.error is None:
             try:
                 self._place(save, directory, plan, reports)
+                if not save.suspect:
+                    self._outcomes.report_durable(save.iteration)  # first, as in the near lane
             except (CheckpointError, OSError) as failure:
                 outcome = _failed_here(failure)
         if outcome.error is not None:

@@ -34,8 +34,7 @@ from outlast.checkpoint.dcp.layout import Inventory, PlainValue, TensorPart
 from outlast.checkpoint.dcp.manifest import SCHEMA, FileEntry, GlobalManifest, Item, TensorPiece, Where
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.shard import DTYPE_NAMES, TREE
-from outlast.checkpoint.state import Layout, decode
-from outlast.errors import CheckpointError
+from outlast.checkpoint.state import Layout, decode, decoded_tree, reading_tree
 
 log = logging.getLogger(__name__)
 Path = tuple[str | int, ...]
@@ -111,6 +110,7 @@ class Items:
         return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
 
 
+@reading_tree()
 def named_tensors(tree: bytes) -> dict[str, str]:
     """Return all tensors of a tree: name in the shard to the name that it has for all ranks.
 
@@ -123,13 +123,11 @@ def named_tensors(tree: bytes) -> dict[str, str]:
 
 
 def _root(tree: bytes) -> dict[str, Any]:
-    try:
-        kind, items = msgspec.msgpack.decode(tree)
+    with reading_tree():
+        kind, items = decoded_tree(tree)
         if kind != "d":
-            raise ValueError("it is no mapping")
+            raise ValueError("it is not a mapping")
         return dict(items)
-    except (msgspec.DecodeError, ValueError, TypeError) as error:
-        raise CheckpointError(f"the tree of plain values cannot be read ({error})") from error
 
 
 def _named(root: dict[str, Any]) -> Iterator[tuple[str, Path, list[Any], bool]]:

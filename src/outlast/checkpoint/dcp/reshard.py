@@ -26,6 +26,7 @@ from outlast.checkpoint.state import (
     as_distributed,
     check_fit,
     decode,
+    decoded_tree,
     is_nested,
     is_stateful,
     may_be_absent,
@@ -53,7 +54,7 @@ def saved_structure(files: VerifiedFiles) -> dict[str, Any]:
     tree = read_tree(files, 0)
     mine = tensors_of(files.manifest, 0, tree)
     shared = {item.name: item for item in files.manifest.items}
-    _, entries = msgspec.msgpack.decode(tree)
+    _, entries = decoded_tree(tree)
     root = dict(entries).get(ROOT, ["d", []])
 
     def get(name: str) -> torch.Tensor:

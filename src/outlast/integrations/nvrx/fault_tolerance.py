@@ -240,7 +240,8 @@ class RankMonitorClient:
     """Sends heartbeats, marks sections, calculates timeouts; by the extension's contract.
 
     Where it differs: sections need no entry in a config (one without a timeout is measured); a timeout that was
-    calculated is at least 1 s; and a client without ``outlast run`` is watched by a guard process of its rank.
+    calculated is at least 10 s, and never shortens a configured one; and a client without ``outlast run`` is watched by
+    a guard process of its rank.
 
     Thread: that of the training loop; heartbeats from any thread.
     """

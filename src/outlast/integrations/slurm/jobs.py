@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from outlast import clock, env
-from outlast.decoding import from_json
+from outlast.decoding import from_json, read_file
 from outlast.env import expand_nodes
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
 from outlast.integrations.slurm.batch_script import BatchScript
@@ -115,7 +115,7 @@ def load_requeue_state(run_dir: Path) -> RequeueState:
     """
     path = run_dir / "requeue.json"
     try:
-        return from_json(path.read_bytes(), RequeueState)
+        return from_json(read_file(path), RequeueState)
     except FileNotFoundError:
         return RequeueState()
     except (OSError, msgspec.DecodeError) as error:

@@ -1,0 +1,136 @@
+"""The log files of a node's workers, and their copies on the console.
+
+The files are torch's: :func:`make_logs_specs` takes torchrun's options. They are optional: where they cannot be made,
+the workers of that cycle write to the console. A thread for each file copies its lines; a console that takes none for
+a while delays the copies, and then loses lines, which it reports (:mod:`outlast.queued_writer`); the files have them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+from torch.distributed.run import _get_logs_specs_class
+
+from outlast.queued_writer import writer_of
+from outlast.runtime.files import make_private_folder, open_private, write_optional
+
+
+def make_logs_specs(args: argparse.Namespace, run_dir: Path) -> LogsSpecs:
+    """Return torch's log specs as torchrun's options ask for; the default folder is ``<run_dir>/logs``."""
+    ranks = {int(rank) for rank in args.local_ranks_filter.split(",")} if args.local_ranks_filter else None
+    if not args.log_dir:
+        make_private_folder(run_dir / "logs")
+    return _get_logs_specs_class(args.logs_specs)(
+        log_dir=args.log_dir or str(run_dir / "logs"),
+        redirects=Std.from_str(args.redirects),
+        tee=Std.from_str(args.tee),
+        local_ranks_filter=ranks,
+    )
+
+
+def open_logs(
+    specs: LogsSpecs,
+    envs: dict[int, dict[str, str]],
+    args: argparse.Namespace,
+    run_dir: Path,
+    prefixes: dict[int, str] | None,
+) -> tuple[WorkerLogs, dict[int, dict[str, str]]]:
+    """Make the log files of a cycle; without them the workers write to the console.
+
+    Args:
+        specs: torch's log specs.
+        envs: Local rank to its environment.
+        args: torchrun's options.
+        run_dir: The run directory.
+        prefixes: Local rank to the prefix of its lines, or ``None`` for torch's own.
+
+    Returns:
+        The logs, and the environments, to which torch adds the path of the error file.
+    """
+
+    def make() -> tuple[WorkerLogs, dict[int, dict[str, str]]]:
+        own = {rank: dict(variables) for rank, variables in envs.items()}  # a failed try leaves the others as they are
+        destinations = specs.reify(own)
+        for path in {*destinations.stdouts.values(), *destinations.stderrs.values()} - {""}:
+            os.close(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))  # the workers need no more files
+        return WorkerLogs(destinations, args, prefixes), own
+
+    folder = args.log_dir or str(run_dir / "logs")
+    otherwise = "the workers of this cycle write to the console"
+    if (made := write_optional("log files of the workers", folder, make, otherwise=otherwise)) is not None:
+        return made
+    chosen = {int(rank) for rank in args.local_ranks_filter.split(",")} if args.local_ranks_filter else set(envs)
+    console = {rank: "" if rank in chosen else os.devnull for rank in envs}
+    return WorkerLogs(LogsDest(console, dict(console), {}, {}, {}, os.devnull, os.devnull), args, prefixes), envs
+
+
+class WorkerLogs:
+    """The log files of one cycle on one node, and the threads that copy them to the console.
+
+    Args:
+        destinations: Where the output goes.
+        args: torchrun's options.
+        prefixes: Local rank to the prefix of its lines, or ``None`` for torch's own.
+
+    Raises:
+        OSError: A file cannot be made.
+    """
+
+    def __init__(self, destinations: LogsDest, args: argparse.Namespace, prefixes: dict[int, str] | None) -> None:
+        self.destinations = destinations
+        self._filtered: list[TextIO] = []
+        self._tails: list[TailLog] = []
+
+        def tail(files: dict[int, str], target: TextIO, needles: Sequence[str] = ()) -> None:
+            def keeps(line: str) -> bool:
+                return any(needle in line for needle in needles)
+
+            if files:
+                chosen: dict[str, Any] = {"log_line_filter": keeps} if needles else {}  # torch 2.8 copies all lines
+                self._tails.append(TailLog(args.role, files, target, prefixes, **chosen))
+
+        dest = self.destinations
+        tail(dest.tee_stdouts, _forward_to(sys.stdout))
+        tail(dest.tee_stderrs, _forward_to(sys.stderr))
+        for needles, stream in ((args.duplicate_stdout_filters, "stdout"), (args.duplicate_stderr_filters, "stderr")):
+            if needles:
+                target = getattr(dest, f"filtered_{stream}")
+                file = open(target, mode="w", errors="replace", buffering=1, opener=open_private)  # noqa: SIM115  closed by stop()
+                self._filtered.append(file)
+                tail(getattr(dest, f"tee_{stream}s"), file, needles)
+
+    def start(self) -> None:
+        """Start copying."""
+        for tail in self._tails:
+            tail.start()
+
+    def stop(self, *, wait: bool) -> None:
+        """Copy what is left and end, in the background unless ``wait``: a tail looks only every 0.1 s."""
+        if not self._tails and not self._filtered:
+            return
+        thread = threading.Thread(target=self._stop, name="outlast-log-tails", daemon=True)
+        thread.start()
+        if wait:
+            thread.join(2.0)
+
+    def _stop(self) -> None:
+        for tail in self._tails:
+            tail.stop()
+        for file in self._filtered:
+            file.close()
+        for stream in (sys.stdout, sys.stderr):
+            if (writer := writer_of(stream)) is not None:
+                writer.flush()
+
+
+def _forward_to(stream: TextIO) -> TextIO:
+    """Return where output for a stream goes, so that a terminal or a pipe which nothing reads ends no tail's thread."""
+    return cast("TextIO", writer_of(stream) or stream)

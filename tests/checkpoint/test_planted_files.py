@@ -1,0 +1,138 @@
+"""Links, pipes, devices and huge files in place of ours are refused by name, and what they point to is left alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from outlast import journal
+from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.directory import Directory, GenerationFolder
+from outlast.checkpoint.manager import open_manager
+from outlast.config import CheckpointConfig
+from outlast.decoding import read_file
+from outlast.env import WorkerEnv
+from outlast.errors import CheckpointError, ConfigError, OutlastError
+from outlast.launch.verdicts import load_ladder
+from outlast.monitor.watchdog import LearnedTimeouts
+from outlast.runtime.lease import FolderRecords
+from outlast.runtime.run_key import key_of_directory
+
+TERABYTE = 1 << 40
+
+
+def link(path: Path) -> None:
+    (target := path.with_name("secret")).write_text("{}")
+    path.symlink_to(target)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(TERABYTE)
+
+
+PLANTED = {"a symbolic link": link, "a symbolic link to a device": device, "a pipe": os.mkfifo}
+PLANTED |= {"a folder": Path.mkdir, f"{TERABYTE} bytes": huge}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_is_not_a_file_of_ours_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    """No reader of a manifest, a record, a key or a journal follows a link, waits for a pipe or reads a terabyte."""
+    plant: Callable[[Path], object] = PLANTED[what]
+    said = what.partition(" to ")[0]
+    plant(tmp_path / "file")
+    with pytest.raises(OSError, match=said):
+        read_file(tmp_path / "file")
+    (tmp_path / "step-3").mkdir()
+    plant(tmp_path / "step-3" / "manifest.json")
+    with pytest.raises(CheckpointError, match=said):
+        Directory(tmp_path).manifest(3)
+    with pytest.raises((CheckpointError, OSError), match=said):
+        GlobalDirectory.open(tmp_path).manifest(3)
+    (tmp_path / "owner").mkdir()
+    plant(tmp_path / "owner" / "1.json")
+    with pytest.raises(OSError, match=said):
+        FolderRecords(tmp_path).read(1)
+    if what != f"{TERABYTE} bytes":
+        with pytest.raises(OSError, match=said):
+            FolderRecords(tmp_path).renew(1, b"mine")
+    plant(tmp_path / "ladder.json")
+    with pytest.raises(ConfigError, match=said):
+        load_ladder(tmp_path, is_new_job=True)
+    plant(tmp_path / "ft_state.json")
+    assert not LearnedTimeouts.load(tmp_path).learned.sections
+    plant(tmp_path / "run.key")
+    with pytest.raises(ConfigError, match=said):
+        key_of_directory(tmp_path)
+    (tmp_path / "journal").mkdir()
+    plant(tmp_path / "journal" / "a.jsonl")
+    assert list(journal.read(tmp_path)) == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("tier", ["local_directory", "directory"])
+def test_folders_of_other_programs_are_never_removed(tier: str, tmp_path: Path) -> None:
+    """Folders that are named like checkpoints, with a manifest of another program or none, outlive all saves; old and
+    damaged checkpoints of the run do not."""
+    counts = {"most_recent_k": 2, "local_most_recent_k": 2}
+    config = CheckpointConfig(**{tier: str(tmp_path), "save_timeout": 60.0} | counts)  # type: ignore[arg-type]
+    folder = tmp_path / ("node" if tier == "local_directory" else "")
+    with closing(open_manager(config, env=WorkerEnv(node="node"))) as manager:
+        manager.load_latest({"w": torch.zeros(4)})
+        (folder / "step-1").mkdir(parents=True, exist_ok=True)
+        (folder / "step-2").mkdir()
+        (folder / "step-2" / "manifest.json").write_text('{"files": ["model.bin"]}')
+        (folder / "step-2" / "model.bin").write_text("precious")
+        for iteration in range(5, 10):
+            manager.save({"w": torch.ones(4)}, iteration).wait(60.0)
+            (folder / f"step-{iteration}" / "manifest.json").write_bytes(b"\0" * (iteration == 6) * 100)
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-1", "step-2", "step-5", "step-8", "step-9"]
+    assert (folder / "step-2" / "model.bin").read_text() == "precious"
+
+
+@pytest.mark.process
+def test_a_planted_link_costs_its_target_nothing(tmp_path: Path) -> None:
+    """A link in place of the folder through which a run deletes, of an owner before it or of the records of owners is
+    refused by name; the folders that it points to stay."""
+    config = CheckpointConfig(local_directory=str(tmp_path / "local"), save_timeout=60.0)
+    victim, folder = tmp_path / "victim", tmp_path / "local" / "node"
+    (victim / "home").mkdir(parents=True)
+    (victim / "home" / "file").write_text("precious")
+
+    def save(iteration: int) -> None:
+        with closing(open_manager(config, env=WorkerEnv(node="node"))) as manager:
+            manager.load_latest({"w": torch.zeros(4)})
+            manager.save({"w": torch.ones(4)}, iteration).wait(60.0)
+
+    save(1)
+    number = max(FolderRecords(folder).numbers())
+    (folder / "owner" / f"{number}.trash").rmdir()
+    (folder / "owner" / f"{number}.trash").symlink_to(victim)
+    (folder / "suspect").symlink_to(victim)
+    (victim / "step-1.tmp-x").mkdir()
+    with pytest.raises(OutlastError, match=r"symbolic link.*suspect"):
+        save(2)
+    (folder / "suspect").unlink()
+    save(3)
+    newest = max(FolderRecords(folder).numbers()) + 1
+    (folder / "owner" / f"{newest}.trash").symlink_to(victim)
+    with pytest.raises(OutlastError, match=rf"symbolic link.*{newest}\.trash"):
+        save(4)
+    assert sorted(path.name for path in victim.iterdir()) == ["home", "step-1.tmp-x"]
+    assert (victim / "home" / "file").read_text() == "precious"
+    (folder / "owner" / f"{newest}.trash").unlink()
+    save(5)
+    (folder / "owner").rename(victim / "owner")
+    (folder / "owner").symlink_to(victim / "owner")
+    with pytest.raises(OutlastError, match=r"symbolic link.*owner"):
+        save(6)
+    assert 5 in GenerationFolder(folder).generations()

@@ -1,0 +1,404 @@
+"""Decoding bytes from outside the process returns a value or raises the error that is promised, whatever the bytes."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import hashlib
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import outlast
+from outlast.checkpoint import protocol as writer_messages
+from outlast.checkpoint.dcp.items import named_tensors
+from outlast.checkpoint.dcp.manifest import decode_global_manifest
+from outlast.checkpoint.directory import decode_hint
+from outlast.checkpoint.manifest import decode_manifest, run_of
+from outlast.checkpoint.replica import protocol as replica_messages
+from outlast.checkpoint.shard import read_header
+from outlast.checkpoint.state import layouts_of
+from outlast.config import FaultToleranceConfig
+from outlast.config.sources import load_config
+from outlast.decoding import from_json, from_msgpack, msgpack_decoder, parse_json
+from outlast.errors import CheckpointError, ConfigError, OutlastError
+from outlast.inprocess import protocol as rank_messages
+from outlast.integrations.slurm.jobs import load_requeue_state
+from outlast.journal import decode_events
+from outlast.launch import protocol as agent_messages
+from outlast.launch.control import Introduction, join_handshake
+from outlast.launch.verdicts import load_ladder
+from outlast.monitor.examination import Books
+from outlast.monitor.watchdog import read_learned
+from outlast.policy.recovery_point import decode_distrusted
+from outlast.policy.rerun import Diagnosis
+from outlast.runtime.board import Board, MarkChanged
+from outlast.runtime.lease import decode_owner
+from outlast.runtime.run_key import RunKey
+from outlast.runtime.wire import MessageReader, ProtocolError
+
+NUM_INPUTS = 10_000
+DEPTH = 100_000
+JUNK: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    2**64 - 1,
+    -(2**63),
+    1e308,
+    -0.5,
+    "",
+    "\x1b[2J",
+    "x" * 5000,
+    [],
+    {},
+    [[]],
+)
+NESTED = (b"[" * DEPTH, b'{"a":' * DEPTH, b"[" * DEPTH + b"]" * DEPTH, b'{"manifest":' + b"[" * DEPTH, b"\x91" * DEPTH)
+NESTED += (b"\x81\xa1a" * DEPTH, b"\xdd\x00\x00\x00\x01" * DEPTH, b"\x81\xa1z" + b"\x91" * DEPTH + b"\xc0")
+BYTES = (b"", b"\0" * 4096, b"\xff" * 4096, b'"\xff\xff"', b"9" * 5000, b'{"a":' + b"9" * 5000 + b"}", b"NaN", b"1e999")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A function that decodes bytes from outside the process."""
+
+    decode: Callable[[bytes], object]
+    seeds: tuple[Any, ...] = ({},)
+    """Values from which inputs are made by changing them."""
+    raises: tuple[type[Exception], ...] = ()
+    encode: Callable[[Any], bytes] = field(default=lambda value: json.dumps(value).encode())
+    more: tuple[bytes, ...] = ()
+    """Further inputs."""
+    num_inputs: int = NUM_INPUTS
+
+
+def sealed(value: Any) -> bytes:
+    body = json.dumps(value).encode()
+    return b'{"manifest":%s,"sha256":"%s"}' % (body, hashlib.sha256(body).hexdigest().encode())
+
+
+def framed(value: Any) -> bytes:
+    return with_length(msgspec.msgpack.encode(value))
+
+
+def with_length(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "little") + data
+
+
+def read_frames(kind: Any) -> Callable[[bytes], object]:
+    def read(data: bytes) -> object:
+        reader: MessageReader[Any] = MessageReader(kind)
+        return [reader.feed(data), MessageReader[Any](kind).feed(with_length(data))]
+
+    return read
+
+
+def messages(*kinds: Any) -> tuple[Any, ...]:
+    """Return one value of each type of a union, with a value of each field's own type as far as that is simple."""
+    simple: dict[Any, Any] = {int: 1, str: "a", float: 1.5, bool: True, bytes: b"x"}
+    found = []
+    for union in kinds:
+        for kind in getattr(union, "__args__", (union,)):
+            values = {one.encode_name: simple.get(one.type, []) for one in msgspec.structs.fields(kind)}
+            found.append(values | {kind.__struct_config__.tag_field: kind.__struct_config__.tag})
+    return tuple(found)
+
+
+def file_of(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    """Return a decoder of a file's bytes, which takes the folder of the file."""
+
+    def decode(data: bytes) -> object:
+        (FOLDER[0] / name).write_bytes(data)
+        return read(FOLDER[0])
+
+    return decode
+
+
+FOLDER: list[Path] = []
+SHARD = {"rank": 0, "num_bytes": 4, "digests": "MTIzNDU2Nzg=", "table": "0", "finite": True}
+MANIFEST = {"schema": 2, "run": "r", "topology": "t", "world_size": 1, "iteration": 3, "attempt": "a-0-b.1"}
+MANIFEST |= {"restored_from": None, "shards": [list(SHARD.values())]}
+WHERE = [0, 0, 16, 4, 8]
+GLOBAL = {"schema": 1, "run": "r", "topology": "t", "world_size": 1, "iteration": 3, "attempt": "a-0-b.1"}
+GLOBAL |= {"restored_from": None, "finite": True, "files": [{"name": "f", "num_bytes": 64, "chunks": ["0"]}]}
+GLOBAL |= {
+    "items": [{"name": "w", "path": ["w", 0], "dtype": "F32", "shape": [2], "pieces": [[[0], [2], WHERE]]}],
+    "ranks": [{"tree": WHERE, "tensors": [{"name": "o", "dtype": "F32", "shape": [2], "where": WHERE}]}],
+}
+IDENTITY = {
+    "run": "r",
+    "topology": "t",
+    "rank": 0,
+    "world_size": 1,
+    "iteration": 3,
+    "attempt": "a",
+    "restored_from": None,
+}
+HEADER = {
+    "__metadata__": {"outlast": json.dumps(IDENTITY)},
+    "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+}
+TREE = [
+    "d",
+    [["outlast/state", ["d", [["w", ["T", "w"]], ["l", ["l", [["v", 1]]]]]]], ["rng", ["d", [["a", ["n", "x"]]]]]],
+]
+EVENT = {
+    "wall_ns": 1,
+    "mono_ns": 1,
+    "boot": "b",
+    "pid": 1,
+    "host": "h",
+    "kind": "incident",
+    "run": "r",
+    "data": {"a": 1},
+}
+OWNER = {"token": "t", "process": {"host": "h", "machine": "m", "pid": 1, "started": 1}, "run": "r"}
+
+DECODERS: dict[str, Decoder] = {
+    "the journal": Decoder(decode_events, (EVENT,)),
+    "an owner record": Decoder(decode_owner, (OWNER,)),
+    "run.json": Decoder(decode_hint, ({"run": "r"},)),
+    "a local manifest": Decoder(decode_manifest, (MANIFEST,), (CheckpointError,), sealed),
+    "the run of a manifest": Decoder(lambda data: run_of(data, 3), (MANIFEST,), (), sealed),
+    "a global manifest": Decoder(decode_global_manifest, (GLOBAL,), (CheckpointError,), sealed),
+    "a shard's header": Decoder(
+        lambda data: read_header(memoryview(with_length(b"0000" + data)), len(data) + 16), (HEADER,), (CheckpointError,)
+    ),
+    "the plain values of a shard": Decoder(layouts_of, (TREE,), (CheckpointError,), msgspec.msgpack.encode),
+    "the items of a shard": Decoder(named_tensors, (TREE,), (CheckpointError,), msgspec.msgpack.encode),
+    "learned timeouts": Decoder(
+        read_learned,
+        (
+            {"version": 1, "learned": {"sections": {"a": 1.0}}, "cycle": "", "before": {}, "seen": {}},
+            {"current_timeouts": {"heartbeat": {"initial": 1.0}, "section": {"section": {"a": 1.0}}}},
+        ),
+        (msgspec.DecodeError,),
+    ),
+    "ladder.json": Decoder(
+        file_of("ladder.json", lambda folder: load_ladder(folder, is_new_job=True)), ({"job": "j"},), (ConfigError,)
+    ),
+    "requeue.json": Decoder(file_of("requeue.json", load_requeue_state), ({"retries": 1},), (ConfigError,)),
+    "a diagnosis": Decoder(lambda data: from_json(data, Diagnosis), ({"rank": 0},), (msgspec.DecodeError,)),
+    "a config file": Decoder(
+        file_of("c.json", lambda folder: load_config(folder / "c.json")), ({"ft": {"a": 1}},), (ConfigError,),
+        num_inputs=500,
+    ),
+    "a TOML file": Decoder(
+        file_of("c.toml", lambda folder: load_config(folder / "c.toml")), ("a = 1",), (ConfigError,), str.encode,
+        (b"a = " + b"[" * 3000, b"a = " + b"9" * 5000), 500,
+    ),
+    "settings of a worker": Decoder(
+        lambda data: FaultToleranceConfig.from_json(data.decode(errors="replace")),
+        ({"rank_section_timeouts": {"a": 1.0}},),
+        (ConfigError,),
+    ),
+    "excluded copies": Decoder(
+        lambda data: decode_distrusted(data.decode(errors="replace")), ([{"a": 1}],), (msgspec.DecodeError,)
+    ),
+    "torch's error file": Decoder(parse_json, ({"message": {"message": "m"}},), (ValueError,)),
+    "a datagram to the agent": Decoder(
+        msgpack_decoder(MarkChanged).decode, messages(MarkChanged), (msgspec.DecodeError,), msgspec.msgpack.encode
+    ),
+    "a rank's answer to the examiner": Decoder(
+        lambda data: from_json(data, Books), ({"groups": {"a": 1}, "recorded": True},), (msgspec.DecodeError,)
+    ),
+    "what a coordinator says openly": Decoder(
+        lambda data: Introduction.decode(data[:272].ljust(272, b"\0")), raises=(ProtocolError,)
+    ),
+    "the handshake": Decoder(
+        lambda data: (
+            shake := join_handshake("r", RunKey.of_run_id("r")),
+            shake.feed(data[: shake.num_wanted].ljust(shake.num_wanted, b"\0")),
+        ),
+        raises=(ConnectionError, OutlastError),
+    ),
+    "messages to the coordinator": Decoder(
+        read_frames(agent_messages.OnControl), messages(agent_messages.OnControl), (ProtocolError,), framed
+    ),
+    "messages to an agent": Decoder(
+        read_frames(agent_messages.OnAgent), messages(agent_messages.OnAgent), (ProtocolError,), framed
+    ),
+    "answers of a coordinator": Decoder(
+        read_frames(agent_messages.Answer), messages(agent_messages.Answer), (ProtocolError,), framed
+    ),
+    "messages of the replica tier": Decoder(
+        read_frames(replica_messages.Message), messages(replica_messages.Message), (ProtocolError,), framed
+    ),
+    "requests to the checkpoint writer": Decoder(
+        read_frames(writer_messages.Request), messages(writer_messages.Request), (ProtocolError,), framed
+    ),
+    "messages between monitor processes": Decoder(
+        read_frames(rank_messages.OnLink), messages(rank_messages.OnLink), (ProtocolError,), framed
+    ),
+    "messages to the relay": Decoder(
+        read_frames(rank_messages.ToRelay), messages(rank_messages.ToRelay), (ProtocolError,), framed
+    ),
+    "messages of a rank to its monitor process": Decoder(
+        lambda data: rank_messages.decode(data, rank_messages.FromRank),
+        messages(rank_messages.FromRank),
+        (OutlastError,),
+        msgspec.msgpack.encode,
+    ),
+    "bytes that ranks gather": Decoder(
+        lambda data: from_msgpack(data, list[tuple[int, bytes]]), ([[1, b"a"]],), (msgspec.DecodeError,),
+        msgspec.msgpack.encode,
+    ),
+}  # fmt: skip
+
+LISTED = {
+    "checkpoint.directory", "checkpoint.manifest", "checkpoint.shard", "checkpoint.state",
+    "config.launching", "config.sources", "inprocess.protocol", "integrations.slurm.jobs", "journal", "launch.cycle",
+    "launch.verdicts", "launch.workers", "monitor.examination", "monitor.watchdog", "policy.recovery_point",
+    "runtime.lease", "runtime.postmortem", "runtime.process_groups", "runtime.wire",
+    "status.evidence",  # ladder.json
+}  # fmt: skip
+"""Modules whose decoders are in the table above."""
+
+DECODING = {f"msgspec.{form}.{name}" for form in ("json", "msgpack") for name in ("decode", "Decoder")}
+DECODING |= {"msgspec.convert", "json.load", "json.loads", "json.JSONDecoder"}
+
+INSIDE = {
+    "bench.inprocess", "bench.measuring", "bench.rendezvous", "bench.rendezvous_crowd", "bench.results",
+    "demo.show", "demo.struck_run", "runtime.injection", "simulate.costs", "simulate.failures", "chaos.copies",
+    # from this process's own parent, on a socket pair or in the environment
+    "env", "inprocess.monitor_duty", "monitor.rank_guard", "session.step",
+    # from the ranks of the same process group or their store; what is wrong with it ends the call
+    "checkpoint.lane", "checkpoint.places", "checkpoint.recovery", "checkpoint.tiers", "inprocess.rank_local_state",
+    "inprocess.restore", "integrations.nvrx.async_calls", "integrations.nvrx.exchange", "numerics.replica_digest",
+    "ray.actor_state", "straggler.detector",
+    # from the state of a checkpoint that was verified
+    "integrations.transformers", "numerics.rerun_machine",
+    "checkpoint.dcp.directory",  # its list of what an earlier owner was deleting
+}  # fmt: skip
+"""Modules that decode what this run's own processes sent, tools of developers, and files that a user names."""
+
+
+def inputs(decoder: Decoder) -> Iterator[bytes]:
+    """Yield nested bytes, nonsense, and seeds of which values and bytes were replaced or removed."""
+    draw = random.Random(7)
+    yield from NESTED
+    yield from map(with_length, NESTED)
+    yield from BYTES + decoder.more
+    for number in range(decoder.num_inputs):
+        seed = draw.choice(decoder.seeds)
+        data = bytearray(decoder.encode(change(seed, draw) if not isinstance(seed, str) else seed))
+        for _ in range(number % 3):
+            if data:
+                data[draw.randrange(len(data))] = draw.randrange(256)
+        yield bytes(data[: draw.randrange(len(data) + 1)] if number % 7 == 0 else data)
+
+
+def change(seed: Any, draw: random.Random) -> Any:
+    """Return a value with one or two places of it replaced or removed."""
+    value = copy.deepcopy(seed)
+    for _ in range(draw.randint(1, 2)):
+        node, places = value, list[tuple[Any, Any]]()
+        pending = [node]
+        while pending:
+            node = pending.pop()
+            keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+            places += [(node, key) for key in keys]
+            pending += [node[key] for key in keys]
+        if not places:
+            return draw.choice(JUNK)
+        node, key = draw.choice(places)
+        if draw.random() < 0.2:
+            del node[key]
+        else:
+            node[key] = copy.deepcopy(draw.choice(JUNK))
+    return value
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_no_input_gets_past_a_decoder(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """10,000 inputs end in a value or in the error that the decoder promises, nesting of 100,000 included."""
+    caplog.set_level("CRITICAL")
+    FOLDER[:] = [tmp_path]
+    decoder = DECODERS[name]
+    for data in inputs(decoder):
+        try:
+            decoder.decode(data)
+        except decoder.raises:
+            pass
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__}: {error} for {len(data)} bytes: {data[:200]!r}") from error
+
+
+def test_no_page_of_a_board_gets_past_its_reader() -> None:
+    """A worker that writes nonsense over its heartbeat memory is read as some state."""
+    draw = random.Random(7)
+    board = Board.create(num_ranks=1)
+    try:
+        page = board.page(0).cast("B")
+        for number in range(300):
+            page[:] = draw.randbytes(len(page)) if number % 2 else bytes([number & 0xFF]) * len(page)
+            page[8:16] = page[:8]
+            board.read(0)
+            board.timeouts(0)
+        page.release()
+    finally:
+        board.close()
+
+
+def test_bytes_are_decoded_in_one_module() -> None:
+    """Depth is limited in one place, and a module that decodes something is in a list of this file."""
+    root = Path(outlast.__file__).parent
+    elsewhere, users = [], set()
+    for path in root.rglob("*.py"):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            if called in DECODING:
+                elsewhere.append(f"{module}: {called}")
+            if called in {"from_json", "from_msgpack", "json_decoder", "msgpack_decoder", "parse_json"}:
+                users.add(module)
+    assert {one.partition(":")[0] for one in elsewhere} == {"decoding"}
+    assert users - {"decoding"} == LISTED | INSIDE
+    assert not LISTED & INSIDE
+
+
+NESTS = """
+import sys, msgspec
+from outlast.decoding import from_json, from_msgpack, parse_json
+sys.setrecursionlimit(10**6)
+from typing import Any
+for read, data in (
+    (from_json, b"[" * 100_000), (from_json, b'{"a":' * 100_000), (from_json, b'{"a":["]' + b'"]}'),
+    (from_json, b'["' + b"[" * 100_000 + b'"]'), (from_json, b"[" + b"[]," * 100_000 + b"[]]"),
+    (from_msgpack, b"\\x91" * 100_000), (from_msgpack, b"\\x81\\xa1a" * 100_000),
+    (from_msgpack, b"\\xdd\\x00\\x01\\x86\\xa0" + b"\\x91\\xc0" * 100_000),
+    (from_msgpack, b"\\xc6\\x00\\x01\\x86\\xa0" + b"\\x91" * 100_000),
+    (from_msgpack, msgspec.msgpack.encode([[1.5, 300, -5, -300, 2**40, "x" * 300, b"y" * 70000, {"a": [None]}]] * 500)),
+):
+    try:
+        read(data, Any)
+        print("value")
+    except msgspec.DecodeError:
+        print("refused")
+try:
+    parse_json("[" * 100_000)
+except ValueError:
+    print("refused")
+"""
+
+
+@pytest.mark.process
+def test_a_script_that_raised_the_recursion_limit_does_not_crash() -> None:
+    """With a recursion limit of a million, as some scripts set it, nested bytes do not overflow the stack; a long value
+    that is not nested deeply is still read."""
+    done = subprocess.run([sys.executable, "-c", NESTS], check=False, capture_output=True, text=True, timeout=250)
+    expected = "refused refused value value value refused refused value value value refused"
+    assert done.stdout.split() == expected.split(), (done.returncode, done.stderr[-2000:])

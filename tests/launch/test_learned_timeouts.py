@@ -1,0 +1,70 @@
+"""Learned timeouts end no healthy run, and the next launch of the same command finds them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import outlast
+
+config = outlast.Config(
+    checkpoint=outlast.CheckpointConfig(directory="checkpoints", save_interval=5),
+    fault_tolerance=outlast.FaultToleranceConfig(calc_ft_timeouts=True, rank_section_timeouts={"evaluation": 100.0}),
+)
+run = outlast.init(config)
+total = int(open("total").read())
+for iteration in run.steps({"model": torch.nn.Linear(2, 2)}, total=total):
+    if iteration == 30 and not os.path.exists("killed"):
+        open("killed", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if iteration % 5 == 0:
+        with run.section("evaluation"):
+            time.sleep(1.6 if iteration == 35 else 0.001)
+    if iteration == 36:
+        time.sleep(2.5)
+"""
+
+
+def launch(folder: Path, *, total: int) -> str:
+    """Run the same command in a folder, up to an iteration; return its output."""
+    (folder / "total").write_text(str(total))
+    command = [sys.executable, "-m", "outlast", "run", "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_pauses_that_were_never_seen_before_end_no_cycle(tmp_path: Path) -> None:
+    """After a cycle of very short steps and evaluations, an evaluation and a step of some seconds are not taken for a
+    hang; the end suggests options, and the next launch of the same command enforces what was learned."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    output = launch(tmp_path, total=60)
+    assert "exceeded" not in output, output
+    assert "2 cycles" in output, output
+    assert "suggested timeouts, from the durations of this run: --ft-rank-section-timeouts=evaluation:" in output
+    learned = json.loads((tmp_path / "checkpoints" / "ft_state.json").read_text())["learned"]["sections"]
+    assert learned.keys() == {"setup", "step", "evaluation"}
+    assert min(learned.values()) == 10.0
+    again = launch(tmp_path, total=70)
+    assert "evaluation 100 s" in again
+    assert f"step {learned['step']:g} s" in again

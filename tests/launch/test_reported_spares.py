@@ -1,0 +1,48 @@
+"""Spares as they are reported: those that wait count, and one that is shut down has not ended the job."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from outlast.testing import Cluster
+
+WAITS = """
+import pathlib, sys, time
+from outlast.monitor import RankMonitor
+monitor = RankMonitor()
+deadline = time.monotonic() + 280
+while not pathlib.Path(sys.argv[1]).exists():
+    monitor.heartbeat()
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+monitor.finish()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_only_spares_that_wait_protect_a_run(tmp_path: Path) -> None:
+    """The line on a run's protection counts the spares that are there, and comes again when one joins or leaves; a
+    spare that is shut down reports that it has left the job, without an error and without a word on saves."""
+    script = tmp_path / "train.py"
+    script.write_text(WAITS)
+    with Cluster(
+        *(script, str(tmp_path / "end")), run_dir=tmp_path / "run", num_nodes=1, num_spares=1, num_started=1
+    ) as cluster:
+        cluster.wait_for("node loss no (none of up to 1 spare is here)", timeout_s=300)
+        spare = cluster.add_node("spare")
+        cluster.wait_for("node loss yes (1 spare)", timeout_s=300)
+        spare.signal(signal.SIGTERM)
+        assert spare.wait(300) == 128 + signal.SIGTERM
+        told = spare.output()
+        assert "node spare has left the job" in told
+        assert "this node held no slot, and the job continues without it" in told
+        assert "ERROR" not in told
+        assert "saved" not in told
+        (tmp_path / "end").touch()
+        assert cluster.agent(0).wait(300) == 0
+        lines = [line for line in cluster.agent(0).output().splitlines() if "protected:" in line]
+    assert [line.partition("node loss ")[2].partition(" ")[0] for line in lines[:2]] == ["no", "yes"]
