@@ -60,7 +60,8 @@ class IncidentKind(StrEnum):
     WRITER_LOST = "writer_lost"
     """The process that kept a node's checkpoint writer died; another one takes its place, with empty memory."""
     COPY_UNTRUSTED = "copy_untrusted"
-    """A copy led to invalid results soon after it was loaded; it and what descends from it is not loaded again."""
+    """A copy led to invalid results soon after it was loaded, and is not loaded again, nor is what descends from it;
+    or the same failure followed each load of it."""
     INVALID_RESULT = "invalid_result"
     """A result of a step was rejected; the evidence holds the diagnosis."""
     STRAGGLER = "straggler"

@@ -363,6 +363,65 @@ def test_restart_in_process_leaves_the_nodes_where_they_are() -> None:
     assert (verdict.rung, verdict.quarantine) == (Rung.REPLACE_NODE, ("a",))
 
 
+def _fails_again(
+    limits: Limits, *, loads: list[TierName | None], iteration: int = 23, types: tuple[str, ...] = ("ValueError",)
+) -> list[tuple[Rung, LadderState]]:
+    """Return what follows cycles that all fail after iteration 20 was committed, each after a load from a tier."""
+    state, steps = LadderState(), []
+    for cycle, tier in enumerate(loads):
+        load = None
+        if tier is not None:
+            load = Load(cycle=f"job-{cycle}", generation=20, attempt="job-0-aa.0", tier=tier, suspect_window=0)
+        cause = {"type": types[cycle % len(types)], "frame": "train.py:9 in step"}
+        incident = Incident(
+            kind=IncidentKind.WORKER_FAILED,
+            job="job",
+            cycle=cycle,
+            node="a",
+            rank=cycle % 2,
+            iteration=iteration,
+            exit_code=1,
+            evidence={"cause": cause},
+        )
+        end = CycleEnd(cycle=cycle, incident=incident, durable_iteration=20, progress_known=True, load=load)
+        state, verdict = decide(state, end, limits)
+        steps.append((verdict.rung, state))
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("limits", "at"),
+    [(Limits(), 2), (Limits(max_restarts=2), 1), (Limits(max_restarts=9, max_no_progress_cycles=5), 4)],
+    ids=["default", "two-restarts", "five-cycles"],
+)
+def test_the_last_restart_after_the_same_failure_loads_another_copy(limits: Limits, at: int) -> None:
+    """The same exception at the same iteration after each load of the same near copy: the last restart of the budget
+    excludes it, once, and says so; the restarts before it do not, and no budget grows."""
+    steps = _fails_again(limits, loads=[None, "memory", "replica", "local", "local", "global"])
+    assert [len(state.distrusted) for _, state in steps[: at + 1]] == [0] * at + [1]
+    (excluded,) = steps[at][1].distrusted
+    assert (excluded.generation, excluded.attempt, excluded.is_last_resort) == (20, "job-0-aa.0", True)
+    reason = steps[at][1].history[-1].reason
+    assert "the same failure at the same iteration after the same copy was loaded" in reason
+    assert "node-local copies of generation 20 are excluded" in reason
+    assert [rung for rung, _ in steps[: at + 2]] == [Rung.RESTART_WORKERS] * (at + 1) + [Rung.STOP]
+
+
+def test_other_failures_exclude_no_copy() -> None:
+    """Exceptions of two kinds in turn, a load from the global tier, and no load at all leave every copy as it is."""
+    assert not _fails_again(Limits(), loads=[None, *["memory"] * 3], types=("ValueError", "OSError"))[-1][1].distrusted
+    assert not _fails_again(Limits(), loads=[None, *["global"] * 3])[-1][1].distrusted
+    assert not _fails_again(Limits(), loads=[None] * 4)[-1][1].distrusted
+
+
+def test_who_starts_a_run_again_after_93_gets_its_copies_back() -> None:
+    """A copy that was excluded without proof is loaded again by the job that somebody starts after the stop."""
+    state = _fails_again(Limits(), loads=[None, *["memory"] * 3])[-1][1]
+    assert state.stopped_with == ExitReason.NO_PROGRESS
+    assert state.distrusted
+    assert not begin_job(state).distrusted
+
+
 CAUSES = [
     Cause(type="ValueError", text="token 50257 out of range", frame="data.py:29 in next_batch"),
     Cause(type="ValueError", text="token 50258 out of range", frame="data.py:29 in next_batch"),

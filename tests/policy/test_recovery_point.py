@@ -109,3 +109,14 @@ def test_a_generation_is_put_off_only_for_an_older_finite_one(
         assert (newest.generation, newest.attempt) in not_finite
         assert (chosen.generation, chosen.attempt) not in not_finite
         assert chosen.generation <= newest.generation
+
+
+@given(TABLE, REFUSED, st.data())
+def test_a_copy_of_last_resort_is_chosen_only_where_nothing_else_is(
+    table: list[set[Copy]], refused: dict[int, set[Copy]], data: st.DataObject
+) -> None:
+    """Without those copies the choice is what it would be if they did not exist; where that is nothing, they count."""
+    last = [data.draw(st.sets(st.sampled_from(sorted(held)))) if held else set() for held in table]
+    others = [held - left for held, left in zip(table, last, strict=True)]
+    chosen = choose_best_point(table, refused, last=last)
+    assert chosen == (choose_best_point(others, refused) or choose_best_point(table, refused))

@@ -61,6 +61,8 @@ class CheckpointManager:
     Thread: that of the training loop, for all methods.
     """
 
+    _reports_loads = True
+
     def __init__(self, config: CheckpointConfig) -> None:
         self._open(config, current_place(), None)
 
@@ -413,7 +415,9 @@ class CheckpointManager:
         self._branch = self._recovery.branches.begin(self._processes, attempt, restored.generation)
         if is_ours:
             self._start_from(loaded.committed, restored.generation)
-        self._outcomes.loaded(restored)
+        self._outcomes.skipped(restored)
+        if self._reports_loads:
+            self._outcomes.loaded(restored)
 
     def _start_from(self, committed: Committed, iteration: int) -> None:
         """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""
@@ -548,6 +552,25 @@ class CheckpointManager:
         """Give up what is not committed yet and end the lanes' threads; return whether they ended in time."""
         ended = self._near.stop(timeout_s)
         return (self._global is None or self._global.stop(timeout_s)) and ended
+
+
+class ReadingManager(CheckpointManager):
+    """A manager whose :meth:`load_latest` only reads; its caller reports whether training continues from the result."""
+
+    _reports_loads = False
+
+    def report_used(self, suspect_window: int) -> None:
+        """Report that training continues from what :meth:`load_latest` returned.
+
+        Args:
+            suspect_window: Iterations in which an invalid result casts doubt on it.
+        """
+        if self._restored is not None:
+            self._outcomes.loaded(self._restored, suspect_window=suspect_window)
+
+    def report_leaving(self, iteration: int, exit_code: int) -> None:
+        """Report that this process is about to end with an exit code, having done so many optimizer steps."""
+        self._outcomes.leaving(iteration, exit_code)
 
 
 def device_of(flat: FlatState) -> torch.device | None:

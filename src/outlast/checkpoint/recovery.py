@@ -42,6 +42,7 @@ from outlast.policy.recovery_point import (
     choose_recovery_point,
     is_distrusted,
     is_doubtful,
+    is_last_resort,
 )
 from outlast.runtime.random_numbers import restore_random
 
@@ -320,7 +321,10 @@ class CheckpointRecovery:
         resharded: set[str] = set()
         doubtful = [{copy for copy in copies if is_doubtful(copy, distrusted)} for copies in table.copies]
         put_off = table.not_finite if self._config.prefer_finite else set[tuple[int, str]]()
-        while (point := choose_best_point(table.copies, refused, doubtful=doubtful, not_finite=put_off)) is not None:
+        last = [{copy for copy in copies if is_last_resort(copy, distrusted)} for copies in table.copies]
+        while (
+            point := choose_best_point(table.copies, refused, doubtful=doubtful, not_finite=put_off, last=last)
+        ) is not None:
             proven, vote = self._prove_and_vote(prover, point, reshard=point.attempt in resharded)
             with contextlib.ExitStack() as unused:  # also when a peer leaves, or the generation does not fit
                 if proven is not None:
@@ -334,6 +338,7 @@ class CheckpointRecovery:
                             raise Mismatch(text, rank=rank)
                     assert proven is not None
                     unused.pop_all()
+                    rejected += _put_last(last, point)
                     if (point.generation, point.attempt) not in put_off:
                         rejected += _not_finite(table, refused, point, put_off)
                     newer = [rejection for rejection in rejected if rejection.generation >= point.generation]
@@ -438,6 +443,15 @@ def _committed(table: Table, refused: dict[int, set[Copy]], newest: int) -> Comm
             if generation <= newest:
                 committed.add(generation, tiers)
     return committed
+
+
+def _put_last(last: Sequence[set[Copy]], point: RecoveryPoint) -> Iterator[Rejection]:
+    """Name the copies that were not loaded because the same failure followed their load twice."""
+    for rank, copies in enumerate(last):
+        for copy in sorted(copies):
+            if point.copies[rank] not in copies:
+                error = Untrusted("the same failure followed its load twice at the same iteration")
+                yield reject(error, copy.generation, copy.tier, rank, f"attempt {copy.attempt}")
 
 
 def _not_finite(

@@ -325,13 +325,22 @@ class Outcomes:
 
     # -- loads -------------------------------------------------------------------------------------------------
 
-    def loaded(self, restored: Restored) -> None:
-        """A generation was loaded; newer copies may have been skipped."""
+    def skipped(self, restored: Restored) -> None:
+        """A generation was read; newer copies may have been skipped."""
         for rejection in restored.rejected:
             if rejection.rank == self._place.global_rank:
                 log.warning("skipped: %s", rejection)
                 evidence = {"generation": rejection.generation, "tier": rejection.tier, "file": rejection.file}
                 self._write_incident(IncidentKind.COPY_REJECTED, rejection.generation, str(rejection), **evidence)
+
+    def loaded(self, restored: Restored, *, suspect_window: int | None = None) -> None:
+        """Training continues from a generation.
+
+        Args:
+            restored: The generation.
+            suspect_window: Iterations after the load in which an invalid result casts doubt on it; ``None`` = as for
+                every load.
+        """
         tiers = ", ".join(f"{restored.tiers.count(name)} from {name}" for name in dict.fromkeys(restored.tiers))
         took = _seconds(restored.load_s)
         log.log(self._level, "loaded iteration %d in %s; tiers by rank: %s", restored.iteration, took, tiers)
@@ -351,9 +360,9 @@ class Outcomes:
             rejected=[str(rejection) for rejection in restored.rejected],
             load_s=restored.load_s,
         )
-        self.report_origin(restored)
+        self.report_origin(restored, suspect_window=suspect_window)
 
-    def report_origin(self, restored: Restored) -> None:
+    def report_origin(self, restored: Restored, *, suspect_window: int | None = None) -> None:
         """Report to the agent what the state goes back to, which is committed."""
         with self._lock:
             if self._page is None:
@@ -367,9 +376,16 @@ class Outcomes:
                         generation=restored.generation,
                         attempt=restored.attempt,
                         tier=Tier[tier_of_load(read).upper()],
-                        suspect_window=self._suspect_window,
+                        suspect_window=self._suspect_window if suspect_window is None else suspect_window,
                     )
                 )
+
+    def leaving(self, iteration: int, exit_code: int) -> None:
+        """Report to the agent that the process is about to end, after so many optimizer steps."""
+        with self._lock:
+            if self._page is not None:
+                self._page.set_iteration(iteration)
+                self._page.set_leaving(exit_code)
 
     def report_durable(self, iteration: int) -> None:
         """Report to the agent that a generation is committed, by this process or before it."""

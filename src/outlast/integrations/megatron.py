@@ -373,6 +373,66 @@ def maybe_wrap_for_inprocess_restart(
     return wrapped, None
 
 
+# -- Megatron-Core's re-run state machine --------------------------------------------------------------------------
+
+_RERUN = "megatron.core.rerun_state_machine"
+_TRACKERS = (
+    ("megatron.training.checkpointing", "get_checkpoint_tracker_filename"),
+    ("megatron.bridge.training.checkpointing", "get_checkpoint_tracker_filename"),
+    ("megatron.bridge.training.checkpointing", "get_checkpoint_train_state_filename"),
+)
+"""Functions that name the file in which a save records which checkpoint is the newest."""
+_note_rejection: Callable[[int, int], bool] | None = None
+
+
+def follow_rerun_machine(note: Callable[[int, int], bool]) -> None:
+    """Have an invalid result that Megatron-Core is going to end the process for reported first.
+
+    Megatron saves the state for a diagnosis then, as its newest checkpoint. Where that state descends from a copy that
+    is in doubt, the next start would load it in place of an older good one: the save keeps its files and does not
+    become the newest. Without Megatron-Core's re-run state machine in the process nothing is done.
+
+    Args:
+        note: Called with the number of optimizer steps done and the exit code, 16 or 17; returns whether the state is
+            in doubt. The one of the last call counts.
+    """
+    global _note_rejection
+    _note_rejection = note
+    machine = getattr(sys.modules.get(_RERUN), "RerunStateMachine", None)
+    if machine is None or hasattr(machine.should_checkpoint_and_exit, "__wrapped__"):
+        return
+    decide = machine.should_checkpoint_and_exit
+
+    @functools.wraps(decide)
+    def should_checkpoint_and_exit(self: Any) -> tuple[bool, bool, int]:
+        saves, exits, code = decide(self)
+        if exits and _note_rejection is not None and _note_rejection(self.current_iteration - 1, code) and saves:
+            _keep_trackers()
+        return saves, exits, code
+
+    machine.should_checkpoint_and_exit = should_checkpoint_and_exit
+
+
+def _keep_trackers() -> None:
+    """Have the next saves of this process, which is about to end, name another file as their tracker."""
+    kept = False
+    for module_name, function_name in _TRACKERS:
+        module = sys.modules.get(module_name)
+        name_file = getattr(module, function_name, None)
+        if name_file is None:
+            continue
+        is_tracker = function_name == "get_checkpoint_tracker_filename"
+
+        def name_other(*args: Any, _name_file: Any = name_file, _is_tracker: bool = is_tracker, **kwargs: Any) -> str:
+            path: str = _name_file(*args, **kwargs)
+            return f"{path}.diagnostic" if _is_tracker or len(args) + len(kwargs) > 1 else path
+
+        setattr(module, function_name, functools.wraps(name_file)(name_other))
+        kept = True
+    if kept:
+        log.warning("the checkpoint that is saved now is for diagnosis: it does not become the newest one")
+
+
 # -- Bridge's loop -------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,9 @@ The exit code of a stop shows a scheduler whether trying again can help: 93 when
 again and got no further; 1 when nothing was tried (``max_restarts=0``), when the progress is unknown, or when
 the last cycle did get further and only the total is spent.
 
+Where a worker fails in the same way at the same iteration after the same near copy was loaded, the last restart that a
+budget leaves loads another copy (``policy.recovery_point``).
+
 A result that a worker judged invalid (exit codes 16 and 17, :func:`find_remedy`) has remedies of its own, within the
 same budgets. Exit code 16 asks to have the result run again before it is judged. In this order:
 
@@ -66,7 +69,7 @@ from outlast.decoding import convert
 from outlast.errors import ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
 from outlast.policy.causes import is_deterministic
-from outlast.policy.recovery_point import Distrusted, Judgement, Load, judge, settle
+from outlast.policy.recovery_point import Distrusted, Judgement, Load, exclude_after_failure, judge, settle
 from outlast.policy.rerun import Diagnosis, Finding, InvalidResultCase, Replay
 from outlast.wording import count
 
@@ -180,6 +183,16 @@ class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """When it was decided, ISO 8601 in UTC; whoever writes the file fills it in, and no decision reads it."""
 
 
+class FailedCycle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a cycle failed, to be compared with how the next one does."""
+
+    what: str
+    """The kind of failure, the exit code, and the exception's type and line."""
+    iteration: int
+    load: Load | None = None
+    durable_iteration: int | None = None
+
+
 class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """What the ladder remembers from cycle to cycle and from job to job."""
 
@@ -211,6 +224,8 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     of ``ladder.json`` to trust its copy again."""
     cases: tuple[InvalidResultCase, ...] = ()
     """Invalid results that no verdict was found for yet, and what was tried to find one."""
+    failure: FailedCycle | None = None
+    """How the newest cycle failed; ``None`` = in a way that is not compared."""
     replay: Replay | None = None
     """What the newest cycle was, or the next one is, started to replay; ``None`` = it trains as usual."""
     finished: bool = False
@@ -264,7 +279,9 @@ def begin_job(state: LadderState) -> LadderState:
         cases=cases,
     )
     if state.stopped_with in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
-        distrusted = tuple(msgspec.structs.replace(one, settled=True) for one in state.distrusted)
+        distrusted = tuple(
+            msgspec.structs.replace(one, settled=True) for one in state.distrusted if not one.is_last_resort
+        )
         state = msgspec.structs.replace(
             state, cycles_without_progress=0, restarts_total=0, distrusted=distrusted, cases=()
         )
@@ -508,9 +525,14 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
             if end.is_slow_rank:
                 verdict = judge_slow_rank(state, end, limits)
             else:
-                verdict = _judge(state, before, end, end.incident, limits, progressed=progressed)
+                excluded = _exclude_copy(state, end, limits)
+                verdict = _judge(state, before, end, end.incident, limits, progressed=progressed, excluded=excluded)
+                if excluded is not None and verdict.rung != Rung.STOP:
+                    state = msgspec.structs.replace(state, distrusted=(*state.distrusted, excluded)[-MAX_HISTORY:])
             if ends_cycle:
                 state = drop_replay(state)
+        if ends_cycle:
+            state = msgspec.structs.replace(state, failure=_failure_of(end) if found is None else None)
         if verdict.rung != Rung.STOP:
             state = msgspec.structs.replace(
                 state,
@@ -614,6 +636,7 @@ def _judge(
     limits: Limits,
     *,
     progressed: bool,
+    excluded: Distrusted | None,
 ) -> Verdict:
     what = incident.describe()
     if end.exit_code == ExitReason.NO_PROGRESS:
@@ -633,10 +656,51 @@ def _judge(
         reason = "; ".join(filter(None, (what, spent, source)))
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=exit_code)
     rung, action, quarantine = _remedy(state, end, incident, limits)
+    if excluded is not None:
+        reason = (
+            f"{what}; this is the same failure at the same iteration after the same copy was loaded: the node-local "
+            f"copies of generation {excluded.generation} are excluded, {action}; the workers load another copy "
+            f"({count_of_restart(state, limits)})"
+        )
+        return Verdict(rung=rung, reason=reason, quarantine=quarantine)
     restores = state.progress_known and not end.recovered_in_process  # else the state may have been kept in memory
     where = f", resuming {resume_point(state)}" if restores else ""
     reason = f"{what}; {action}{where} ({count_of_restart(state, limits)})"
     return Verdict(rung=rung, reason=reason, quarantine=quarantine)
+
+
+def _failure_of(end: CycleEnd) -> FailedCycle | None:
+    """Return how a cycle failed; ``None``: not by a worker, or it is not known how far that worker was."""
+    incident = end.incident
+    kinds = (IncidentKind.WORKER_FAILED, IncidentKind.WORKER_DIED, IncidentKind.WORKER_HUNG)
+    if incident is None or incident.kind not in kinds or incident.iteration is None:
+        return None
+    what, cause = [incident.kind, str(incident.exit_code)], incident.cause
+    if cause is not None:
+        what += [cause.type, cause.frame]
+    return FailedCycle(
+        what=" ".join(what), iteration=incident.iteration, load=end.load, durable_iteration=end.durable_iteration
+    )
+
+
+def _exclude_copy(state: LadderState, end: CycleEnd, limits: Limits) -> Distrusted | None:
+    """Return the copy to exclude for the last restart that a budget leaves.
+
+    The failure must be that of the cycle before, at the same iteration, and both cycles must have trained from the same
+    copy: loaded it from a node-local tier, or saved it.
+    """
+    before, now, load = state.failure, _failure_of(end), end.load
+    if before is None or now is None or load is None or end.recovered_in_process:
+        return None
+    if (before.what, before.iteration) != (now.what, now.iteration):
+        return None
+    if before.load is not None and before.load.attempt == load.attempt:
+        is_same_copy = before.load.tier != _GLOBAL
+    else:
+        is_same_copy = before.durable_iteration == load.generation
+    if not is_same_copy or not is_last_restart(state, limits):
+        return None
+    return exclude_after_failure(load, now.iteration, known=state.distrusted)
 
 
 def repeats_failure(state: LadderState, end: CycleEnd) -> bool:

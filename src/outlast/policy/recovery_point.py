@@ -26,6 +26,11 @@ Lineage has two sources. A manifest names the attempt that its processes had loa
 distrusted copy taints whatever it saved, even where a link between was deleted since. A copy from the global tier may
 be sound where the near ones of the same attempt are not, so what was saved after *it* was loaded is not tainted.
 
+**The same failure twice.** An exception, a crash or a hang may be a copy's fault, too. Where the same failure follows
+the load of the same near copy twice at the same iteration, and one restart is left, the generation's near copies are
+put last (:func:`exclude_after_failure`): the last restart takes another tier. Nothing proves them bad, so they are
+loaded all the same where nothing else is left.
+
 It comes to an end: a copy is distrusted once, :data:`MAX_OPEN` judgements may be open, one of them of the global tier.
 One is settled when training committed a generation beyond the iteration at which the result had been invalid.
 
@@ -125,6 +130,7 @@ def choose_best_point(
     *,
     doubtful: Copies = (),
     not_finite: Collection[tuple[int, str]] = (),
+    last: Copies = (),
 ) -> RecoveryPoint | None:
     """Choose as :func:`choose_recovery_point`, but what there are reasons against only if nothing else is left.
 
@@ -134,10 +140,15 @@ def choose_best_point(
         doubtful: For each rank, copies that are loaded if there are no others; empty = none.
         not_finite: Iteration and attempt of the generations that hold numbers that are infinite or NaN; they are loaded
             if there are no others, be those doubtful or not.
+        last: For each rank, copies that are loaded only where nothing else is complete; empty = none.
 
     Returns:
         The choice; ``None`` when nothing is complete that nobody refused.
     """
+    if any(last):
+        without = {rank: {*refused.get(rank, ()), *last[rank]} for rank in range(len(copies))}
+        if (point := choose_best_point(copies, without, doubtful=doubtful, not_finite=not_finite)) is not None:
+            return point
     unsure = [set(doubtful[rank]) if doubtful else set() for rank in range(len(copies))]
     infinite = [{copy for copy in held if (copy.generation, copy.attempt) in not_finite} for held in copies]
     for left_out in ((unsure, infinite), (infinite,), (unsure,), ()):
@@ -185,6 +196,9 @@ class Distrusted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     descendants count."""
     settled: bool = False
     """Training has since committed a generation beyond ``iteration``."""
+    is_last_resort: bool = False
+    """No result proves it bad: the same failure followed its load twice. It is loaded only where nothing else is left,
+    and what descends from it counts as before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +231,7 @@ def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distruste
         known: What is distrusted already.
         loads: What earlier cycles of the run loaded.
     """
+    known = [one for one in known if not one.is_last_resort]
     if load is None or iteration is None:
         why = f"{len(known)} copies being distrusted already" if known else "so no copy can be at fault"
         return Judgement(distrusted=None, reason=f"nothing was loaded, {why}")
@@ -250,6 +265,30 @@ def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distruste
     )
 
 
+def exclude_after_failure(load: Load, iteration: int, *, known: Sequence[Distrusted]) -> Distrusted | None:
+    """Return what is not loaded again after the same failure has followed the load of the same copy twice.
+
+    Args:
+        load: What the cycle loaded.
+        iteration: Number of optimizer steps done at the failure.
+        known: What is excluded already.
+
+    Returns:
+        The generation's node-local copies; ``None``: it came from the global tier, or they are excluded already.
+    """
+    if load.tier == _GLOBAL or any(one.attempt == load.attempt for one in known):
+        return None
+    return Distrusted(
+        generation=load.generation,
+        attempt=load.attempt,
+        tier=load.tier,
+        iteration=iteration,
+        cycle=load.cycle,
+        why=f"the same failure at iteration {iteration} after each load of it from the {load.tier} tier",
+        is_last_resort=True,
+    )
+
+
 def settle(known: Sequence[Distrusted], durable_iteration: int | None) -> tuple[Distrusted, ...]:
     """Return what is distrusted after a cycle whose end cast no doubt on what it had loaded.
 
@@ -274,7 +313,17 @@ def is_distrusted(copy: Copy, lineage: Mapping[str, str | None], distrusted: Ite
         distrusted: What is distrusted.
     """
     ancestors = list(_ancestry(copy.attempt, lineage))
-    return any(_covers(one, copy, ancestors) for one in distrusted)
+    return any(_covers(one, copy, ancestors) for one in distrusted if not one.is_last_resort)
+
+
+def is_last_resort(copy: Copy, distrusted: Iterable[Distrusted]) -> bool:
+    """Return whether a copy is loaded only where nothing else is left, as the same failure followed its load twice.
+
+    Args:
+        copy: Some rank's copy of a generation.
+        distrusted: What is distrusted.
+    """
+    return copy.tier != Tier.GLOBAL and any(one.is_last_resort and one.attempt == copy.attempt for one in distrusted)
 
 
 def is_doubtful(copy: Copy, distrusted: Iterable[Distrusted]) -> bool:

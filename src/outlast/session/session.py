@@ -44,6 +44,7 @@ from outlast.incidents import EventKind
 from outlast.monitor.rank_monitor import PlacedRankMonitor, SectionTimer
 from outlast.policy.causes import OWN_VERDICTS
 from outlast.policy.deadlines import CHECKPOINTING
+from outlast.policy.recovery_point import decode_distrusted
 from outlast.runtime import postmortem
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
@@ -338,7 +339,7 @@ class Session:
             except Untrusted as error:
                 if self._refusal is not None:
                     self._leave_refused()
-                if self._place.untrusted is None:
+                if all(one.is_last_resort for one in decode_distrusted(self._place.untrusted)):
                     raise
                 self._log(logging.ERROR, "no trusted generation is left: %s", error)
                 self._exit(ExitReason.FAILED_VALIDATION)

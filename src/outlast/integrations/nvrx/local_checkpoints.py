@@ -7,6 +7,8 @@ the same iteration, and a copy that is missing or damaged comes from another nod
 A tensor-aware state dict is an arbitrary Python object. Its tensors are saved as tensors; what is left of it, *hollow*,
 is pickled, and read back by an unpickler that only knows the classes such state consists of (:func:`allow_class`), as
 whoever can write to the folder could otherwise have it run any code. It is tried at the save already.
+
+One module because the manager, the state that it saves and the requests that it returns are one API.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from outlast.checkpoint.manager import CheckpointManager
+from outlast.checkpoint.manager import ReadingManager
 from outlast.checkpoint.places import Peers
 from outlast.checkpoint.save import SaveHandle
 from outlast.config import CheckpointConfig
 from outlast.config.base import require
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.call import current_handle
+from outlast.integrations.megatron import follow_rerun_machine
 from outlast.runtime.random_numbers import capture_random, restore_random
 
 log = logging.getLogger(__name__)
@@ -543,20 +546,23 @@ class LocalCheckpointManager(BaseCheckpointManager):
         super().__init__(session_id, repl_strategy)
         self.root_local_ckpt_dir = root_local_ckpt_dir
         plan = repl_strategy.plan() if repl_strategy is not None else None
-        self._config = CheckpointConfig(
+        config = CheckpointConfig(
             local_directory=str(self.local_ckpt_dir),
             replication=plan is not None,
             replication_jump=None if plan is None else plan.jump,
             replication_factor=2 if plan is None else plan.factor,
-            suspect_window=0,  # keep what NVRx keeps, and one more
             resume_from_other_run=True,  # the session names the training here, over all jobs
         )
-        self._manager: CheckpointManager | None = None
+        self._suspect_window = config.suspect_window
+        self._config = dataclasses.replace(config, suspect_window=0)  # keep what NVRx keeps, and one more
+        self._manager: ReadingManager | None = None
         self._stage = _ManagerStage.FRESH
         self._locks: _Locks | None = None
         self._found: tuple[TensorAwareStateDict, LocalCheckpointID] | None = None
         self._loaded_iteration = NOT_FOUND
         """What was loaded, and not saved over since."""
+        self._suspect = NOT_FOUND
+        """What :meth:`load` returned last."""
 
     @property
     def local_ckpt_dir(self) -> Path:
@@ -592,7 +598,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
         if self._found is None:
             raise CheckpointingException("there is nothing to load; call find_latest() first, and load() once after it")
         found, self._found, self._stage = self._found, None, _ManagerStage.READY
-        self._loaded_iteration = found[1].iteration
+        self._loaded_iteration = self._suspect = found[1].iteration
+        if self._manager is not None:
+            self._manager.report_used(self._suspect_window)
+        follow_rerun_machine(self._note_rejection)
         return found
 
     def save(self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool = False) -> Any:
@@ -646,20 +655,20 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     # -- the engine --------------------------------------------------------------------------------------------
 
-    def _open_afresh(self) -> CheckpointManager:
+    def _open_afresh(self) -> ReadingManager:
         """Return a manager that has neither looked nor saved, once what the last one had under way is decided."""
         if self._manager is not None and self._stage is not _ManagerStage.FRESH:
             with contextlib.suppress(CheckpointError):  # what became of a save is its handle's to say
                 self._manager.wait()
             self.close()
         if self._manager is None:
-            self._manager, self._stage = CheckpointManager(self._config), _ManagerStage.FRESH
+            self._manager, self._stage = ReadingManager(self._config), _ManagerStage.FRESH
             if (call := current_handle()) is not None:
                 call.on_leave(self.close)
         self._manager.claim()
         return self._manager
 
-    def _open_for_saving(self, iteration: int) -> CheckpointManager:
+    def _open_for_saving(self, iteration: int) -> ReadingManager:
         if self._manager is None or self._stage in (_ManagerStage.FRESH, _ManagerStage.FOUND):
             # Training resumes from elsewhere, such as a global checkpoint: what lies here is not its origin.
             self._open_afresh().go_on({"part": _SavedPart()}, max(0, iteration - 1), None)
@@ -702,6 +711,12 @@ class LocalCheckpointManager(BaseCheckpointManager):
             self._stage = _ManagerStage.READY  # it was only looked at once more
         self.latest_iteration = restored.iteration
         self._found = found, LocalCheckpointID(restored.iteration, self.rank, self.session_id)
+
+    def _note_rejection(self, iteration: int, exit_code: int) -> bool:
+        """Report an invalid result of Megatron's step; return whether it casts doubt on what :meth:`load` returned."""
+        if self._manager is not None:
+            self._manager.report_leaving(iteration, exit_code)
+        return 0 <= iteration - self._suspect <= self._suspect_window
 
     def _log_refusal(self, text: str) -> None:
         if self.rank == 0:
