@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -196,6 +197,28 @@ def test_a_refused_second_start_leaves_the_journal_alone(tmp_path: Path) -> None
         assert [event.kind for event in cluster.events()] == before
         (tmp_path / "enough").touch()
         assert cluster.agents[0].wait(timeout_s=PATIENCE_S) == 0
+
+
+@pytest.mark.slow
+def test_an_agent_that_arrives_after_its_job_starts_no_other(tmp_path: Path) -> None:
+    """An agent that was still starting when the job of its run ended exits with that job's code: the script, which has
+    no session, does not run a second time."""
+    script, runs = tmp_path / "train.py", tmp_path / "runs"
+    script.write_text("import sys\nopen(sys.argv[1], 'a').write('run\\n')\n")
+    options = {"num_nodes": 1, "num_spares": 1, "num_started": 0, "nproc_per_node": 1}
+    with Cluster(script, str(runs), run_dir=tmp_path / "run", **options) as cluster:  # type: ignore[arg-type]
+        host, _, port = cluster.endpoint.partition(":")
+        with socket.create_server((host, int(port))) as listener:
+            listener.settimeout(PATIENCE_S)
+            late = cluster.add_node("late")
+            connection, _ = listener.accept()  # it looks who is there, and waits for an answer
+            os.kill(late.pid, signal.SIGSTOP)
+            connection.close()
+        assert cluster.add_node("first").wait(timeout_s=PATIENCE_S) == 0
+        os.kill(late.pid, signal.SIGCONT)
+        assert late.wait(timeout_s=PATIENCE_S) == 0, late.tail()
+        assert "ended while this agent was starting" in late.output()
+        assert runs.read_text() == "run\n"
 
 
 def test_a_job_that_is_refused_before_it_began_leaves_no_trace(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outlast.errors import ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
-from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
+from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide, find_outcome
 from outlast.policy.recovery_point import Load, TierName
 
 
@@ -269,6 +269,18 @@ def test_zero_node_faults_never_quarantines() -> None:
     state = LadderState(node_faults={"a": 99})
     _, verdict = decide(state, CycleEnd(cycle=0, incident=died("a"), num_spares=2), Limits(max_node_faults=0))
     assert (verdict.rung, verdict.quarantine) == (Rung.RESTART_WORKERS, ())
+
+
+def test_the_outcome_of_a_job_is_known_once_it_ended() -> None:
+    """A state tells how its job ended: finished, stopped, or requeued; not while the job continues."""
+    restarted, _ = decide(LadderState(), CycleEnd(cycle=0, incident=died("a")), Limits())
+    finished, _ = decide(restarted, CycleEnd(cycle=1, incident=None, finished=True), Limits())
+    stopped, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=died("a")), Limits(max_restarts=0))
+    left, _ = decide(LadderState(), CycleEnd(cycle=0, incident=None, preempted=True, preempted_saved=True), Limits())
+    assert find_outcome(LadderState()) is find_outcome(restarted) is find_outcome(begin_job(stopped)) is None
+    assert (find_outcome(finished) or ())[0] == ExitReason.FINISHED
+    assert find_outcome(stopped) == (ExitReason.FAILED, verdict.reason)
+    assert (find_outcome(left) or ())[0] == ExitReason.PREEMPTED
 
 
 def test_next_job_remembers_missing_progress() -> None:

@@ -82,6 +82,7 @@ class Coordinator:
         learn: Called with a cycle's number, what its nodes observed, and the timeouts exceeded in it (``None``: it
             finished).
         tell_time: Returns the time for people, for what the ladder remembers.
+        stop: Why the job is over before it begins; ``None``: it begins, unless the run is finished.
 
     Thread: one.
     """
@@ -95,6 +96,7 @@ class Coordinator:
         remember: Callable[[LadderState], None],
         learn: Callable[[int, list[Observation], list[Expired] | None], None],
         tell_time: Callable[[], str] = str,
+        stop: m.Stop | None = None,
     ) -> None:
         self.settings = settings
         self._ladder = LadderClient(state, settings.limits, record=record, remember=remember, tell_time=tell_time)
@@ -104,10 +106,12 @@ class Coordinator:
         """The newest cycle that nodes took a place in under other coordinators: its number is not given again."""
         self.phase = m.JobPhase.ADOPTING if settings.former_host is not None else m.JobPhase.FORMING
         self.nodes = Nodes(settings.num_slots)
-        self.stop: m.Stop | None = None
-        if state.finished:
+        if stop is None and state.finished:
             reason = "an earlier job finished this run; to train again, name another --run-dir"
-            self.phase, self.stop = m.JobPhase.OVER, m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
+            stop = m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
+        self.stop = stop
+        if stop is not None:
+            self.phase = m.JobPhase.OVER
         self._record, self._learn = record, learn
         self._noted_forming: tuple[int, bool] | None = None
         self._ending: CycleEnding | None = None

@@ -37,7 +37,7 @@ from outlast.launch.agent_events import Mailbox
 from outlast.launch.control import JobIdentity, serve_handshake
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.membership import JobSettings
-from outlast.launch.verdicts import load_ladder, save_ladder
+from outlast.launch.verdicts import describe_last_job, load_ladder, save_ladder
 from outlast.monitor.watchdog import FILE_NAME, LearnedTimeouts
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
@@ -116,7 +116,9 @@ class CoordinatorServer:
         self._unwritten: LadderState | None = None
         """What ``ladder.json`` could not take; it is tried again."""
         self._writes_again_s = 0.0
-        state = load_ladder(identity.run_dir, is_new_job=settings.former_host is None, is_named=settings.is_named)
+        is_new_job = settings.former_host is None
+        state = load_ladder(identity.run_dir, is_new_job=is_new_job, is_named=settings.is_named)
+        stop = describe_last_job(identity.run_dir, settings.last_job) if is_new_job else None
         self._coordinator = Coordinator(
             settings,
             msgspec.structs.replace(state, job=settings.job),
@@ -124,6 +126,7 @@ class CoordinatorServer:
             remember=self._remember,
             learn=self._learn,
             tell_time=self._journal.tell_time,
+            stop=stop,
         )
         self.leader = secrets.token_hex(4)
         """Names this life of the coordinator."""

@@ -139,6 +139,8 @@ class JobSettings:
     """The least that this coordinator may begin with."""
     host_is_dead: bool = False
     """The agent that hosted the coordinator before is gone for certain."""
+    last_job: str = ""
+    """The run's last job when the agent of this coordinator began; empty: none is remembered."""
 
 
 def name_job(allocation: str | None, state: LadderState) -> str:

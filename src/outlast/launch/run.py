@@ -145,7 +145,7 @@ def launch(options: RunOptions) -> int:
 def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics: MetricsEndpoint | None) -> int:
     started_s = clock.now_s()
     startup = _StartUp()
-    remembered = load_ladder(options.run_dir, is_new_job=True)  # one that cannot be used is refused before all else
+    remembered = load_ladder(options.run_dir, is_new_job=False)  # one that cannot be used is refused before all else
     identity = _identify(options)
     _check_endpoints(parse_endpoints(options.endpoints), identity, options.resolve_timeout_s)
     if identity.key.source is KeySource.RUN_ID:
@@ -194,7 +194,15 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
                 WorkerLaunch(options=options, kind=kind, argv=argv, env=base_env, spec=spec, logs=logs_specs),
                 workers=NodeWorkers(zygote, new_zygote),
                 writer=writer,
-                client=_make_client(options, identity, lease, job, mailbox, nproc=spec.local_world_size),
+                client=_make_client(
+                    options,
+                    identity,
+                    lease,
+                    mailbox,
+                    new_job=job,
+                    last_job=remembered.job,
+                    nproc=spec.local_world_size,
+                ),
                 checkups=checkups,
                 memory=memory,
                 mailbox=mailbox,
@@ -449,7 +457,14 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
 
 
 def _make_client(
-    options: RunOptions, identity: JobIdentity, lease: Lease, new_job: str, mailbox: Mailbox[object], *, nproc: int
+    options: RunOptions,
+    identity: JobIdentity,
+    lease: Lease,
+    mailbox: Mailbox[object],
+    *,
+    new_job: str,
+    last_job: str,
+    nproc: int,
 ) -> CoordinatorClient:
     """Return the connection to the coordinator, which hosts it if no other agent does; it is not started.
 
@@ -457,8 +472,9 @@ def _make_client(
         options: The launcher's options.
         identity: What all agents of the job have in common.
         lease: On the run directory.
-        new_job: Name of the job, if none is in progress.
         mailbox: The agent's.
+        new_job: Name of the job, if none is in progress.
+        last_job: The run's last job when this agent began.
         nproc: Workers of this node.
     """
     from outlast.launch.coordinator_client import ControlLink, CoordinatorClient, HostSettings, LinkFailed
@@ -484,6 +500,7 @@ def _make_client(
         beat_interval_s=beat_interval_s,
         start_timeout_s=START_S + ft.gpu_memory_reclaim_timeout,
         host=options.node_name,
+        last_job=last_job,
     )
 
     def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:

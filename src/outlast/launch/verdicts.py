@@ -473,6 +473,24 @@ def load_ladder(run_dir: Path | None, *, is_new_job: bool, is_named: bool = True
     return begin_run(state) if state.finished and not is_named else begin_job(state)
 
 
+def describe_last_job(run_dir: Path | None, known: str) -> m.Stop | None:
+    """Return how a job of the run ended while this agent was starting, to take part in it.
+
+    Args:
+        run_dir: The run directory; ``None`` = nothing is kept.
+        known: The run's last job when this agent began.
+
+    Raises:
+        ConfigError: The file is there and is no ladder state.
+    """
+    state = load_ladder(run_dir, is_new_job=False)
+    outcome = ladder.find_outcome(state) if state.job != known else None
+    if outcome is None:
+        return None
+    code, reason = outcome
+    return m.Stop(exit_code=code, reason=f"job {state.job} of this run ended while this agent was starting: {reason}")
+
+
 def save_ladder(run_dir: Path, state: LadderState) -> None:
     """Write the file: whole and durable, or not at all.
 

@@ -288,6 +288,18 @@ def begin_job(state: LadderState) -> LadderState:
     return msgspec.structs.replace(state, stopped_with=None)
 
 
+def find_outcome(state: LadderState) -> tuple[int, str] | None:
+    """Return how the job that wrote the state ended: exit code and reason; ``None``: it did not, as far as is known."""
+    if not state.history:
+        return None
+    newest = state.history[-1]
+    if state.finished:
+        return ExitReason.FINISHED, newest.reason
+    if newest.rung == Rung.REQUEUE_JOB:
+        return ExitReason.PREEMPTED, newest.reason
+    return None if state.stopped_with is None else (state.stopped_with, newest.reason)
+
+
 def begin_run(state: LadderState) -> LadderState:
     """Return the state of a new run in the directory of a finished one: all budgets afresh.
 
