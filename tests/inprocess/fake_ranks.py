@@ -21,10 +21,11 @@ from outlast import clock
 from outlast.errors import DeadlineExceeded
 from outlast.inprocess.protocol import MonitorTask
 from outlast.policy.inprocess_protocol import RestartLimits
+from outlast.runtime.run_key import make_offer
 from outlast.testing import RankProcesses
 
 TIMEOUT_S = 100.0
-TOKEN = "5e" * 16
+TOKEN = make_offer()
 TRAITS = {"dumb", "hang", "stubborn", "unready"}
 SAID = '{"what": '
 _PIDFD_GETFD = 438

@@ -17,6 +17,7 @@ from outlast.inprocess.hub import Hub, order_candidates
 from outlast.inprocess.hub_client import HubClient
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_protocol import RestartLimits
+from outlast.runtime.run_key import make_offer
 from outlast.runtime.wire import Handshake, ProtocolError, encode_frame
 
 NUM = 64
@@ -283,7 +284,7 @@ def test_a_hub_that_outlives_its_rank_does_not_spin() -> None:
     selector = selectors.DefaultSelector()
     client = HubClient(selector, TASK, on_order=lambda _: None, on_candidates=lambda _: None)
     try:
-        client.connect(m.Connect(hub=client.address, offer="a" * 32))
+        client.connect(m.Connect(hub=client.address, offer=make_offer()))
         client.end(m.Gone(fault=p.RankFault(initial_rank=0, restart_count=0, kind=p.RankFaultKind.DIED)))
         later_s = clock.now_s() + 5.0
         assert not client.is_done

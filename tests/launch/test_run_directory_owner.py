@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outlast.errors import ExitReason
+from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import EventKind
 from outlast.launch.agent_events import Mailbox
 from outlast.launch.options import parse_options
@@ -24,6 +25,7 @@ from outlast.launch.run import may_write, own_run_directory
 from outlast.policy.lease import LeaseOwner
 from outlast.runtime.lease import FolderRecords, Lease, decode_owner, encode_owner
 from outlast.runtime.processes import this_process
+from outlast.status.evidence import gather
 from outlast.testing import Cluster
 
 pytestmark = [pytest.mark.process]
@@ -219,6 +221,26 @@ def test_an_agent_that_arrives_after_its_job_starts_no_other(tmp_path: Path) -> 
         assert late.wait(timeout_s=PATIENCE_S) == 0, late.tail()
         assert "ended while this agent was starting" in late.output()
         assert runs.read_text() == "run\n"
+
+
+@pytest.mark.slow
+def test_a_removed_run_directory_is_reported(tmp_path: Path) -> None:
+    """The run directory is emptied while a run uses it: the agent reports it, `outlast status` names the run, training
+    continues, and what happens later is recorded in a new journal."""
+    script, run_dir = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(
+        "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.02)\n"
+    )
+    with Cluster(script, str(tmp_path / "enough"), run_dir=run_dir, num_nodes=1, nproc_per_node=1) as cluster:
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=PATIENCE_S)
+        for name in ("journal", "owner"):
+            shutil.rmtree(run_dir / name)
+        cluster.wait_for("was removed or emptied while this run uses it", timeout_s=PATIENCE_S)
+        with pytest.raises(ConfigError, match=f"run {cluster.run_id} .* uses it.* removed or emptied"):
+            gather(run_dir)
+        (tmp_path / "enough").touch()
+        assert cluster.wait(timeout_s=PATIENCE_S) == [0], cluster.tails()
+        assert EventKind.JOB_ENDED in {event.kind for event in cluster.events()}
 
 
 def test_a_job_that_is_refused_before_it_began_leaves_no_trace(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def _show_metrics(options: RunOptions) -> AbstractContextManager[MetricsEndpoint
 def _describe_totals(options: RunOptions, job: str) -> str:
     try:
         return f" ({in_time(options.run_dir, partial(summarise, options.run_dir, job), _TOTALS_S).describe()})"
-    except TimeoutError as error:
+    except (ConfigError, OSError) as error:  # removed meanwhile, or a disk that hangs
         log.warning("the journals in %s cannot be read: %s", options.run_dir, error)
         return ""
 

@@ -21,8 +21,10 @@ import fcntl
 import json
 import logging
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +79,8 @@ class Journal:
         self.path: Path | None = None
         self._file: _JournalWriter | None = None
         if run_dir is not None:
-            self.path = Path(run_dir) / "journal" / f"{clean_name(job)}-{clean_name(node)}-{clean_name(proc)}.jsonl"
-            self._file = _JournalWriter(self.path, self._describe_lost)
+            self.path = self._path_of(run_dir, 1)
+            self._file = _JournalWriter(partial(self._path_of, run_dir), self._describe_lost)
 
     @property
     def num_lost(self) -> int:
@@ -130,6 +132,12 @@ class Journal:
             data=data,
         )
 
+    def _path_of(self, run_dir: str | os.PathLike[str], number: int) -> Path:
+        """Return the path of a file of this name; the first has no number."""
+        which = "" if number == 1 else f".{number}"
+        name = f"{clean_name(self.job)}-{clean_name(self.node)}{which}-{clean_name(self.proc)}.jsonl"
+        return Path(run_dir) / "journal" / name
+
     def _describe_lost(self, num: int) -> bytes:
         return _encode(self._event(EventKind.EVENTS_LOST, cycle=None, rank=None, iteration=None, data={"num": num}))
 
@@ -145,21 +153,24 @@ class _JournalWriter(QueuedWriter):
     """The file of a journal.
 
     Args:
-        path: The file; its folder is made.
+        path_of: Returns the path of the file with a number, from 1; the folder is made. The first file is used that no
+            other process holds.
         describe_lost: Returns the line which tells that so many are lost.
 
     Raises:
         OSError: The path cannot be used.
     """
 
-    def __init__(self, path: Path, describe_lost: Callable[[int], bytes]) -> None:
-        self._path, self._describe_lost = path, describe_lost
-        self._state = OptionalFile("events of the journal", path, "they are lost until there is room")
+    def __init__(self, path_of: Callable[[int], Path], describe_lost: Callable[[int], bytes]) -> None:
+        self._path_of, self._describe_lost = path_of, describe_lost
+        self._path = path_of(1)
+        self._state = OptionalFile("events of the journal", self._path, "they are lost until there is room")
         self.num_lost = 0
         self._num_untold = 0
         """Number of lost lines that the journal does not report yet."""
         self._fd, self._is_torn = -1, False
         self._open_error: OSError | None = None
+        _writers.add(self)
         super().__init__("outlast-journal", patience_s=PATIENCE_S, max_lines=MAX_QUEUED)
         if isinstance(error := self._open_error, OSError):
             raise error
@@ -184,9 +195,12 @@ class _JournalWriter(QueuedWriter):
     def _put(self, line: bytes) -> None:
         """Write one line, and then how many before it were lost. Blocks: as long as the disk does."""
         try:
+            if self._fd >= 0 and os.fstat(self._fd).st_nlink == 0:
+                log.debug("journal %s was removed; it begins again", self._path)
+                self._free()
             if self._fd < 0:
                 make_private_folder(self._path.parent)
-                self._fd = _open_alone(self._path)
+                self._fd, self._path = _open_alone(self._path_of)
                 self._is_torn = _ends_torn(self._fd)
         except OSError as error:
             if line:
@@ -224,20 +238,35 @@ class _JournalWriter(QueuedWriter):
             os.close(self._fd)
             self._fd = -1
 
+    def leave_to_parent(self) -> None:
+        """Give up the file in a forked child: the child would keep it locked after its parent has ended."""
+        self._free()
 
-def _open_alone(path: Path) -> int:
-    """Return a descriptor for appending to a file that no other process holds: this one, or the next by number."""
+
+_writers: weakref.WeakSet[_JournalWriter] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for writer in list(_writers):
+        writer.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _open_alone(path_of: Callable[[int], Path]) -> tuple[int, Path]:
+    """Return a descriptor for appending to the first file that no other process holds, and its path."""
     for number in range(1, MAX_FILES + 1):
-        free = path if number == 1 else path.with_name(f"{path.stem}.{number}{path.suffix}")
-        fd = open_private(free, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        path = path_of(number)
+        fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 os.close(fd)
                 continue
-            log.debug("%s cannot be locked: %s", free, error)  # a file system without locks
-        return fd
+            log.debug("%s cannot be locked: %s", path, error)  # a file system without locks
+        return fd, path
     raise OSError(errno.EMFILE, "too many processes write this journal file")
 
 

@@ -241,6 +241,7 @@ class Lease:
         newest = _newest_of(self._records, self._number)
         if newest.owner is None:  # somebody deleted the records: they are made again, by one
             self._make(self._number)
+            log.warning("%s was removed or emptied while this run uses it; what it held is lost", self._records.url)
             newest = _newest_of(self._records, self._number)
         owner = newest.owner or UNREADABLE
         if newest.number != self._number or owner.token not in (self._own.token, UNREADABLE.token):

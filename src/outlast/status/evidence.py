@@ -24,9 +24,9 @@ from outlast.journal import decode_events
 from outlast.launch.control import ask
 from outlast.launch.protocol import AskStatus, LiveStatus
 from outlast.policy.ladder import LadderState
-from outlast.policy.lease import Process
+from outlast.policy.lease import LeaseOwner, Process
 from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
-from outlast.runtime.lease import FOLDER
+from outlast.runtime.lease import FOLDER, FolderRecords, decode_owner
 from outlast.runtime.processes import is_alive, machine_id
 from outlast.runtime.run_key import RunKey, find_known_keys
 
@@ -228,7 +228,22 @@ def _no_run_directory(run_dir: Path) -> str:
     if runs:
         number = "1 run directory" if len(runs) == 1 else f"{len(runs)} run directories"
         return f"{run_dir} holds {number}; name one, such as {runs[0]}"
+    if (owner := _find_owner(run_dir)) is not None:
+        return (
+            f"{run_dir} has no journal, and {owner.describe()} uses it: that job is starting, or the directory was "
+            "removed or emptied while it ran; ask again in a moment, or ask HOST:PORT of its --rdzv-endpoint"
+        )
     return f"{run_dir} is not a run directory, since it has no journal; {remedy}"
+
+
+def _find_owner(run_dir: Path) -> LeaseOwner | None:
+    """Return the owner of a run directory that has not ended in order, if there is one."""
+    records = FolderRecords(run_dir)
+    try:
+        owner = decode_owner(records.read(max(records.numbers(), default=0)))
+    except OSError:
+        return None
+    return owner if owner is not None and not owner.released else None
 
 
 def _read(
