@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
@@ -260,6 +261,51 @@ def test_second_agent_of_the_same_name_is_turned_away() -> None:
     refusals = [message for message in job.said["a"] if isinstance(message, m.Stop)]
     assert [refusal.exit_code for refusal in refusals] == [2]
     assert "--node-name" in refusals[0].reason
+
+
+@pytest.mark.parametrize(("unheard_s", "lost_after_s"), [(0.5, 60), (None, 5)])
+def test_a_starved_agent_is_kept_while_its_heartbeats_arrive(unheard_s: float | None, lost_after_s: int) -> None:
+    """A loaded machine may keep an agent's main loop from running: its node is lost after 60 s, and after 5 s where no
+    heartbeat arrives either."""
+    job = Job()
+    job.join("a")
+    job.join("b")
+    job.beats = {"a": 0, "b": 0}
+    for second in range(1, 100):
+        job.beats["a"] += 1
+        unheard = {} if unheard_s is None else {"b": unheard_s}
+        job.coordinator.judge_beats(job.beats, float(second), since_last_s=1.0, unheard_s=unheard)
+        if "b" not in job.coordinator.nodes.by_name:
+            break
+    assert lost_after_s < second <= lost_after_s + 2
+
+
+NODES = ("a", "b", "c", "d")
+
+
+@given(st.permutations(NODES), st.sets(st.sampled_from(NODES)), st.booleans())
+def test_only_nodes_that_received_the_signal_are_named(
+    order: list[str], received: set[str], reports_early: bool
+) -> None:
+    """Agents report a shutdown in whatever order their workers end: the reason names nodes whose agents received the
+    signal, never one that followed; all of them, where each reported the signal before the first workers ended."""
+    job = Job(num_slots=len(NODES))
+    for name in NODES:
+        job.join(name)
+    for name in received if reports_early else ():
+        job.say(m.Noticed(node=name, epoch=f"{name}-1", signal=15))
+    for name in order:
+        number = 15 if name in received else 0
+        job.say(m.Leave(node=name, epoch=f"{name}-1", saved=True, signal=number))
+    stop = job.coordinator.stop
+    assert stop is not None
+    assert stop.exit_code == ExitReason.PREEMPTED
+    who, has_signal, _ = stop.reason.partition(" received ")
+    named = set(who.partition(" ")[2].split(", ")) if who.startswith("node") else set()
+    assert named <= received
+    if reports_early and received:
+        assert named == received
+    assert has_signal
 
 
 def test_a_name_is_claimed_before_anything_else() -> None:

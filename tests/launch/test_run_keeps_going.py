@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -92,6 +93,37 @@ def test_crash_before_every_save_stops_with_93(tmp_path: Path) -> None:
         assert cluster.wait(timeout_s=300) == [ExitReason.NO_PROGRESS]
         assert started_cycles(cluster) == {0, 1, 2}
         assert (tmp_path / "run" / "ladder.json").exists()
+
+
+FOLLOWS_ITS_PEERS = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(sys.argv[1]).touch())
+print("rank", os.environ["RANK"], "runs on", os.environ["OUTLAST_NODE"], flush=True)
+deadline = time.monotonic() + 250
+while not pathlib.Path(sys.argv[1]).exists():  # the ranks leave together
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+if os.environ["OUTLAST_NODE"] == sys.argv[2]:
+    time.sleep(1.0)  # and those of the node with the signal end last
+sys.exit(75)
+"""
+
+
+@pytest.mark.slow
+def test_the_node_that_received_the_signal_is_named(tmp_path: Path) -> None:
+    """SIGTERM to one agent ends the job on all nodes: the agent whose workers end first does not count as the one that
+    was shut down, and the last line of each other node names the right one."""
+    script = write(tmp_path, FOLLOWS_ITS_PEERS)
+    args, run = (str(tmp_path / "leave"), "node-1"), tmp_path / "run"
+    with Cluster(script, *args, run_dir=run, num_nodes=2, num_spares=1, nproc_per_node=1, num_started=2) as cluster:
+        for name in ("node-0", "node-1"):
+            cluster.wait_for(f"runs on {name}", timeout_s=150)
+        cluster.add_node()
+        cluster.wait_for("is a spare", timeout_s=150)
+        os.kill(cluster.agent("node-1").pid, signal.SIGTERM)
+        cluster.wait(timeout_s=150)
+        assert "node node-1 received SIGTERM" in cluster.agent("node-2").output(), cluster.tails()
+        assert "node node-0" not in cluster.agent("node-2").output()
 
 
 OTHER_VERSION = """

@@ -35,6 +35,7 @@ from outlast.runtime.addresses import Endpoint
 from outlast.runtime.run_key import RunKey
 from outlast.runtime.wire import BufferedChannel, SelectedChannel
 from outlast.testing.ranks import RankProcesses, free_port
+from outlast.version import __version__
 
 NUM_LOST = 64
 _HOST = "127.0.0.1"
@@ -355,7 +356,8 @@ class _CrowdAgent:
         handshake = join_handshake(crowd.job["run_id"], crowd.handshake_key)
         channel: BufferedChannel[m.OnAgent] = BufferedChannel(connection, m.OnAgent, handshake=handshake)
         self._channel = Channel(self._selector, channel, self._on_messages, self._on_broken)
-        hello = m.Hello(run_id=crowd.job["run_id"], node=self._node, epoch="1", command="", command_text="")
+        who = {"run_id": crowd.job["run_id"], "node": self._node, "epoch": "1", "command": "", "command_text": ""}
+        hello = m.Hello(**who, version=__version__)
         self._channel.send(hello)
 
     def join(self, ended: m.CycleFacts | None) -> None:

@@ -27,6 +27,7 @@ that dies between two operations leaves a hole that nobody can close).
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from outlast.launch.verdicts import (
     Record,
     RestartReports,
     departure,
+    describe_notice,
     highest_durable,
     observations,
 )
@@ -136,6 +138,8 @@ class Coordinator:
         """Nodes whose workers all finished the running cycle; a finished one may leave before the others."""
         self._restarts = RestartReports()
         """Restarts inside the processes of the running cycle."""
+        self._noticed: dict[str, int] = {}
+        """Nodes whose agents received a signal that requests a shutdown, and which."""
         self._over_at_s: float | None = None
         self._dropped: list[tuple[str, str]] = []
 
@@ -247,7 +251,14 @@ class Coordinator:
             unheard_s: Node name to the seconds since anything came from its agent, its main loop's work or not.
         """
         timeout_s = self.settings.node_timeout_s
-        alive, silent = self.nodes.judge_beats(beats, now_s, timeout_s=timeout_s, paused=since_last_s > timeout_s / 2)
+        alive, silent = self.nodes.judge_beats(
+            beats,
+            now_s,
+            timeout_s=timeout_s,
+            loop_timeout_s=timeout_s * self.settings.loop_timeout_factor,
+            paused=since_last_s > timeout_s / 2,
+            unheard_s=unheard_s,
+        )
         for node in alive:
             self.nodes.refuse_claim(node)
         for node in silent:
@@ -514,6 +525,8 @@ class Coordinator:
                 self._finished[node.name] = message.facts
                 self._finish_if_all(now_s)
                 self._report_finished(message.facts.cycle)
+            case m.Noticed():
+                self._noticed[node.name] = message.signal
             case m.Leave():
                 self._on_leave(message, node, now_s)
             case m.Dead():
@@ -655,9 +668,12 @@ class Coordinator:
             self._lose(node, "its agent left", now_s, is_known=True)
             return
         self.nodes.remove(node.name)
+        if leave.signal:
+            self._noticed[node.name] = leave.signal
         verdict = self._ladder.rule(departure(self.cycle, leave))
-        code = ExitReason.PREEMPTED if leave.saved else 128 + leave.signal
-        self._stop_job(code, f"node {node.name} was shut down; {verdict.reason}", now_s)
+        number = leave.signal or next(iter(self._noticed.values()), signal.SIGTERM)
+        code = ExitReason.PREEMPTED if leave.saved else 128 + number
+        self._stop_job(code, f"{describe_notice(self._noticed)}; {verdict.reason}", now_s)
 
     def _lose(self, node: Node, why: str, now_s: float, *, is_known: bool = False) -> None:
         """Go on without a node; ``is_known``: its agent is gone for certain, and takes part nowhere."""

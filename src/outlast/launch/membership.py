@@ -117,7 +117,10 @@ class JobSettings:
     join_timeout_s: float = 600.0
     """How long an incomplete cycle may wait for nodes before the job stops."""
     node_timeout_s: float = 5.0
-    """How long a node may give no sign of life."""
+    """How long a node may send no heartbeat."""
+    loop_timeout_factor: int = 12
+    """So many times longer the main loop of an agent may stand still whose heartbeats arrive: a loaded machine starves
+    it, and the node is there."""
     goodbye_timeout_s: float = 5.0
     """How long the coordinator waits for nodes to hear that the job is over."""
     beat_interval_s: float = 1.0
@@ -313,15 +316,24 @@ class Nodes:
         return node is not None and node.epoch == epoch
 
     def judge_beats(
-        self, beats: Mapping[str, int], now_s: float, *, timeout_s: float, paused: bool
+        self,
+        beats: Mapping[str, int],
+        now_s: float,
+        *,
+        timeout_s: float,
+        loop_timeout_s: float,
+        paused: bool,
+        unheard_s: Mapping[str, float],
     ) -> tuple[list[Node], list[Node]]:
-        """Return the nodes that beat since the last call, and those that have not for ``timeout_s``.
+        """Return the nodes whose main loop ran since the last call, and those that are lost.
 
         Args:
             beats: Node name to its counter.
             now_s: Monotonic seconds.
-            timeout_s: How long a node may give no sign of life.
+            timeout_s: How long nothing may come from a node.
+            loop_timeout_s: How long its main loop may stand still while heartbeats arrive.
             paused: The caller itself was away: nobody is judged.
+            unheard_s: Node name to the seconds since anything came from its agent.
         """
         alive, silent = [], []
         for node in self:
@@ -330,7 +342,9 @@ class Nodes:
                 node.beat, node.beat_at_s = beat, now_s
                 if not paused:
                     alive.append(node)
-            elif now_s - node.beat_at_s > timeout_s:
+                continue
+            still_s = now_s - node.beat_at_s
+            if min(still_s, unheard_s.get(node.name, still_s)) > timeout_s or still_s > loop_timeout_s:
                 silent.append(node)
         return alive, silent
 

@@ -771,6 +771,7 @@ class NodeAgent(SimpleElasticAgent):
         grace_s = cycle.layers.config.shutdown_grace
         log.info("received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
         self._state = AgentState.LEAVING
+        self._client.send(m.Noticed(signal=received.signal))  # first: other nodes leave because of these workers
         self._workers.notify(cycle.workers)
         self._timers.set("grace", grace_s, self._on_grace_over)
 
@@ -789,10 +790,9 @@ class NodeAgent(SimpleElasticAgent):
         facts = cycle.facts(None) if cycle is not None else None
         if cycle is not None:
             self._write_ended(cycle, "left")
-        number = self._signal or signal.SIGTERM
-        self._client.send(m.Leave(saved=saved, signal=number, facts=facts, whole_job=whole_job))
+        self._client.send(m.Leave(saved=saved, signal=self._signal, facts=facts, whole_job=whole_job))
         self._failures = {}
-        code = ExitReason.PREEMPTED if saved else 128 + number
+        code = ExitReason.PREEMPTED if saved else 128 + (self._signal or signal.SIGTERM)
         what = describe_saved(saved, has_session=facts is None or facts.had_session)
         self.has_left = self._has_no_slot and cycle is None
         if self.has_left:

@@ -282,11 +282,18 @@ class ScriptSettings(FromNode, frozen=True, kw_only=True, tag=True):
     """As ``FaultToleranceConfig.to_json`` writes it; empty = nothing."""
 
 
+class Noticed(FromNode, frozen=True, kw_only=True, tag=True):
+    """This node's agent received a signal that requests a shutdown; its workers are ending, and others follow them."""
+
+    signal: Annotated[int, msgspec.Meta(ge=1, le=127)]
+
+
 class Leave(FromNode, frozen=True, kw_only=True, tag=True):
     """This node's agent was requested to shut down, and its workers are gone."""
 
     saved: bool = False
     signal: Annotated[int, msgspec.Meta(ge=0, le=127)] = 0
+    """What its agent received; 0 = nothing: its workers followed others, or were asked by somebody else."""
     facts: CycleFacts | None = None
     whole_job: bool = True
     """The notice is for the job; otherwise only this node goes."""
@@ -424,6 +431,7 @@ FromAgent = (
     | RankReports
     | Finished
     | ScriptSettings
+    | Noticed
     | Leave
     | Unhealthy
     | Bye

@@ -8,7 +8,8 @@ the nodes that failed their health check: which stay outside and why, and what t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+import signal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -201,6 +202,20 @@ def departure(cycle: int, leave: m.Leave) -> CycleEnd:
         progress_known=facts.progress_known if facts else False,
         had_session=facts.had_session if facts else False,
     )
+
+
+def describe_notice(noticed: Mapping[str, int]) -> str:
+    """Return who received the signal because of which a job shuts down, for people.
+
+    Args:
+        noticed: Nodes whose agents received one, and its number; others only followed.
+    """
+    if not noticed:
+        return "the workers received a notice"  # from the scheduler itself, or a file
+    names = sorted(noticed)
+    which = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    signals = " and ".join(sorted({signal.Signals(number).name for number in noticed.values()}))
+    return f"{'node' if len(names) == 1 else 'nodes'} {which} received {signals}"
 
 
 def diagnosis_in(incident: Incident) -> Diagnosis | None:
