@@ -135,6 +135,27 @@ def test_closed_connection_is_a_death(make: Callable[..., SomeAgent]) -> None:
     assert "node b is lost" in over.reason
 
 
+def test_a_node_that_flaps_while_cycles_form_costs_no_restart(make: Callable[..., SomeAgent]) -> None:
+    """An agent that dies three times after it was placed, before its workers have started, leaves the restarts of the
+    job as they were."""
+    port = free_port()
+    host = make("a", port, num_slots=2).start()
+    for life in range(3):
+        host.join()
+        with connect(port) as channel:
+            hello(channel, node="b", epoch=str(life))
+            channel.send(m.JoinRequest(addr="b", nproc=1, wish=1))
+            prepare = host.wait_for(m.Prepare)
+            host.link.send(m.Master(cycle=prepare.cycle, addr="127.0.0.1", port=1))
+            host.wait_for(m.Start)
+        assert "node b is lost" in host.wait_for(m.CycleOver).reason
+    host.join()
+    assert host.wait_for(m.NodesMissing)
+    status = ask(Endpoint("127.0.0.1", port), m.AskStatus(), run_id="run", key=KEY, timeout_s=LIMIT_S)
+    assert isinstance(status, m.LiveStatus)
+    assert (status.cycle, status.budgets.restarts_without_progress) == (3, 0)
+
+
 def test_whose_place_can_be_taken_is_dead(make: Callable[..., SomeAgent], monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is just ending may still take a connection and reset it, which tells nothing. That another one on
     its machine can listen where it did tells that it is gone."""

@@ -244,6 +244,21 @@ def test_failures_on_one_node_exclude_it_before_a_budget_is_spent(limits: Limits
     assert "2 of 2 failures on node c" in verdict.reason
 
 
+def test_a_node_that_flaps_while_cycles_form_is_excluded_before_a_budget_is_spent() -> None:
+    """A node that is lost three times before its cycle began gives its slot away, and the budgets are as before."""
+    lost = Incident(kind=IncidentKind.NODE_LOST, node="c")
+    state = LadderState(progress_known=True)
+    quarantines = []
+    for cycle in range(3):
+        state, verdict = decide(state, CycleEnd(cycle=cycle, incident=lost, num_spares=1, has_begun=False), Limits())
+        quarantines.append(verdict.quarantine)
+    assert quarantines == [(), (), ("c",)]
+    assert (state.restarts_without_progress, state.cycles_without_progress) == (0, 0)
+    _, verdict = decide(state, CycleEnd(cycle=3, incident=died("b"), num_nodes=2), Limits())
+    assert verdict.rung == Rung.RESTART_WORKERS
+    assert "restart 1 of 3" in verdict.reason
+
+
 def test_failures_on_several_nodes_exclude_none() -> None:
     """Where failures began on different nodes no node is the cause, and the spare stays where it is."""
     state = LadderState()

@@ -294,6 +294,36 @@ def test_a_spare_is_tried_before_the_job_stops(
             return
 
 
+early_losses = st.builds(
+    CycleEnd,
+    cycle=st.integers(0, 1000),
+    incident=st.builds(Incident, kind=st.just(IncidentKind.NODE_LOST), node=st.sampled_from(["a", "b", "c", ""])),
+    has_begun=st.just(False),
+    progress_known=st.booleans(),
+    num_spares=st.integers(0, 3),
+    may_shrink=st.booleans(),
+)
+
+
+@given(histories, st.lists(ends(durable=st.just(None)) | early_losses, max_size=60), limits_strategy)
+def test_early_losses_are_bounded(past: list[CycleEnd], stuck: list[CycleEnd], limits: Limits) -> None:
+    """Without progress at most max_node_faults losses of nodes before their cycle began count against no budget, and
+    no node that was excluded is lost once more for free."""
+    state, restarts, free = begin_job(follow(past, limits)), 0, 0
+    for end in stuck:
+        before = state
+        state, verdict = decide(state, end, limits)
+        if not is_restart(verdict.rung):
+            break
+        restarts += 1
+        if state.restarts_without_progress == before.restarts_without_progress:
+            free += 1
+            assert not end.has_begun
+            assert state.cycles_without_progress == before.cycles_without_progress
+    assert free <= limits.max_node_faults
+    assert restarts <= limits.max_restarts + free
+
+
 @given(histories, any_end, limits_strategy)
 def test_memory_survives_the_job(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
     """A state read back from ladder.json is the same state, and decides the same."""

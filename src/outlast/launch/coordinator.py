@@ -707,9 +707,11 @@ class Coordinator:
             self._ending.take(node.name, facts)
 
     def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_alike: bool = False) -> CycleEnding:
+        has_begun = self.phase != m.JobPhase.PREPARING and not self._places
         self.phase, self._phase_since_s, self._members = m.JobPhase.FORMING, None, _Members()
+        self._places = {}
         self._ranks.close()
-        self._ending = CycleEnding(job=self.settings.job, cycle=self.cycle)
+        self._ending = CycleEnding(job=self.settings.job, cycle=self.cycle, has_begun=has_begun)
         over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine, awaits_alike=awaits_alike)
         for node in self.nodes:
             if node is not but and self.nodes.holds_slot(node) and not node.ready:

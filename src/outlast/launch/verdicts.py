@@ -38,6 +38,8 @@ class CycleEnding:
 
     job: str
     cycle: int
+    has_begun: bool = True
+    """All of its nodes had started their workers."""
     incidents: list[Incident] = field(default_factory=list)
     expired: list[Expired] = field(default_factory=list)
     facts: list[m.CycleFacts] = field(default_factory=list)
@@ -88,6 +90,7 @@ class CycleEnding:
             num_spares=num_heirs(diagnosis.node if diagnosis is not None and diagnosis.node else cause.node),
             may_shrink=may_shrink,
             num_nodes=num_nodes,
+            has_begun=self.has_begun,
             load=next((facts.load for facts in self.facts if facts.load is not None), None),
             diagnosis=diagnosis,
             is_permanent=is_permanent,

@@ -23,6 +23,10 @@ Failures that all began on one node point at that node. Before the last restart 
 its slot to a spare, if one waits (``max_node_faults=0`` turns this off): the spare gets a chance that still counts
 against the budgets.
 
+A node that is lost before all nodes of its cycle had started their workers cost the job nothing. Such a loss counts for
+the node alone, up to ``max_node_faults`` times between two steps of progress, whichever nodes they are. A node that is
+lost so often gets no slot any more where the world can do without it.
+
 After a slow rank (exit code 18) its node gives its slot to a spare and gets none any more. Without a spare the run
 stops: the same workers on the same nodes would be as slow, and the verdict names the node to leave out of the next job.
 
@@ -136,6 +140,9 @@ class CycleEnd:
     num_nodes: int = 1
     """Nodes that took part in the cycle."""
 
+    has_begun: bool = True
+    """All of them had started their workers."""
+
     load: Load | None = None
     """What the workers had loaded; ``None`` = nothing, or it is not known."""
 
@@ -210,7 +217,10 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     node_faults: dict[str, int] = {}
     """Faults that began on each node in this job; what they did to peers is not counted."""
     recent_faults: dict[str, int] = {}
-    """Faults since the last progress in this job, by the node on which each began; empty name = not known."""
+    """Faults since the last progress in this job, by the node on which each began; empty name = not known. Nodes that
+    get no slot any more are left out."""
+    free_losses: int = 0
+    """Losses of nodes since the last progress in this job that count for the node alone."""
     quarantined: tuple[str, ...] = ()
     """Nodes that get no slot any more in this job."""
     held_back: tuple[str, ...] = ()
@@ -273,6 +283,7 @@ def begin_job(state: LadderState) -> LadderState:
         restarts_without_progress=0,
         node_faults={},
         recent_faults={},
+        free_losses=0,
         quarantined=(),
         held_back=(),
         blamed=(),
@@ -530,8 +541,11 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
         if end.is_slow_rank:
             faulty_node = slow_node(end)
         ends_cycle = not end.recovered_in_process or spent_budget(state, limits) is not None
-        state = _count_failure(state, faulty_node, in_vain=ends_cycle and not progressed)
-        if found is not None:
+        is_free = _is_free(state, end, end.incident, limits)
+        state = _count_failure(state, faulty_node, in_vain=ends_cycle and not progressed and not is_free)
+        if is_free:
+            state, verdict = _judge_free_loss(state, end, end.incident, limits)
+        elif found is not None:
             state, verdict = _judge_invalid_result(state, limits, found)
         else:
             if end.is_slow_rank:
@@ -548,11 +562,12 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
         if verdict.rung != Rung.STOP:
             state = msgspec.structs.replace(
                 state,
-                restarts_without_progress=state.restarts_without_progress + 1,
+                restarts_without_progress=state.restarts_without_progress + (not is_free),
                 restarts_total=state.restarts_total + 1,
             )
     quarantined = tuple(dict.fromkeys((*state.quarantined, *verdict.quarantine)))
-    state = msgspec.structs.replace(state, quarantined=quarantined)
+    recent = {node: num for node, num in state.recent_faults.items() if node not in verdict.quarantine}
+    state = msgspec.structs.replace(state, quarantined=quarantined, recent_faults=recent)
     if verdict.rung == Rung.STOP:
         state = msgspec.structs.replace(drop_replay(state), stopped_with=verdict.exit_code)
     return _remember(state, end, verdict), verdict
@@ -599,6 +614,7 @@ def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple
             restarts_without_progress=0,
             cycles_without_progress=0,
             recent_faults={},
+            free_losses=0,
         )
     return msgspec.structs.replace(state, progress_known=known), progressed
 
@@ -732,6 +748,24 @@ def _deterministic_failure(end: CycleEnd) -> str:
     except (KeyError, msgspec.ValidationError):
         return ""
     return cause.describe() if cause.frame and is_deterministic(cause) else ""
+
+
+def _is_free(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> bool:
+    """Return whether a cycle's end counts for the lost node alone: nothing had begun that it could cost."""
+    is_early = incident.kind == IncidentKind.NODE_LOST and bool(incident.node) and not end.has_begun
+    return is_early and state.free_losses < limits.max_node_faults and spent_budget(state, limits) is None
+
+
+def _judge_free_loss(
+    state: LadderState, end: CycleEnd, incident: Incident, limits: Limits
+) -> tuple[LadderState, Verdict]:
+    node, faults = incident.node, state.node_faults[incident.node]
+    is_out = faults >= limits.max_node_faults and (end.num_spares > 0 or end.may_shrink)
+    reason = f"{incident.describe()}; the cycle had not begun, fault {faults} of {limits.max_node_faults} of this node"
+    if is_out:
+        reason += ", which gets no slot any more"
+    state = msgspec.structs.replace(drop_replay(state), free_losses=state.free_losses + 1)
+    return state, Verdict(rung=Rung.REPLACE_NODE, reason=reason, quarantine=(node,) if is_out else ())
 
 
 def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> tuple[LadderState, Verdict]:
