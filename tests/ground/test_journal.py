@@ -47,19 +47,48 @@ def test_events_of_all_processes_are_lined_up(tmp_path: Path) -> None:
 
 
 def test_two_writers_of_one_name_never_share_a_file(tmp_path: Path) -> None:
-    """An agent of the same name gets a file for itself while the first one holds its own, and all events are read; a
-    later life continues in the file of the one before it."""
+    """A process of the same name gets a file for itself while the first one holds its own, and all events are read. A
+    second journal of one process, and a later process, continue in the first file."""
+    code = """
+import os, sys
+from outlast.incidents import EventKind
+from outlast.runtime.journal import Journal
+journal = Journal(sys.argv[1], run_id="r", job="j", node="a", proc="agent")
+journal.write(EventKind.PROGRESS, iteration=int(sys.argv[2]))
+"""
+
+    def write_elsewhere(iteration: int) -> None:
+        subprocess.run([sys.executable, "-c", code, tmp_path, str(iteration)], check=True, timeout=300)
+
     first, second = open_journal(tmp_path), open_journal(tmp_path)
     first.write(EventKind.PROGRESS, iteration=1)
     second.write(EventKind.PROGRESS, iteration=2)
-    assert len(list((tmp_path / "journal").iterdir())) == 2
     first.close()
-    second.close()
-    third = open_journal(tmp_path)
-    third.write(EventKind.PROGRESS, iteration=3)
-    third.close()
-    assert [event.iteration for event in read(tmp_path)] == [1, 2, 3]
+    second.write(EventKind.PROGRESS, iteration=3)
+    assert len(list((tmp_path / "journal").iterdir())) == 1
+    write_elsewhere(4)
     assert len(list((tmp_path / "journal").iterdir())) == 2
+    second.close()
+    write_elsewhere(5)
+    assert [event.iteration for event in read(tmp_path)] == [1, 2, 3, 4, 5]
+    assert len(list((tmp_path / "journal").iterdir())) == 2
+
+
+def test_a_forked_child_does_not_hold_the_journal_of_its_parent(tmp_path: Path) -> None:
+    """A child that outlives its parent, such as a loader's worker, leaves the file to the next process of that name."""
+    first = open_journal(tmp_path)
+    first.write(EventKind.PROGRESS, iteration=1)
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.read(reading, 1)
+        os._exit(0)
+    first.close()
+    third = open_journal(tmp_path)
+    third.write(EventKind.PROGRESS, iteration=2)
+    third.close()
+    os.write(writing, b"x")
+    os.waitpid(child, 0)
+    assert len(list((tmp_path / "journal").iterdir())) == 1
 
 
 def test_times_are_readable(tmp_path: Path) -> None:

@@ -814,6 +814,9 @@ class NodeAgent(SimpleElasticAgent):
             self._finish(stop)
             return
         self._state = AgentState.STOPPING
+        if stop.is_replaced:  # nothing that these workers could still save counts
+            self._kill()
+            return
         self._workers.notify(cycle.workers)
         preempted = stop.exit_code == ExitReason.PREEMPTED
         grace_s = cycle.layers.config.shutdown_grace if preempted else self.options.workers_stop_timeout_s

@@ -16,6 +16,7 @@ The count is an event itself (``events_lost``), written when writing works again
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -238,6 +239,10 @@ class _JournalWriter(QueuedWriter):
             os.close(self._fd)
             self._fd = -1
 
+    def fileno(self) -> int:
+        """Return the file's descriptor; negative: it is not open."""
+        return self._fd
+
     def leave_to_parent(self) -> None:
         """Give up the file in a forked child: the child would keep it locked after its parent has ended."""
         self._free()
@@ -254,8 +259,22 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+def _share(fd: int) -> int | None:
+    """Return another descriptor of the open file through which this process holds a journal; ``None``: it does not."""
+    for writer in list(_writers):
+        with contextlib.suppress(OSError):  # it is being closed
+            own = os.dup(writer.fileno())
+            if os.path.sameopenfile(own, fd):
+                return own
+            os.close(own)
+    return None
+
+
 def _open_alone(path_of: Callable[[int], Path]) -> tuple[int, Path]:
-    """Return a descriptor for appending to the first file that no other process holds, and its path."""
+    """Return a descriptor for appending to the first file that no other process holds, and its path.
+
+    Where this process holds it already, both descriptors are of one open file, and so is its lock.
+    """
     for number in range(1, MAX_FILES + 1):
         path = path_of(number)
         fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -263,8 +282,11 @@ def _open_alone(path_of: Callable[[int], Path]) -> tuple[int, Path]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
+                own = _share(fd)
                 os.close(fd)
-                continue
+                if own is None:
+                    continue
+                return own, path
             log.debug("%s cannot be locked: %s", path, error)  # a file system without locks
         return fd, path
     raise OSError(errno.EMFILE, "too many processes write this journal file")
