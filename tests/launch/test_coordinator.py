@@ -308,6 +308,15 @@ def test_only_nodes_that_received_the_signal_are_named(
     assert has_signal
 
 
+def test_a_signal_without_a_name_is_reported_by_its_number() -> None:
+    """A real-time signal that an agent reports ends the job like any other."""
+    job = Job(num_slots=1)
+    job.join("a")
+    job.say(m.Leave(node="a", epoch="a-1", signal=50))
+    assert job.coordinator.stop is not None
+    assert job.coordinator.stop.reason.startswith("node a received signal 50; ")
+
+
 def test_a_name_is_claimed_before_anything_else() -> None:
     """An agent that has just begun is admitted at once where its name is free, refused while another agent of that name
     lives, and admitted once that one has left."""

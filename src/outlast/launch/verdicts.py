@@ -217,7 +217,8 @@ def describe_notice(noticed: Mapping[str, int]) -> str:
         return "the workers received a notice"  # from the scheduler itself, or a file
     names = sorted(noticed)
     which = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    signals = " and ".join(sorted({signal.Signals(number).name for number in noticed.values()}))
+    known = {one.value: one.name for one in signal.Signals}
+    signals = " and ".join(sorted({known.get(number, f"signal {number}") for number in noticed.values()}))
     return f"{'node' if len(names) == 1 else 'nodes'} {which} received {signals}"
 
 
