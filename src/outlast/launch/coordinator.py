@@ -22,6 +22,8 @@ wait in FORMING and RUNNING alike and cannot disturb either: only a slot's holde
 
 Rejected: a shared blob changed by compare-and-swap (O(nodes^2) retries), and leaderless arrival counters (a joiner
 that dies between two operations leaves a hole that nobody can close).
+
+One module because it is one state machine: each message is judged by the phase that all others change.
 """
 
 from __future__ import annotations

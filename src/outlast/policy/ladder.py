@@ -60,6 +60,8 @@ or a bad model. Only another device can decide. Where there is none, the same on
 show that the result is not reproducible after all. A *case* is an invalid result without a verdict yet, with the
 replays that were granted to find one. Its step and the device on which the result was seen first identify it. It is
 closed by progress: training committed a generation beyond its iteration.
+
+One module because it is one decision: each rule spends, or spares, the budgets that all others read.
 """
 
 from __future__ import annotations
