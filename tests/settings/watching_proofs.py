@@ -155,7 +155,9 @@ def beats_as_often_as_told(scene: Scene) -> None:
     (scene.folder / "train.py").touch()
     for argv in ([], ["--ft-node-heartbeat-timeout=1"]):
         try:
-            run._make_client(parse_options([*argv, "train.py"]), Mock(), Mock(), "job", Mock(), nproc=1)
+            run._make_client(
+                parse_options([*argv, "train.py"]), Mock(), Mock(), Mock(), new_job="job", last_job="", nproc=1
+            )
         except ConnectionError:
             pass
     assert intervals == [1.0, 0.2]
