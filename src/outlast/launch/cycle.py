@@ -409,11 +409,11 @@ class Cycle:
 
     @property
     def can_be_resumed(self) -> bool:
-        """Whether there is a generation to resume from.
+        """Whether there is a checkpoint to resume from: of this cycle, or an earlier one that it may still be loading.
 
         The exit codes of workers that shut down in order show it, all that were needed; of killed ones the board does.
         """
-        if self.durable_iteration is not None:
+        if self.start.has_checkpoint or self.durable_iteration is not None:
             return True
         codes = {worker.exit_code for worker in self.workers.values() if worker.lost is None}
         return ExitReason.PREEMPTED in codes and codes <= {ExitReason.PREEMPTED, ExitReason.FINISHED}

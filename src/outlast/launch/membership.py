@@ -768,6 +768,7 @@ class Forming:
                     place=places[node.name],
                     distrusted=state.distrusted,
                     replay=state.replay,
+                    has_checkpoint=state.best_durable is not None,
                 ),
             )
             base_rank += slot.nproc or 0

@@ -786,7 +786,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _leave(self, *, whole_job: bool = True) -> None:
         cycle = self._running
-        saved = cycle is not None and cycle.can_be_resumed
+        saved = cycle.can_be_resumed if cycle is not None else self._client.has_saved
         facts = cycle.facts(None) if cycle is not None else None
         if cycle is not None:
             self._write_ended(cycle, "left")

@@ -358,6 +358,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     """What is not to be loaded."""
     replay: Replay | None = None
     """What the workers run again before anything else; ``None`` = they train as usual."""
+    has_checkpoint: bool = False
+    """Earlier cycles of the run, or earlier jobs of it, have committed a checkpoint."""
     place: SlotPlace
     """The same as the node keeps it."""
 
