@@ -10,6 +10,7 @@ from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.membership import JobSettings
 from outlast.launch.protocol import JobPhase
+from outlast.launch.verdicts import REPORT_S, RestartReports
 from outlast.policy.ladder import LadderState, Limits
 
 FAULT = Incident(kind=IncidentKind.WORKER_FAILED, rank=3, evidence={"summary": "ValueError"})
@@ -120,3 +121,46 @@ def test_a_world_that_lost_all_has_not_finished() -> None:
     assert job.rungs == [Rung.RESTART_WORKERS]
     job.start(1)
     assert not job.coordinator.state.finished
+
+
+def report(node: str, restart_count: int, durable: int | None, *, knows: bool = True) -> m.Restarted:
+    fault = Incident(kind=IncidentKind.WORKER_FAILED, node="b", rank=3, iteration=19)
+    return m.Restarted(
+        node=node,
+        epoch="1",
+        cycle=0,
+        call=0,
+        restart_count=restart_count,
+        incident=fault,
+        durable_iteration=durable,
+        progress_known=knows,
+    )
+
+
+def test_a_restart_is_judged_by_the_newest_checkpoint_that_any_node_knows() -> None:
+    """A node with only spares, or that knows an older checkpoint, reports first: the decision waits for the other one."""
+    reports = RestartReports()
+    assert reports.add(report("a", 1, None, knows=False), 0.0) is None
+    assert reports.due("ab", 0.0, progress_counts=True) is None
+    assert reports.add(report("b", 1, 15), 0.1) is None
+    end = reports.due("ab", 0.1, progress_counts=True)
+    assert end is not None
+    assert (end.durable_iteration, end.progress_known, end.recovered_in_process) == (15, True, True)
+    assert end.incident is not None
+    assert end.incident.iteration == 19
+    assert reports.add(report("a", 1, 15), 0.2) is None, "a late report of a charged restart changes nothing"
+    assert reports.due("ab", 9.0, progress_counts=True) is None
+
+
+def test_a_silent_node_never_keeps_a_restart_from_being_charged() -> None:
+    """The next restart charges the one before, and so does the end of the wait."""
+    reports = RestartReports()
+    assert reports.add(report("a", 1, 5), 0.0) is None
+    earlier = reports.add(report("a", 2, 10), 1.0)
+    assert earlier is not None
+    assert earlier.durable_iteration == 5
+    assert reports.due("ab", 1.0, progress_counts=True) is None
+    newest = reports.due("ab", 1.0 + REPORT_S, progress_counts=True)
+    assert newest is not None
+    assert newest.durable_iteration == 10
+    assert reports.charged == (0, 2)

@@ -143,6 +143,14 @@ def test_members_are_finished_together() -> None:
     assert hub.state.phase == RestartPhase.FINISHED
 
 
+def test_spares_exit_with_the_code_of_active_ranks_that_exit_together() -> None:
+    """Where the function ends by an orderly exit instead of a return, the last order has its code, for spares too."""
+    hub = running(2, 3)
+    hub.hear(0, o.Completed(restart_count=0, exit_code=75))
+    _, order = only(hub.hear(1, o.Completed(restart_count=0, exit_code=75)))
+    assert order == o.Finish(restart_count=0, exit_code=75)
+
+
 def test_completed_rank_may_die() -> None:
     """A rank that has completed counts as completed when it dies before the others have."""
     hub = running(2, 2)
