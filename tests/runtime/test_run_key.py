@@ -185,3 +185,25 @@ def test_asking_makes_no_key(tmp_path: Path) -> None:
 def _write(path: Path, data: bytes) -> str:
     path.write_bytes(data)
     return str(path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_a_key_of_another_user_is_refused_by_name(tmp_path: Path) -> None:
+    """Another user's key is an error with both users; it is accepted where the run directory is that user's, too."""
+    key_of_directory(tmp_path)
+    os.chown(tmp_path / "run.key", 12345, -1)
+    with pytest.raises(ConfigError, match=r"run\.key belongs to user 12345, not to you \(user 0\)"):
+        key_of_directory(tmp_path)
+    os.chown(tmp_path, 12345, -1)
+    key_of_directory(tmp_path)
+
+
+def test_a_key_that_others_can_use_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A key that others can read or replace is used with one warning that names the file, its mode and the remedy."""
+    key = key_of_directory(tmp_path)
+    assert not caplog.records
+    (tmp_path / "run.key").chmod(0o666)
+    assert key_of_directory(tmp_path) == key_of_directory(tmp_path) == key
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert f"run key {tmp_path}/run.key (mode 666)" in warning
+    assert f"chmod 600 {tmp_path}/run.key" in warning

@@ -112,7 +112,9 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         """
         folder = Path(run_dir) / "journal"
         if not folder.is_dir():
-            raise ConfigError(f"{run_dir} has no journal; name a run directory (--run-dir of outlast run)")
+            what = "is a file, not a run directory" if Path(run_dir).is_file() else "has no journal"
+            what = what if Path(run_dir).exists() else "does not exist"
+            raise ConfigError(f"{run_dir} {what}; name a run directory (--run-dir of outlast run)")
         files: list[list[Event]] = []
         notes: list[str] = []
         for path in sorted(folder.glob("*.jsonl")):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config.sources import DEFAULT
-from outlast.errors import ConfigError, ExitReason
+from outlast.errors import ConfigError, ExitReason, OutlastError
 from outlast.goodput.ledger import PREEMPTED, Ledger
 from outlast.launch.agent_events import AgentStops, Mailbox, SignalReceived, WriterDied
 from outlast.launch.control import JobIdentity, Occupant, WrongRun, probe
@@ -247,7 +247,7 @@ def _show_metrics(options: RunOptions) -> AbstractContextManager[MetricsEndpoint
 def _describe_totals(options: RunOptions, job: str) -> str:
     try:
         return f" ({in_time(options.run_dir, partial(summarise, options.run_dir, job), _TOTALS_S).describe()})"
-    except (ConfigError, OSError) as error:  # removed meanwhile, or a disk that hangs
+    except (OutlastError, OSError) as error:  # removed meanwhile, or a disk that hangs
         log.warning("the journals in %s cannot be read: %s", options.run_dir, error)
         return ""
 
