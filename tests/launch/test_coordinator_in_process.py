@@ -138,7 +138,7 @@ def report(node: str, restart_count: int, durable: int | None, *, knows: bool = 
 
 
 def test_a_restart_is_judged_by_the_newest_checkpoint_that_any_node_knows() -> None:
-    """A node with only spares, or that knows an older checkpoint, reports first: the decision waits for the other one."""
+    """A node with only spares, or with an older checkpoint, reports first: the decision waits for the other one."""
     reports = RestartReports()
     assert reports.add(report("a", 1, None, knows=False), 0.0) is None
     assert reports.due("ab", 0.0, progress_counts=True) is None

@@ -28,9 +28,9 @@ def test_the_end_of_a_job_does_not_depend_on_its_run_directory(tmp_path: Path) -
         run_dir.write_text("a file")
         go.touch()
         assert cluster.wait(timeout_s=300) == [0]
+        run_dir.unlink()
+        (tmp_path / "gone").rename(run_dir)  # the agent's output is in there
         output = cluster.agent(0).output()
         assert "exit code 0" in output.partition("job over after")[2], output
         assert "is a file, not a run directory" in output
         assert "Traceback" not in output
-        run_dir.unlink()
-        (tmp_path / "gone").rename(run_dir)
