@@ -703,8 +703,7 @@ class Cycle:
             message = parse_json(in_time(path, lambda: read_file(path)))["message"]
         except (OSError, ValueError, KeyError, TypeError):
             return ""
-        if isinstance(message, dict):
-            message = message.get("message", "")
+        message = message.get("message", "") if isinstance(message, dict) else message
         return str(message).splitlines()[0] if message else ""
 
 

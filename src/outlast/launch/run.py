@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config.sources import DEFAULT
-from outlast.errors import ConfigError, ExitReason
+from outlast.errors import ConfigError, ExitReason, OutlastError
 from outlast.goodput.ledger import PREEMPTED, Ledger
 from outlast.launch.agent_events import AgentStops, Mailbox, SignalReceived, WriterDied
 from outlast.launch.control import JobIdentity, Occupant, WrongRun, probe
