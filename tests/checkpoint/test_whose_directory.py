@@ -18,6 +18,7 @@ from outlast.checkpoint.directory import Claim
 from outlast.checkpoint.manager import open_manager
 from outlast.cli.main import main
 from outlast.config import CheckpointConfig
+from outlast.decoding import read_file
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ExitReason, Untrusted
 from outlast.runtime.files import create_atomically
@@ -118,17 +119,16 @@ def test_a_claim_that_cannot_be_read_is_not_replaced(tmp_path: Path, monkeypatch
     error, and the first run, which has not committed yet, keeps its claim."""
     config, folder = _place(tmp_path, "global")
     claim = folder / "run.json"
-    read_bytes = Path.read_bytes
 
     def read_unless_stale(path: Path) -> bytes:
         if path == claim:
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
-        return read_bytes(path)
+        return read_file(path)
 
     folder.mkdir(parents=True)
     create_atomically(claim, b'{"run":"run-first"}')
     with monkeypatch.context() as patched, _managers(config, 1) as (second,):
-        patched.setattr(Path, "read_bytes", read_unless_stale)
+        patched.setattr("outlast.checkpoint.directory.read_file", read_unless_stale)
         with pytest.raises(CheckpointError, match="Stale file handle"):
             second.save({"w": torch.full((8,), 2.0)}, 1).wait(LONG_S)
     assert claim.read_bytes() == b'{"run":"run-first"}'

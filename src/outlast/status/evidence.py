@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from outlast.decoding import from_json, open_file, read_file
+from outlast.decoding import from_json, read_file
 from outlast.env import clean_name
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import Event, EventKind
@@ -289,7 +289,7 @@ def _read(
 def _read_file(file: _JournalFile, end_bytes: int, *, with_head: bool = False) -> tuple[list[Event], int, str | None]:
     """Return the last events of a file, and the first ones where asked for; the number of bad lines; and a problem."""
     try:
-        with open(open_file(file.path), "rb") as opened:
+        with open(file.path, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             if size <= end_bytes + HEAD_BYTES:
                 return *_decode(opened.read(), from_begin=True), None
