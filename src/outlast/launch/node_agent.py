@@ -715,9 +715,10 @@ class NodeAgent(SimpleElasticAgent):
         if self._state != AgentState.RUNNING:
             return
         if recovered is None:
-            if cycle.in_process.awaits_report:
+            if cycle.in_process.awaits_report and not self._timers.is_set("in-process"):
                 self._timers.set("in-process", _REPORT_S, lambda: self._look_at_recovery(cycle, waits=False))
             return
+        self._timers.cancel("in-process")
         incident = cycle.in_process.incident_of(recovered)
         if incident.node == self._client.node and not cycle.has_lost(incident.rank):
             self._journal.write_incident(incident)
@@ -732,6 +733,8 @@ class NodeAgent(SimpleElasticAgent):
                 progress_known=cycle.progress_known,
             )
         )
+        if cycle.in_process.awaits_report:
+            self._look_at_recovery(cycle)
 
     def _continue_without(self, worker: WorkerProcess, key: int, cycle: Cycle) -> None:
         """Leave the replacement of a lost worker to its peers, for as long as that may take."""

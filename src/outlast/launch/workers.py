@@ -29,6 +29,7 @@ from outlast.policy.inprocess_protocol import (
     is_survivable,
     needs_restart,
     newest_begun,
+    next_begun,
 )
 from outlast.runtime.board import Board, InProcessFault, MarkChanged, RankState, agent_address
 from outlast.runtime.processes import DatagramSocket
@@ -260,29 +261,31 @@ class InProcessRecovery:
 
     @property
     def awaits_report(self) -> bool:
-        """Whether the board shows a restart not all of which is known yet: its faults, or a dead worker's end."""
-        newest = self._newest()
-        return newest > self._reached and (newest not in self._told or self._awaits_exit(newest))
+        """Whether a restart has begun that :meth:`take_recovered` has not returned yet."""
+        return next_begun(self._reached, {*self._told, self._newest()}) is not None
 
     def take_recovered(self, *, waits: bool = True) -> RecoveredInProcess | None:
-        """Return the newest restart after which workers run their function again, unless it was returned before.
+        """Return the oldest restart that was not returned before after which workers run their function again.
 
         Args:
-            waits: Leave out one whose faults are not reported yet, as a worker writes on the board before it sends its
-                datagram, and one after a death that this node's zygote has not reported yet. ``False``: no longer.
+            waits: Leave out the newest one as long as not all is known of it: its faults, as a worker writes on the
+                board before it sends its datagram; a death that this node's zygote has not reported yet; the checkpoint
+                that the workers load, as a save may have been committed after the fault. ``False``: no longer.
         """
         self._receive()
         newest = self._newest()
-        if newest <= self._reached or (waits and (newest not in self._told or self._awaits_exit(newest))):
-            return None
-        self._reached = newest
-        self._told = {one for one in self._told if one > newest}
-        cause = self._cause_of(newest)
-        self._faults.clear()
-        self._left_at = {one: left for one, left in self._left_at.items() if one >= newest}
-        if newest[1] == 0:  # another call of a wrapped function begins
-            return None
-        return RecoveredInProcess(call=newest[0], restart_count=newest[1], fault=cause)
+        while (begun := next_begun(self._reached, {*self._told, newest})) is not None:
+            is_unknown = begun not in self._told or self._awaits_exit(begun) or self._awaits_load()
+            if waits and begun == newest and is_unknown:
+                return None
+            self._reached = begun
+            self._told = {one for one in self._told if one > begun}
+            cause = self._cause_of(begun)
+            self._faults = {one: faults for one, faults in self._faults.items() if one > begun}
+            self._left_at = {one: left for one, left in self._left_at.items() if one >= begun}
+            if begun[1]:  # otherwise another call of a wrapped function begins
+                return RecoveredInProcess(call=begun[0], restart_count=begun[1], fault=cause)
+        return None
 
     def _cause_of(self, restart: tuple[int, int]) -> InProcessFault | None:
         faults = self._faults.get(restart, ())
@@ -294,6 +297,20 @@ class InProcessRecovery:
         if cause is None or cause.kind != IncidentKind.WORKER_DIED:
             return False
         return any(worker.global_rank == cause.rank and worker.lost is None for worker in self.workers.values())
+
+    def _awaits_load(self) -> bool:
+        """Return whether a worker that reports its saves has begun a call, and has neither set up nor begun a step."""
+
+        def is_ready(state: RankState) -> bool:
+            since_ns = state.in_process_since_ns
+            has_set_up = state.attached_ns > since_ns and "setup" in state.counts
+            return state.finished or has_set_up or state.last_heartbeat_ns > since_ns
+
+        active = self._read(lambda worker: worker.exit_code is None)
+        return any(
+            state.reports_progress and state.in_process == InProcessState.ACTIVE and not is_ready(state)
+            for state in active
+        )
 
     def incident_of(self, recovered: RecoveredInProcess) -> Incident:
         """Return the incident after which the workers restarted; for a worker that this node lost, that of its end."""

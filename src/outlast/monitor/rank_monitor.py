@@ -25,6 +25,7 @@ from outlast.monitor.examination import Responder
 from outlast.monitor.rank_guard import GuardDuty, HangWatchTask
 from outlast.monitor.watchdog import MERGE_S, LearnedTimeouts, observe
 from outlast.policy.deadlines import STANDARD, STEP, Learned, Timeouts, override
+from outlast.policy.inprocess_protocol import InProcessState
 from outlast.runtime.board import Board, EndRequest, RankState, agent_address
 from outlast.runtime.files import write_optional
 
@@ -441,3 +442,8 @@ class PlacedRankMonitor(RankMonitor):
     def board_state(self) -> RankState:
         """What the watchdog sees of this rank."""
         return self._read_state()
+
+    def report_set_up(self) -> None:
+        """Have the agent look at what was loaded: a restart in process is judged by it."""
+        if self.env.board is not None and self._read_state().in_process != InProcessState.OFF:
+            self._wake_agent()

@@ -91,6 +91,11 @@ def newest_begun(workers: Iterable[WorkerStanding]) -> tuple[int, int]:
     return max(begun, default=(0, 0))
 
 
+def next_begun(reached: tuple[int, int], begun: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+    """Return the oldest call and restart call, of those that workers have begun, after the one that was reached."""
+    return min((one for one in begun if one > reached), default=None)
+
+
 def has_resumed(worker: WorkerStanding, reached: tuple[int, int]) -> bool:
     """Return whether others got on after the end of a worker that was in the function, or on its way to it.
 

@@ -353,6 +353,7 @@ class Session:
                 self._stack.callback(self._replicas.close)
             if self._slow_ranks is not None:
                 self._slow_ranks.detector.watch(state)
+        self._monitor.report_set_up()
         self._phase = _Phase.BETWEEN
         self._progress.begin_run(self._iteration)
         return self._iteration
