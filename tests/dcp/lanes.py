@@ -86,6 +86,9 @@ class Noted:
     def __init__(self, note: Callable[[CheckpointError | None], object]) -> None:
         self._note = note
 
+    def report_durable(self, iteration: int) -> None:
+        """No launcher is notified."""
+
     def committed(self, save: Save, tiers: frozenset[Tier], failures: object) -> None:
         assert tiers == {Tier.GLOBAL}
 

@@ -426,6 +426,9 @@ class _SimulatedWriter:
 class _CommitEnds:
     """In place of a manager's outcomes."""
 
+    def report_durable(self, iteration: int) -> None:
+        """No launcher is notified."""
+
     def committed(self, save: Save, tiers: frozenset[Tier], failures: object) -> None:
         """Nothing is counted."""
 
