@@ -70,6 +70,9 @@ class _InPlace:
 class _Noted:
     """In place of a manager's outcomes."""
 
+    def report_durable(self, iteration: int) -> None:
+        """The handle is enough."""
+
     def committed(self, save: Save, tiers: object, failures: object) -> None:
         """The handle is enough."""
 
