@@ -171,3 +171,34 @@ def test_datagrams_of_strangers_neither_end_nor_flood_the_agent(caplog: pytest.L
         mark.close()
         recovery.close()
         board.close()
+
+
+def test_each_restart_is_reported_once_what_its_workers_loaded_is_known() -> None:
+    """The newest restart of workers that save waits until they have loaded, as a save may have been committed after the
+    fault. An earlier one is returned at once, and none is skipped, so that each is counted."""
+    board = Board.create(num_ranks=1)
+    workers = {0: WorkerProcess(local_rank=0, global_rank=0)}
+    recovery = InProcessRecovery(board=board, workers=workers, is_alone=True, job="j", cycle=0, node="n")
+    page, mark = board.rank(0), InProcessMark(board.path, 0)
+    try:
+        page.attach(pid=os.getpid(), global_rank=0, cycle=0)
+        page.report_progress()
+        mark.arm(0, patience_s=1.0)
+        mark.set(InProcessState.ACTIVE, 1)
+        assert recovery.take_recovered() is None
+        assert recovery.awaits_report
+        page.heartbeat()
+        assert (first := recovery.take_recovered()) is not None
+        assert first.restart_count == 1
+        assert not recovery.awaits_report
+        mark.set(InProcessState.ACTIVE, 2)
+        mark.set(InProcessState.ACTIVE, 3)
+        assert (second := recovery.take_recovered()) is not None
+        assert second.restart_count == 2
+        assert recovery.take_recovered() is None
+        assert (third := recovery.take_recovered(waits=False)) is not None
+        assert third.restart_count == 3
+    finally:
+        mark.close()
+        recovery.close()
+        board.close()
