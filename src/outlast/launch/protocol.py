@@ -293,7 +293,7 @@ class Leave(FromNode, frozen=True, kw_only=True, tag=True):
 
     saved: bool = False
     signal: Annotated[int, msgspec.Meta(ge=0, le=127)] = 0
-    """What its agent received; 0 = nothing: its workers followed others, or were asked by somebody else."""
+    """What its agent received; 0 = nothing: its workers followed others, or got the request from elsewhere."""
     facts: CycleFacts | None = None
     whole_job: bool = True
     """The notice is for the job; otherwise only this node goes."""

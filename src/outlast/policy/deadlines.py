@@ -489,7 +489,7 @@ def enforced_s(learned_s: float, configured_s: float | None, *, is_default: bool
     Args:
         learned_s: The learned one.
         configured_s: The one that would be enforced otherwise; ``None`` = none would.
-        is_default: Nobody gave ``configured_s``.
+        is_default: ``configured_s`` is a default value.
 
     Returns:
         Never less than a given timeout, half of a default one, or :data:`FLOOR_S` where there is neither. A learned

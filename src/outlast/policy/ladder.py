@@ -676,7 +676,8 @@ def _judge(
         reason = f"{what}; every rank failed so before its first step; a restart cannot help: fix it and start again"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.BAD_INPUT)
     if repeats_failure(state, end):
-        reason = f"{what}; the same failure at the same place: a restart begins the script anew and cannot help; fix it"
+        reason = f"{what}; the same failure at the same place: a restart runs the script again from its start"
+        reason += " and cannot help; fix it"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
     if (spent := spent_budget(state, limits)) is not None:
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0

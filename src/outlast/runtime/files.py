@@ -280,7 +280,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Check that a folder, if it exists, is not a link that somebody put in its place.
+    """Check that a folder, if it exists, is not a link that was put in its place.
 
     Raises:
         NotADirectoryError: It is a symbolic link or a file; the text says so.

@@ -288,7 +288,7 @@ class DatagramSocket:
                 self.warn(f"user {user} of this machine sends datagrams to this process, which drops them")
 
     def send(self, data: bytes, address: bytes) -> None:
-        """Send a datagram. Raises: OSError, when nobody receives there or the receiver's buffer is full."""
+        """Send a datagram. Raises: OSError, when no process receives there or the receiver's buffer is full."""
         self._socket.sendto(data, address)
 
     def warn(self, problem: str) -> None:

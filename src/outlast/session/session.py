@@ -702,7 +702,7 @@ class Session:
         self._journal = Journal(place.run_dir, run_id=place.run_id, job=place.job, node=place.node, proc=proc)
         self._stack.callback(self._journal.close)
         self._journal.cycle = place.cycle
-        # What a save costs training varies too much beside saves in the background: from nothing to a whole save.
+        # What a save costs training varies too much with saves in the background: from nothing to a whole save.
         varies = config.checkpoint is not None and config.checkpoint.async_save
         self._monitor = PlacedRankMonitor(
             place, monitor_settings(config, place), place.run_dir, not_learned=(CHECKPOINTING,) if varies else ()
