@@ -1,9 +1,9 @@
 """The wrapper, and one rank's part in a call of it: from the first order to the last.
 
 In addition to the function's own end there are three others: the rank is permanently removed and the others resume, all
-ranks have to stop, or the monitor process is gone. Each of them raises an exception, so that the process never ends with exit
-code 0 without the function's result. What happens is reported to the agent of the node, the journal, and the log
-(:class:`StatusReporter`).
+ranks have to stop, or the monitor process is gone. Each of them raises an exception, so that the process never ends
+with exit code 0 without the function's result. What happens is reported to the agent of the node, the journal,
+and the log (:class:`StatusReporter`).
 """
 
 from __future__ import annotations
