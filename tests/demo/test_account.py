@@ -177,7 +177,12 @@ def test_a_transient_nan_is_a_row_without_a_restart() -> None:
     ]
     nan, killed = account_for(events)
     assert (nan.kind, nan.fault, nan.rank, nan.iteration) == (IncidentKind.INVALID_RESULT, Deed.NAN, 2, 20)
-    assert (nan.restarts, nan.action, nan.redone_iterations, nan.sources) == (0, "rerun_step", 0, None)
+    assert (nan.restarts, nan.action, nan.redone_iterations, nan.sources) == (
+        0,
+        "rerun_step",
+        None,
+        None,
+    )  # this journal has no session
     assert (nan.finding, nan.named, nan.struck) == ("transient", "loss", "model.a")
     assert nan.detected_after_s == nan.recovered_after_s == pytest.approx(0.2)
     assert nan.evidence == "loss was nan (not finite), run again 2.5000: transient"
