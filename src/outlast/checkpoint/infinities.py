@@ -6,7 +6,7 @@ not examined as long as its bytes are the same: it shows nothing about training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.save import Save
 from outlast.checkpoint.shard import MAY_BE_INFINITE, digest, is_finite
-from outlast.checkpoint.state import FlatState
+from outlast.checkpoint.state import FlatState, modules_in
 
 MAX_NAMED = 3
 """Tensors of a rank, and ranks, that a warning names."""
@@ -31,7 +31,7 @@ def infinite_buffers(state: Mapping[str, Any], flat: FlatState) -> dict[str, str
     """
     buffers = {
         buffer.data_ptr(): buffer
-        for module in _modules_in(state)
+        for module in modules_in(state)
         for buffer in module.buffers()
         if type(buffer) is torch.Tensor and buffer.is_floating_point() and buffer.is_contiguous() and buffer.numel()
     }
@@ -73,14 +73,3 @@ def find_infinite(save: Save) -> tuple[str, ...]:
                 if len(found) < MAX_NAMED and not is_finite(data, tensor.dtype):
                     found.append(tensor.name)
     return tuple(found)
-
-
-def _modules_in(value: Any) -> Iterator[torch.nn.Module]:
-    if isinstance(value, torch.nn.Module):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _modules_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _modules_in(inner)

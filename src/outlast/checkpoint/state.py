@@ -850,3 +850,15 @@ def _in_one_line(error: Exception) -> str:
     if len(lines) <= 2:
         return " ".join(lines)
     return f"{lines[1]} (and {len(lines) - 2} more)"
+
+
+def modules_in(value: Any) -> Iterator[torch.nn.Module]:
+    """Yield the modules of nested containers."""
+    if isinstance(value, torch.nn.Module):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from modules_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from modules_in(inner)

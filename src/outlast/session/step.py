@@ -493,7 +493,9 @@ class Attempts:
     def watch(self, state: Mapping[str, Any]) -> None:
         """Take the state that the steps change."""
         self._state = state
-        self._machine.watch(*_modules_in(state))
+        from outlast.checkpoint.state import modules_in
+
+        self._machine.watch(*modules_in(state))
 
     def begin_step(self, iteration: int) -> None:
         """Begin a step of the session; where that is the one to replay, begin the replay.
@@ -547,16 +549,3 @@ class Attempts:
     def close(self) -> None:
         """Release what the machine holds."""
         self._machine.close()
-
-
-def _modules_in(value: Any) -> Iterator[Any]:
-    import torch
-
-    if isinstance(value, torch.nn.Module):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _modules_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _modules_in(inner)
