@@ -30,10 +30,12 @@ def _run(*options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_simulated_fault_leads_to_a_restart_from_the_checkpoint(tmp_path: Path) -> None:
-    """The timeouts in use are printed, one fault strikes, and training goes on from a generation to its end."""
+    """The timeouts in use are printed, one fault is injected, and training continues from a checkpoint to its end."""
     ended = _run("--simulate-fault", "--iterations", "40", "--dir", str(tmp_path))
     assert ended.returncode == 0, ended.stdout
-    (line, *_) = [line for line in ended.stdout.splitlines() if "[agent " in line and "protected: " in line]
+    # On a busy machine an earlier line reports that the script has not called outlast.init() yet.
+    lines = [line for line in ended.stdout.splitlines() if "[agent " in line and "protected: " in line]
+    line = next(line for line in lines if "hang unknown" not in line)
     for timeout in ("setup 60 s", "step 5 s", "checkpointing 30 s", "outside of sections 30 s"):
         assert timeout in line
     events = list(read(tmp_path / "run"))

@@ -26,7 +26,7 @@ def make_model():
 
 
 def is_committed(iteration):
-    return any((here / "near").rglob(f"step-*{iteration}/manifest*"))
+    return any((here / "near").glob(f"*/step-{iteration}/manifest*"))
 
 
 def train(call=None):

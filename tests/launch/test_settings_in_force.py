@@ -81,7 +81,8 @@ def test_a_hang_is_noticed_by_the_scripts_own_config_and_timeouts_are_learned(tm
     with Cluster(train, str(tmp_path), run_dir=run, num_nodes=1, nproc_per_node=1, options=options) as cluster:
         assert cluster.wait(timeout_s=300) == [0], cluster.tails()
         output, events = cluster.agent(0).output(), cluster.events()
-    lines = [line for line in output.splitlines() if "protected: " in line]
+    # On a busy machine an earlier line reports that the script has not called outlast.init() yet.
+    lines = [line for line in output.splitlines() if "protected: " in line and "hang unknown" not in line]
     for text in (
         "checkpointing 420 s, setup 600 s, step 1 s from script's config",
         f"outside of sections 200 s from {tmp_path}/run.toml",
