@@ -123,6 +123,7 @@ def test_the_node_that_received_the_signal_is_named(tmp_path: Path) -> None:
         os.kill(cluster.agent("node-1").pid, signal.SIGTERM)
         cluster.wait(timeout_s=150)
         assert "node node-1 received SIGTERM" in cluster.agent("node-2").output(), cluster.tails()
+        assert "node node-1 received SIGTERM; shutdown requested" in cluster.agent("node-1").output()
         assert "node node-0" not in cluster.agent("node-2").output()
 
 

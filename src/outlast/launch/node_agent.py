@@ -63,7 +63,7 @@ from outlast.launch.lingering import LingeringRanks
 from outlast.launch.membership import REMIND_S
 from outlast.launch.metrics_endpoint import AgentOutlook
 from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
-from outlast.launch.verdicts import name_culprit
+from outlast.launch.verdicts import describe_notice, name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
 from outlast.policy.deadlines import NO_INIT, NO_SESSION, NOT_YET, Protection, describe_nodes
@@ -800,7 +800,8 @@ class NodeAgent(SimpleElasticAgent):
         self.has_left = self._has_no_slot and cycle is None
         if self.has_left:
             what = "this node held no slot, and the job continues without it"
-        self._finish(m.Stop(exit_code=code, reason=f"shutdown requested; {what}"))
+        received = f"{describe_notice({self._client.node: self._signal})}; " if self._signal else ""
+        self._finish(m.Stop(exit_code=code, reason=f"{received}shutdown requested; {what}"))
 
     # -- the end -----------------------------------------------------------------------------------------------
 
