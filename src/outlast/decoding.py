@@ -3,7 +3,8 @@
 Bytes may come from another user, a damaged disk or an attacker. Decoding returns a value or raises
 ``msgspec.DecodeError``, whatever the bytes are; :func:`read_file` returns the bytes of a regular file of a limited size
 or raises ``OSError``. Nesting is limited here: by the interpreter's recursion limit or, in a process that raised this
-limit beyond what a thread's stack can take, by :data:`MAX_DEPTH`.
+limit beyond what a thread's stack can take, by :data:`MAX_DEPTH`. Settings (:func:`parse_settings`) have limits of
+their own: the parsers of TOML and YAML are written in Python and take minutes for some texts of 100 KB.
 
 When msgspec first meets a type it looks into it, and other threads run meanwhile. Two threads that begin with the same
 type, or with two that share a part, end the process with SIGSEGV (msgspec 0.22). So types are prepared here, by one
@@ -19,7 +20,8 @@ import re
 import stat
 import sys
 import threading
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Generic, TypeVar, overload
 
@@ -32,6 +34,12 @@ MAX_DEPTH = 1000
 """Nesting that is decoded in a process whose recursion limit does not protect its stack."""
 MAX_FILE_BYTES = 1 << 30
 """Limit of a file that is read as a whole."""
+MAX_SETTINGS_DEPTH = 50
+"""Nesting of settings; dotted keys of TOML and aliases of YAML count."""
+MAX_SETTINGS_BYTES: Mapping[str, int] = {"toml": 1 << 20, "yaml": 1 << 17, "json": 1 << 20}
+"""Limit of a file of settings, by its format: any is read, or refused, in seconds."""
+_MIN_PARTS = 10_000
+"""Values that settings may have whatever their size; larger settings may have one for each character."""
 _READ_BYTES = 1 << 23
 _SAFE_RECURSION_LIMIT = 5000
 """A thread's stack of 8 MiB has room for four times as many nested values."""
@@ -145,23 +153,62 @@ def parse_json(text: bytes | str, **options: Any) -> Any:
         raise json.JSONDecodeError(str(error), "", 0) from error
 
 
-def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Return the descriptor of a regular file. A symbolic link in place of the file is not followed.
+class MalformedText(ValueError):
+    """A text is not of its format.
+
+    Attributes:
+        line: Where, from 1; ``None`` = not known.
+    """
+
+    def __init__(self, problem: str, line: int | None = None) -> None:
+        super().__init__(problem)
+        self.line = line
+
+
+def parse_settings(text: str, form: str) -> Any:
+    """Return the value of a text that a person wrote.
+
+    Args:
+        text: The text.
+        form: ``toml``, ``yaml`` or ``json``.
+
+    Raises:
+        MalformedText: The text is not of this format, or repeats a key.
+        ValueError: The text is larger than :data:`MAX_SETTINGS_BYTES`, values are nested deeper than
+            :data:`MAX_SETTINGS_DEPTH`, aliases repeat too much, or a number or a date cannot be represented.
+        ImportError: The format is YAML, and PyYAML is not installed.
+    """
+    if len(text) > MAX_SETTINGS_BYTES[form]:
+        raise ValueError(f"it has {len(text)} characters, and the limit is {MAX_SETTINGS_BYTES[form]}")
+    try:
+        value = {"toml": _parse_toml, "yaml": _parse_yaml, "json": _parse_json}[form](text)
+    except RecursionError:
+        raise _nested_too_deeply() from None
+    _check_parts(value, max(len(text), _MIN_PARTS))
+    return value
+
+
+def open_file(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666, *, follows_links: bool = False
+) -> int:
+    """Return the descriptor of a regular file.
 
     Args:
         path: The file.
         flags: As for ``os.open``.
         mode: Permissions of a file that is made.
+        follows_links: A symbolic link in place of the file is followed, as for a path that the user gave.
 
     Raises:
         OSError: There is none, or it is a link, a pipe, a device or a folder; the text says which.
 
     Blocks: for a disk, never for a pipe without a writer.
     """
+    flags |= 0 if follows_links else os.O_NOFOLLOW
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
-        if error.errno == errno.ELOOP and os.path.islink(path):
+        if error.errno == errno.ELOOP and not follows_links and os.path.islink(path):
             raise _refused(path, "a symbolic link") from None
         if error.errno in (errno.ENXIO, errno.EISDIR):
             raise _refused(path, "a pipe or a socket" if error.errno == errno.ENXIO else "a folder") from None
@@ -173,13 +220,13 @@ def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int 
     raise _refused(path, next((name for is_kind, name in _KINDS if is_kind(mode)), "a special file"))
 
 
-def read_file(path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+def read_file(path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES, follows_links: bool = False) -> bytes:
     """Return the bytes of a regular file; see :func:`open_file`.
 
     Raises:
         OSError: It cannot be read, is not a regular file, or is larger than the limit.
     """
-    fd = open_file(path)
+    fd = open_file(path, follows_links=follows_links)
     try:
         size, parts = os.fstat(fd).st_size, list[bytes]()
         while size <= max_bytes and (part := os.read(fd, _READ_BYTES)):
@@ -212,6 +259,98 @@ def _check_depth(data: Buffer | str, is_too_deep: Callable[[Buffer], bool]) -> N
         raise RecursionError(f"values are nested deeper than {MAX_DEPTH}")
 
 
+def _nested_too_deeply() -> ValueError:
+    return ValueError(f"values are nested deeper than {MAX_SETTINGS_DEPTH}")
+
+
+def _parse_toml(text: str) -> Any:
+    bare = _TOML_TEXT.sub("", text)
+    num_dots = max(part.count(".") for part in _TOML_MARK.split(bare))  # a dotted key of n parts takes n * n steps
+    if num_dots >= MAX_SETTINGS_DEPTH or _is_deep_json(bare.encode(), MAX_SETTINGS_DEPTH):
+        raise _nested_too_deeply()
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.fullmatch(r"(.*) \(at line (\d+), column \d+\)", str(error))
+        raise MalformedText(found[1] if found else str(error), int(found[2]) if found else None) from None
+
+
+def _parse_json(text: str) -> Any:
+    if _is_deep_json(text.encode(), MAX_SETTINGS_DEPTH):
+        raise _nested_too_deeply()
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except json.JSONDecodeError as error:
+        raise MalformedText(error.msg, error.lineno) from None
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        depth = 0
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.depth > MAX_SETTINGS_DEPTH:
+                raise _nested_too_deeply()
+            self.depth += 1
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            line = node.start_mark.line + 1
+            if any(
+                key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value
+            ):  # their number can grow exponentially
+                raise MalformedText("merge keys (<<) are not supported; write the keys out", line)
+            values = super().construct_mapping(node, deep)
+            if len(values) < len(node.value):
+                _without_repeats([(self.construct_object(key), None) for key, _ in node.value], line)
+            return values
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise MalformedText(problem, None if mark is None else mark.line + 1) from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # PyYAML's own, such as for !!int ""
+        raise ValueError(f"a value does not fit its tag: {type(error).__name__}: {error}") from None
+
+
+def _without_repeats(pairs: list[tuple[Any, Any]], line: int | None = None) -> dict[Any, Any]:
+    values: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise MalformedText(f"key {str(key)!r} is given twice; keep one", line)
+        values[key] = value
+    return values
+
+
+def _check_parts(value: Any, max_num: int) -> None:
+    """Raise ValueError where a value is nested too deeply, or has more parts than some number; aliases are followed."""
+    level, num = [value], 0
+    for _ in range(MAX_SETTINGS_DEPTH + 1):
+        inner: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                inner += part.values()
+            elif isinstance(part, list | tuple):
+                inner += part
+            if num + len(inner) > max_num:
+                raise ValueError(f"aliases make it more than {max_num} values")
+        if not inner:
+            return
+        level, num = inner, num + len(inner)
+    raise _nested_too_deeply()
+
+
+_TOML_TEXT = re.compile(
+    r'''#[^\n]*|"""(?:\\.|[^\\])*?(?:"""|\Z)|'{3}.*?(?:'{3}|\Z)|"(?:\\.|[^"\\\n])*"?|'[^'\n]*'?''', re.DOTALL
+)
+"""Comments and texts of TOML."""
+_TOML_MARK = re.compile(r"[\n=,\[\]{}]")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _MSGPACK_SIZES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4}
@@ -223,14 +362,14 @@ _MSGPACK_CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 _NOT_MSGPACK_CONTAINERS = bytes(set(range(256)) - {*range(0x80, 0xA0), *_MSGPACK_CONTAINERS})
 
 
-def _is_deep_json(data: Buffer) -> bool:
+def _is_deep_json(data: Buffer, max_depth: int = MAX_DEPTH) -> bool:
     brackets = bytes(data).translate(None, _BRACKETS)
-    if len(brackets) <= MAX_DEPTH:
+    if len(brackets) <= max_depth:
         return False
     depth = 0
     for byte in _STRING.sub(b"", bytes(data)).translate(None, _BRACKETS):
         depth += 1 if byte in b"[{" else -1
-        if depth > MAX_DEPTH:
+        if depth > max_depth:
             return True
     return False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
 
@@ -96,6 +98,16 @@ BAD = [
     ("c.toml", "# x\n[train]\nnccl_health_check_interval = -1\n", ":2", "health: process_group_interval=-1"),
     ("c.toml", "seed = true\n", ":1", "seed: True does not fit; write a whole number, or none"),
     ("c.toml", "[fault_tolerance]\nrank_heartbeat_timeout = inf\n", ":1", "must be finite"),
+    ("c.yaml", 'seed: !!int ""\n', "", "a value does not fit its tag"),
+    ("c.yaml", "seed: 1\n? [a]\n: 2\n", ":2", "found unhashable key"),
+    ("c.yaml", "a: &a {b: 1}\nc:\n  <<: *a\n", ":3", "merge keys (<<) are not supported; write the keys out"),
+    ("c.yaml", "a: &a [*a]\n", "", "nested deeper than 50"),
+    ("c.yaml", "a: &a [1, 1, 1]\nb: &b [*a, *a]\nc: [" + "*b, " * 2000 + "]", "", "aliases make it"),
+    ("c.yaml", "a: [" + "1, " * 50_000 + "]", "", "the limit is 131072"),
+    ("c.toml", "[" + "a." * 60 + "b]\n", "", "nested deeper than 50"),
+    ("c.toml", "seed = " + "[" * 60 + "]" * 60, "", "nested deeper than 50"),
+    ("c.json", '{"a":' * 60 + "1" + "}" * 60, "", "nested deeper than 50"),
+    ("c.json", '{"%s": 1}' % ("a" * 5000), ":1", "... (5002 characters); known: checkpoint"),
 ]
 
 
@@ -117,8 +129,37 @@ def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml: no such file; check the path"):
         load_config(tmp_path / "none.toml")
     (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(ConfigError, match=r"folder\.toml: cannot be read \(Is a directory\)"):
+    with pytest.raises(ConfigError, match=r"folder\.toml: cannot be read \(it is a folder, not a regular file\)"):
         load_config(tmp_path / "folder.toml")
+
+
+def test_deep_texts_within_strings_are_no_nesting(tmp_path: Path) -> None:
+    """Brackets and dots in texts and comments do not count as nesting."""
+    path = tmp_path / "c.toml"
+    marks = "[{." * 100
+    path.write_text(f'# {marks}\nrun_dir = """{marks}"""\n# "\n')
+    assert load_config(path).run_dir == marks
+    path.write_text(f"run_dir = '{marks}'")
+    assert load_config(path).run_dir == marks
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"run_dir": marks}))
+    assert load_config(path).run_dir == marks
+    path = tmp_path / "c.yaml"
+    path.write_text(f"run_dir: &name '{marks}'\nfault_plan: *name\n# {marks}\n")
+    assert load_config(path).fault_plan == marks
+
+
+def test_a_link_to_a_file_is_read_and_a_pipe_is_refused(tmp_path: Path) -> None:
+    """A file of a ConfigMap of Kubernetes is a link; a pipe without a writer does not stop the command."""
+    (tmp_path / "data.toml").write_text("seed = 3\n")
+    (tmp_path / "link.toml").symlink_to("data.toml")
+    assert load_config(tmp_path / "link.toml").seed == 3
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(ConfigError, match="it is a pipe"):
+        load_config(tmp_path / "pipe.toml")
+    (tmp_path / "zero.toml").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="it is a device"):
+        load_config(tmp_path / "zero.toml")
 
 
 def test_binary_file_is_refused(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from outlast.monitor.examination import Books
 from outlast.monitor.watchdog import read_learned
 from outlast.policy.recovery_point import decode_distrusted
 from outlast.policy.rerun import Diagnosis
+from outlast.ray.actor_state import HeldState
 from outlast.runtime.board import Board, MarkChanged
 from outlast.runtime.lease import decode_owner
 from outlast.runtime.run_key import RunKey
@@ -80,7 +81,6 @@ class Decoder:
     encode: Callable[[Any], bytes] = field(default=lambda value: json.dumps(value).encode())
     more: tuple[bytes, ...] = ()
     """Further inputs."""
-    num_inputs: int = NUM_INPUTS
 
 
 def sealed(value: Any) -> bytes:
@@ -119,13 +119,37 @@ def file_of(name: str, read: Callable[[Path], object]) -> Callable[[bytes], obje
     """Return a decoder of a file's bytes, which takes the folder of the file."""
 
     def decode(data: bytes) -> object:
+        (FOLDER[0] / name).unlink(missing_ok=True)  # ext4 flushes a file that is cut to nothing and written again
         (FOLDER[0] / name).write_bytes(data)
         return read(FOLDER[0])
 
     return decode
 
 
+def laughs(row: bytes) -> bytes:
+    """Return YAML of 10 lines that stands for 10 ** 9 values."""
+    rows = (b"a%d: &a%d %s" % (n, n, row % b", ".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 10))
+    return b"\n".join((b"a0: &a0 {k: 1}", *rows))
+
+
 FOLDER: list[Path] = []
+SETTINGS = {"seed": 1, "fault_tolerance": {"rank_section_timeouts": {"setup": 600}}, "train": {"nccl": [1.5]}}
+TOML = """seed = 1  # "
+"a b".'c' = ['''x''', 2001-02-03T04:05:06+01:00, {d.e = 0x1F, f = [1.5, inf]}]
+[fault_tolerance]
+rank_section_timeouts = {setup = 600}
+text = \"\"\"a\"\"\"
+[[list.of]]
+x = 1
+"""
+YAML = """seed: 1
+fault_tolerance: &a
+  rank_section_timeouts: {setup: !!float 600, step: 2001-02-03 04:05:06 +1}
+text: |
+  a
+list: [*a, ~, 'x', "y", 1:30, 0x1F]
+"""
+TAGS = (b"int", b"float", b"bool", b"null", b"timestamp", b"binary", b"set", b"omap", b"pairs", b"map", b"seq", b"str")
 SHARD = {"rank": 0, "num_bytes": 4, "digests": "MTIzNDU2Nzg=", "table": "0", "finite": True}
 MANIFEST = {"schema": 2, "run": "r", "topology": "t", "world_size": 1, "iteration": 3, "attempt": "a-0-b.1"}
 MANIFEST |= {"restored_from": None, "shards": [list(SHARD.values())]}
@@ -190,13 +214,22 @@ DECODERS: dict[str, Decoder] = {
     ),
     "requeue.json": Decoder(file_of("requeue.json", load_requeue_state), ({"retries": 1},), (ConfigError,)),
     "a diagnosis": Decoder(lambda data: from_json(data, Diagnosis), ({"rank": 0},), (msgspec.DecodeError,)),
-    "a config file": Decoder(
-        file_of("c.json", lambda folder: load_config(folder / "c.json")), ({"ft": {"a": 1}},), (ConfigError,),
-        num_inputs=500,
+    "a JSON file": Decoder(
+        file_of("c.json", lambda folder: load_config(folder / "c.json")), ({"ft": {"a": 1}}, SETTINGS), (ConfigError,),
+        more=(json.dumps({f"k{n}": 1 for n in range(10_000)}).encode()[:-1] + b', "k9999": 1}',),
     ),
     "a TOML file": Decoder(
-        file_of("c.toml", lambda folder: load_config(folder / "c.toml")), ("a = 1",), (ConfigError,), str.encode,
-        (b"a = " + b"[" * 3000, b"a = " + b"9" * 5000), 500,
+        file_of("c.toml", lambda folder: load_config(folder / "c.toml")), (TOML,), (ConfigError,), str.encode,
+        (*(b"a = " + data for data in NESTED), b"a = " + b"9" * 5000, b"a = {b=" * DEPTH, b"a." * DEPTH + b"a = 1",
+         b"[" + b"a." * DEPTH + b"a]", b"a = " + b'"""' * DEPTH, b"a = {" + b".".join([b"b"] * 40) + b"= {" * DEPTH),
+    ),
+    "a YAML file": Decoder(
+        file_of("c.yaml", lambda folder: load_config(folder / "c.yaml")), (YAML, SETTINGS), (ConfigError,),
+        lambda value: value.encode() if isinstance(value, str) else json.dumps(value).encode(),
+        (b"- " * DEPTH, b"? " * DEPTH, b"{a: " * DEPTH, b"a: &a [*a]", b"a: &a {b: *a}", laughs(b"[%s]"), b"&" * DEPTH,
+         laughs(b"{<<: [%s]}"), laughs(b"{? [%s] : 1}"), b"a: " + b":".join([b"1"] * DEPTH) + b".5", b'"\\UDDDDDDDD"',
+         b"[a,a,a,a]" * DEPTH,
+         *(b"a: !!%s %s" % (tag, value) for tag in TAGS for value in (b"''", b"x", b"[]", b"{}"))),
     ),
     "settings of a worker": Decoder(
         lambda data: FaultToleranceConfig.from_json(data.decode(errors="replace")),
@@ -250,6 +283,9 @@ DECODERS: dict[str, Decoder] = {
         (OutlastError,),
         msgspec.msgpack.encode,
     ),
+    "the state that an actor holds": Decoder(
+        lambda data: from_json(data, HeldState), ([[1, "a"], True],), (msgspec.DecodeError,)
+    ),
     "bytes that ranks gather": Decoder(
         lambda data: from_msgpack(data, list[tuple[int, bytes]]), ([[1, b"a"]],), (msgspec.DecodeError,),
         msgspec.msgpack.encode,
@@ -260,13 +296,15 @@ LISTED = {
     "checkpoint.directory", "checkpoint.manifest", "checkpoint.shard", "checkpoint.state",
     "config.launching", "config.sources", "inprocess.protocol", "integrations.slurm.jobs", "journal", "launch.cycle",
     "launch.verdicts", "launch.workers", "monitor.examination", "monitor.watchdog", "policy.recovery_point",
-    "runtime.lease", "runtime.postmortem", "runtime.process_groups", "runtime.wire",
+    "ray.actor_state", "runtime.lease", "runtime.postmortem", "runtime.process_groups", "runtime.wire",
     "status.evidence",  # ladder.json
 }  # fmt: skip
 """Modules whose decoders are in the table above."""
 
 DECODING = {f"msgspec.{form}.{name}" for form in ("json", "msgpack") for name in ("decode", "Decoder")}
-DECODING |= {"msgspec.convert", "json.load", "json.loads", "json.JSONDecoder"}
+DECODING |= {"msgspec.convert", "json.load", "json.loads", "json.JSONDecoder", "tomllib.load", "tomllib.loads"}
+DECODING |= {f"yaml.{name}" for name in ("load", "safe_load", "load_all", "safe_load_all", "compose", "parse", "scan")}
+READING = {"from_json", "from_msgpack", "json_decoder", "msgpack_decoder", "parse_json", "parse_settings"}
 
 INSIDE = {
     "bench.inprocess", "bench.measuring", "bench.rendezvous", "bench.rendezvous_crowd", "bench.results",
@@ -276,7 +314,7 @@ INSIDE = {
     # from the ranks of the same process group or their store; what is wrong with it ends the call
     "checkpoint.lane", "checkpoint.places", "checkpoint.recovery", "checkpoint.tiers", "inprocess.rank_local_state",
     "inprocess.restore", "integrations.nvrx.async_calls", "integrations.nvrx.exchange", "numerics.replica_digest",
-    "ray.actor_state", "straggler.detector",
+    "straggler.detector",
     # from the state of a checkpoint that was verified
     "integrations.transformers", "numerics.rerun_machine",
     "checkpoint.dcp.directory",  # its list of what an earlier owner was deleting
@@ -290,7 +328,7 @@ def inputs(decoder: Decoder) -> Iterator[bytes]:
     yield from NESTED
     yield from map(with_length, NESTED)
     yield from BYTES + decoder.more
-    for number in range(decoder.num_inputs):
+    for number in range(NUM_INPUTS):
         seed = draw.choice(decoder.seeds)
         data = bytearray(decoder.encode(change(seed, draw) if not isinstance(seed, str) else seed))
         for _ in range(number % 3):
@@ -320,7 +358,10 @@ def change(seed: Any, draw: random.Random) -> Any:
     return value
 
 
-@pytest.mark.parametrize("name", DECODERS)
+SLOW = {"a YAML file"}  # PyYAML takes 1 ms for a line
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in DECODERS])
 def test_no_input_gets_past_a_decoder(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """10,000 inputs end in a value or in the error that the decoder promises, nesting of 100,000 included."""
     caplog.set_level("CRITICAL")
@@ -363,7 +404,7 @@ def test_bytes_are_decoded_in_one_module() -> None:
             called = ast.unparse(node.func)
             if called in DECODING:
                 elsewhere.append(f"{module}: {called}")
-            if called in {"from_json", "from_msgpack", "json_decoder", "msgpack_decoder", "parse_json"}:
+            if called in READING:
                 users.add(module)
     assert {one.partition(":")[0] for one in elsewhere} == {"decoding"}
     assert users - {"decoding"} == LISTED | INSIDE

@@ -178,7 +178,7 @@ class _Reader:
         for key, value in values.items():
             name, here = str(key).replace("-", "_"), (*path, str(key))
             if name not in fields:
-                raise ConfigError(f"{self.place(here, path)}: unknown key {key!r}; {nearest(name, fields)}")
+                raise ConfigError(f"{self.place(here, path)}: unknown key {shown(key)}; {nearest(name, fields)}")
             if name in arguments:
                 raise ConfigError(f"{self.place(here, path)}: key {name!r} is given twice; keep one")
             hint = hints[name]
@@ -190,7 +190,7 @@ class _Reader:
             elif value is None or is_none(value):
                 arguments[name] = None
             else:
-                raise ConfigError(f"{self.place(here, here)}: {value!r} is not a section with keys of its own")
+                raise ConfigError(f"{self.place(here, here)}: {shown(value)} is not a section with keys of its own")
         for field in fields.values():
             if _is_required(field) and field.name not in arguments:
                 raise ConfigError(f"{self.place(path, path)}: key {field.name!r} is missing; give it")
@@ -227,9 +227,16 @@ def parse_text(hint: Any, value: Any, *, where: str) -> Any:
     try:
         return convert(value, hint, strict=not lax)
     except msgspec.ValidationError:
-        raise ConfigError(f"{where}: {given!r} does not fit; write {_describe_type(hint)}") from None
+        raise ConfigError(f"{where}: {shown(given)} does not fit; write {_describe_type(hint)}") from None
 
 
+def shown(value: Any) -> str:
+    """Return a value as an error shows it: a long one is cut."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+
+
+_MAX_SHOWN = 200
 _TRUTHS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 

@@ -17,11 +17,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import json
 import logging
 import os
 import re
-import tomllib
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,9 +35,10 @@ from outlast.config.base import (
     from_mapping,
     nearest,
     parse_text,
+    shown,
 )
 from outlast.config.launching import FaultToleranceConfig
-from outlast.decoding import parse_json
+from outlast.decoding import MAX_SETTINGS_BYTES, MalformedText, parse_settings, read_file
 from outlast.env import read_worker
 from outlast.errors import ConfigError
 
@@ -92,7 +91,7 @@ def _translate(
             continue
         given, foreign = ours.pop(section), []
         if not isinstance(given, Mapping):
-            raise ConfigError(f"{place((section,))}: {section}: {given!r} is not a section with keys of its own")
+            raise ConfigError(f"{place((section,))}: {section}: {shown(given)} is not a section with keys of its own")
         for key, value in given.items():
             name = str(key).replace("-", "_")
             if name not in known:
@@ -142,16 +141,19 @@ def load_values(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str]:
         ConfigError: The file is of another type, cannot be read, is not well-formed, or repeats a key.
     """
     path = Path(path)
-    parse = _PARSERS.get(path.suffix.lower())
-    if parse is None:
-        known = ", ".join(sorted(_PARSERS))
+    form = _FORMATS.get(path.suffix.lower())
+    if form is None:
+        known = ", ".join(sorted(_FORMATS))
         raise ConfigError(f"{path}: a config file ends in one of {known}; rename or convert it")
-    text = _read(path)
+    text = _read(path, MAX_SETTINGS_BYTES[form])
     try:
-        values = parse(text, str(path))
-    except ConfigError:
-        raise
-    except (RecursionError, ValueError) as error:  # nesting, or a number of thousands of digits
+        values = parse_settings(text, form)
+    except MalformedText as error:
+        line = "" if error.line is None else f":{error.line}"
+        raise ConfigError(f"{path}{line}: not valid {form.upper()}: {error}") from None
+    except ImportError:
+        raise ConfigError(f"{path}: YAML files need PyYAML; pip install 'outlast[yaml]', or write TOML") from None
+    except ValueError as error:
         raise ConfigError(f"{path}: cannot be read ({error}); write settings as in the reference") from None
     if values is None:  # an empty YAML file
         values = {}
@@ -161,9 +163,9 @@ def load_values(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str]:
     return values, text
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, max_bytes: int) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file(path, max_bytes=max_bytes, follows_links=True).decode()
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; check the path") from None
     except UnicodeDecodeError as error:
@@ -172,58 +174,7 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
 
 
-def _parse_toml(text: str, where: str) -> Any:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        found = re.fullmatch(r"(.*) \(at line (\d+), column \d+\)", str(error))
-        line, problem = (f":{found[2]}", found[1]) if found else ("", str(error))
-        raise ConfigError(f"{where}{line}: not valid TOML: {problem}") from None
-
-
-def _parse_json(text: str, where: str) -> Any:
-    try:
-        return parse_json(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, where))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}:{error.lineno}: not valid JSON: {error.msg}") from None
-
-
-def _parse_yaml(text: str, where: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError(f"{where}: YAML files need PyYAML; pip install 'outlast[yaml]', or write TOML") from None
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            _without_repeats([(key, None) for key in keys], f"{where}:{node.start_mark.line + 1}")
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f":{mark.line + 1}"
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{where}{line}: not valid YAML: {problem}") from None
-
-
-def _without_repeats(pairs: list[tuple[Any, Any]], where: str) -> dict[Any, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [str(key) for key, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{where}: key {repeated!r} is given twice; keep one")
-    return values
-
-
-_PARSERS: dict[str, Callable[[str, str], Any]] = {
-    ".json": _parse_json,
-    ".toml": _parse_toml,
-    ".yaml": _parse_yaml,
-    ".yml": _parse_yaml,
-}
+_FORMATS = {".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 
 def _find_line(text: str, keys: tuple[str, ...]) -> int | None:

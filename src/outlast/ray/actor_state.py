@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from outlast.runtime.journal import Journal
 
 
+HeldState = tuple[tuple[int, str] | None, bool]
+"""What ranks compare: iteration and attempt of the state that one holds, and whether its state is as it was set up."""
+
+
 class StartingState(msgspec.Struct, frozen=True, kw_only=True):
     """The state from which a rank continues."""
 
@@ -207,7 +211,7 @@ class StateTracker:
             from torch.distributed.distributed_c10d import _get_default_group
 
             facts = gather_bytes(_get_default_group(), facts[0])
-        of_all = [from_json(one, tuple[tuple[int, str] | None, bool]) for one in facts]
+        of_all = [from_json(one, HeldState) for one in facts]
         all_hold = held is not None and all(one == held for one, _ in of_all)
         return all_hold, all(is_new for _, is_new in of_all)
 
