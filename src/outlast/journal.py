@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from outlast.decoding import json_decoder, read_file
+from outlast.decoding import json_decoder, open_file, read_file
 from outlast.incidents import Event, EventKind
 
 __all__ = ["Event", "EventKind", "read"]
@@ -22,6 +22,8 @@ __all__ = ["Event", "EventKind", "read"]
 log = logging.getLogger(__name__)
 MAX_JOURNAL_BYTES = 1 << 32
 """Limit of a journal file that is read as a whole."""
+_CHUNK_BYTES = 4 * 2**20
+"""Of a file that is read while it grows; no line is longer."""
 _Time = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Number = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
@@ -131,6 +133,31 @@ def read(run_dir: str | os.PathLike[str]) -> Iterator[Event]:
     timed.sort(key=lambda pair: pair[0])
     for _, event in timed:
         yield event
+
+
+def read_on(path: str | os.PathLike[str], begin: int) -> tuple[list[Event], int, bool]:
+    """Return the events that follow in a file which another process writes to.
+
+    Args:
+        path: The file.
+        begin: The offset at which the last call ended, or 0.
+
+    Returns:
+        The events; the offset after their last whole line; whether more can be read now.
+
+    Raises:
+        OSError: The file cannot be read, or is not a regular file.
+
+    Blocks: as long as the disk does.
+    """
+    with open(open_file(path), "rb", buffering=0) as file:
+        file.seek(begin)
+        data = file.read(_CHUNK_BYTES)
+    is_full = len(data) == _CHUNK_BYTES
+    num_whole = data.rfind(b"\n") + 1
+    if not num_whole and is_full:
+        num_whole = len(data)  # what is there is damaged
+    return decode_events(data[:num_whole])[0], begin + num_whole, is_full
 
 
 def decode_events(data: bytes) -> tuple[list[Event], int]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from outlast import journal
+from outlast.chaos.sight import JournalTail
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import Directory, GenerationFolder
 from outlast.checkpoint.manager import open_manager
@@ -18,10 +19,15 @@ from outlast.config import CheckpointConfig
 from outlast.decoding import read_file
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError, OutlastError
+from outlast.goodput.ledger import Ledger
+from outlast.incidents import EventKind
+from outlast.launch.metrics_endpoint import NodeHistory
 from outlast.launch.verdicts import load_ladder
 from outlast.monitor.watchdog import LearnedTimeouts
+from outlast.runtime.journal import Journal
 from outlast.runtime.lease import FolderRecords
-from outlast.runtime.run_key import key_of_directory
+from outlast.runtime.run_key import find_run_key, key_of_directory
+from outlast.status.evidence import gather
 
 TERABYTE = 1 << 40
 
@@ -73,9 +79,54 @@ def test_what_is_not_a_file_of_ours_is_refused_by_name(what: str, tmp_path: Path
     plant(tmp_path / "run.key")
     with pytest.raises(ConfigError, match=said):
         key_of_directory(tmp_path)
-    (tmp_path / "journal").mkdir()
-    plant(tmp_path / "journal" / "a.jsonl")
-    assert list(journal.read(tmp_path)) == []
+    (tmp_path / "given").mkdir()
+    plant(tmp_path / "given" / "key")
+    if what != "a symbolic link":  # a path that the user gave may be one
+        with pytest.raises(ConfigError, match=said.replace("a symbolic link", "a device")):
+            find_run_key("r", None, key_file=str(tmp_path / "given" / "key"), is_one_machine=True)
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_journal_file_is_left_out_by_every_reader(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``status``, the ledger, the metrics endpoint, ``chaos`` and an iterating program read the other files and name
+    the planted one, if they can report it; none of them waits or reads a terabyte."""
+    written = Journal(tmp_path, run_id="r", job="j", node="a", proc="agent")
+    written.write(EventKind.CYCLE_STARTED, cycle=0)
+    written.close()
+    plant: Callable[[Path], object] = PLANTED[what]
+    said = what.partition(" to ")[0]
+    for name in ("j-b-agent.jsonl", "j-a-coordinator.jsonl", "j-a-rank-0.jsonl", "i-a-rank-0.jsonl"):
+        plant(tmp_path / "journal" / name)
+        (tmp_path / "journal" / "secret").unlink(missing_ok=True)
+    assert [event.kind for event in journal.read(tmp_path)] == [EventKind.CYCLE_STARTED]
+    assert any(said in note for note in Ledger.read(tmp_path).notes)
+    evidence = gather(tmp_path, asks=False)
+    assert [event.kind for event in evidence.events] == [EventKind.CYCLE_STARTED]
+    if what != f"{TERABYTE} bytes":  # the end of any other file is read
+        assert any(said in problem for problem in evidence.problems)
+        with pytest.raises(OSError, match=said):
+            NodeHistory(tmp_path, "a").read_on("j", [0])
+        assert [event.kind for event in JournalTail(tmp_path).read_new()] == [EventKind.CYCLE_STARTED]
+        assert said in caplog.text
+
+
+def test_a_huge_object_is_refused_by_name(tmp_path: Path) -> None:
+    """A manifest or an owner's record in an object store that is larger than its limit is not read."""
+    directory = GlobalDirectory.open(f"local://{tmp_path}")
+    (tmp_path / "step-3").mkdir()
+    huge(tmp_path / "step-3" / "manifest.json")
+    with pytest.raises(CheckpointError, match=f"step-3/manifest.json: it has {TERABYTE} bytes, and the limit is"):
+        directory.manifest(3)
+    (tmp_path / "owner").mkdir()
+    huge(tmp_path / "owner" / "1.json")
+    with pytest.raises(CheckpointError, match="and the limit is 65536"):
+        directory.owners.read(1)
+    (tmp_path / "step-3" / "manifest.json").unlink()
+    device(tmp_path / "step-3" / "manifest.json")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        directory.manifest(3)
 
 
 @pytest.mark.process

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from outlast.launch import metrics_endpoint
 from outlast.launch.metrics_endpoint import METRICS, AgentOutlook, MetricsEndpoint, NodeHistory
 from outlast.launch.options import parse_options
 from outlast.runtime.addresses import Endpoint
+from outlast.runtime.injection import armed
 from outlast.runtime.journal import Journal
 from outlast.testing import Cluster
 from outlast.testing.ranks import free_port
@@ -332,17 +333,23 @@ def test_a_line_that_is_half_written_is_taken_once_it_is_whole(tmp_path: Path) -
 @pytest.mark.process
 def test_a_hung_disk_holds_up_no_scrape(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
     """While the journal cannot be read, all else is shown, and the endpoint closes."""
-    (tmp_path / "journal").mkdir()
-    os.mkfifo(tmp_path / "journal" / "j-a-agent.jsonl")  # whoever opens it waits for a writer that does not come
-    endpoint.show(lambda: AgentOutlook(job="j", state="running"))
-    try:
-        for _ in range(3):
-            figures = scrape(endpoint.url)
-            assert one(figures, "agent_state", state="running") == 1
-            assert one(figures, "journal_age_seconds") is None
-        endpoint.close()
-    finally:
-        os.close(os.open(tmp_path / "journal" / "j-a-agent.jsonl", os.O_RDWR | os.O_NONBLOCK))
+    answers, hangs = threading.Event(), threading.Event()
+
+    def hang(path: Path) -> None:
+        hangs.set()
+        answers.wait()
+
+    with armed("journal.read", hang):
+        endpoint.show(lambda: AgentOutlook(job="j", state="running"))
+        try:
+            assert hangs.wait(60.0)
+            for _ in range(3):
+                figures = scrape(endpoint.url)
+                assert one(figures, "agent_state", state="running") == 1
+                assert one(figures, "journal_age_seconds") is None
+            endpoint.close()
+        finally:
+            answers.set()
 
 
 # -- the dashboard -----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import pytest
 
 from outlast import clock
 from outlast.incidents import EventKind
+from outlast.runtime.injection import DiskTrouble, Injection, armed_in_children
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import describe_self
 from outlast.testing import Cluster
@@ -274,9 +275,11 @@ def test_keys_end_the_screen_and_restore_the_terminal(tmp_path: Path) -> None:
     """In a terminal the view fills it and follows its size; q ends it with 0, Ctrl-C with 130, SIGTERM with 143, also
     while the run directory hangs, and each leaves the terminal as it was; Ctrl-Z gives it back for the time being."""
     with waiting_run(tmp_path, num_nodes=1) as (cluster, _):
-        pipe = cluster.run_dir / "journal" / f"{cluster.events()[0].job}-hangs-rank-0.jsonl"
+        troubles, hangs = tmp_path / "troubles", DiskTrouble(folder=str(cluster.run_dir), delay_s=1e6)
+        (tmp_path / "hangs").write_bytes(msgspec.json.encode([hangs]))
         for keys, code in ((b"q", 0), (b"\x03", 130), (None, 143)):
-            terminal = Terminal(cluster.run_dir)
+            with armed_in_children(Injection(point="journal.read", do="disk", path=str(troubles))):
+                terminal = Terminal(cluster.run_dir)
             try:
                 terminal.read_until(SCREEN)
                 terminal.read_until(r"running.*step.*q: end")
@@ -291,7 +294,7 @@ def test_keys_end_the_screen_and_restore_the_terminal(tmp_path: Path) -> None:
                     terminal.read_until(r"q: end")
                     stop_and_continue(terminal)
                 if keys == b"\x03":
-                    os.mkfifo(pipe)
+                    os.link(tmp_path / "hangs", troubles)
                     terminal.read_until(r"no answer  .*the run directory: no answer for")
                 if keys is None:
                     terminal.process.terminate()
@@ -304,7 +307,7 @@ def test_keys_end_the_screen_and_restore_the_terminal(tmp_path: Path) -> None:
                 assert termios.tcgetattr(terminal.theirs) == terminal.before
             finally:
                 terminal.close()
-                pipe.unlink(missing_ok=True)
+                troubles.unlink(missing_ok=True)
 
 
 def stop_and_continue(terminal: Terminal) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from outlast.goodput import Ledger
 from outlast.incidents import EventKind
 from outlast.launch.protocol import JobPhase, LiveStatus
 from outlast.runtime.board import Board
+from outlast.runtime.injection import armed
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import _started, _stat, this_process
 from outlast.status.evidence import Evidence, gather
@@ -283,9 +284,10 @@ def test_a_hung_run_directory_is_named_and_ends_no_view(
     looker = Looker(str(tmp_path), interval_s=0.05)
     looker.start()
     looker.wait_for_first()
-    pipe = tmp_path / "journal" / "job-1-a-rank-0.jsonl"
-    os.mkfifo(pipe)  # whoever opens it waits for a writer that does not come
-    try:
+    answers = threading.Event()
+    with armed("journal.read", lambda path: answers.wait()), ExitStack() as stack:
+        stack.callback(looker.close, 60.0)
+        stack.callback(answers.set)
         assert looker.newest is not None
         monkeypatch.setattr(look.Looker._compile, "__defaults__", (0.2,))
         until(lambda: bool(looker.newest and looker.newest.unanswered))
@@ -294,15 +296,11 @@ def test_a_hung_run_directory_is_named_and_ends_no_view(
         monkeypatch.setattr(look, "FIRST_S", 0.2)
         second = Looker(str(tmp_path), interval_s=0.05)
         second.start()
+        stack.callback(second.close, 60.0)
+        stack.callback(answers.set)  # first of all
         with pytest.raises(ConfigError, match=r"did not answer within 0\.2 s; its disk may hang: look from another"):
             second.wait_for_first(for_all=True)
         assert not second.close(0.1)
-    finally:
-        writer = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-        pipe.unlink()
-        os.close(writer)
-        looker.close(60.0)
-        second.close(60.0)
 
 
 @pytest.fixture

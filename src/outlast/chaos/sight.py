@@ -5,6 +5,7 @@ All that is kept is what the newest job's newest cycle is like. Nothing is ever 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,10 +14,14 @@ from pathlib import Path
 
 from outlast.errors import OutlastError
 from outlast.incidents import Event, EventKind
-from outlast.journal import decode_events
+from outlast.journal import read_on
 from outlast.policy.lease import Process
 from outlast.runtime.board import Board
 from outlast.runtime.processes import is_alive
+
+log = logging.getLogger(__name__)
+_MAX_CHUNKS = 256
+"""Of a journal file that are read at once: 1 GiB."""
 
 
 class JournalTail:
@@ -29,21 +34,25 @@ class JournalTail:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "journal"
         self._done: dict[str, int] = {}
+        self._refused: set[Path] = set()
 
     def read_new(self) -> list[Event]:
         """Return the events since the last call, by wall time; a line that is not whole yet comes the next time."""
         found: list[Event] = []
         for path in sorted(self._folder.glob("*.jsonl")):
-            begin = self._done.get(path.name, 0)
-            try:
-                with path.open("rb") as file:
-                    file.seek(begin)
-                    data = file.read()
-            except FileNotFoundError:  # removed meanwhile
-                continue
-            whole = data[: data.rfind(b"\n") + 1]
-            self._done[path.name] = begin + len(whole)
-            found += decode_events(whole)[0]
+            for _ in range(_MAX_CHUNKS):
+                try:
+                    events, self._done[path.name], has_more = read_on(path, self._done.get(path.name, 0))
+                except FileNotFoundError:  # removed meanwhile
+                    break
+                except OSError as error:
+                    if path not in self._refused:
+                        self._refused.add(path)
+                        log.warning("%s cannot be read: %s", path, error.strerror)
+                    break
+                found += events
+                if not has_more:
+                    break
         return sorted(found, key=lambda event: event.wall_ns)
 
 

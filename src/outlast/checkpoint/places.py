@@ -30,7 +30,7 @@ from outlast.checkpoint.replica.client import Holder, Target
 from outlast.checkpoint.replica.parity import holders_of
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
-from outlast.decoding import from_json
+from outlast.decoding import from_json, read_file
 from outlast.env import WorkerEnv, clean_name
 from outlast.errors import CheckpointError, ConfigError, OutlastError, PeerLost, Unavailable
 from outlast.policy.checkpoint_plan import choose_partners, parity_groups
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 SERVE_TIMEOUT_S = 30.0
 _PROBE_BYTES = 64 * 1024
+_MAX_KEY_BYTES = 1 << 16
 SAME_VIEW_S = 10.0
 """Seconds in which every node has to see what another node wrote to the global tier: a mount may come late."""
 _LOOK_S = 0.1
@@ -470,7 +471,7 @@ def _firsts(nodes: Sequence[str]) -> Iterator[int]:
 
 def _read_key(path: str) -> bytes:
     try:
-        key = Path(path).read_bytes().strip()
+        key = read_file(path, max_bytes=_MAX_KEY_BYTES, follows_links=True).strip()
     except OSError as error:
         raise ConfigError(f"replication_key_file={path!r} cannot be read ({error.strerror})") from None
     if len(key) < 16:

@@ -28,6 +28,7 @@ from outlast import env
 from outlast.config import Config, FaultToleranceConfig
 from outlast.config.base import KNOWN_NAMES, from_mapping, parse_text
 from outlast.config.sources import ft_option, load_values
+from outlast.decoding import read_file
 from outlast.errors import ConfigError, ExitReason
 from outlast.integrations.hosted_session import touch_finished_flag
 from outlast.launch.run_parser import make_parser, words_before_script
@@ -436,7 +437,7 @@ def write_shims(folder: str | os.PathLike[str]) -> tuple[WrittenShim, ...]:
     path, text = Path(folder).absolute() / NAME, render_shim()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        there = path.read_bytes() if os.path.lexists(path) else None
+        there = read_file(path, follows_links=True) if os.path.lexists(path) else None
         if there is not None and _MARK.encode() not in there[:200]:
             raise ConfigError(f"{path} is another program; name another folder, or move it away")
         changed = there != text.encode() or not os.access(path, os.X_OK)

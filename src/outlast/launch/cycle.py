@@ -28,7 +28,7 @@ from torch.distributed.elastic.utils.api import macros
 from outlast import clock, env
 from outlast.config.launching import AGENTS_OWN
 from outlast.config.sources import SCRIPT, LayeredSettings, ft_option
-from outlast.decoding import parse_json, read_file
+from outlast.decoding import open_file, parse_json, read_file
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import protocol as m
@@ -708,7 +708,7 @@ class Cycle:
 
 
 def _read_tail(path: str) -> str:
-    with open(path, "rb") as file:
+    with open(open_file(path), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL))
         return file.read(_MAX_TAIL).decode(errors="replace")
 

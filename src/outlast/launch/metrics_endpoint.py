@@ -29,9 +29,10 @@ from outlast import clock
 from outlast.env import clean_name
 from outlast.errors import ConfigError
 from outlast.incidents import Event, EventKind, Rung
-from outlast.journal import decode_events
+from outlast.journal import read_on
 from outlast.monitor.stacks import process_state
 from outlast.runtime.addresses import Endpoint
+from outlast.runtime.injection import reach
 from outlast.version import __version__
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ MAX_CONNECTIONS = 16
 """Scrapes at the same time."""
 SCRAPE_S = 10.0
 """How long a connection may wait for its other side."""
-_CHUNK_BYTES = 4 * 2**20
 _MAX_CHUNKS = 16
 """Of one file at one look; the rest is read at the next ones."""
 
@@ -424,23 +424,17 @@ class NodeHistory:
     def _read_file(self, name: str) -> None:
         path = self._folder / f"{clean_name(self._job)}-{clean_name(self._node)}-{name}.jsonl"
         for _ in range(_MAX_CHUNKS):
-            begin = self._offsets.get(name, 0)
+            reach("journal.read", path=path)
             try:
-                with open(path, "rb") as file:
-                    file.seek(begin)
-                    data = file.read(_CHUNK_BYTES)
+                events, end, has_more = read_on(path, self._offsets.get(name, 0))
             except FileNotFoundError:
                 return
-            end = data.rfind(b"\n") + 1
-            if not end and len(data) == _CHUNK_BYTES:
-                end = len(data)  # no line is that long: what is there is damaged
-            events, _ = decode_events(data[:end])
             with self._lock:
-                self._offsets[name] = begin + end
+                self._offsets[name] = end
                 for event in events:
                     if event.job == self._job and event.node == self._node:
                         self._take(event)
-            if len(data) < _CHUNK_BYTES:
+            if not has_more:
                 return
 
     def _take(self, event: Event) -> None:

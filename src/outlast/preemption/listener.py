@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outlast import clock
+from outlast.decoding import open_file
 from outlast.errors import ConfigError, ExitReason
 from outlast.preemption.signals import SignalWatch
 
@@ -114,7 +115,7 @@ class NoticeFile:
     def poll(self) -> NoticeReceived | None:
         """Return the notice if the file is there."""
         try:
-            with self._path.open("rb") as file:
+            with open(open_file(self._path, follows_links=True), "rb") as file:
                 changed_s = os.fstat(file.fileno()).st_ctime
                 text = file.read(_MOST_BYTES).decode(errors="replace").strip()
         except FileNotFoundError:

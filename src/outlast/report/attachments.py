@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from outlast.decoding import open_file
 from outlast.env import clean_name
 from outlast.goodput.account import IncidentCost
 from outlast.wording import count, number_ranges
@@ -143,7 +144,7 @@ class RunFiles:
         try:
             if not whole.resolve().is_relative_to(self._run_dir.resolve()) or not whole.is_file():
                 return None
-            with open(whole, "rb") as file:
+            with open(open_file(whole, follows_links=True), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size <= max_bytes:
                     return _decode(file.read(max_bytes))

@@ -116,7 +116,8 @@ def find_run_key(run_id: str, run_dir: Path | None, *, key_file: str | None, is_
     """
     if key_file is not None:
         try:
-            return RunKey(_check(Path(key_file).read_bytes(), f"--run-key-file={key_file}"), KeySource.FILE)
+            secret = read_file(key_file, max_bytes=_MAX_BYTES, follows_links=True)
+            return RunKey(_check(secret, f"--run-key-file={key_file}"), KeySource.FILE)
         except OSError as error:
             raise ConfigError(f"--run-key-file={key_file} cannot be read ({error.strerror}); check its path") from None
     if (found := key_of_environment()) is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from outlast.decoding import parse_json
+from outlast.decoding import parse_json, read_file
 from outlast.errors import ConfigError
 from outlast.simulate.scenario import RecoveryCosts
 
@@ -108,7 +108,7 @@ def read_costs(paths: Iterable[Path], start: RecoveryCosts | None = None) -> Mea
 
 def _read_results(path: Path) -> list[Mapping[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, follows_links=True).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the costs in {path} cannot be read: {error}; name a file of outlast bench --json") from None
     try:

@@ -26,7 +26,7 @@ import numpy as np
 
 from outlast import journal
 from outlast.config.base import nearest
-from outlast.decoding import convert, parse_json
+from outlast.decoding import convert, parse_json, read_file
 from outlast.errors import ConfigError
 from outlast.incidents import CYCLE_ENDING, EventKind, Incident, IncidentKind
 from outlast.simulate.scenario import SHARES, DrawnFault, Scenario, SimulatedFault, trace_span_s
@@ -152,7 +152,7 @@ def read_trace(path: Path) -> tuple[DrawnFault, ...]:
     if path.is_dir():
         return _read_journal(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, follows_links=True).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the trace {path} cannot be read: {error}; give a CSV or JSON file, or a run directory"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from outlast.decoding import from_json, read_file
+from outlast.decoding import from_json, open_file, read_file
 from outlast.env import clean_name
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import Event, EventKind
@@ -26,6 +26,7 @@ from outlast.launch.protocol import AskStatus, LiveStatus
 from outlast.policy.ladder import LadderState
 from outlast.policy.lease import LeaseOwner, Process
 from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
+from outlast.runtime.injection import reach
 from outlast.runtime.lease import FOLDER, FolderRecords, decode_owner
 from outlast.runtime.processes import is_alive, machine_id
 from outlast.runtime.run_key import RunKey, find_known_keys
@@ -209,7 +210,7 @@ def _list_journal(run_dir: Path) -> list[_JournalFile]:
 
 def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
     try:
-        return entry.stat()
+        return entry.stat(follow_symlinks=False)
     except OSError:
         return None  # it was removed meanwhile
 
@@ -288,11 +289,12 @@ def _read(
 
 def _read_file(file: _JournalFile, end_bytes: int, *, with_head: bool = False) -> tuple[list[Event], int, str | None]:
     """Return the last events of a file, and the first ones where asked for; the number of bad lines; and a problem."""
+    reach("journal.read", path=file.path)
     try:
-        with open(file.path, "rb") as opened:
+        with open(open_file(file.path), "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             if size <= end_bytes + HEAD_BYTES:
-                return *_decode(opened.read(), from_begin=True), None
+                return *_decode(opened.read(end_bytes + HEAD_BYTES), from_begin=True), None
             head = opened.read(HEAD_BYTES) if with_head else b""
             opened.seek(size - end_bytes)
             data = opened.read(end_bytes + HEAD_BYTES)

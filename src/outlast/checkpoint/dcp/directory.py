@@ -36,7 +36,7 @@ from outlast.decoding import from_json, open_file
 from outlast.errors import CheckpointError, Incomplete
 from outlast.runtime.files import fsync_folder, write_durably
 from outlast.runtime.injection import reach
-from outlast.runtime.lease import FOLDER, Records
+from outlast.runtime.lease import FOLDER, MAX_RECORD_BYTES, Records
 
 log = logging.getLogger(__name__)
 MAX_REMOVED = 20_000
@@ -231,7 +231,7 @@ class ObjectDirectory(GlobalDirectory):
         return self._store.create(name, data)
 
     def read_into(self, name: str, start: int, target: memoryview) -> int:
-        data = self._store.read(name, start, start + len(target))
+        data = self._store.read_range(name, start, start + len(target))
         target[: len(data)] = data
         return len(data)
 
@@ -419,7 +419,7 @@ class StoreRecords:
         return [int(match[1]) for match in found if match]
 
     def read(self, number: int) -> bytes:
-        return self._store.read(f"{FOLDER}/{number}.json")
+        return self._store.read(f"{FOLDER}/{number}.json", max_bytes=MAX_RECORD_BYTES)
 
     def create(self, number: int, data: bytes) -> bool:
         return self._store.create(f"{FOLDER}/{number}.json", data)

@@ -18,6 +18,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import UTC, datetime
 from typing import Any
 
+from outlast.decoding import MAX_FILE_BYTES
 from outlast.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -113,16 +114,33 @@ class ObjectStore:
             return []
         return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in found})
 
-    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return an object, or its bytes from ``start`` to ``end``.
+    def read(self, name: str, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+        """Return a small object.
+
+        Args:
+            name: Of the object.
+            max_bytes: Limit of its size.
+
+        Raises:
+            FileNotFoundError: There is none.
+            CheckpointError: The store does not give it, or it is larger than the limit.
+        """
+        about = self._call("info", name, self._path(name))
+        if about.get("type") == "directory":
+            raise FileNotFoundError(errno.ENOENT, "it is a folder", self.describe(name))
+        size = about.get("size")
+        if size is not None and int(size) > max_bytes:
+            raise CheckpointError(f"{self.describe(name)}: it has {size} bytes, and the limit is {max_bytes}")
+        return self.read_range(name, 0, 0 if size == 0 else max_bytes)
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Return an object's bytes from ``start`` to ``end``.
 
         Raises:
             FileNotFoundError: There is none.
             CheckpointError: The store does not give it.
         """
-        if start is not None and start == end:
-            return b""
-        return bytes(self._call("cat_file", name, self._path(name), start=start, end=end))
+        return bytes(self._call("cat_file", name, self._path(name), start=start, end=end)) if start != end else b""
 
     def write(self, name: str, data: bytes) -> None:
         """Put a small object, or replace it."""

@@ -37,6 +37,7 @@ from outlast.checkpoint.places import Peers
 from outlast.checkpoint.save import SaveHandle
 from outlast.config import CheckpointConfig
 from outlast.config.base import require
+from outlast.decoding import open_file
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.call import current_handle
 from outlast.integrations.megatron import follow_rerun_machine
@@ -767,7 +768,7 @@ class _Locks:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab")  # noqa: SIM115 - open for as long as there are locks: closing it releases all
+        self._file = open(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")  # noqa: SIM115 - open for as long as there are locks: closing it releases all
         self._path, self._next = str(path), 0
 
     def request(self, handle: SaveHandle, kind: Any) -> Any:
@@ -809,5 +810,5 @@ def wait_until_decided(path: str, number: int) -> None:
         with contextlib.suppress(OutlastError):
             handle.wait()
         return
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open(open_file(path), "rb") as file:
         fcntl.lockf(file, fcntl.LOCK_SH, 1, number)
