@@ -70,6 +70,7 @@ FACTS = st.builds(
     durable_iteration=MAYBE,
     progress_known=st.booleans(),
     had_session=st.booleans(),
+    has_trained=st.booleans(),
     positions=st.lists(POSITIONS, max_size=2).map(tuple),
 )
 PLACES = st.one_of(
@@ -93,6 +94,7 @@ MESSAGES = st.one_of(
     st.builds(m.JoinRequest, **WHO, addr=NAMES, nproc=st.just(1)),
     st.builds(m.Register, **WHO, addr=TEXTS, nproc=FEW, place=PLACES, ran=PLACES, running=st.booleans()),
     st.builds(m.Running, **WHO, cycle=NUMBERS),
+    st.builds(m.Stepped, **WHO, cycle=NUMBERS),
     st.builds(m.Counted, **WHO, cycle=NUMBERS, term=NUMBERS, num_spares=NUMBERS),
     st.builds(m.Hung, **WHO, cycle=FEW, incident=INCIDENTS),
     st.builds(m.Master, **WHO, cycle=NUMBERS, addr=TEXTS, port=NUMBERS),

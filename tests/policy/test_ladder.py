@@ -250,7 +250,7 @@ def test_a_node_that_flaps_while_cycles_form_is_excluded_before_a_budget_is_spen
     state = LadderState(progress_known=True)
     quarantines = []
     for cycle in range(3):
-        state, verdict = decide(state, CycleEnd(cycle=cycle, incident=lost, num_spares=1, has_begun=False), Limits())
+        state, verdict = decide(state, CycleEnd(cycle=cycle, incident=lost, num_spares=1, has_trained=False), Limits())
         quarantines.append(verdict.quarantine)
     assert quarantines == [(), (), ("c",)]
     assert (state.restarts_without_progress, state.cycles_without_progress) == (0, 0)

@@ -298,7 +298,7 @@ early_losses = st.builds(
     CycleEnd,
     cycle=st.integers(0, 1000),
     incident=st.builds(Incident, kind=st.just(IncidentKind.NODE_LOST), node=st.sampled_from(["a", "b", "c", ""])),
-    has_begun=st.just(False),
+    has_trained=st.just(False),
     progress_known=st.booleans(),
     num_spares=st.integers(0, 3),
     may_shrink=st.booleans(),
@@ -318,7 +318,7 @@ def test_early_losses_are_bounded(past: list[CycleEnd], stuck: list[CycleEnd], l
         restarts += 1
         if state.restarts_without_progress == before.restarts_without_progress:
             free += 1
-            assert not end.has_begun
+            assert not end.has_trained
             assert state.cycles_without_progress == before.cycles_without_progress
     assert free <= limits.max_node_faults
     assert restarts <= limits.max_restarts + free

@@ -131,6 +131,8 @@ class Coordinator:
         self._votes: set[str] = set()
         """Nodes that know of the cycle that is prepared."""
         self._started: set[str] = set()
+        self._newest_trained = -1
+        """The newest cycle in which a rank has completed a step."""
         self._ranks = RankHub()
         self._members = _Members()
         self._phase_since_s: float | None = None
@@ -472,6 +474,8 @@ class Coordinator:
             self._order_ranks()
             return
         self._ranks.close()
+        if self.nodes.holders.isdisjoint(self.nodes.by_name):  # nobody is left who knows
+            self._newest_trained = self.cycle
         reason = "the coordinator's node is gone" if adoption.missing else "the cycle was ending"
         self._ending = self._end_cycle(reason, examine=False, but=None)
         for name, why in adoption.lost.items():
@@ -515,6 +519,8 @@ class Coordinator:
                 self._on_counted(message, node)
             case m.Running() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
                 self._on_running(node)
+            case m.Stepped():
+                self._newest_trained = max(self._newest_trained, message.cycle)
             case m.Restarted() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
                 self._charge_restart(self._restarts.add(message, now_s), now_s)
             case m.Hung() if self.phase == m.JobPhase.RUNNING and message.cycle == self.cycle:
@@ -713,7 +719,10 @@ class Coordinator:
         self.phase, self._phase_since_s, self._members = m.JobPhase.FORMING, None, _Members()
         self._places = {}
         self._ranks.close()
-        self._ending = CycleEnding(job=self.settings.job, cycle=self.cycle, has_begun=has_begun)
+        has_trained = self._newest_trained >= self.cycle
+        self._ending = CycleEnding(
+            job=self.settings.job, cycle=self.cycle, has_begun=has_begun, has_trained=has_trained
+        )
         over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine, awaits_alike=awaits_alike)
         for node in self.nodes:
             if node is not but and self.nodes.holds_slot(node) and not node.ready:

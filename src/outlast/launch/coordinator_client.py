@@ -62,6 +62,7 @@ class CoordinatorClient:
         self._ran: m.SlotPlace | None = None
         self._term = 0
         self._ended: m.CycleFacts | None = None
+        self._newest_trained = -1
         self._distrusted: tuple[Distrusted, ...] = ()
         self._script_settings: str | None = None
 
@@ -107,7 +108,7 @@ class CoordinatorClient:
         """Drop what this node knows of its job: it takes part in another job of the run from now on."""
         self.link.begin_job()
         self._place = self._ran = self._ended = self._script_settings = None
-        self._term, self._distrusted = 0, ()
+        self._term, self._newest_trained, self._distrusted = 0, -1, ()
 
     def note_term(self, term: int) -> None:
         """Note the term of the coordinator that is obeyed now."""
@@ -122,6 +123,12 @@ class CoordinatorClient:
         """Request a slot in the next cycle, with what is known of the one that ended here."""
         self._ended = ended
         self.send(m.JoinRequest(addr=self.addr, nproc=self.nproc, wish=self._wish, ended=ended))
+
+    def report_step(self, cycle: int) -> None:
+        """Report that a rank of this node has completed a step of a cycle, unless it was reported before."""
+        if cycle > self._newest_trained:
+            self._newest_trained = cycle
+            self.send(m.Stepped(cycle=cycle))
 
     def report_settings(self, text: str) -> None:
         """Report what the script's config sets, empty for nothing, unless it was reported before."""
@@ -147,6 +154,8 @@ class CoordinatorClient:
                 distrusted=self._distrusted,
             )
         )
+        if self._newest_trained >= 0:
+            self.send(m.Stepped(cycle=self._newest_trained))
         if self._script_settings is not None:
             settings, self._script_settings = self._script_settings, None
             self.report_settings(settings)

@@ -496,8 +496,21 @@ class Cycle:
             sections = {section.name for state in states for section in state.sections}
             closed = {name for state in states for name in state.counts}
             return "step" not in sections | closed and not any(state.num_heartbeats for state in states)
+        return self._is_young
+
+    @property
+    def _is_young(self) -> bool:
+        """Whether a script that reports no steps is taken to be before its first one."""
         started_ns = min((worker.started_ns for worker in self.workers.values() if worker.started_ns), default=0)
         return clock.now_ns() - started_ns < PLAIN_START_S * 1e9
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a rank of this node has completed a step, or may have: a script need not report its steps."""
+        states = self.board.read_all()
+        if any(state.counts.get("step") or state.num_heartbeats for state in states):
+            return True
+        return self.has_started and not self._is_young and not any(state.attached for state in states)
 
     @property
     def _permanent_cause(self) -> Cause | None:
@@ -653,6 +666,7 @@ class Cycle:
             durable_iteration=self.durable_iteration,
             progress_known=self.progress_known,
             had_session=self.had_session,
+            has_trained=self.has_trained,
             positions=positions,
             observation=observe(states) if states else None,
             permanent=self._permanent_cause,

@@ -325,8 +325,10 @@ class NodeAgent(SimpleElasticAgent):
                 raise AssertionError(f"unexpected event {event!r}")
 
     def _beat(self) -> None:
-        """Show the coordinator that this loop runs."""
+        """Show the coordinator that this loop runs, and report the first step of a cycle."""
         self._client.link.count += 1
+        if (cycle := self._running) is not None and cycle.has_trained:
+            self._client.report_step(cycle.number)
         self._timers.set("beat", self._client.link.beat_interval_s, self._beat)
 
     def _wait_for_link(self, left_s: float) -> None:

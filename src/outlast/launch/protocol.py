@@ -112,6 +112,8 @@ class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     progress_known: bool = False
     had_session: bool = False
     """A worker of the node had a session, or a monitor."""
+    has_trained: bool = False
+    """A rank of the node completed a step, or may have."""
     positions: tuple[Position, ...] = ()
     """Where the node's ranks were when a hang was examined."""
     observation: Observation | None = None
@@ -185,6 +187,12 @@ class Register(FromNode, frozen=True, kw_only=True, tag=True):
 
 class Running(FromNode, frozen=True, kw_only=True, tag=True):
     """This node's workers of a cycle have been started."""
+
+    cycle: Number
+
+
+class Stepped(FromNode, frozen=True, kw_only=True, tag=True):
+    """A rank of this node has completed a step of a cycle, or may have."""
 
     cycle: Number
 
@@ -425,6 +433,7 @@ FromAgent = (
     JoinRequest
     | Register
     | Running
+    | Stepped
     | Counted
     | Hung
     | Master

@@ -40,6 +40,8 @@ class CycleEnding:
     cycle: int
     has_begun: bool = True
     """All of its nodes had started their workers."""
+    has_trained: bool = False
+    """A node reported a completed step while it ran."""
     incidents: list[Incident] = field(default_factory=list)
     expired: list[Expired] = field(default_factory=list)
     facts: list[m.CycleFacts] = field(default_factory=list)
@@ -90,7 +92,7 @@ class CycleEnding:
             num_spares=num_heirs(diagnosis.node if diagnosis is not None and diagnosis.node else cause.node),
             may_shrink=may_shrink,
             num_nodes=num_nodes,
-            has_begun=self.has_begun,
+            has_trained=self.has_begun and (self.has_trained or any(facts.has_trained for facts in self.facts)),
             load=next((facts.load for facts in self.facts if facts.load is not None), None),
             diagnosis=diagnosis,
             is_permanent=is_permanent,

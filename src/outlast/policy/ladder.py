@@ -23,9 +23,9 @@ Failures that all began on one node point at that node. Before the last restart 
 its slot to a spare, if one waits (``max_node_faults=0`` turns this off): the spare gets a chance that still counts
 against the budgets.
 
-A node that is lost before all nodes of its cycle had started their workers cost the job nothing. Such a loss counts for
-the node alone, up to ``max_node_faults`` times between two steps of progress, whichever nodes they are. A node that is
-lost so often gets no slot any more where the world can do without it.
+A node that is lost before a rank of its cycle completed a step cost the job nothing but the start. Such a loss counts
+for the node alone, up to ``max_node_faults`` times between two steps of progress, whichever nodes they are. A node that
+is lost so often gets no slot any more where the world can do without it.
 
 After a slow rank (exit code 18) its node gives its slot to a spare and gets none any more. Without a spare the run
 stops: the same workers on the same nodes would be as slow, and the verdict names the node to leave out of the next job.
@@ -142,8 +142,8 @@ class CycleEnd:
     num_nodes: int = 1
     """Nodes that took part in the cycle."""
 
-    has_begun: bool = True
-    """All of them had started their workers."""
+    has_trained: bool = True
+    """A rank may have completed a step."""
 
     load: Load | None = None
     """What the workers had loaded; ``None`` = nothing, or it is not known."""
@@ -754,8 +754,8 @@ def _deterministic_failure(end: CycleEnd) -> str:
 
 
 def _is_free(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> bool:
-    """Return whether a cycle's end counts for the lost node alone: nothing had begun that it could cost."""
-    is_early = incident.kind == IncidentKind.NODE_LOST and bool(incident.node) and not end.has_begun
+    """Return whether a cycle's end counts for the lost node alone: nothing was done that it could cost."""
+    is_early = incident.kind == IncidentKind.NODE_LOST and bool(incident.node) and not end.has_trained
     return is_early and state.free_losses < limits.max_node_faults and spent_budget(state, limits) is None
 
 
@@ -764,9 +764,10 @@ def _judge_free_loss(
 ) -> tuple[LadderState, Verdict]:
     node, faults = incident.node, state.node_faults[incident.node]
     is_out = faults >= limits.max_node_faults and (end.num_spares > 0 or end.may_shrink)
-    reason = f"{incident.describe()}; the cycle had not begun, fault {faults} of {limits.max_node_faults} of this node"
+    reason = f"{incident.describe()}; no rank had completed a step, fault {faults} of {limits.max_node_faults} of this "
+    reason += "node, which counts against no restart budget"
     if is_out:
-        reason += ", which gets no slot any more"
+        reason += "; the node gets no slot any more"
     state = msgspec.structs.replace(drop_replay(state), free_losses=state.free_losses + 1)
     return state, Verdict(rung=Rung.REPLACE_NODE, reason=reason, quarantine=(node,) if is_out else ())
 
