@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -371,6 +372,22 @@ def test_takeover_keeps_the_newer_of_two_agents_of_a_name(newer_first: bool) -> 
         stopped += [who for _, who, sent in outbox if isinstance(sent, m.Stop) and sent.is_replaced]
     assert stopped == ["b-1"]
     assert job.coordinator.nodes.by_name["b"].epoch == "b-2"
+
+
+@pytest.mark.parametrize("end", [m.Dead(reason="its connection ended"), m.Bye()])
+def test_a_claim_ends_with_its_agent(end: m.ToCoordinator) -> None:
+    """An agent that claimed a name and is gone gets no slot once the holder of the name is lost: its spare does."""
+    job = Job()
+    for name in ("a", "b"):
+        job.join(name)
+    job.pass_time(1)
+    job.die("b")
+    job.say(m.JoinRequest(node="b", epoch="b-2", addr="b", nproc=2))
+    job.say(msgspec.structs.replace(end, node="b", epoch="b-2"))
+    job.pass_time(7)
+    assert "b" not in job.coordinator.nodes.by_name
+    job.join("s")
+    assert ranks(job) == {"a": 0, "s": 1}
 
 
 def test_new_agent_of_a_dead_one_takes_its_name() -> None:

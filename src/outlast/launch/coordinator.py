@@ -232,6 +232,8 @@ class Coordinator:
             case _:
                 node = self.nodes.by_name.get(message.node)
                 if node is None or node.epoch != message.epoch:
+                    if isinstance(message, m.Dead | m.Bye):
+                        self.nodes.drop_claim(message.node, message.epoch)
                     log.debug("message of an earlier start of node %s ignored", message.node)
                 else:
                     self._on_known(message, node, now_s)
@@ -431,7 +433,8 @@ class Coordinator:
             return node  # it is in no cycle: its request to join follows, and is a claim
         held = self._quorum.place_of(node)
         is_newer = held is None or (message.place is not None and message.place.order > held.order)
-        if not adopts and (not self._quorum.is_here or self._quorum.knows_newer(message)):
+        knows_other = not self._quorum.is_here or self._quorum.knows_newer(message)
+        if not adopts and self._quorum.is_asked and knows_other:
             self._quorum.register(message)  # what it knows of may go on elsewhere
             return node
         older = node.epoch if adopts and is_newer else message.epoch

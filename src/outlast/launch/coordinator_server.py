@@ -227,8 +227,10 @@ class CoordinatorServer:
         if self._unwritten is not None and now_s >= self._writes_again_s:
             self._remember(self._unwritten)
         since_s, self._judged_at_s = now_s - self._judged_at_s, now_s
-        beats = {agent.hello.node: agent.count for agent in self._agents.values()}
-        heard_s = {agent.hello.node: now_s - agent.channel.channel.received_ns / 1e9 for agent in self._agents.values()}
+        # Another life of a node may be connected too; its silence says nothing of the one that takes part.
+        lives = {who[0]: agent for who, agent in self._agents.items() if self._coordinator.nodes.is_here(*who)}
+        beats = {node: agent.count for node, agent in lives.items()}
+        heard_s = {node: now_s - agent.channel.channel.received_ns / 1e9 for node, agent in lives.items()}
         self._send_all(self._coordinator.judge_beats(beats, now_s, since_last_s=since_s, unheard_s=heard_s))
         if self._coordinator.may_close or self._coordinator.should_give_up_on_goodbyes(now_s):
             self.closed.set()

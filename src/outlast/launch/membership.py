@@ -305,6 +305,11 @@ class Nodes:
         stop = m.Stop(exit_code=ExitReason.BAD_INPUT, reason=reason, is_replaced=True)
         self.out.append((claim.node, claim.epoch, stop))
 
+    def drop_claim(self, name: str, epoch: str) -> None:
+        """Drop the claim of an agent that is gone."""
+        if (claim := self.claims.get(name)) is not None and claim.epoch == epoch:
+            del self.claims[name]
+
     def take_out(self) -> Outbox:
         """Return what is to be sent, once."""
         out, self.out = self.out, []

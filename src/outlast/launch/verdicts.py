@@ -409,7 +409,10 @@ class ExcludedNodes:
         trains is replaced if a spare can take its slot. A full disk does not end a run by itself; wrong numbers do.
         """
         node = self._nodes.by_name.get(report.node)
-        if node is None or node.epoch != report.epoch:
+        if node is not None and node.epoch != report.epoch:
+            log.warning("ignored a failed health check of another agent that has the name of node %s", report.node)
+            return False
+        if node is None:
             self._outside[report.node] = report
             self._ladder.bar(report.node)
             self._tell(report, cycle, "it did not join")
