@@ -552,6 +552,31 @@ def test_what_is_distrusted_survives_the_coordinators_machine() -> None:
     )
     job.fail("a")
     assert job.running["a"].distrusted == (one,)
+    decided = [message.ladder for message in job.said["a"] if isinstance(message, m.Decided)]
+    assert (decided[-1].restarts_total, job.coordinator.stop) == (8, None)
+    job.fail("a")
+    assert job.coordinator.stop is not None
+    assert "all 5 restarts are used" in job.coordinator.stop.reason
+
+
+@pytest.mark.parametrize("how", ["takeover", "reconnection"])
+def test_nodes_are_notified_again_that_peers_have_finished(how: str) -> None:
+    """A node whose ranks still run learns from the coordinator that takes over, or that it reaches again, that the
+    ranks of another node have finished: the notification may have been lost with the connection."""
+    job = Job(num_slots=2, former_host="x")
+    places = {name: m.SlotPlace(cycle=7, slot=slot, num_slots=2) for slot, name in enumerate("ab")}
+    registers = {
+        name: m.Register(node=name, epoch=f"{name}-1", addr=name, nproc=2, place=place, ran=place, running=True)
+        for name, place in places.items()
+    }
+    job.say(registers["a"])
+    job.say(m.Finished(node="a", epoch="a-1", facts=m.CycleFacts(cycle=7)))
+    job.say(registers["b"])
+    if how == "reconnection":
+        job.said.clear()
+        job.say(registers["b"])
+    assert [one for one in job.said["b"] if isinstance(one, m.PeersFinished)] == [m.PeersFinished(cycle=7)]
+    assert not [one for one in job.said.get("a", ()) if isinstance(one, m.PeersFinished)]
 
 
 EVENTS = st.lists(

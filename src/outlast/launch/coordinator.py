@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -398,6 +398,7 @@ class Coordinator:
                     self.nodes.send(node, last)
                 if self.phase == m.JobPhase.RUNNING and self._members.places:
                     self._tell_ran(node)
+            self._report_finished([node.name])
             return
         if self.stop is not None:
             self.nodes.out.append((message.node, message.epoch, self.stop))
@@ -471,6 +472,7 @@ class Coordinator:
             if adoption.is_stale(name) and (node := self.nodes.by_name.get(name)) is not None:
                 reason = f"cycle {self.cycle} began without this node"
                 self.nodes.send(node, m.CycleOver(cycle=place.cycle, reason=reason))
+        self._finished = {name: facts for name, facts in self._finished.items() if facts.cycle == self.cycle}
         if adoption.is_running:
             self.phase = m.JobPhase.RUNNING
             self._ranks.take_over(self.cycle, self._term, self.nodes.holders, now_s)
@@ -535,7 +537,8 @@ class Coordinator:
             ):
                 self._finished[node.name] = message.facts
                 self._finish_if_all(now_s)
-                self._report_finished(message.facts.cycle)
+                if len(self._finished) == 1:
+                    self._report_finished(self.nodes.holders)
             case m.Noticed():
                 self._noticed[node.name] = message.signal
             case m.Leave():
@@ -751,13 +754,13 @@ class Coordinator:
         self._learn(self.cycle, observations(facts), None)
         self._carry_out(self._ladder.rule(end), now_s)
 
-    def _report_finished(self, cycle: int) -> None:
-        """Notify the nodes whose workers still run that those of the first node exited with 0."""
-        if self.phase != m.JobPhase.RUNNING or len(self._finished) > 1:
+    def _report_finished(self, names: Collection[str]) -> None:
+        """Notify those of the nodes whose workers still run that the workers of another node exited with 0."""
+        if self.phase != m.JobPhase.RUNNING or not self._finished:
             return
-        for name in self.nodes.holders - self._finished.keys():
+        for name in self.nodes.holders.intersection(names) - self._finished.keys():
             if (node := self.nodes.by_name.get(name)) is not None:
-                self.nodes.out.append((name, node.epoch, m.PeersFinished(cycle=cycle)))
+                self.nodes.out.append((name, node.epoch, m.PeersFinished(cycle=self.cycle)))
 
     def _carry_out(self, verdict: Verdict, now_s: float) -> None:
         if verdict.rung >= Rung.REQUEUE_JOB:
@@ -795,6 +798,7 @@ class Coordinator:
                 return
             self._adopt(now_s)
             self._finish_if_all(now_s)
+            self._report_finished(self.nodes.holders)
         if self.phase != m.JobPhase.FORMING:
             return
         if self._ending is not None and self.nodes.any_busy_holder():
