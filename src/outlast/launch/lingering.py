@@ -94,8 +94,10 @@ class LingeringRanks:
     def _begin_report(self, ranks: list[int]) -> threading.Thread:
         end = "no exit_timeout is in force, so the job waits for it"
         if self._limit.seconds is not None:
-            idle = "" if self._limit.is_given else " without any use of a processor"
-            end = f"it is ended {self._limit.seconds:g} s after that exit{idle} (exit_timeout)"
+            end = f"it is ended {self._limit.seconds:g} s after that exit (exit_timeout)"
+            if not self._limit.is_given:
+                end = f"it is ended after {self._limit.seconds:g} s without any use of a processor"
+                end += "; set exit_timeout to end a rank that uses one"
         pids = {worker.global_rank: worker.pid for worker in self._cycle.workers.values()}
         folder = self._cycle.options.run_dir / "stacks" / f"cycle-{self._cycle.number}"
 
