@@ -529,16 +529,21 @@ def test_a_copy_that_proved_bad_is_named_to_every_node() -> None:
     assert "generation 120" in written.describe()
 
 
-def test_what_is_distrusted_survives_the_coordinators_machine() -> None:
-    """A new coordinator without the old one's files learns from the agents what they were told not to load."""
+def test_what_was_decided_survives_the_coordinators_machine() -> None:
+    """A new coordinator without the old one's files learns from the agents what they must not load, and which restarts
+    were used, whichever of them comes first."""
     job = Job(num_slots=1, former_host="x")
     job.beats["a"] = 0
     one = Distrusted(generation=120, attempt="job-0-aa.1", tier="memory")
     place = m.SlotPlace(cycle=7, slot=0, num_slots=1)
-    message = m.Register(node="a", epoch="a-1", addr="a", nproc=2, place=place, running=True, distrusted=(one,))
+    ladder = LadderState(number=9, distrusted=(one,), restarts_without_progress=4, restarts_total=7)
+    earlier = LadderState(number=8, restarts_without_progress=3, restarts_total=6)
+    message = m.Register(node="a", epoch="a-1", addr="a", nproc=2, place=place, running=True, ladder=ladder)
+    job.say(msgspec.structs.replace(message, node="s", epoch="s-1", place=None, running=False, ladder=earlier))
     job.say(message)
     job.say(message)
     assert job.state.distrusted == (one,)
+    assert (job.state.restarts_without_progress, job.state.restarts_total) == (4, 7)
     job.running["a"] = m.Start(
         cycle=7,
         term=1,

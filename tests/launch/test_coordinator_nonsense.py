@@ -88,11 +88,31 @@ PLACES = st.one_of(
         host_spare=MAYBE,
     ),
 )
+LADDERS = st.builds(
+    LadderState,
+    number=NUMBERS,
+    restarts_without_progress=NUMBERS,
+    restarts_total=NUMBERS,
+    cycles_without_progress=NUMBERS,
+    best_durable=MAYBE,
+    node_faults=st.dictionaries(NAMES, NUMBERS, max_size=2),
+    quarantined=st.lists(NAMES, max_size=2).map(tuple),
+    finished=st.booleans(),
+)
 WHO: dict[str, Any] = {"node": NAMES, "epoch": st.sampled_from("112")}
 MESSAGES = st.one_of(
     st.builds(m.JoinRequest, **WHO, addr=TEXTS, nproc=NUMBERS, wish=MAYBE, ended=st.one_of(st.none(), FACTS)),
     st.builds(m.JoinRequest, **WHO, addr=NAMES, nproc=st.just(1)),
-    st.builds(m.Register, **WHO, addr=TEXTS, nproc=FEW, place=PLACES, ran=PLACES, running=st.booleans()),
+    st.builds(
+        m.Register,
+        **WHO,
+        addr=TEXTS,
+        nproc=FEW,
+        place=PLACES,
+        ran=PLACES,
+        running=st.booleans(),
+        ladder=st.one_of(st.none(), LADDERS),
+    ),
     st.builds(m.Running, **WHO, cycle=NUMBERS),
     st.builds(m.Stepped, **WHO, cycle=NUMBERS),
     st.builds(m.Counted, **WHO, cycle=NUMBERS, term=NUMBERS, num_spares=NUMBERS),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.testing import Cluster
 
@@ -151,6 +152,72 @@ def test_full_run_directory_costs_evidence_and_no_restart(lacks: str, disk: Smal
             r"^outlast: the disk was full; \d+ writes of output were dropped$", printed.read_text(), re.MULTILINE
         )
         assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} >= {0, 2}
+
+
+WAITS = """
+import os, pathlib, sys, time
+from outlast.monitor import RankMonitor
+
+folder, cycle = pathlib.Path(sys.argv[1]), os.environ["OUTLAST_CYCLE"]
+monitor = RankMonitor()
+with monitor.section("step"):
+    pass
+(folder / f"pid-{cycle}-{os.environ['RANK']}").write_text(f"{os.environ['OUTLAST_NODE']} {os.getpid()}")
+deadline = time.monotonic() + 900
+while not (folder / "end").exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+"""
+
+
+def wait_for_pids(cluster: Cluster, folder: Path, *, cycle: int) -> dict[str, int]:
+    """Wait until both ranks of a cycle run, and return their process ids by node."""
+    deadline = time.monotonic() + 280
+    while True:
+        texts = [path.read_text().split() for path in folder.glob(f"pid-{cycle}-*")]
+        if len(texts) == 2 and all(map(len, texts)):
+            return {node: int(pid) for node, pid in texts}
+        assert time.monotonic() < deadline, cluster.tails()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_takeover_on_a_full_disk_knows_which_restarts_were_used(disk: SmallDisk, tmp_path: Path) -> None:
+    """A restart is granted while the run directory is full, and then the coordinator's node is lost: the coordinator
+    that takes over counts the restart, although no file has it, and the budget ends the job."""
+    script = tmp_path / "train.py"
+    script.write_text(WAITS)
+    (disk.path / "run").mkdir()
+    (tmp_path / "agents").mkdir()
+    (disk.path / "run" / "agents").symlink_to(tmp_path / "agents")
+    with Cluster(
+        *(script, str(tmp_path)),
+        run_dir=disk.path / "run",
+        num_nodes=2,
+        num_spares=1,
+        num_started=0,
+        nproc_per_node=1,
+        options=["--max-restarts=2", "--no-health-check"],
+    ) as cluster:
+        host = cluster.add_node("host")
+        cluster.wait_for("hosts the coordinator", timeout_s=280)
+        others = [cluster.add_node("other")]
+        pids = wait_for_pids(cluster, tmp_path, cycle=0)
+        others.append(cluster.add_node("spare"))
+        cluster.wait_for("node spare waits", timeout_s=280)
+        disk.use_up_bytes()
+        os.kill(pids["other"], signal.SIGKILL)
+        assert "host" in wait_for_pids(cluster, tmp_path, cycle=1)
+        assert "decisions of the recovery policy cannot be written" in host.output()
+        assert "(restart 1 of 2)" in host.output()
+        host.kill()
+        pids = wait_for_pids(cluster, tmp_path, cycle=2)
+        assert pids.keys() == {"other", "spare"}
+        assert any("(restart 2 of 2)" in agent.output() for agent in others), cluster.tails()
+        os.kill(pids["other"], signal.SIGKILL)
+        for agent in others:
+            assert agent.wait(280) == ExitReason.FAILED
+            assert "all 2 restarts are used" in agent.output()
 
 
 def _run(*command: str) -> None:

@@ -103,7 +103,13 @@ class Coordinator:
         stop: m.Stop | None = None,
     ) -> None:
         self.settings = settings
-        self._ladder = LadderClient(state, settings.limits, record=record, remember=remember, tell_time=tell_time)
+
+        def keep(state: LadderState) -> None:
+            remember(state)
+            decided = m.Decided(ladder=state)
+            self.nodes.out += [(node.name, node.epoch, decided) for node in self.nodes]
+
+        self._ladder = LadderClient(state, settings.limits, record=record, remember=keep, tell_time=tell_time)
         self.cycle = 0
         """The cycle that forms or runs."""
         self._newest_elsewhere = -1
@@ -373,6 +379,8 @@ class Coordinator:
         spare = self.nodes.num_joins > len(self.nodes.slots)
         self._record(EventKind.NODE_JOINED, self.cycle, {"name": node.name, "spare": spare})
         self._excluded.admit(node)
+        if self.state.number:
+            self.nodes.out.append((node.name, node.epoch, m.Decided(ladder=self.state)))
         return node
 
     def _on_register(self, message: m.Register, now_s: float) -> None:
@@ -406,7 +414,8 @@ class Coordinator:
         for place in (message.place, message.ran):
             self._newest_elsewhere = max(self._newest_elsewhere, -1 if place is None else place.cycle)
         node = node or self._add(message, now_s)
-        self._ladder.learn_distrusted(message.distrusted)
+        if message.ladder is not None:
+            self._ladder.learn(message.ladder)
         if self.phase == m.JobPhase.FORMING and not self.nodes.holders and message.place is not None:
             self.phase = m.JobPhase.ADOPTING  # this agent was started anew, and hosts for a job in progress
             self._quorum.adopt()

@@ -34,8 +34,8 @@ from outlast.launch.control import JobIdentity, Nobody, WrongRun, ask, connect, 
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.launch.rank_relay import RankRelay
+from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership, should_change_job, should_yield
-from outlast.policy.recovery_point import Distrusted
 from outlast.runtime.addresses import Endpoint, listening_addresses
 from outlast.runtime.run_key import describe_difference
 from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel
@@ -63,7 +63,7 @@ class CoordinatorClient:
         self._term = 0
         self._ended: m.CycleFacts | None = None
         self._newest_trained = -1
-        self._distrusted: tuple[Distrusted, ...] = ()
+        self._ladder: LadderState | None = None
         self._script_settings: str | None = None
 
     @property
@@ -83,7 +83,7 @@ class CoordinatorClient:
             return False
         if self._place is not None and self._place.slot is not None and start.place.order <= self._place.order:
             return False
-        self._term, self._place, self._distrusted = start.term, start.place, start.distrusted
+        self._term, self._place = start.term, start.place
         return True
 
     def wait_beside(self, place: m.SlotPlace) -> None:
@@ -99,6 +99,10 @@ class CoordinatorClient:
             self._place = self._ran = msgspec.structs.replace(self._place, num_spares=ran.num_spares)
             self._count()
 
+    def note_decided(self, decided: m.Decided) -> None:
+        """Keep what the recovery policy remembers, for a coordinator that takes over."""
+        self._ladder = decided.ladder
+
     def _count(self) -> None:
         assert self._place is not None
         place = self._place
@@ -108,7 +112,7 @@ class CoordinatorClient:
         """Drop what this node knows of its job: it takes part in another job of the run from now on."""
         self.link.begin_job()
         self._place = self._ran = self._ended = self._script_settings = None
-        self._term, self._newest_trained, self._distrusted = 0, -1, ()
+        self._term, self._newest_trained, self._ladder = 0, -1, None
 
     def note_term(self, term: int) -> None:
         """Note the term of the coordinator that is obeyed now."""
@@ -151,7 +155,7 @@ class CoordinatorClient:
                 place=self._place,
                 ran=self._ran,
                 running=is_running or has_finished,
-                distrusted=self._distrusted,
+                ladder=self._ladder,
             )
         )
         if self._newest_trained >= 0:

@@ -464,7 +464,7 @@ class CoordinatorServer:
             "decisions of the recovery policy",
             run_dir / "ladder.json",
             lambda: save_ladder(run_dir, state),
-            "this coordinator still counts them; a later one will not know which remedies were tried",
+            "the agents of this job keep them; a later job will not know which remedies were tried",
         )
         self._unwritten = None if is_written else state
         self._writes_again_s = clock.now_s() + _REWRITE_S

@@ -288,6 +288,8 @@ class NodeAgent(SimpleElasticAgent):
             case m.PeersFinished():
                 if (cycle := self._running) is not None and cycle.number == event.cycle:
                     self._watch_lingering(cycle)
+            case m.Decided():
+                self._client.note_decided(event)
             case m.NodesMissing():
                 log.info("%s", event.reason)
             case m.Remark():

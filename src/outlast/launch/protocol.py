@@ -181,8 +181,8 @@ class Register(FromNode, frozen=True, kw_only=True, tag=True):
     """Its place in the last cycle that is known to have started on all of its nodes."""
     running: bool = False
     """Its workers of that cycle run, or have finished."""
-    distrusted: tuple[Distrusted, ...] = ()
-    """What it must not load: a coordinator on another machine may not know it."""
+    ladder: LadderState | None = None
+    """As in the last :class:`Decided` that it received."""
 
 
 class Running(FromNode, frozen=True, kw_only=True, tag=True):
@@ -414,6 +414,13 @@ class PeersFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cycle: Number
 
 
+class Decided(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the recovery policy remembers now. A coordinator that takes over gets it from the agents: ``ladder.json``
+    may be on another machine, or on a full disk."""
+
+    ladder: LadderState
+
+
 class Remark(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Something about another node that belongs into this one's log too."""
 
@@ -450,7 +457,7 @@ FromAgent = (
 """What an agent reports."""
 ToCoordinator = FromAgent | NameClaim | Dead | CoordinatorTick
 """What the coordinator takes."""
-ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | RankOrder | PeersFinished | Remark | Stop
+ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | RankOrder | PeersFinished | Decided | Remark | Stop
 """What the coordinator sends."""
 Question = AskStatus | AskLeadership
 OnControl = FromAgent | Hello | AgentBeat | Moving | Question

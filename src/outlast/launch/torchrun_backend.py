@@ -176,6 +176,8 @@ class OutlastRendezvous(RendezvousHandler):
                     self._on_link_up(news, is_running=False)
                 case m.Ran():
                     self._client.note_ran(news)
+                case m.Decided():
+                    self._client.note_decided(news)
                 case m.CycleOver() | m.NodesMissing() | m.PeersFinished() | m.Remark():
                     pass
 
@@ -219,6 +221,8 @@ class OutlastRendezvous(RendezvousHandler):
                 self._closed = True
             elif isinstance(news, m.Ran):
                 self._client.note_ran(news)
+            elif isinstance(news, m.Decided):
+                self._client.note_decided(news)
             elif isinstance(news, LinkUp):
                 self._on_link_up(news, is_running=True)
             elif isinstance(news, LinkDown):

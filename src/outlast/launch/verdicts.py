@@ -361,11 +361,11 @@ class LadderClient:
         log.warning("%s: the next cycle trains without the replay", why)
         self._keep(ladder.drop_replay(self.state))
 
-    def learn_distrusted(self, reported: Sequence[Distrusted]) -> None:
-        """Take over which copies an agent must not load; the coordinator that decided it may be out of reach."""
-        known = {(one.attempt, one.tier) for one in self.state.distrusted}
-        if new := tuple(one for one in reported if (one.attempt, one.tier) not in known):
-            self._keep(msgspec.structs.replace(self.state, distrusted=self.state.distrusted + new))
+    def learn(self, reported: LadderState) -> None:
+        """Take over what an agent keeps of the decisions of the coordinator before, which ``ladder.json`` may lack."""
+        if (merged := ladder.merge(self.state, reported)) != self.state:
+            self.state = merged  # with its number: another agent may have a later state
+            self._remember(merged)
 
     def _with_time(self, state: LadderState) -> LadderState:
         """Return the state with the time at its newest step, if that is new."""
@@ -375,8 +375,8 @@ class LadderClient:
         return msgspec.structs.replace(state, history=(*state.history[:-1], newest))
 
     def _keep(self, state: LadderState) -> None:
-        self.state = state
-        self._remember(state)
+        self.state = msgspec.structs.replace(state, number=state.number + 1)
+        self._remember(self.state)
 
 
 class ExcludedNodes:

@@ -68,6 +68,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -79,6 +80,8 @@ from outlast.policy.recovery_point import Distrusted, Judgement, Load, exclude_a
 from outlast.policy.rerun import Diagnosis, Finding, InvalidResultCase, Replay
 from outlast.wording import count
 
+Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""A count in :class:`LadderState`, which agents report."""
 MAX_HISTORY = 64
 """How many of the newest entries each of the ladder's lists keeps."""
 
@@ -207,21 +210,23 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str = ""
     """The job that wrote this; its budgets begin afresh in the next one, see :func:`begin_job`."""
-    restarts_without_progress: int = 0
-    restarts_total: int = 0
-    cycles_without_progress: int = 0
+    number: Number = 0
+    """How often the state has changed; of two states of a job, the later one has the higher number."""
+    restarts_without_progress: Number = 0
+    restarts_total: Number = 0
+    cycles_without_progress: Number = 0
     best_durable: int | None = None
     """Highest durable iteration ever seen; never falls."""
     progress_known: bool = False
     """Some cycle of this run reported its saves; one that reports nothing has then made no progress."""
     had_session: bool = False
     """Some worker of this run had a session, or a monitor."""
-    node_faults: dict[str, int] = {}
+    node_faults: dict[str, Number] = {}
     """Faults that began on each node in this job; what they did to peers is not counted."""
-    recent_faults: dict[str, int] = {}
+    recent_faults: dict[str, Number] = {}
     """Faults since the last progress in this job, by the node on which each began; empty name = not known. Nodes that
     get no slot any more are left out."""
-    free_losses: int = 0
+    free_losses: Number = 0
     """Losses of nodes since the last progress in this job that count for the node alone."""
     quarantined: tuple[str, ...] = ()
     """Nodes that get no slot any more in this job."""
@@ -299,6 +304,14 @@ def begin_job(state: LadderState) -> LadderState:
             state, cycles_without_progress=0, restarts_total=0, distrusted=distrusted, cases=()
         )
     return msgspec.structs.replace(state, stopped_with=None)
+
+
+def merge(state: LadderState, other: LadderState) -> LadderState:
+    """Return what two states of a job remember together: the later one, and the excluded copies of both."""
+    older, newer = sorted((state, other), key=lambda one: (one.number, one is state))
+    known = {(one.attempt, one.tier) for one in newer.distrusted}
+    more = tuple(one for one in older.distrusted if (one.attempt, one.tier) not in known)
+    return msgspec.structs.replace(newer, job=state.job, distrusted=(*newer.distrusted, *more))
 
 
 def find_outcome(state: LadderState) -> tuple[int, str] | None:
