@@ -523,6 +523,7 @@ def test_what_lightning_decides_by_itself_is_kept(tmp_path: Path) -> None:
 
 
 PRELUDE = """
+import logging
 import os
 import lightning.pytorch as pl
 import torch
@@ -632,12 +633,17 @@ for mode in ("disabled", "validate_results"):
 # NaN that is accepted ends in weights that are an error.
 accepting = Model()
 accepting.bad = True
+told = []
+listener = logging.Handler(logging.WARNING)
+listener.emit = lambda record: told.append(record.getMessage())
+logging.getLogger("outlast").addHandler(listener)
 try:
     fit_unlucky(accepting, "accepted", check_for_nan_in_loss=False)
 except SystemExit as left:
     assert left.code == 17, left.code
 else:
     raise AssertionError("weights that are NaN went unnoticed")
+assert sum("the loss is NaN or infinite on rank 0 at step 3" in line for line in told) == 1, told
 # A user's ModelCheckpoint beside ours, and a policy that ends the run.
 def policy(error):
     assert isinstance(error, outlast.OutlastError)

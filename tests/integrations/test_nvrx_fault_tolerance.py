@@ -117,7 +117,7 @@ from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient, WorkloadAct
 from outlast.config import Config, FaultToleranceConfig
 
 client = RankMonitorClient()
-client.init_workload_monitoring()
+client.init_workload_monitoring(num_warmup_iters=0)
 client.start_section("setup")
 config = Config(fault_tolerance=FaultToleranceConfig(rank_section_timeouts={"late": 0.7}))
 with outlast.init(config) as run:
@@ -310,3 +310,37 @@ def test_nested_values_are_mapped_in_place() -> None:
     assert dict_list_map_inplace(lambda x: x + 1, outer) is outer
     assert outer == {"a": [2, {"b": 3}]}
     assert outer["a"] is inner
+
+
+LONG_STEPS = """
+import os, time
+from outlast.integrations.nvrx.fault_tolerance import RankMonitorClient
+
+client = RankMonitorClient()
+client.init_workload_monitoring(num_warmup_iters=0)
+client.load_state_dict({client.CURRENT_TIMEOUTS_STATE_KEY: {"section": {
+    "section": {"step": 3.0}, "calculated_sections": ["step"]}}})
+with open("cycles", "a") as cycles:
+    cycles.write("x")
+client.start_section("step")
+if len(open("cycles").read()) < 3:
+    time.sleep(3600)  # a long step, which nothing tells from a hang
+client.end_section("step")
+client.shutdown_workload_monitoring()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(400)
+def test_a_calculated_timeout_is_doubled_and_then_dropped(tmp_path: Path) -> None:
+    """What the client calculated is treated as what outlast has learned: doubled after a hang that nothing explains,
+    and not used after the second one, also where calc_ft_timeouts is off."""
+    (tmp_path / "train.py").write_text(LONG_STEPS)
+    arguments = ["--nproc-per-node=1", "--max-restarts=2", "--run-dir=run", "train.py"]
+    code, output = launch(["outlast", "run"], *arguments, folder=tmp_path)
+    assert code == 0, output
+    assert "section 'step' exceeded 10.0 s" in output
+    assert "the calculated timeout of section step was exceeded, and nothing shows a hang: it is doubled" in output
+    assert "section 'step' exceeded 20.0 s" in output
+    assert "nothing shows a hang: it is not used any more" in output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,42 @@ def test_pauses_that_were_never_seen_before_end_no_cycle(tmp_path: Path) -> None
     again = launch(tmp_path, total=70)
     assert "evaluation 100 s" in again
     assert f"step {learned['step']:g} s" in again
+
+
+FAILING = """
+import torch
+import outlast
+
+timeouts = outlast.FaultToleranceConfig(calc_ft_timeouts=True)
+with outlast.init(outlast.Config(run_dir="run", fault_tolerance=timeouts)) as run:
+    for iteration in run.steps({"model": torch.nn.Linear(2, 2)}, total=100_000):
+        if iteration == 20:
+            print("twenty", flush=True)
+        if iteration > 20:
+            time.sleep(0.02) if sys.argv[1] == "shutdown" else 1 / 0
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["fails", "fails alone", "shutdown"])
+def test_a_run_that_does_not_finish_suggests_timeouts_too(tmp_path: Path, how: str) -> None:
+    """The line with the options comes at the end of each job: also after a failure, with and without a launcher, and
+    after a shutdown."""
+    (tmp_path / "train.py").write_text("import sys, time\n" + FAILING)
+    launcher = [] if how == "fails alone" else ["-m", "outlast", "run", "--max-restarts=0"]
+    with subprocess.Popen(
+        [sys.executable, *launcher, "train.py", how],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        output = ""
+        for line in process.stdout:
+            output += line
+            if how == "shutdown" and "twenty" in line:
+                process.send_signal(signal.SIGTERM)
+        assert process.wait(100) != 0, output
+    assert output.count("suggested timeouts, from the durations of this run: --ft-rank-section-timeouts=step:10") == 1

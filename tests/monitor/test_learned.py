@@ -129,7 +129,7 @@ from outlast.monitor.watchdog import LearnedTimeouts, Observation
 config = FaultToleranceConfig(safety_factor=2.0)
 for step_s in map(float, os.environ["SEEN"].split()):
     seen = Observation(longest_s={"step": step_s}, counts={"step": 20})
-    LearnedTimeouts.update(sys.argv[1], seen, cycle="a-0", config=config)
+    LearnedTimeouts.update(sys.argv[1], seen, cycle="a-0", config=config, finished=True)
 """
 
 

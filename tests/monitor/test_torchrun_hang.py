@@ -1,5 +1,6 @@
 """Stock torchrun, without an agent of ours: a hung rank is ended by its guard process, and torchrun restarts it."""
 
+import json
 import os
 import re
 import subprocess
@@ -50,3 +51,52 @@ def test_torchrun_restarts_a_hung_rank(tmp_path: Path) -> None:
     assert "section 'step' exceeded 0.5 s" in done.stderr
     assert "train.py" in (out / "stacks" / "cycle-0" / "rank-1.txt").read_text()
     assert not (out / "stacks" / "cycle-0" / "rank-0.txt").exists()
+
+
+LEARNING = """
+import os, time
+from outlast.config import FaultToleranceConfig
+from outlast.monitor import RankMonitor
+
+settings = FaultToleranceConfig(calc_ft_timeouts=True, num_warmup_iterations=0, safety_factor=2.0)
+monitor = RankMonitor(config=settings, run_dir=os.environ["OUT"])
+for number in range(18):
+    with monitor.section("step"):
+        if number == 17 and os.environ["TORCHELASTIC_RESTART_COUNT"] != "2":
+            time.sleep(3600)  # a long step, which nothing tells from a hang
+print("trained", flush=True)
+monitor.finish()
+monitor.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(400)
+def test_a_learned_timeout_under_torchrun_is_doubled_and_then_dropped(tmp_path: Path) -> None:
+    """The monitor process doubles a learned timeout after a hang that nothing explains; after the second one the third
+    cycle trains without it, and no option suggests it."""
+    script, out = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(LEARNING)
+    out.mkdir()
+    known = {"version": 1, "cycle": "", "before": {}, "seen": {}, "learned": {"sections": {"step": 3.0}}}
+    (out / "ft_state.json").write_text(json.dumps(known))
+    rest = ["--standalone", "--monitor-interval=0.1", "--max-restarts=2", str(script)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *rest],
+        env={**os.environ, "OUT": str(out), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout
+    assert "section 'step' exceeded 10.0 s" in done.stderr
+    assert "the learned timeout of section step was exceeded, and nothing shows a hang: it is doubled" in done.stderr
+    assert "section 'step' exceeded 20.0 s" in done.stderr
+    assert "nothing shows a hang: it is not used any more" in done.stderr
+    assert "suggested timeouts" not in done.stderr
+    learned = json.loads((out / "ft_state.json").read_text())["learned"]
+    assert learned["num_hangs"] == {"section step": 2}
+    assert "step" not in learned.get("sections", {})

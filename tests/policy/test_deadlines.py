@@ -307,4 +307,17 @@ def test_what_the_script_calculated_comes_first():
     assert (mine.out_of_section_s, mine.heartbeat_s) == (40.0, 900.0)
     assert mine.initial_heartbeat_s == timeouts.initial_heartbeat_s
     assert mine.defaults == {Subject.INITIAL_HEARTBEAT}
+    assert mine.calculated == {"section setup", "section other", "out_of_section", "heartbeat"}
     assert override(timeouts, Learned()) == timeouts
+    assert {one.is_calculated for one in expired(rank(sections=(BoardSection("other", S),)), mine, 40 * S)} == {True}
+
+
+def test_a_calculated_timeout_is_doubled_after_a_hang_without_an_explanation():
+    """The second one drops it, and what is configured is enforced again; the others stay as they are."""
+    timeouts = Timeouts(sections={"step": 12.0})
+    calculated = Learned(sections={"step": 15.0, "load": 20.0}, heartbeat_s=30.0)
+    once = override(timeouts, calculated, {"section step": 1, "heartbeat": 1})
+    assert (once.sections, once.heartbeat_s) == ({"step": 30.0, "load": 20.0}, 60.0)
+    twice = override(timeouts, calculated, {"section step": 2, "heartbeat": 2})
+    assert (twice.sections, twice.heartbeat_s) == ({"step": 12.0, "load": 20.0}, None)
+    assert twice.calculated == {"section load"}

@@ -139,6 +139,19 @@ def test_a_learned_timeout_is_doubled_after_a_hang_and_dropped_after_the_second(
     assert "checkpointing" not in taught(earlier=twice).sections
 
 
+def test_hangs_at_calculated_timeouts_are_counted_apart():
+    """A timeout that the script calculated itself is not a learned one: its hangs are counted for it alone, once for
+    each cycle, unless they are explained."""
+    known = Learned(sections={"step": 10.0})
+    hang = late(Subject.SECTION, "step", timeout_s=20.0, is_explained=False, is_calculated=True)
+    once = taught(earlier=known, faulted=[hang, hang])
+    assert once.sections["step"] == 10.0
+    assert (once.num_hangs, once.num_calculated_hangs) == ({}, {"section step": 1})
+    explained = late(Subject.SECTION, "step", timeout_s=20.0, is_calculated=True)
+    assert taught(earlier=once, faulted=[explained]).num_calculated_hangs == {"section step": 1}
+    assert taught(earlier=once, faulted=[hang]).num_calculated_hangs == {"section step": 2}
+
+
 def test_a_hang_at_a_given_timeout_does_not_count_against_a_learned_one():
     """Where the given value was enforced, the learned one was not too short."""
     known = Learned(sections={"step": 10.0})

@@ -16,6 +16,7 @@ import torch
 import outlast
 
 folder, how = sys.argv[1:]
+NAN_LOSS = ("plain", "unjudged", "disabled", "break")
 rerun = {
     "unjudged": outlast.RerunStateMachineConfig(check_for_nan_in_loss=False),
     "disabled": outlast.RerunStateMachineConfig(rerun_mode="disabled"),
@@ -28,13 +29,35 @@ class Model(torch.nn.Linear):
     def __init__(self):
         super().__init__(2, 2)
         self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+        self.register_buffer("norm", torch.zeros(2))
 
 
 model = Model()
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for iteration in run.steps({"model": model, "optimizer": optimizer}, total=12):
-    bad = math.nan if iteration >= 8 and run.global_rank == 1 and how != "sound" else 1.0
-    if how in ("sound", "plain"):
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+class Average:
+    def __init__(self):
+        self.average = model.weight.detach().clone()
+
+    def state_dict(self):
+        return {"average": self.average}
+
+    def load_state_dict(self, state):
+        self.average = state["average"]
+
+
+average, history = Average(), torch.full((12,), math.nan)
+plain = {"best": torch.tensor(math.inf), "nested": [torch.zeros(2), torch.zeros(2)]}
+state = {"model": model, "optimizer": optimizer, "average": average, "plain": plain, "history": history}
+for iteration in run.steps(state, total=12):
+    spoilt = {"list": plain["nested"][1], "buffer": model.norm, "object": average.average}
+    spoilt["moment"] = optimizer.state.get(model.weight, {}).get("momentum_buffer")
+    if how in spoilt and iteration == 11 and run.global_rank == 1:
+        spoilt[how].view(-1)[1] = math.nan
+        continue
+    if how == "break" and iteration == 10:
+        break
+    bad = math.nan if iteration >= 8 and run.global_rank == 1 and how in NAN_LOSS else 1.0
+    if how not in ("unjudged", "disabled"):
         loss = model(torch.ones(1, 2)).sum() * bad
         loss.backward()
     else:
@@ -44,6 +67,7 @@ for iteration in run.steps({"model": model, "optimizer": optimizer}, total=12):
             attempt.validate(loss)
     optimizer.step()
     optimizer.zero_grad()
+run.close()
 print("finished", flush=True)
 """
 
@@ -59,10 +83,12 @@ def train(folder: Path, how: str) -> tuple[list[int], str]:
 
 @pytest.mark.process
 def test_a_mask_of_infinities_is_no_error(tmp_path: Path) -> None:
-    """A buffer that is infinite from the start belongs to the model: the run finishes, and no line warns of it."""
+    """A buffer that is infinite from the start belongs to the model, and so does a tensor that holds NaN before
+    training begins: the run finishes, and no line names the buffer."""
     codes, output = train(tmp_path, "sound")
     assert codes == [0, 0], output
-    assert "infinite" not in output
+    assert "mask" not in output
+    assert "that are NaN or infinite" not in output
 
 
 @pytest.mark.process
@@ -77,6 +103,31 @@ def test_weights_that_are_nan_at_the_end_are_an_error(tmp_path: Path, how: str) 
     assert "weights that are NaN or infinite on this rank: model.weight, model.bias" in output
     assert output.count("loss is nan on rank 1 at iteration 8") == (how == "unjudged")
     assert 12 in {found.entry.iteration for found in look_into(str(tmp_path / "checkpoints")).found}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("list", "plain.nested.1"),
+        ("buffer", "model.norm"),
+        ("moment", "optimizer.state.0.momentum_buffer"),
+        ("object", "average.state_dict.average"),
+    ],
+)
+def test_nan_in_any_tensor_of_the_state_is_an_error(tmp_path: Path, how: str, name: str) -> None:
+    """Tensors without gradients count too: in containers, buffers, an optimizer's moments, and what an object saves."""
+    codes, output = train(tmp_path, how)
+    assert codes == [ExitReason.FAILED_VALIDATION] * 2, output
+    assert f"weights that are NaN or infinite on this rank: {name}" in output
+
+
+@pytest.mark.process
+def test_a_loop_that_was_left_with_nan_weights_is_an_error(tmp_path: Path) -> None:
+    """After ``break`` nothing is saved; closing the session ends a rank whose weights are NaN with 17."""
+    codes, output = train(tmp_path, "break")
+    assert codes == [0, ExitReason.FAILED_VALIDATION], output
+    assert "weights that are NaN or infinite on this rank: model.weight, model.bias" in output
 
 
 @pytest.mark.process

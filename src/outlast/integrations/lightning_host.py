@@ -154,6 +154,7 @@ class TrainerState:
         self.has_stopped = False
         """Whether training ended before its last step, by early stopping for instance."""
         self._accumulated: int | None = None
+        self.holds_weights = False  # and its state_dict() calls hooks of the user's
         self.loaded: dict[str, Any] | None = None
         """What was saved, if something was loaded."""
 
@@ -402,6 +403,8 @@ class TrainerHost:
             self._setup.__enter__()
         self._validates = _validates_loss(config, trainer)
         self._losses: Any = None
+        """The sum of the open step's; where they are not judged, of all steps' times 0."""
+        self._has_warned = False
         self._local_s = local_interval_s
         self._local_ns = clock.now_ns()
         self._iteration_of = iteration_of
@@ -533,18 +536,25 @@ class TrainerHost:
 
     def take_loss(self, loss: torch.Tensor) -> None:
         """Take a loss of the step."""
-        if self._validates:
-            loss = loss.detach()
-            self._losses = loss if self._losses is None else self._losses + loss
+        loss = loss.detach()
+        if not self._validates:
+            loss = loss.float() * 0  # NaN where it is not finite, and so is the sum from then on
+        self._losses = loss if self._losses is None else self._losses + loss
 
     def judge_loss(self) -> None:
         """Raise if the step's losses are not finite: then no weight of this rank has moved.
 
+        Where losses are not judged, one that is not finite is reported once, without waiting for a device.
+
         Raises:
             OutlastError: They are not.
 
-        Blocks: until the device has computed them.
+        Blocks: until the device has computed them, if they are judged.
         """
+        if not self._validates:
+            if self._losses is not None and self._losses.is_cpu:
+                self._warn_of_losses()
+            return
         losses, self._losses = self._losses, None
         if losses is not None and not math.isfinite(value := losses.item()):
             raise OutlastError(
@@ -604,6 +614,7 @@ class TrainerHost:
         self._own.has_stopped = bool(self._trainer.should_stop)
         if self._pending is not None and self._pending.stop:
             self._announce(self._pending)
+        self._warn_of_losses()
         self.session.finish(self._state)
         self._own.place = None
 
@@ -642,8 +653,19 @@ class TrainerHost:
         if decision.stop:
             self._announce(decision)
             self.session.leave(self._state)
+        self._warn_of_losses()  # a save waits for the device in any case
         self.session.save_due(self._state)
         self._own.place, self._own.fetch_random, self._own.loader_states = None, None, []
+
+    def _warn_of_losses(self) -> None:
+        """Report the first loss that was not finite, where training continues with it; once."""
+        if not self._has_warned and self._losses is not None and not math.isfinite(self._losses.item()):
+            self._has_warned = True
+            log.warning(
+                "the loss is NaN or infinite on rank %d at step %d or earlier, and training continues with it; this is "
+                "reported once",
+                *(self.session.global_rank, self.session.iteration + self._is_open),
+            )
 
     def _announce(self, decision: StepDecision) -> None:
         if decision.reason == ExitReason.PREEMPTED:

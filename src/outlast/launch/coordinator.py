@@ -691,6 +691,8 @@ class Coordinator:
             self._lose(node, "its agent left", now_s, is_known=True)
             return
         self.nodes.remove(node.name)
+        if leave.facts is not None:
+            self._learn(self.cycle, observations([leave.facts]), [])
         if leave.signal:
             self._noticed[node.name] = leave.signal
         verdict = self._ladder.rule(departure(self.cycle, leave))

@@ -143,6 +143,8 @@ class CoordinatorServer:
         """Nodes and reasons that the log names."""
         self._suspects: dict[tuple[str, str], tuple[float, bool]] = {}
         """Whose connection ended, in that order: when they are taken for dead, and whether that is certain."""
+        self._learned: LearnedTimeouts | None = None
+        """What the newest cycle has taught about timeouts; ``None`` = nothing, or it was logged."""
         self._accepts_again_s: float | None = None
         self._warns_again_s = 0.0
         self._judged_at_s = self._next_tick_s = clock.now_s()
@@ -401,6 +403,9 @@ class CoordinatorServer:
             self.closed.set()
 
     def _send_all(self, outbox: Sequence[tuple[str, str, m.ToNode]]) -> None:
+        if self._coordinator.stop is not None and (learned := self._learned) is not None:
+            self._learned = None
+            learned.log_suggestion()  # at the end of the job, however it ends
         frames: dict[int, bytes] = {}
         for node, epoch, message in outbox:
             if (agent := self._agents.get((node, epoch))) is None:
@@ -471,8 +476,12 @@ class CoordinatorServer:
 
     def _learn(self, cycle: int, observations: list[Observation], expired: list[Expired] | None) -> None:
         config = self._config
-        if (folder := LearnedTimeouts.folder(config, self._run_dir)) is None:
-            return
+        folder = LearnedTimeouts.folder(config, self._run_dir)
+        if folder is None:  # hangs at timeouts that the script calculated are counted all the same
+            expired = [one for one in expired or () if one.is_calculated and not one.is_explained]
+            folder, observations = LearnedTimeouts.counts_in(config, self._run_dir), []
+            if folder is None or not expired:
+                return
 
         def save() -> None:
             learned = LearnedTimeouts.load(folder)
@@ -485,8 +494,7 @@ class CoordinatorServer:
                 with_defaults=True,
             )
             learned.save()
-            if expired is None:
-                learned.log_suggestion()
+            self._learned = learned
 
         self._write("learned timeouts", folder / FILE_NAME, save, "those of this cycle are lost")
 

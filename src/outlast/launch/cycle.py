@@ -354,7 +354,8 @@ class Cycle:
         if text is None or text == self.calculated:
             return  # while it changes: whoever changes it wakes the agent afterwards
         self.calculated, before = text, self._before_calculated
-        self.timeouts = enforceable(before, text, rank=local_rank)
+        folder = LearnedTimeouts.counts_in(self.layers.config, self.options.run_dir)
+        self.timeouts = enforceable(before, text, rank=local_rank, folder=folder)
         changed = {name for name, of in FIELD_OF_SETTING.items() if getattr(self.timeouts, of) != getattr(before, of)}
         self._origins |= dict.fromkeys(changed, "calculated by the script")
         self.watchdog.enforce(self.timeouts, self.timeouts.describe(self._origins.__getitem__))

@@ -34,7 +34,7 @@ from outlast.decoding import from_json
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import MERGE_S, HangReport, LearnedTimeouts, Watchdog, enforceable, observe
 from outlast.policy.causes import Position, find_culprit, is_hang_explained
-from outlast.policy.deadlines import Timeouts
+from outlast.policy.deadlines import Observation, Timeouts
 from outlast.runtime.board import Board
 from outlast.runtime.files import write_optional
 from outlast.runtime.processes import ChildProcess, channel_to_parent, ignore_group_signals, open_pidfd, send_signal
@@ -318,6 +318,8 @@ class HangWatchTask(msgspec.Struct, frozen=True, kw_only=True):
     """The settings without learned timeouts, as JSON."""
     learned_in: str | None = None
     """Folder of the learned timeouts; ``None`` = none are learned."""
+    counts_in: str | None = None
+    """Folder in which hangs at calculated timeouts are counted; ``None`` = they are not."""
 
 
 class HangWatch:
@@ -338,7 +340,11 @@ class HangWatch:
     def _enforceable(self) -> Timeouts | None:
         """Return what is to be enforced; ``None`` while it changes: a message that it has changed is still to come."""
         text = self._board.timeouts(0)
-        return None if text is None else enforceable(self._timeouts, text, rank=self._task.rank)
+        return (
+            None
+            if text is None
+            else enforceable(self._timeouts, text, rank=self._task.rank, folder=self._task.counts_in)
+        )
 
     def run(self, line: socket.socket) -> None:
         """Watch until the worker is gone, or has closed the line."""
@@ -385,12 +391,15 @@ class HangWatch:
 
         A rank that waits in a collective waits for another one, whose own guard judges it.
         """
-        if (folder := self._task.learned_in) is None:
-            return
         is_explained = is_hang_explained(positions) or any(one.waits_in_collective for one in positions)
         late = [msgspec.structs.replace(one, is_explained=is_explained) for one in report.expired]
-        config = FaultToleranceConfig.from_json(self._task.configured)
-        seen, cycle = observe(report.states), self._task.cycle
+        folder, seen = self._task.learned_in, observe(report.states)
+        if folder is None:  # hangs at timeouts that the script calculated are counted all the same
+            late = [one for one in late if one.is_calculated and not one.is_explained]
+            folder, seen = self._task.counts_in, Observation()
+        if folder is None or not late:
+            return
+        config, cycle = FaultToleranceConfig.from_json(self._task.configured), self._task.cycle
         update = partial(LearnedTimeouts.update, folder, seen, cycle=cycle, config=config, faulted=late)
         write_optional("learned timeouts", folder, update, timeout_s=MERGE_S)
 

@@ -277,9 +277,19 @@ class RankMonitor:
         if self._closed or os.getpid() != self.pid or self._read_state().finished:
             return
         self._page.finish()
+        self._learn(finished=True)
+
+    def note_failure(self) -> None:
+        """Save what the cycle taught about timeouts, without an agent, although this rank fails; it is watched on."""
+        if not self._closed and os.getpid() == self.pid and not self._read_state().finished:
+            self._learn(finished=False)
+
+    def _learn(self, *, finished: bool) -> None:
         if self.env.board is None and (folder := self._learned_in) is not None:
             seen = observe([self._read_state()])
-            update = functools.partial(LearnedTimeouts.update, folder, seen, cycle=self._cycle, config=self._configured)
+            update = functools.partial(
+                LearnedTimeouts.update, folder, seen, cycle=self._cycle, config=self._configured, finished=finished
+            )
             learned = write_optional("learned timeouts", folder, update, timeout_s=MERGE_S)
             if learned and self.env.is_first:
                 learned.log_suggestion()
@@ -338,6 +348,7 @@ class RankMonitor:
             log.log(self._level, "%s is not watched: %s", self._who(), why)
             return -1
         folder = None if self._run_dir is None else str(self._run_dir / "stacks" / f"cycle-{self.env.cycle}")
+        counts_in = LearnedTimeouts.counts_in(self._configured, self._run_dir)
         try:
             self._watch = GuardDuty(
                 "outlast.monitor.rank_guard",
@@ -350,6 +361,7 @@ class RankMonitor:
                     cycle=self._cycle,
                     configured=self._configured.to_json(),
                     learned_in=None if self._learned_in is None else str(self._learned_in),
+                    counts_in=None if counts_in is None else str(counts_in),
                 ),
                 fds=[self._board.fd],
                 rank=self.env.global_rank,

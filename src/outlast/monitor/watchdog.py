@@ -12,8 +12,9 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from outlast.decoding import from_json, open_file, read_file
 from outlast.policy import deadlines as policy
 from outlast.policy.deadlines import FIELD_OF_SETTING, Expired, Learned, Observation, Timeouts, expired, wake_at_ns
 from outlast.runtime.board import Board, RankState
-from outlast.runtime.files import write_atomically
+from outlast.runtime.files import in_time, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -275,10 +276,28 @@ class LearnedTimeouts:
         return cls(run_dir, _read(Path(run_dir) / FILE_NAME))
 
     @staticmethod
+    def counts_in(config: FaultToleranceConfig, run_dir: str | os.PathLike[str] | None) -> Path | None:
+        """Return where a run counts hangs at timeouts that the script calculated, also where nothing is learned."""
+        return LearnedTimeouts.folder(config, run_dir) or (None if run_dir is None else Path(run_dir))
+
+    @staticmethod
     def folder(config: FaultToleranceConfig, run_dir: str | os.PathLike[str] | None) -> Path | None:
         """Return where a run keeps its file; ``None``: nowhere, so that nothing is learned."""
         where = config.state_directory or run_dir
         return Path(where) if config.calc_ft_timeouts and where is not None else None
+
+    @classmethod
+    def hangs_at_calculated(cls, folder: str | os.PathLike[str] | None) -> Mapping[str, int]:
+        """Return how often nothing explained that a rank exceeded a timeout that the script had calculated, by timeout.
+
+        Args:
+            folder: Where the run keeps its file; ``None`` = nowhere.
+        """
+        try:
+            return {} if folder is None else in_time(folder, partial(cls.load, folder)).learned.num_calculated_hangs
+        except TimeoutError as error:
+            log.warning("how often calculated timeouts were too short is not known: %s", error)
+            return {}
 
     @property
     def learned(self) -> Learned:
@@ -330,12 +349,15 @@ class LearnedTimeouts:
             finished=finished,
             faulted=late,
         )
-        for key in sorted(key for key, num in learned.num_hangs.items() if num != state.learned.num_hangs.get(key)):
-            log.warning(
-                "the learned timeout of %s was exceeded, and nothing shows a hang: %s",
-                key,
-                "it is doubled" if learned.num_hangs[key] < policy.MAX_HANGS else "it is not used any more",
-            )
+        for kind, nums, old in (
+            ("learned", learned.num_hangs, state.learned.num_hangs),
+            ("calculated", learned.num_calculated_hangs, state.learned.num_calculated_hangs),
+        ):
+            for key in sorted(key for key, num in nums.items() if num != old.get(key)):
+                log.warning(
+                    "the %s timeout of %s was exceeded, and nothing shows a hang: %s",
+                    *(kind, key, "it is doubled" if nums[key] < policy.MAX_HANGS else "it is not used any more"),
+                )
         self._state = _LearnedState(
             version=_VERSION, learned=learned, cycle=cycle, before=before, seen=seen, faulted=late
         )
@@ -362,6 +384,7 @@ class LearnedTimeouts:
         *,
         cycle: str,
         config: FaultToleranceConfig,
+        finished: bool = False,
         faulted: Sequence[Expired] = (),
     ) -> LearnedTimeouts:
         """Load, merge one rank's cycle, save, and return the result, while other ranks do the same.
@@ -371,7 +394,8 @@ class LearnedTimeouts:
             observation: What the rank observed.
             cycle: As for :meth:`merge`.
             config: As for :meth:`merge`.
-            faulted: Timeouts that the rank exceeded; none: the cycle came to its orderly end.
+            finished: As for :meth:`merge`.
+            faulted: Timeouts that the rank exceeded.
 
         Blocks: while other processes hold the file's lock, each for a write of a few hundred bytes; a caller that must
             not wait for a hung disk gives it :data:`MERGE_S`.
@@ -385,25 +409,27 @@ class LearnedTimeouts:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             state = cls.load(run_dir)
-            state.merge([observation], cycle=cycle, config=config, finished=not faulted, faulted=faulted)
+            state.merge([observation], cycle=cycle, config=config, finished=finished, faulted=faulted)
             state.save()
         finally:
             os.close(lock)
         return state
 
 
-def enforceable(timeouts: Timeouts, text: str, *, rank: int) -> Timeouts:
+def enforceable(timeouts: Timeouts, text: str, *, rank: int, folder: str | os.PathLike[str] | None) -> Timeouts:
     """Return timeouts with those in their place that a worker wrote on the board.
 
     Args:
         timeouts: What is configured, and learned.
         text: What :meth:`outlast.runtime.board.Board.timeouts` returned.
         rank: Whose they are, for the log.
+        folder: Where the run keeps what it has learned about timeouts; ``None`` = nowhere.
     """
     if not text:
         return timeouts
     try:
-        return policy.override(timeouts, from_json(text.encode(), Learned))
+        calculated = from_json(text.encode(), Learned)
+        return policy.override(timeouts, calculated, LearnedTimeouts.hangs_at_calculated(folder))
     except msgspec.DecodeError as error:
         log.warning("the timeouts that local rank %d calculated are not enforced: %s", rank, error)
         return timeouts

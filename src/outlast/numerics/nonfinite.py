@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -29,6 +30,9 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _MAX_NAMED = 8
 """Ranks that a message names one by one."""
 _TRAINED = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_MAX_DEPTH = 100
+"""Containers within one another; a save accepts no more."""
 _ADVICE = "look at the data and at the ranks named"
 
 
@@ -266,41 +270,93 @@ class NonFiniteDetector:
         return tuple(one for one in ranks if flags[one]), tuple(one for one in ranks if flags[world_size + one])
 
 
-def find_nonfinite_weights(state: Any) -> list[str]:
-    """Return the names of this rank's weights that hold NaN or infinity.
+class StateCheck:
+    """Find what of a training state holds NaN or infinity that training has put there.
+
+    A weight must be finite. Other tensors (buffers, moments of an optimizer, averages of weights) may hold infinities,
+    as masks and best scores do, but no NaN, unless they held NaN before training began.
 
     Args:
-        state: What is trained: a module, an optimizer, a tensor that requires gradients, mappings and lists of them, or
-            an object with ``state_dict()`` that has modules or optimizers as attributes.
+        state: What is trained, before anything is loaded into it: modules, optimizers, tensors, arrays, mappings and
+            lists of them, and objects with ``state_dict()``, whose modules and optimizers are found among their
+            attributes.
+        asks_objects: Call ``state_dict()`` of such objects too, as a save does.
 
-    Blocks: for one synchronisation with the device, and for one more for each weight where one is not finite.
+    Blocks: for one synchronisation with the device, and for one more for each tensor that is not finite.
     """
-    weights = {id(weight): (name, weight) for name, weight in _weights_in(state, "")}
-    if _are_finite([weight for _, weight in weights.values()]):
-        return []
-    return [name for name, weight in weights.values() if not _is_finite(weight)]
+
+    def __init__(self, state: Any, *, asks_objects: bool = True) -> None:
+        self._asks = asks_objects
+        self._held_nan = frozenset(self._find(state, weights=False))
+
+    def find(self, state: Any) -> list[str]:
+        """Return the names of this rank's tensors in ``state`` that hold what they must not. Blocks: as above."""
+        return [name for name in self._find(state, weights=True) if name not in self._held_nan]
+
+    def _find(self, state: Any, *, weights: bool) -> list[str]:
+        found: dict[tuple[Any, ...], _Examined] = {}
+        for one in _tensors_in(state, "", asks=self._asks):
+            if weights or not one.is_weight:
+                values = one.values
+                found.setdefault((values.device, values.data_ptr(), values.dtype, values.shape), one)
+        suspects = _not_finite([one.values for one in found.values()])
+        return [
+            one.name
+            for one, is_suspect in zip(found.values(), suspects, strict=True)
+            if is_suspect and (one.is_weight or bool(one.values.isnan().any()))
+        ]
 
 
-def _weights_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that are trained, this rank's part of each; several may be views of the same one."""
+class _Examined(NamedTuple):
+    """A tensor of a state, or this rank's part of it."""
+
+    name: str
+    values: torch.Tensor
+    is_weight: bool
+
+
+def _tensors_in(value: Any, name: str, *, asks: bool, is_weight: bool = False, depth: int = 0) -> Iterator[_Examined]:
+    """Yield the floating-point tensors of a state; several may be views of the same one."""
+
+    def inside(items: Iterable[tuple[Any, Any]], *, is_weight: bool = False) -> Iterator[_Examined]:
+        for key, inner in items:
+            path = f"{name}.{key}" if name else str(key)
+            yield from _tensors_in(inner, path, asks=asks, is_weight=is_weight, depth=depth + 1)
+
+    if depth > _MAX_DEPTH:  # it contains itself, which no save accepts
+        return
     if isinstance(value, torch.Tensor):
-        local = value.to_local() if isinstance(value, DTensor) else value
-        if value.requires_grad and local.dtype in _TRAINED and local.numel():
-            yield name, local.detach()
+        is_weight = is_weight or value.requires_grad
+        values = (value.to_local() if isinstance(value, DTensor) else value).detach()
+        if values.is_sparse:
+            values = values._values()
+        if type(values) not in _PLAIN and hasattr(values, "__tensor_flatten__"):
+            parts = values.__tensor_flatten__()[0]
+            yield from inside(((part, getattr(values, part)) for part in parts), is_weight=is_weight)
+        elif values.layout is torch.strided and not values.is_meta:
+            values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+            if values.dtype in _TRAINED and values.numel():
+                yield _Examined(name, values, is_weight)
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind == "f" and value.dtype.itemsize <= 8:
+            yield from inside([("values", torch.from_numpy(value.astype(value.dtype.newbyteorder("="))))])
     elif isinstance(value, torch.nn.Module):
-        for inner, parameter in value.named_parameters():
-            yield from _weights_in(parameter, f"{name}.{inner}" if name else inner)
+        yield from inside(value.named_parameters())
+        for prefix, module in value.named_modules():
+            saved = ((one, it) for one, it in module._buffers.items() if one not in module._non_persistent_buffers_set)
+            yield from inside((f"{prefix}.{one}" if prefix else one, it) for one, it in saved)
     elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _weights_in(inner, f"{name}.{key}" if name else str(key))
+        yield from inside(value.items())
     elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from _weights_in(inner, f"{name}.{index}" if name else str(index))
+        yield from inside(enumerate(value))
     elif isinstance(value, torch.optim.Optimizer):
-        yield from _weights_in([group["params"] for group in value.param_groups], name)
+        yield from inside(enumerate(one for group in value.param_groups for one in group["params"]))
+        yield from inside((f"state.{number}", one) for number, one in enumerate(value.state.values()))
     elif callable(getattr(value, "state_dict", None)):
         trained = (torch.nn.Module, torch.optim.Optimizer)
-        yield from _weights_in({at: one for at, one in vars(value).items() if isinstance(one, trained)}, name)
+        yield from inside((at, one) for at, one in getattr(value, "__dict__", {}).items() if isinstance(one, trained))
+        if asks and getattr(value, "holds_weights", True):
+            yield from inside([("state_dict", value.state_dict())])
 
 
 def _is_finite(loss: torch.Tensor | float) -> bool:
@@ -327,15 +383,25 @@ def _gradients(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor
 
 
 def _are_finite(tensors: list[torch.Tensor]) -> bool:
-    """Return whether no element is NaN or infinite, by the largest magnitude of each tensor, which cannot overflow."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    verdicts: dict[torch.device, list[torch.Tensor]] = {}
-    for (device, _), same in by_kind.items():
-        largest = torch.stack(list(torch._foreach_norm(same, math.inf)))
-        verdicts.setdefault(device, []).append(torch.isfinite(largest).all())
-    return all(bool(torch.stack(one).all()) for one in verdicts.values())
+    return not any(_not_finite(tensors))
+
+
+def _not_finite(tensors: list[torch.Tensor]) -> list[bool]:
+    """Return of which tensors an element is NaN or infinite: the largest magnitude of each, which cannot overflow."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(number)
+    by_device: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
+    for (device, _), numbers in by_kind.items():
+        largest = torch.stack(list(torch._foreach_norm([tensors[number] for number in numbers], math.inf)))
+        places, verdicts = by_device.setdefault(device, ([], []))
+        places += numbers
+        verdicts.append(torch.isfinite(largest))
+    found = [False] * len(tensors)
+    for places, verdicts in by_device.values():
+        for number, is_finite in zip(places, torch.cat(verdicts).tolist(), strict=True):
+            found[number] = not is_finite
+    return found
 
 
 def _name(ranks: tuple[int, ...]) -> str:

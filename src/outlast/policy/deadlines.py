@@ -99,6 +99,8 @@ class Timeouts:
     defaults: frozenset[Subject] = frozenset()
     """Timeouts of heartbeats that nobody set: enforced on ranks that promise heartbeats. A change of section counts as
     a heartbeat there, and a longer timeout of an open section, or of the time outside all of them, holds instead."""
+    calculated: frozenset[str] = frozenset()
+    """Timeouts that the worker calculated itself and that are in force, by :attr:`Expired.key`."""
 
     @classmethod
     def from_config(cls, config: FaultToleranceConfig, *, with_defaults: bool = False) -> Timeouts:
@@ -190,11 +192,13 @@ class Expired(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int
     is_explained: bool = False
     """The ranks' positions show a cause of the hang other than a timeout that is too short."""
+    is_calculated: bool = False
+    """The worker calculated the timeout itself."""
 
     @property
     def key(self) -> str:
-        """Identifies the timeout in :attr:`Learned.num_hangs`."""
-        return f"{self.subject} {self.section}" if self.section else str(self.subject)
+        """Identifies the timeout."""
+        return _key_of(self.subject, self.section)
 
     def describe(self, node: str) -> str:
         """Return the line that users grep for."""
@@ -209,6 +213,10 @@ class Expired(msgspec.Struct, frozen=True, kw_only=True):
             f"rank {self.global_rank} (node {node}, pid {self.pid}): {what} exceeded {self.timeout_s:.1f} s "
             f"({self.elapsed_s:.1f} s so far, iteration {self.iteration})"
         )
+
+
+def _key_of(subject: Subject, section: str | None = None) -> str:
+    return f"{subject} {section}" if section else str(subject)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +293,7 @@ def expired(rank: RankFacts, timeouts: Timeouts, now_ns: int) -> list[Expired]:
             elapsed_s=(now_ns - deadline.since_ns) / 1e9,
             since_ns=deadline.since_ns,
             iteration=rank.iteration,
+            is_calculated=_key_of(deadline.subject, deadline.section) in timeouts.calculated,
         )
         for deadline in late
     ]
@@ -354,6 +363,8 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_hangs: Mapping[str, int] = {}
     """Hangs without an explanation, by :attr:`Expired.key`; a timeout with :data:`MAX_HANGS` of them is not learned
     again."""
+    num_calculated_hangs: Mapping[str, int] = {}
+    """The same for timeouts that the worker calculated itself."""
 
     def of(self, subject: Subject, section: str | None = None) -> float | None:
         """Return a learned timeout; ``None`` = it was not learned."""
@@ -473,7 +484,11 @@ def _doubt(learned: Learned, faulted: Iterable[Expired], configured: Timeouts) -
     Only a timeout that was learned can be one: where the configured value was enforced, nothing changes.
     """
     in_force = apply(configured, learned)
-    for key, one in {one.key: one for one in faulted if not one.is_explained}.items():
+    unexplained = [one for one in faulted if not one.is_explained]
+    if keys := {one.key for one in unexplained if one.is_calculated}:
+        counts = {**learned.num_calculated_hangs, **{key: learned.num_calculated_hangs.get(key, 0) + 1 for key in keys}}
+        learned = msgspec.structs.replace(learned, num_calculated_hangs=counts)
+    for key, one in {one.key: one for one in unexplained if not one.is_calculated}.items():
         now_s, configured_s = in_force.of(one.subject, one.section), configured.of(one.subject, one.section)
         if learned.of(one.subject, one.section) is None or now_s is None or now_s == configured_s:
             continue
@@ -544,27 +559,45 @@ def _enforced_in_section_s(configured: Timeouts, section: str, learned_s: float)
     return enforced_s(learned_s, given_s)
 
 
-def override(timeouts: Timeouts, calculated: Learned) -> Timeouts:
+def override(timeouts: Timeouts, calculated: Learned, num_hangs: Mapping[str, int] | None = None) -> Timeouts:
     """Return timeouts with those that the worker calculated itself, also where none is configured; as with learned
-    ones, :func:`enforced_s` is the shortest."""
+    ones, :func:`enforced_s` is the shortest.
+
+    Args:
+        timeouts: What is configured, and learned.
+        calculated: What the worker calculated.
+        num_hangs: Hangs without an explanation at calculated timeouts, by :attr:`Expired.key`: one doubles the timeout,
+            after :data:`MAX_HANGS` it is not used any more.
+    """
+
+    def trusted_s(seconds: float | None, subject: Subject, section: str | None = None) -> float | None:
+        number = (num_hangs or {}).get(_key_of(subject, section), 0)
+        return None if seconds is None or number >= MAX_HANGS else seconds * 2**number
+
+    subjects = {one: trusted_s(calculated.of(one), one) for one in FIELD_OF_SUBJECT}
+    sections = {name: trusted_s(seconds, Subject.SECTION, name) for name, seconds in calculated.sections.items()}
+    used = {name: seconds for name, seconds in sections.items() if seconds is not None}
 
     def choose(subject: Subject) -> float | None:
-        set_s, calculated_s = timeouts.of(subject), calculated.of(subject)
+        set_s, calculated_s = timeouts.of(subject), subjects[subject]
         if calculated_s is None:
             return set_s
         return enforced_s(calculated_s, set_s, is_default=subject in timeouts.defaults)
 
-    return replace(
+    chosen = replace(
         timeouts,
         sections={
             **timeouts.sections,
-            **{name: _enforced_in_section_s(timeouts, name, value) for name, value in calculated.sections.items()},
+            **{name: _enforced_in_section_s(timeouts, name, value) for name, value in used.items()},
         },
         out_of_section_s=choose(Subject.OUT_OF_SECTION),
         heartbeat_s=choose(Subject.HEARTBEAT),
         initial_heartbeat_s=choose(Subject.INITIAL_HEARTBEAT),
-        defaults=frozenset(subject for subject in timeouts.defaults if calculated.of(subject) is None),
+        defaults=frozenset(subject for subject in timeouts.defaults if subjects.get(subject) is None),
     )
+    places = [*((subject, None) for subject in FIELD_OF_SUBJECT), *((Subject.SECTION, name) for name in used)]
+    changed = (_key_of(*place) for place in places if chosen.of(*place) != timeouts.of(*place))
+    return replace(chosen, calculated=frozenset(changed))
 
 
 def _is_trusted(name: str, seen: Observation) -> bool:

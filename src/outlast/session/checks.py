@@ -179,33 +179,52 @@ class ReplicaWatch:
         return ExitReason.FAILED_VALIDATION if is_known else ExitReason.RESUME_TO_DISAMBIGUATE
 
 
-def agree_nonfinite_weights(
-    state: Mapping[str, Any], iteration: int, place: WorkerEnv, consensus: Consensus
-) -> Diagnosis | None:
-    """Return on which rank weights are NaN or infinite, the same on all ranks; ``None`` = they are finite everywhere.
+class FiniteEnd:
+    """Find out whether a run ends with NaN or infinity in what it has trained.
 
     Args:
-        state: What is trained; see :func:`outlast.numerics.nonfinite.find_nonfinite_weights`.
-        iteration: Number of optimizer steps done.
+        state: What is trained, before anything is loaded into it; see :class:`outlast.numerics.nonfinite.StateCheck`.
         place: This worker's place.
         consensus: How the ranks agree.
+        is_saved: The state is saved, so that objects in it are asked for theirs.
 
-    Raises:
-        PeerLost: A peer left.
-
-    Collective: all ranks, between steps.
-    Blocks: until the device has computed the weights, and all ranks have come.
+    Blocks: until the device has computed the state.
     """
-    from outlast.numerics.nonfinite import find_nonfinite_weights
 
-    found = find_nonfinite_weights(state)
-    (first,) = consensus.agree([(place.world_size - place.global_rank) * bool(found)])
-    if not first:
-        return None
-    if found:
+    def __init__(self, state: Mapping[str, Any], place: WorkerEnv, consensus: Consensus, *, is_saved: bool) -> None:
+        from outlast.numerics.nonfinite import StateCheck
+
+        self._place, self._consensus = place, consensus
+        self._check = StateCheck(state, asks_objects=is_saved)
+
+    def agree(self, state: Mapping[str, Any], iteration: int) -> Diagnosis | None:
+        """Return on which rank something is not finite, the same on all ranks; ``None`` = all is finite everywhere.
+
+        Args:
+            state: What is trained.
+            iteration: Number of optimizer steps done.
+
+        Raises:
+            PeerLost: A peer left.
+
+        Collective: all ranks, between steps.
+        Blocks: until the device has computed the state, and all ranks have come.
+        """
+        alone = self.judge(state, iteration)
+        (first,) = self._consensus.agree([(self._place.world_size - self._place.global_rank) * (alone is not None)])
+        return _diagnose_end(iteration, self._place.world_size - first) if first else None
+
+    def judge(self, state: Mapping[str, Any], iteration: int) -> Diagnosis | None:
+        """Return the same for this rank alone. Collective: no."""
+        found = self._check.find(state)
+        if not found:
+            return None
         more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         log.error("weights that are NaN or infinite on this rank: %s%s", ", ".join(found[:_MAX_NAMED]), more)
-    rank = place.world_size - first
+        return _diagnose_end(iteration, self._place.global_rank)
+
+
+def _diagnose_end(iteration: int, rank: int) -> Diagnosis:
     message = f"training ended after iteration {iteration} with weights that are NaN or infinite on rank {rank}"
     return Diagnosis(finding=Finding.REPEATED, rank=rank, iteration=iteration, message=message)
 

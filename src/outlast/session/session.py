@@ -51,7 +51,7 @@ from outlast.runtime.device import training_device
 from outlast.runtime.journal import Journal
 from outlast.runtime.postmortem import leave_diagnosis
 from outlast.runtime.process_groups import connect_world, is_initialised, settle
-from outlast.session.checks import RankLiveness, ReplicaWatch, SlowRanks, agree_nonfinite_weights
+from outlast.session.checks import FiniteEnd, RankLiveness, ReplicaWatch, SlowRanks
 from outlast.session.environment import (
     announce_session,
     has_near_tier,
@@ -152,7 +152,7 @@ class Session:
         self._state: Mapping[str, Any] = {}
         self._stack = ExitStack()
         self._is_closed = False
-        self._has_failed = self._is_exiting = False
+        self._has_failed = self._is_exiting = self._has_ended = False
         self._scope = InProcessScope(config)
         self._place = place = read_place(config, self._scope)
         self.run_dir = place.run_dir
@@ -161,6 +161,7 @@ class Session:
         self._slow_ranks: SlowRanks | None = None
         self._liveness: RankLiveness | None = None
         self._replicas: ReplicaWatch | None = None
+        self._finite_end: FiniteEnd | None = None
         self._owns_world = place.world_size > 1 and not is_initialised()
         try:
             with self._scope.undivided():
@@ -323,8 +324,11 @@ class Session:
             raise ConfigError(f"state[{OWN_STATE!r}] is the session's own; choose another name")
         self._state = state
         self._attempts.watch(state)
+        saves = self.config.checkpoint
         replay = self._attempts.replay
         with self._section("setup"):
+            if saves is None or saves.prefer_finite:  # otherwise NaN and infinity may belong there
+                self._finite_end = FiniteEnd(state, self._place, self._consensus, is_saved=saves is not None)
             try:
                 self._iteration = restore(
                     state,
@@ -524,10 +528,7 @@ class Session:
         self._expect("finish()", _Phase.BETWEEN)
         self._inject_faults(is_last=True)
         self._attempts.finish()
-        saves = self.config.checkpoint
-        broken = None
-        if saves is None or saves.prefer_finite:  # otherwise NaN and infinity may belong there
-            broken = agree_nonfinite_weights(state, self._iteration, self._place, self._consensus)
+        broken = None if self._finite_end is None else self._finite_end.agree(state, self._iteration)
         if self._saves is not None:
             if not self._saves.is_saved(self._iteration):
                 if (differ := self._check_replicas(saves=True)) is not None:
@@ -657,6 +658,9 @@ class Session:
     def close(self) -> None:
         """End the session in order: wait for what was saved, then close everything. Idempotent.
 
+        Raises:
+            SystemExit: The loop ended without :meth:`finish`, and this rank's weights are NaN or infinite (17).
+
         Collective: all ranks, if something was saved that is not committed.
         Blocks: until what was saved is committed, up to ``checkpoint.save_timeout``.
         Thread: the main thread.
@@ -668,6 +672,10 @@ class Session:
                 self._saves.manager.wait()
             with self._scope.undivided():
                 self._saves.manager.close()
+        broken_off = None if self._has_ended else self._finite_end
+        if broken_off is not None and (broken := broken_off.judge(self._state, self._iteration)) is not None:
+            leave_diagnosis(self._place, broken, self._journal)
+            self._exit(ExitReason.FAILED_VALIDATION)
         self._let_go()
         if self._owns_world and is_initialised():
             import torch.distributed as dist
@@ -707,7 +715,7 @@ class Session:
         self._monitor = PlacedRankMonitor(
             place, monitor_settings(config, place), place.run_dir, not_learned=(CHECKPOINTING,) if varies else ()
         )
-        self._stack.callback(self._monitor.close)
+        self._stack.callback(self._end_monitor)
         self.fault_tolerance = self._monitor.config
         """What is in force."""
         self._monitor.promise_heartbeats(True)
@@ -754,6 +762,11 @@ class Session:
         """Have figures written that are not yet; after the peers have noticed that this rank leaves."""
         is_being_left = self._scope.is_left and not self._is_exiting  # a call that was left long ago holds nobody
         self._progress.end_run(is_orderly=not (self._has_failed or is_being_left))
+
+    def _end_monitor(self) -> None:
+        if self._has_failed and not self._scope.is_active:  # a restart in process is not the end of a cycle
+            self._monitor.note_failure()
+        self._monitor.close()
 
     def _abort(self, error: BaseException) -> None:
         """Close everything, since an exception ends the session."""
@@ -866,7 +879,7 @@ class Session:
         self._journal.write(
             EventKind.SESSION_ENDED, rank=self._place.global_rank, iteration=self._iteration, exit_code=int(code)
         )
-        self._phase = _Phase.OVER
+        self._phase, self._has_ended = _Phase.OVER, True
 
     def _exit(self, code: int, why: OutlastError | None = None) -> NoReturn:
         self._monitor.set_leaving(code)
