@@ -205,6 +205,44 @@ def test_a_script_without_a_session_is_unobserved() -> None:
     assert "goodput unknown" in ledger.headline
 
 
+def run_with_a_job_without_a_session(*, failed_after_s: float, exit_code: int) -> WrittenRun:
+    """Return a run whose first job reports nothing; the second one loses 7 of its iterations and ends at 20."""
+    run = WrittenRun()
+    run.start_job(0.0, "a")
+    for node in run.nodes:
+        run.write(2.0, EventKind.CYCLE_STARTED, node=node, job="a", cycle=0, ranks=[0], world_size=2)
+        at_s = 2.0 + failed_after_s
+        run.write(at_s, EventKind.CYCLE_ENDED, node=node, job="a", cycle=0, reason="x", iterations={})
+    run.end_job(2.0 + failed_after_s, "a", exit_code=exit_code)
+    run.start_job(10_000.0, "b")
+    run.start_cycle(10_010.0, 0, "b")
+    run.on_ranks(10_020.0, EventKind.STEPS_STARTED, job="b", cycle=0, iteration=0)
+    run.kill(10_037.0, 0, 17, decided_s=10_040.0, job="b")
+    run.start_cycle(10_050.0, 1, "b")
+    run.on_ranks(10_060.0, EventKind.STEPS_STARTED, job="b", cycle=1, iteration=10)
+    run.on_ranks(10_070.0, EventKind.SESSION_ENDED, job="b", cycle=1, iteration=20, exit_code=0)
+    run.end_job(10_070.0, "b")
+    return run
+
+
+def test_a_job_that_failed_before_its_session_opened_lost_nothing() -> None:
+    """Other jobs of the run show that the script has a session: what failed within seconds has trained nothing."""
+    ledger = read(run_with_a_job_without_a_session(failed_after_s=30.0, exit_code=1))
+    assert (ledger.lost_iterations, ledger.lost_is_minimum, ledger.num_iterations) == (7, False, 20)
+    assert [one.lost_iterations for one in ledger.incidents] == [7]
+    assert ledger.partition["unobserved"] == 0
+    assert ledger.headline.endswith("1 incident, 7 iterations redone")
+
+
+@pytest.mark.parametrize(("after_s", "exit_code"), [(5000.0, 1), (30.0, 0)])
+def test_a_job_that_may_have_trained_without_a_session_makes_counts_a_minimum(after_s: float, exit_code: int) -> None:
+    """A job that ran for long, or finished, without a session may have trained: what the others lost is known still."""
+    ledger = read(run_with_a_job_without_a_session(failed_after_s=after_s, exit_code=exit_code))
+    assert (ledger.lost_iterations, ledger.lost_is_minimum, ledger.num_iterations) == (7, True, 20)
+    assert ledger.partition["unobserved"] == pytest.approx(after_s)
+    assert ledger.headline.endswith("1 incident, at least 7 iterations redone")
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> WrittenRun:
     """Runs of some jobs and cycles with faults at any time; some lines are missing."""

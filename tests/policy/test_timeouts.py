@@ -40,7 +40,14 @@ def taught(seen=SEEN, earlier=None, *, finished=True, faulted=(), configured=CON
     )
 
 
-def late(subject: Subject, section: str | None = None, *, timeout_s: float = 1.0, is_explained: bool = True) -> Expired:
+def late(
+    subject: Subject,
+    section: str | None = None,
+    *,
+    timeout_s: float = 1.0,
+    is_explained: bool = True,
+    is_calculated: bool = False,
+) -> Expired:
     return Expired(
         subject=subject,
         local_rank=0,
@@ -52,6 +59,7 @@ def late(subject: Subject, section: str | None = None, *, timeout_s: float = 1.0
         since_ns=0,
         iteration=0,
         is_explained=is_explained,
+        is_calculated=is_calculated,
     )
 
 

@@ -483,3 +483,31 @@ def decode(value: Any, kind: type[msgspec.Struct]) -> Any:
 def all_lives(jobs: Iterable[JobHistory]) -> list[Life]:
     """Return the lives of a run in their order."""
     return [life for job in jobs for number in sorted(job.cycles) for life in job.cycles[number].lives]
+
+
+STARTS_WITHIN_S = 60.0
+"""Seconds in which a script that has a session opens it, where its other starts do not show that it takes longer."""
+
+
+def has_session(job: JobHistory) -> bool:
+    """Return whether the job's script has reported anything: then it is known which iterations were done."""
+    return job.num_reporting > 0 or any(cycle.sessions for cycle in job.cycles.values())
+
+
+def never_trained(life: Life, job: JobHistory, jobs: Iterable[JobHistory]) -> bool:
+    """Return whether a life failed so early that its script cannot have trained, although it opened no session.
+
+    Args:
+        life: A life of a job that has reported nothing.
+        job: The job.
+        jobs: All jobs of the run: only where others have sessions it is known that the script opens one.
+    """
+    starts_s = [
+        time_s - cycle.started_s
+        for other in jobs
+        for cycle in other.cycles.values()
+        if cycle.started_s is not None
+        for time_s, _ in cycle.sessions
+    ]
+    has_failed = life.trouble is not None or job.exit_code not in (None, ExitReason.FINISHED)
+    return bool(starts_s) and has_failed and life.end_s - life.began_s <= max(STARTS_WITHIN_S, *starts_s)

@@ -37,7 +37,17 @@ from outlast.goodput.account import (
     Warned,
 )
 from outlast.goodput.clocks import Moment, align
-from outlast.goodput.history import CycleHistory, Episode, JobHistory, Life, all_lives, split_jobs, start_up_s
+from outlast.goodput.history import (
+    CycleHistory,
+    Episode,
+    JobHistory,
+    Life,
+    all_lives,
+    has_session,
+    never_trained,
+    split_jobs,
+    start_up_s,
+)
 from outlast.goodput.spans import (
     cycle_span,
     find_loads,
@@ -81,6 +91,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """The highest iteration that was finished and not lost; ``None`` = not known, as the script has no session."""
     lost_iterations: int | None
     """Iterations that were finished and had to be done again, or will have to be; ``None`` = not known."""
+    lost_is_minimum: bool = False
+    """``lost_iterations`` is at least that: a part of the run had no session."""
     num_in_process: int = 0
     """Restarts within the processes."""
     num_spared: int = 0
@@ -160,8 +172,10 @@ class _Walk:
         """It, and those that it overtook before all ranks trained again."""
         self._resumed: dict[int, tuple[float, int | None]] = {}
         """Incident to when all ranks began a step again, and from which iteration; ``None`` = that is not known."""
-        self._is_observed = True
-        """Every script had a session, which reports iterations."""
+        self._is_observed = any(has_session(job) for job in self._jobs) or not all_lives(self._jobs)
+        """Some script had a session, which reports iterations."""
+        self._unobserved: set[int] = set()
+        """Lives whose scripts may have trained without a session, by identity."""
         self._lost: Counter[int] = Counter()
         self._is_given_up = False
 
@@ -189,17 +203,21 @@ class _Walk:
         ettr = partition[Part.PRODUCTIVE] / wall_s if trained and wall_s > 0 else None
         notes += find_notes(self._jobs, clocks)
         num_lost = sum(lost.values()) if self._is_observed else None
+        is_minimum = self._is_observed and bool(self._unobserved)
+        newest = next((life for life in reversed(lives) if life.is_tracked or id(life) in self._unobserved), None)
+        ends_unobserved = newest is not None and id(newest) in self._unobserved
         return Ledger(
             run_id=self._run_id,
             began=clock.as_iso(self._zero_ns),
             began_wall_ns=self._zero_ns,
             wall_s=wall_s,
             state=state,
-            headline=_headline(state, why, ettr, wall_s, incidents, num_lost),
+            headline=_headline(state, why, ettr, wall_s, incidents, num_lost, is_minimum=is_minimum),
             partition=partition,
             ettr=ettr,
-            num_iterations=max((life.to_iteration for life in lives[-1:]), default=0) if self._is_observed else None,
+            num_iterations=None if ends_unobserved else 0 if newest is None else newest.to_iteration,
             lost_iterations=num_lost,
+            lost_is_minimum=is_minimum,
             num_in_process=sum(one.rung == "restart_in_process" for one in incidents),
             num_spared=sum(
                 bool(event.data.get("spared"))
@@ -279,12 +297,12 @@ class _Walk:
         trouble = life.trouble
         caused = -1 if trouble is None else self._causes[id(trouble)]
         if life.steps_start_s is None:
-            has_session = job.num_reporting > 0 or any(other.sessions for other in job.cycles.values())
-            part = Part.START_UP if has_session else Part.UNOBSERVED
+            is_known = has_session(job) or never_trained(life, job, self._jobs)
+            part = Part.START_UP if is_known else Part.UNOBSERVED
             on = self._active if self._active is not None or trouble is None else caused
-            self._spend(life.end_s, part, job, number, on=on if has_session else None)
-            if not has_session:
-                self._is_observed = False
+            self._spend(life.end_s, part, job, number, on=on if is_known else None)
+            if not is_known:
+                self._unobserved.add(id(life))
                 self._note_resumed(life.began_s, None)
         else:
             self._load(job, cycle, life)
@@ -426,7 +444,7 @@ class _Walk:
             since_s=trouble.since_s,
             recovered_s=recovered_s,
             resumed_iteration=resumed,
-            lost_iterations=self._lost[index] if self._is_observed else None,
+            lost_iterations=None if not self._is_observed or id(life) in self._unobserved else self._lost[index],
             parts=parts,
             cost_s=sum(parts.values()),
             simulated=trouble.simulated,
@@ -593,7 +611,14 @@ def _average(incidents: Sequence[IncidentCost], running_s: float) -> Statistics:
 
 
 def _headline(
-    state: str, why: str, ettr: float | None, wall_s: float, incidents: Sequence[IncidentCost], num_lost: int | None
+    state: str,
+    why: str,
+    ettr: float | None,
+    wall_s: float,
+    incidents: Sequence[IncidentCost],
+    num_lost: int | None,
+    *,
+    is_minimum: bool,
 ) -> str:
     start = {
         "finished": "finished",
@@ -603,5 +628,6 @@ def _headline(
     }[state]
     goodput = "goodput unknown (the script reports no steps)" if ettr is None else f"{100 * ettr:.1f} % goodput"
     num = count(len(incidents), "incident")
-    redone = "" if num_lost is None else f", {count(num_lost, 'iteration')} redone"
+    least = "at least " if is_minimum else ""
+    redone = "" if num_lost is None else f", {least}{count(num_lost, 'iteration')} redone"
     return f"{start}: {goodput} in {duration(wall_s)}, {num}{redone}"

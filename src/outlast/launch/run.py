@@ -63,6 +63,8 @@ class Summary:
     lost_iterations: int | None
     """Iterations that were done and had to be done again, or will have to be by the next job; ``None`` = not known, as
     the script has no session."""
+    lost_is_minimum: bool = False
+    """At least so many were lost: a part of the job had no session."""
     num_in_process: int = 0
     """Restarts inside the processes."""
     num_spared: int = 0
@@ -73,7 +75,7 @@ class Summary:
         lost = (
             "lost iterations unknown (no session)"
             if self.lost_iterations is None
-            else f"{count(self.lost_iterations, 'iteration')} lost"
+            else f"{'at least ' * self.lost_is_minimum}{count(self.lost_iterations, 'iteration')} lost"
         )
         parts = [count(self.num_cycles, "cycle"), count(self.num_incidents, "incident"), lost]
         if self.num_in_process:
@@ -96,6 +98,7 @@ def summarise(run_dir: str | os.PathLike[str], job: str) -> Summary:
         num_cycles=sum(bool(cycle.nodes) for cycle in ledger.cycles),
         num_incidents=len(causes),
         lost_iterations=ledger.lost_iterations,
+        lost_is_minimum=ledger.lost_is_minimum,
         num_in_process=ledger.num_in_process,
         num_spared=ledger.num_spared,
     )

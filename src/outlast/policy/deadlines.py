@@ -570,32 +570,30 @@ def override(timeouts: Timeouts, calculated: Learned, num_hangs: Mapping[str, in
             after :data:`MAX_HANGS` it is not used any more.
     """
 
-    def trusted_s(seconds: float | None, subject: Subject, section: str | None = None) -> float | None:
-        number = (num_hangs or {}).get(_key_of(subject, section), 0)
-        return None if seconds is None or number >= MAX_HANGS else seconds * 2**number
+    def num(subject: Subject, section: str | None = None) -> int:
+        return (num_hangs or {}).get(_key_of(subject, section), 0)
 
-    subjects = {one: trusted_s(calculated.of(one), one) for one in FIELD_OF_SUBJECT}
-    sections = {name: trusted_s(seconds, Subject.SECTION, name) for name, seconds in calculated.sections.items()}
-    used = {name: seconds for name, seconds in sections.items() if seconds is not None}
+    used = {one for one in FIELD_OF_SUBJECT if calculated.of(one) is not None and num(one) < MAX_HANGS}
+    sections = {name: s for name, s in calculated.sections.items() if num(Subject.SECTION, name) < MAX_HANGS}
 
     def choose(subject: Subject) -> float | None:
-        set_s, calculated_s = timeouts.of(subject), subjects[subject]
-        if calculated_s is None:
+        set_s, calculated_s = timeouts.of(subject), calculated.of(subject)
+        if subject not in used or calculated_s is None:
             return set_s
-        return enforced_s(calculated_s, set_s, is_default=subject in timeouts.defaults)
+        return enforced_s(calculated_s, set_s, is_default=subject in timeouts.defaults) * (1 << num(subject))
+
+    def choose_in(name: str, calculated_s: float) -> float:
+        return _enforced_in_section_s(timeouts, name, calculated_s) * (1 << num(Subject.SECTION, name))
 
     chosen = replace(
         timeouts,
-        sections={
-            **timeouts.sections,
-            **{name: _enforced_in_section_s(timeouts, name, value) for name, value in used.items()},
-        },
+        sections={**timeouts.sections, **{name: choose_in(name, seconds) for name, seconds in sections.items()}},
         out_of_section_s=choose(Subject.OUT_OF_SECTION),
         heartbeat_s=choose(Subject.HEARTBEAT),
         initial_heartbeat_s=choose(Subject.INITIAL_HEARTBEAT),
-        defaults=frozenset(subject for subject in timeouts.defaults if subjects.get(subject) is None),
+        defaults=timeouts.defaults - used,
     )
-    places = [*((subject, None) for subject in FIELD_OF_SUBJECT), *((Subject.SECTION, name) for name in used)]
+    places = [*((subject, None) for subject in FIELD_OF_SUBJECT), *((Subject.SECTION, name) for name in sections)]
     changed = (_key_of(*place) for place in places if chosen.of(*place) != timeouts.of(*place))
     return replace(chosen, calculated=frozenset(changed))
 

@@ -27,11 +27,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
 
 from outlast import env, logs
 from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
@@ -74,7 +75,7 @@ def session() -> Session:
     return init(_config)
 
 
-class TrainCallback(WorkerGroupCallback, ControllerCallback):
+class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
     """Have the workers of a Ray Train run watched, restarted with a budget, and loaded from verified generations.
 
     Args:
@@ -128,7 +129,7 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
             "in_process_restart is not for Ray Train, which replaces all workers; leave the section out",
         )
         self._attempt = -1
-        self._was_watched = self._is_preempting = False
+        self._was_watched = self._is_preempting = self._has_warned = False
         self._ladder = LadderState()
         self._run_id = self._job = ""
         self._watches: dict[str, Any] = {}
@@ -178,6 +179,23 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback):
         self._ladder, verdict = decide(self._ladder, end, limits)
         if verdict.rung == Rung.STOP:
             raise BudgetExhausted(verdict.reason)
+
+    def after_report(self, training_report: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
+        """Log once the first loss that a worker reports as NaN or infinite: without a session nothing else shows it."""
+        losses = (
+            (rank, name, value)
+            for rank, reported in enumerate(metrics)
+            for name, value in reported.items()
+            if "loss" in str(name).lower() and isinstance(value, float) and not math.isfinite(value)
+        )
+        if not self._has_warned and (bad := next(losses, None)) is not None:
+            self._has_warned = True
+            rank, name, value = bad
+            log.warning(
+                "%s is %s on rank %d, and training continues with it; this is reported once. A train function with "
+                "session() does not end as finished with weights that are NaN",
+                *(name, value, rank),
+            )
 
     async def before_controller_shutdown(self) -> None:
         """End the watches."""

@@ -180,7 +180,7 @@ function buildTop() {
     el("div", { class: "tiles" },
       tile(run.ettr === null ? "not known" : percent(run.ettr), "goodput", run.ettr === null ? "no rank reported a step" : "productive share of the wall time"),
       tile(time(run.wall_s), "wall time"), tile(run.num_incidents.toLocaleString("en"), "incidents", [leaving ? `${leaving} requested shutdown${leaving === 1 ? "" : "s"}` : "", run.num_in_process ? `${run.num_in_process} restarted in process` : "", run.num_spared ? `${count(run.num_spared, "rank")} spared` : "", data.warned.length ? count(data.warned.length, "warning") : ""].filter(Boolean).join(", ")),
-      tile(run.lost_iterations === null ? "not known" : run.lost_iterations.toLocaleString("en"), "iterations redone", run.lost_iterations === null ? "the script has no session" : ""), tile(time(mtbf), "between failures (MTBF)"), tile(time(mttr), "mean recovery (MTTR)", data.statistics.mttd_s.all !== undefined ? `noticed after ${time(data.statistics.mttd_s.all)}` : "")));
+      tile(run.lost_iterations === null ? "not known" : `${run.lost_is_minimum ? "at least " : ""}${run.lost_iterations.toLocaleString("en")}`, "iterations redone", run.lost_iterations === null ? "the script has no session" : ""), tile(time(mtbf), "between failures (MTBF)"), tile(time(mttr), "mean recovery (MTTR)", data.statistics.mttd_s.all !== undefined ? `noticed after ${time(data.statistics.mttd_s.all)}` : "")));
 }
 
 function buildGoodput() {

@@ -123,6 +123,7 @@ class _Contents:
                 "ettr": ledger.ettr,
                 "num_iterations": ledger.num_iterations,
                 "lost_iterations": ledger.lost_iterations,
+                "lost_is_minimum": ledger.lost_is_minimum,
                 "num_incidents": len(ledger.incidents),
                 "num_in_process": ledger.num_in_process,
                 "num_spared": ledger.num_spared,
