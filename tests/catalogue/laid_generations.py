@@ -9,6 +9,7 @@ from pathlib import Path
 from outlast.checkpoint.directory import Directory
 from outlast.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, ShardEntry, seal
 from outlast.checkpoint.shard import Identity, ShardLayout, digests, shard_name
+from outlast.policy.lineage import Branch
 
 RUN = "run-0a1b2c3d"
 TOPOLOGY = "feed"
@@ -46,6 +47,7 @@ def lay_generation(
     suspect: bool = False,
     name: str | None = None,
     run: str = RUN,
+    branch: Branch | None = None,
 ) -> Manifest:
     """Commit a generation into nodes' folders.
 
@@ -62,7 +64,9 @@ def lay_generation(
         suspect: Saved for diagnosis.
         name: Of its folder, when it is another than the committed one.
         run: That saved it.
+        branch: Of the processes that saved it.
     """
+    branch = branch or Branch("")
     attempt = attempt or attempt_name(iteration)
     shards = [
         shard_bytes(r, len(nodes), iteration, attempt, num_elements=num_elements, run=run) for r in range(len(nodes))
@@ -75,6 +79,8 @@ def lay_generation(
         iteration=iteration,
         attempt=attempt,
         restored_from=restored_from,
+        era=branch.era,
+        forks=branch.forks,
         nodes=tuple(nodes),
         num_copies=tuple(sum(r in held for held in replicas.values()) for r in range(len(nodes))) if replicas else (),
         parity=parity,

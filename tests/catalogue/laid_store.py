@@ -18,6 +18,7 @@ from outlast.checkpoint.dcp.manifest import (
 )
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.checkpoint.shard import CHUNK_BYTES, digest
+from outlast.policy.lineage import Branch
 
 RUN = "run-0a1b2c3d"
 BLOB_BYTES = 4000
@@ -34,6 +35,7 @@ def lay_in_store(
     attempt: str | None = None,
     restored_from: int | None = None,
     metadata: bytes | None = b"a pickle that nobody here reads",
+    branch: Branch | None = None,
 ) -> GlobalManifest:
     """Commit a generation into a global directory.
 
@@ -46,9 +48,10 @@ def lay_in_store(
         num_bytes: Of each file.
         attempt: That wrote it; one of its own when left out.
         restored_from: As in the manifest.
+        branch: Of the processes that saved it.
         metadata: Content of ``.metadata``; ``None`` = as earlier versions left it, without a digest.
     """
-    folder = folder or f"step-{iteration}"
+    folder, branch = folder or f"step-{iteration}", branch or Branch("")
     files, pieces, ranks = [], [], []
     for rank in range(world_size):
         data = random.Random(f"{rank}/{iteration}").randbytes(num_bytes)
@@ -66,6 +69,8 @@ def lay_in_store(
         iteration=iteration,
         attempt=attempt or f"job-0-cafe.{iteration}",
         restored_from=restored_from,
+        era=branch.era,
+        forks=branch.forks,
         finite=True,
         metadata=None
         if metadata is None

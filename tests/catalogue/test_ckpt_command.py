@@ -14,23 +14,8 @@ import pytest
 from laid_generations import RUN, flip, lay_generation, two_nodes
 
 from outlast.checkpoint.shard import shard_name
-from outlast.cli.main import main
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def outlast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command in this process; return its exit code, output and error output."""
-
-    def command(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["outlast", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return command
 
 
 def test_ls_is_readable(tmp_path: Path, outlast: Command) -> None:
@@ -64,7 +49,7 @@ def test_ls_speaks_json(tmp_path: Path, outlast: Command) -> None:
     (entry,) = place["generations"]
     assert entry["held"][1] == {"node": "node1", "own": [2, 3], "replicas": [0, 1], "parities": []}
     names = "iteration tier suspect valid attempt run world_size num_files num_bytes held elsewhere rebuildable missing"
-    lineage = {"restored_from", "restored_attempt", "era", "forks"}
+    lineage = {"restored_from", "restored_attempt", "era", "forks", "abandoned"}
     assert set(entry) == {*names.split(), *lineage, "finite", "unverified", "problems"}
 
 

@@ -32,15 +32,20 @@ RESUME = """
 manager = manage(config=CONFIG)
 restored = manager.load_latest(state)
 rejected = [[one.generation, one.rank, one.reason] for one in restored.rejected]
-tell(iteration=restored.iteration, losses=state["losses"], rejected=rejected)
+losses = list(state["losses"])
+train()
+manager.save(state, 30).wait(100)
 manager.close()
+left = sorted(name for name in os.listdir(os.path.join(folder, os.environ["OUTLAST_NODE"])) if name.startswith("step-"))
+tell(iteration=restored.iteration, losses=losses, rejected=rejected, left=left)
 """
 
 
 def test_an_abandoned_branch_is_not_loaded_again(tmp_path: Path) -> None:
     """Two ranks saved iteration 20 globally and 27 on their nodes; one rank resumed from 20 and saved 26. Two ranks
-    then resume from 26, and one line says why 27 is not loaded."""
-    config = {"directory": str(tmp_path / "global"), "most_recent_k": -1, "local_most_recent_k": -1}
+    then resume from 26, and one line says why 27 is not loaded. It is deleted once 30 is saved: it is none of the
+    newest two that are kept."""
+    config = {"directory": str(tmp_path / "global"), "most_recent_k": -1, "local_most_recent_k": 2}
     head, folder = f"CONFIG = {config!r}\n", tmp_path / "ckpt"
     with ExitStack() as stack:
         nodes = {name: stack.enter_context(closing(WriterProcess())) for name in ("one", "two")}
@@ -52,6 +57,8 @@ def test_an_abandoned_branch_is_not_loaded_again(tmp_path: Path) -> None:
     for code, told in ended:
         assert (code, told["iteration"]) == (0, 26), told
         assert told["losses"] == shrunk["losses"]
+        assert "step-30" in told["left"]
+        assert "step-27" not in told["left"]
         ((_, rank, reason),) = [one for one in told["rejected"] if one[0] == 27]
         assert rank == 0
         assert "later training resumed from iteration 20 without it and saved iteration 26" in reason

@@ -124,6 +124,50 @@ def test_a_node_that_returns_brings_back_no_abandoned_branch(data: st.DataObject
                 assert loaded in one.ancestors
 
 
+@given(st.data(), st.integers(2, 10))
+def test_what_is_superseded_for_certain_is_never_the_newest_that_can_be_loaded(
+    data: st.DataObject, cycles: int
+) -> None:
+    """Nodes are away when sets of processes begin, and others when a directory is listed. A checkpoint that some of the
+    run's checkpoints show to be superseded for certain is not the newest that all of them together leave to load."""
+    run = _Run(data)
+    for _ in range(cycles):
+        away = data.draw(st.sets(st.sampled_from(range(max(1, len(run.saved))))), label="away")
+        run.start([one for number, one in enumerate(run.saved) if number not in away or one.point.is_global])
+    hidden = data.draw(st.sets(st.sampled_from(range(max(1, len(run.saved))))), label="not listed")
+    listed = run.lineage([one for number, one in enumerate(run.saved) if number not in hidden])
+    everything = run.lineage(run.saved)
+    loadable = [one.point for one in run.saved if everything.why_superseded(one.point.attempt) is None]
+    newest = max(loadable, key=lambda point: point.iteration, default=None)
+    certain = {attempt for attempt in listed.saved if listed.is_superseded_for_certain(attempt)}
+    assert newest is None or newest.attempt not in certain
+    assert all(listed.why_superseded(attempt) is not None for attempt in certain)
+    if not hidden:
+        left_by_fork = {
+            one.point.attempt
+            for one in run.saved
+            for fork in (everything.newest.forks if everything.newest else ())
+            if fork.branch == one.branch.name and one.point.iteration > fork.iteration
+        }
+        assert left_by_fork <= certain
+
+
+def test_of_two_branches_of_one_era_only_the_global_tier_proves_which_is_the_later_one() -> None:
+    """Two branches that did not find each other left iteration 20, and one of them committed 24 to the global tier:
+    where that one is not found, neither is superseded for certain."""
+    origin = SavedPoint(20, "job-0-aa.0", (1, 1), False)
+    first = Lineage.of([origin], [Branch("job-0-aa", (1, 1))])
+    here, there = first.begin("job-1-bb", "job-0-aa.0", 20), first.begin("job-2-cc", "job-0-aa.0", 20)
+    assert here.era == there.era
+    near = [origin, SavedPoint(27, "job-1-bb.0", here.era, False), SavedPoint(26, "job-2-cc.1", there.era, False)]
+    found = Lineage.of(near, [here, there])
+    assert found.why_superseded("job-2-cc.1") is not None
+    assert not found.is_superseded_for_certain("job-2-cc.1")
+    everything = Lineage.of([*near, SavedPoint(24, "job-2-cc.0", there.era, True)], [here, there])
+    assert everything.why_superseded("job-2-cc.1") is None
+    assert everything.is_superseded_for_certain("job-1-bb.0")
+
+
 def test_checkpoints_of_earlier_versions_are_excluded_only_with_proof() -> None:
     """Where manifests name no era, the loaded attempt proves that what lies beyond it was left; others stay."""
     near, far = SavedPoint(27, "job-0-aa.1", UNKNOWN_ERA, False), SavedPoint(20, "job-0-aa.0", UNKNOWN_ERA, True)

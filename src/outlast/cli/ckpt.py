@@ -187,8 +187,10 @@ def prune(
 ) -> int:
     """Delete old generations, saves for diagnosis, and what failed saves left.
 
-    Only valid generations count as kept, by the quick check of `ls`. The newest valid one is never deleted, nor what is
-    newer than it, nor what cannot be read. A leftover goes when its owner is known to be gone, or by its age.
+    Only valid generations that are not abandoned count as kept, by the quick check of `ls`. The newest of them is never
+    deleted, nor what is newer than it, nor what cannot be read or is another program's. Name all directories of the
+    run: whether a generation is abandoned is judged by all of them. A leftover goes when its owner is known to be gone,
+    or by its age.
 
     Exit code 0: done; 1: something could not be deleted, or a directory cannot be read; 2: bad input.
 
@@ -249,6 +251,7 @@ def _carry_out(looked: DirectoryListing, plan: Plan, *, dry_run: bool) -> dict[s
 
 def _look_into(directories: Iterable[str]) -> tuple[list[DirectoryListing], int]:
     """List all directories; one that cannot be read is reported on standard error and makes the exit code 1."""
+    from outlast.checkpoint.catalogue.entries import mark_abandoned
     from outlast.checkpoint.catalogue.listing import look_into
 
     looked, code = [], ExitReason.FINISHED
@@ -258,7 +261,7 @@ def _look_into(directories: Iterable[str]) -> tuple[list[DirectoryListing], int]
         except (OSError, CheckpointError) as error:
             click.echo(f"outlast: {name} cannot be read: {error}", err=True)
             code = ExitReason.FAILED
-    return looked, int(code)
+    return mark_abandoned(looked), int(code)
 
 
 def _print(*parts: object) -> None:
@@ -331,7 +334,9 @@ def render_plan(place: ListedPlace, plan: Plan, *, is_done: bool) -> Iterator[st
     yield f"[bold]{escape(place.path)}[/bold]: {_size(plan.num_bytes)} {would}"
     for found in plan.generations:
         entry = found.entry
-        kind = "saved for diagnosis" if entry.suspect else "valid" if entry.valid else "not valid"
+        kind = "valid" if entry.valid else "not valid"
+        if entry.suspect or entry.abandoned is not None:
+            kind = "saved for diagnosis" if entry.suspect else "abandoned"
         yield f"  generation {entry.iteration}, {kind}, {_size(entry.num_bytes)}"
     for remains in plan.remains:
         yield f"  {escape(remains.entry.name)}, {_size(remains.entry.num_bytes)}"
@@ -370,6 +375,8 @@ def _render_place(place: ListedPlace, *, word: str) -> Iterator[Table | str]:
         )
     yield table
     for entry in place.generations:
+        if entry.abandoned is not None:
+            yield f"  [yellow]{entry.iteration}[/]: {escape(entry.abandoned)}"
         for problem in entry.problems[:MAX_PROBLEMS]:
             yield f"  [{'red' if not entry.valid else 'yellow'}]{entry.iteration}[/]: {escape(str(problem))}"
         if len(entry.problems) > MAX_PROBLEMS:
@@ -379,6 +386,8 @@ def _render_place(place: ListedPlace, *, word: str) -> Iterator[Table | str]:
 def _state(entry: Generation, word: str) -> str:
     good = "[yellow]degraded[/yellow]" if entry.problems else f"[green]{word}[/green]"
     state = good if entry.valid else "[red]bad[/red]"
+    if entry.abandoned is not None:
+        return f"[yellow]abandoned[/yellow]{'' if entry.valid else ', [red]bad[/red]'}"
     return f"{state}, suspect" if entry.suspect else state
 
 

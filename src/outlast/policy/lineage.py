@@ -155,6 +155,19 @@ class Lineage:
             f"iteration {saved}"
         )
 
+    def is_superseded_for_certain(self, attempt: str) -> bool:
+        """Return whether a checkpoint is superseded, whatever else of the run exists and was not found.
+
+        A fork proves it, and so does the global tier, which every set of processes reads. Of two branches that neither
+        is known to have committed there, one may have done so, and be the later one.
+        """
+        if self.newest is None or self.why_superseded(attempt) is None:
+            return False
+        point, newest = self.saved[attempt], self.newest
+        has_fork = any(fork.branch == point.branch for fork in newest.forks)
+        is_global = any(other.is_global for other in self.saved.values() if other.branch == newest.name)
+        return has_fork or is_global or point.era[0] < newest.era[0]
+
     def begin(self, name: str, attempt: str | None, iteration: int) -> Branch:
         """Return the branch of processes that resume from a checkpoint.
 

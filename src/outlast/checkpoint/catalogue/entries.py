@@ -10,13 +10,14 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec import structs
 
 from outlast.checkpoint.dcp.manifest import GlobalManifest
 from outlast.checkpoint.directory import RUN
@@ -25,7 +26,7 @@ from outlast.checkpoint.verification import StoredFile
 from outlast.errors import CheckpointError, Corrupt, Incomplete
 from outlast.policy.checkpoint_plan import choose_kept
 from outlast.policy.lease import DirectoryRun
-from outlast.policy.lineage import UNKNOWN_ERA, Era, Fork
+from outlast.policy.lineage import UNKNOWN_ERA, Era, Fork, Lineage, SavedPoint, branch_of
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +92,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """Of the branch that saved it; see ``policy.lineage``."""
     forks: tuple[Fork, ...] = ()
     """The branches that this branch descends from."""
+    abandoned: str | None = None
+    """Why no run loads it any more, as far as the listed places show: training has abandoned its branch; ``None`` = it
+    can be loaded."""
     finite: bool | None = None
     """Whether no number in it is infinite or NaN."""
     unverified: tuple[str, ...] = ()
@@ -142,6 +146,10 @@ class ListedGeneration:
     """Delete it, so that no half of it is ever taken for a generation.
 
     Raises: CheckpointError (it changed meanwhile), OSError."""
+    is_own: bool = True
+    """Whether this package wrote it, whole or damaged; other programs name their folders ``step-<n>``, too."""
+    is_abandoned_for_certain: bool = False
+    """Whether it is abandoned, whatever other checkpoints of the run exist elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +169,49 @@ class DirectoryListing:
     """As ``entry.generations``."""
     remains: tuple[ListedLeftover, ...]
     """As ``entry.leftovers``."""
+
+
+def mark_abandoned(looked: Sequence[DirectoryListing]) -> list[DirectoryListing]:
+    """Mark what belongs to branches that training has abandoned, by all that the places of each run hold."""
+    known: dict[str | None, list[tuple[Generation, bool]]] = {}
+    for place in looked:
+        for found in place.found:
+            if found.entry.attempt is not None and not found.entry.suspect:
+                known.setdefault(found.entry.run, []).append((found.entry, place.entry.tier == "global"))
+    branches = {
+        run: Lineage.of(
+            [SavedPoint(one.iteration, str(one.attempt), one.era, is_global) for one, is_global in entries],
+            [branch_of(one) for one, _ in entries],
+        )
+        for run, entries in known.items()
+    }
+    return [_mark(place, branches) for place in looked]
+
+
+def _mark(place: DirectoryListing, branches: Mapping[str | None, Lineage]) -> DirectoryListing:
+    found = []
+    for one in place.found:
+        attempt, lineage = one.entry.attempt, branches.get(one.entry.run)
+        if lineage is None or attempt is None or one.entry.suspect:
+            found.append(one)
+            continue
+        abandoned = lineage.why_superseded(attempt)
+        found.append(
+            replace(
+                one,
+                entry=structs.replace(one.entry, abandoned=abandoned),
+                judge=partial(_judge, one.judge, abandoned),
+                is_abandoned_for_certain=lineage.is_superseded_for_certain(attempt),
+            )
+        )
+    entry = structs.replace(place.entry, generations=tuple(one.entry for one in found))
+    return replace(place, entry=entry, found=tuple(found))
+
+
+def _judge(
+    judge: Callable[[Sequence[Problem]], Generation], abandoned: str | None, problems: Sequence[Problem]
+) -> Generation:
+    return structs.replace(judge(problems), abandoned=abandoned)
 
 
 def check_hint(
@@ -196,7 +247,7 @@ def describe_manifest(
     """Return an entry with what is in its manifest, and with problems."""
     same = ("attempt", "run", "world_size", "restored_from", "restored_attempt", "era", "forks", "finite")
     found = {name: getattr(manifest, name) for name in same}
-    return msgspec.structs.replace(entry, **found, problems=tuple(problems))
+    return structs.replace(entry, **found, problems=tuple(problems))
 
 
 def describe_error(error: Exception, file: str, *, node: str | None = None, rank: int | None = None) -> Problem:
@@ -286,10 +337,10 @@ class Plan:
 def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
     """Choose what goes.
 
-    Of the generations older than the newest valid one: the valid ones that the retention does not keep and the tracker
-    does not name, and those that are torn. The newest valid one stays in any case, and so does whatever is newer: it
-    may be in use. What cannot be read or trusted stays too: it may be another's, or come back with its disk. Without a
-    valid generation none goes.
+    A generation that is valid and not abandoned counts. Of the others, and of those that the retention does not keep
+    and the tracker does not name, what is older than the newest that counts goes, if it is torn or abandoned for
+    certain. The newest that counts stays in any case, and so does whatever is newer: it may be in use. What cannot be
+    read or trusted stays too: it may be another's, or come back with its disk. Where none counts, none goes.
 
     Args:
         looked: What lies there.
@@ -297,21 +348,21 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
         now_ns: Nanoseconds since the epoch, as files' times are.
     """
     committed = [found for found in looked.found if not found.entry.suspect]
-    valid = [found.entry.iteration for found in committed if found.entry.valid]
+    counted = [found.entry for found in committed if found.entry.valid and found.entry.abandoned is None]
     generations: list[ListedGeneration] = []
-    if rule.most_recent_k is not None and valid:
+    if rule.most_recent_k is not None and counted:
         kept = choose_kept(
-            valid,
+            [entry.iteration for entry in counted],
             most_recent_k=rule.most_recent_k,
             retain_interval=rule.retain_interval,
             suspect_window=rule.suspect_window,
-            not_finite=[found.entry.iteration for found in committed if found.entry.finite is False],
-        ) | {looked.entry.latest}
+            not_finite=[entry.iteration for entry in counted if entry.finite is False],
+        )
+        newest = max(entry.iteration for entry in counted)
         generations = [
             found
             for found in committed
-            if found.entry.iteration < max(valid)
-            and (found.entry.iteration not in kept if found.entry.valid else _is_torn(found))
+            if found.entry.iteration < newest and _goes(found, kept, latest=looked.entry.latest)
         ]
     if rule.suspects:
         generations += [found for found in looked.found if found.entry.suspect]
@@ -322,10 +373,15 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
     return Plan(generations=tuple(generations), remains=remains)
 
 
-def _is_torn(found: ListedGeneration) -> bool:
-    """Return whether a generation that is not valid is torn for certain."""
-    torn = (Incomplete.__name__, Corrupt.__name__)
-    return bool(found.entry.problems) and all(problem.kind in torn for problem in found.entry.problems)
+def _goes(found: ListedGeneration, kept: Collection[int], *, latest: int | None) -> bool:
+    """Return whether a generation that is older than the newest that counts is deleted."""
+    entry = found.entry
+    if not entry.valid:
+        torn = (Incomplete.__name__, Corrupt.__name__)
+        return found.is_own and bool(entry.problems) and all(problem.kind in torn for problem in entry.problems)
+    if entry.iteration == latest:
+        return False
+    return found.is_abandoned_for_certain if entry.abandoned is not None else entry.iteration not in kept
 
 
 def _is_abandoned(leftover: Leftover, attempts: Iterable[str], before_ns: int) -> bool:

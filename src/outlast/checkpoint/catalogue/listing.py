@@ -32,6 +32,7 @@ from outlast.checkpoint.catalogue.entries import (
     describe_error,
     describe_manifest,
     list_leftovers,
+    mark_abandoned,
 )
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.manifest import METADATA, FileEntry, GlobalManifest, decode_global_manifest, find_torn
@@ -173,7 +174,8 @@ def _examine_local(
         problems=tuple(copy.problem for copy in copies if copy.problem is not None),
     )
     if not named or named[0].manifest is None:
-        return ListedGeneration(entry=entry, files=(), judge=lambda problems: entry, remove=remove)
+        is_own = all(copy.directory.is_own(copy.iteration) for copy in copies)
+        return ListedGeneration(entry=entry, files=(), judge=lambda problems: entry, remove=remove, is_own=is_own)
     manifest = named[0].manifest
     good = [copy for copy in named if copy.sha256 == named[0].sha256]
     owners = _name_owners(manifest, {copy.node: copy.ranks for copy in good}, nodes)
@@ -442,7 +444,8 @@ def _examine_global(
     except (OSError, CheckpointError) as error:
         bad = msgspec.structs.replace(entry, problems=(describe_error(error, f"{folder}/{MANIFEST}"),))
         remove = partial(_remove, directory, folder, iteration, data)
-        return ListedGeneration(entry=bad, files=(), judge=lambda problems: bad, remove=remove)
+        is_own = (directory.suspects if suspect else directory).is_own(iteration)
+        return ListedGeneration(entry=bad, files=(), judge=lambda problems: bad, remove=remove, is_own=is_own)
     problems = [
         describe_error(error, f"{folder}/{file.name}")
         for file, error in find_torn(_all_files(manifest), sizes)
@@ -524,6 +527,11 @@ def look_into(name: str) -> DirectoryListing:
         name.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{ascii(name)[1:-1]} is not UTF-8; no run saves to such a folder; rename it") from None
+    (looked,) = mark_abandoned([_look_into(name)])
+    return looked
+
+
+def _look_into(name: str) -> DirectoryListing:
     if is_remote(name):
         return look_into_store(name)
     path = Path(os.path.abspath(local_path(name)))

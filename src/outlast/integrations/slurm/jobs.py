@@ -28,7 +28,6 @@ from outlast.env import expand_nodes
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
 from outlast.integrations.slurm.batch_script import BatchScript
 from outlast.launch.verdicts import load_ladder
-from outlast.policy.lineage import Lineage, SavedPoint, branch_of
 from outlast.policy.recovery_point import Copy, Tier, is_distrusted
 from outlast.policy.requeue import JobEnd, RequeueState, Ruling, rule
 from outlast.runtime.files import PRIVATE, write_atomically
@@ -209,9 +208,8 @@ def resolve_resume_path(
         return None
     looked = look_into(name)
     distrusted = _distrusted_attempts(run_dir, looked.entry)
-    branches = _branches_in(looked.entry)
     for found in sorted(looked.found, key=lambda one: one.entry.iteration, reverse=True):
-        why = _why_not(found.entry, distrusted, branches)
+        why = _why_not(found.entry, distrusted)
         if why is None:
             entry = verify(found, num_threads=num_threads).entry
             if entry.valid:
@@ -221,7 +219,7 @@ def resolve_resume_path(
     return None
 
 
-def _why_not(entry: Generation, distrusted: frozenset[str], branches: Lineage) -> str | None:
+def _why_not(entry: Generation, distrusted: frozenset[str]) -> str | None:
     if entry.suspect:
         return "saved for diagnosis"
     if not entry.valid:
@@ -230,15 +228,7 @@ def _why_not(entry: Generation, distrusted: frozenset[str], branches: Lineage) -
         return f"ranks {list(entry.elsewhere)} are on nodes that are not seen from here"
     if entry.attempt in distrusted:
         return "it led to invalid results"
-    return branches.why_superseded(entry.attempt or "")
-
-
-def _branches_in(place: ListedPlace) -> Lineage:
-    known = [one for one in place.generations if one.attempt is not None and not one.suspect]
-    is_global = place.tier == "global"
-    return Lineage.of(
-        [SavedPoint(one.iteration, str(one.attempt), one.era, is_global) for one in known], map(branch_of, known)
-    )
+    return entry.abandoned
 
 
 def _distrusted_attempts(run_dir: str | os.PathLike[str] | None, place: ListedPlace) -> frozenset[str]:
