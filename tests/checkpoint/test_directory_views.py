@@ -57,6 +57,33 @@ except ConfigError as error:
 manager.close()
 """
 
+SAVE_IN_OTHER_PLACES = """
+from outlast.errors import ConfigError
+places = {"local_directory": os.path.dirname(folder) if rank == 0 else None, "directory": folder + "-global"}
+try:
+    manager = manage(config=places)
+except ConfigError as error:
+    tell(error=str(error))
+"""
+LOSE_A_FOLDER = """
+import shutil
+manager = manage()
+train()
+manager.save(state, 1, tiers=["local"]).wait(100)
+manager.close()
+manager = manage()
+if rank == 1:
+    own = os.path.join(folder, os.environ["OUTLAST_NODE"])
+    shutil.rmtree(own)
+    open(own, "w").close()
+try:
+    manager.load_latest(state)
+    tell(error="")
+except CheckpointError as error:
+    tell(error=str(error))
+manager.close()
+"""
+
 
 def test_a_mount_that_is_missing_on_one_node_ends_the_start(tmp_path: Path) -> None:
     """The job ends with 2 before anything is trained, and the line names both nodes, what each one sees, and where."""
@@ -94,3 +121,25 @@ def test_a_source_that_one_node_does_not_see_is_not_taken_for_empty(tmp_path: Pa
         assert "is not the same on all nodes" in told["error"]
         assert f"node one sees no checkpoint in {tmp_path / 'bare'}" in told["error"]
         assert f"node two sees 1 checkpoint (iteration 10) in {tmp_path / 'source'}" in told["error"]
+
+
+def test_ranks_that_save_in_other_kinds_of_places_refuse_the_start(tmp_path: Path) -> None:
+    """Where one rank has a local directory and another one has none, all ranks end with the same line, and none waits
+    for another."""
+    with closing(WriterProcess()) as one, closing(WriterProcess()) as two:
+        ended = start(tmp_path / "ckpt", SAVE_IN_OTHER_PLACES, world=2, nodes={"one": one, "two": two})
+    (code, told), (other_code, other_told) = ended
+    assert (code, other_code) == (0, 0), ended
+    assert told == other_told
+    assert "rank 0 uses directory:path,local_directory:path" in told["error"]
+    assert "rank 1 uses directory:path,local_directory:none" in told["error"]
+
+
+def test_a_folder_that_one_rank_cannot_read_is_not_taken_for_empty(tmp_path: Path) -> None:
+    """All ranks get the same error, which names the folder; none of them begins from the start."""
+    with closing(WriterProcess()) as one, closing(WriterProcess()) as two:
+        ended = start(tmp_path / "ckpt", LOSE_A_FOLDER, world=2, nodes={"one": one, "two": two})
+    (code, told), (other_code, other_told) = ended
+    assert (code, other_code) == (0, 0), ended
+    assert told["error"].split(" holds generations")[1] == other_told["error"].split(" holds generations")[1]
+    assert str(tmp_path / "ckpt" / "two") in told["error"]

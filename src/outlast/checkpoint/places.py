@@ -14,6 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,9 @@ import msgspec
 from outlast import clock
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.store import is_remote
 from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryRefused, look_at
-from outlast.checkpoint.manifest import decode_manifest, topology_digest
+from outlast.checkpoint.manifest import MANIFEST, decode_manifest, run_of, topology_digest
 from outlast.checkpoint.replica.client import Holder, Target
 from outlast.checkpoint.replica.parity import holders_of
 from outlast.checkpoint.writer_client import WriterClient
@@ -218,8 +220,11 @@ class _RankView(msgspec.Struct, kw_only=True):
     port: int = 0
     error: str | None = None
     global_error: str | None = None
+    """Why this rank could not look into the global tier."""
     lacks_probe: bool = False
     """This node does not see the file that rank 0 has written to the global tier."""
+    newest: tuple[int, str] | None = None
+    """Of an object store, on the first rank of each node; see :func:`_find_newest`."""
 
 
 def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, writer: WriterClient) -> Places:
@@ -237,13 +242,14 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
     if config.local_directory is not None:
         local = Directory(Path(config.local_directory) / clean_name(place.node))
     can_hold = local is not None or writer.outlives_worker
+    offered = f"{secrets.token_hex(4)} {make_offer()} {home_digest(config)} {_name_places(config)}"
+    drawn = [data.decode().split(" ") for data in peers.gather(offered.encode())]
+    _check_same_places([kinds for _, _, _, kinds in drawn])
     if config.replication and not can_hold:
         raise ConfigError(
             "replication=true, but nothing outlives a worker here: set local_directory, or start with outlast run"
         )
-    offered = f"{secrets.token_hex(4)} {make_offer()} {home_digest(config)}"
-    drawn = [data.decode().split(" ") for data in peers.gather(offered.encode())]
-    (token, _, home), secret = drawn[0], _replication_key(config, [offer for _, offer, _ in drawn])
+    (token, _, home, _), secret = drawn[0], _replication_key(config, [offer for _, offer, _, _ in drawn])
     probe = local.path / f".probe-{token}-{peers.rank}" if local is not None else None
     shared = Path(directory.url) / f".probe-{token}" if directory is not None and not directory.is_remote else None
     replicates = config.replication is not False and can_hold and peers.world_size > 1
@@ -266,7 +272,10 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         everyone = [from_json(data, _RankView) for data in peers.gather(msgspec.json.encode(seen))]
         if shared is not None and everyone[0].global_error is None and any(one.lacks_probe for one in everyone):
             looks = partial(os.path.exists, shared) if place.local_rank == 0 else None
-            _agree_view(f"directory={config.directory}", shared.parent, peers, looks, node=place.node)
+            _agree_view(f"directory={config.directory}", os.fspath(shared.parent), peers, looks, node=place.node)
+        if directory is not None and directory.is_remote:
+            views = {one.newest for one in everyone}
+            _agree_newest(f"directory={config.directory}", directory, peers, seen.newest, views, node=place.node)
     finally:
         for path in (probe, shared if peers.rank == 0 else None):
             if path is not None:
@@ -281,9 +290,10 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
             nodes[rank]: Target(node=nodes[rank], host=everyone[rank].host, port=everyone[rank].port)
             for rank in leaders
         }
-    if (why := everyone[0].global_error) is not None and place.cycle == 0 and not any(one.near for one in everyone):
-        is_remote = directory is not None and directory.is_remote
-        remedy = "check its address and credentials" if is_remote else "make it writable, or name another"
+    why = next((one.global_error for one in everyone if one.global_error is not None), None)
+    if why is not None and place.cycle == 0 and not any(one.near for one in everyone):
+        is_store = directory is not None and directory.is_remote
+        remedy = "check its address and credentials" if is_store else "make it writable, or name another"
         raise Unavailable(f"directory={config.directory} cannot be used: {why}; {remedy}")
     known_run = choose_run(everyone[0].far, [place for one in everyone for place in one.near])
     return Places(
@@ -328,6 +338,11 @@ def _look(
         except (CheckpointError, OSError) as error:
             view.global_error = str(error)
     try:
+        if directory is not None and directory.is_remote and place.local_rank == 0 and view.global_error is None:
+            view.newest = _find_newest(directory)
+    except (CheckpointError, OSError) as error:
+        view.global_error = f"node {place.node}: {error}"
+    try:
         if local is not None:
             prefix = f".probe-{token}-"
             view.ranks = sorted(int(n.removeprefix(prefix)) for n in os.listdir(local.path) if n.startswith(prefix))
@@ -349,7 +364,7 @@ def _look(
     return view, seen_local, seen_global
 
 
-def _agree_view(setting: str, path: Path, peers: Peers, sees: Callable[[], bool] | None, *, node: str) -> None:
+def _agree_view(setting: str, url: str, peers: Peers, sees: Callable[[], bool] | None, *, node: str) -> None:
     """Wait until all nodes see the same directory.
 
     A mount that is missing on one node leaves an empty directory there. If rank 0 saw that one, training would begin
@@ -357,7 +372,7 @@ def _agree_view(setting: str, path: Path, peers: Peers, sees: Callable[[], bool]
 
     Args:
         setting: Names the directory, for people.
-        path: The directory.
+        url: The directory.
         peers: The ranks.
         sees: Returns whether this node sees what another node sees there; ``None`` = another rank of the node does.
         node: This node.
@@ -373,7 +388,7 @@ def _agree_view(setting: str, path: Path, peers: Peers, sees: Callable[[], bool]
     if sees is not None:
         while not (is_same := sees()) and clock.now_ns() < end_ns:
             time.sleep(_LOOK_S)
-        view = f"node {node} sees {_describe_content(path)} in {path}", is_same
+        view = f"node {node} sees {_describe_content(url)} in {url}", is_same
     views = [from_json(data, tuple[str, bool]) for data in peers.gather(msgspec.json.encode(view))]
     others = [text for text, is_same in views if not is_same]
     if others:
@@ -381,39 +396,95 @@ def _agree_view(setting: str, path: Path, peers: Peers, sees: Callable[[], bool]
         seen = next((text for text, is_same in views if text and is_same), "")
         raise ConfigError(
             f"{setting} is not the same on all nodes: {'; '.join(filter(None, [seen, *others[:MAX_NAMED]]))}{more}; "
-            "mount the same file system on all of them, or name a directory that all of them share"
+            + (
+                "give all of them the same endpoint, credentials and bucket"
+                if is_remote(url)
+                else "mount the same file system on all of them, or name a directory that all of them share"
+            )
         )
 
 
 def agree_source(url: str, directory: GlobalDirectory, places: Places, peers: Peers) -> None:
-    """Check that a directory that this run only loads from holds checkpoints on all nodes or on none.
+    """Check that a directory that this run only loads from holds the same checkpoints on all nodes.
 
     Raises:
-        ConfigError: Some nodes see checkpoints there, and some do not.
+        ConfigError: Some nodes see another newest checkpoint there, or none.
         PeerLost: A peer left.
 
     Collective: all ranks.
     Blocks: up to :data:`SAME_VIEW_S` where the nodes differ.
     """
-    if directory.is_remote:
-        return
-
-    def has_any() -> bool:
+    newest = None
+    if places.is_leader(peers.rank):
         try:
-            return bool(directory.generations())
+            newest = _find_newest(directory)
+        except (CheckpointError, OSError):
+            newest = _NOTHING
+    views = {from_json(data, tuple[int, str] | None) for data in peers.gather(msgspec.json.encode(newest))}
+    _agree_newest(f"load={url}", directory, peers, newest, views, node=places.node)
+
+
+_NOTHING = (-1, "")
+
+
+def _find_newest(directory: GlobalDirectory) -> tuple[int, str]:
+    """Return the newest checkpoint in a directory: its iteration, and the run that saved it.
+
+    Raises:
+        CheckpointError: An object store cannot be read.
+        OSError: A folder cannot be read.
+    """
+    generations = directory.generations()
+    for iteration in generations:
+        with contextlib.suppress(FileNotFoundError):  # in an object store: a save that is under way
+            run = run_of(directory.read(f"{directory.folder(iteration)}/{MANIFEST}"), iteration)
+            if run is not None:
+                return iteration, run
+    return max(generations, default=-1), ""
+
+
+def _agree_newest(
+    setting: str,
+    directory: GlobalDirectory,
+    peers: Peers,
+    mine: tuple[int, str] | None,
+    views: AbstractSet[tuple[int, str] | None],
+    *,
+    node: str,
+) -> None:
+    """Wait until all nodes see the newest checkpoint that one of them sees, or a newer one: a run may be saving there.
+
+    Args:
+        setting: Names the directory, for people.
+        directory: The directory.
+        peers: The ranks.
+        mine: What this rank sees; ``None`` = another rank of the node looks, or the directory cannot be read.
+        views: What all ranks see.
+        node: This node.
+
+    Raises: as :func:`_agree_view`.
+
+    Collective: all ranks, with the same views.
+    """
+    seen = sorted(view for view in views if view is not None)
+    if len(seen) < 2:
+        return
+    iteration, run = seen[-1]
+
+    def sees_newest() -> bool:
+        try:
+            found = _find_newest(directory)
         except (CheckpointError, OSError):
             return False
+        return found[0] >= iteration and run in ("", found[1])
 
-    looks = places.is_leader(peers.rank)
-    views = set(peers.gather(str(int(has_any())).encode() if looks else b"")) - {b""}
-    if len(views) > 1:
-        _agree_view(f"load={url}", Path(directory.url), peers, has_any if looks else None, node=places.node)
+    _agree_view(setting, directory.url, peers, None if mine is None else sees_newest, node=node)
 
 
-def _describe_content(path: Path) -> str:
+def _describe_content(url: str) -> str:
     """Return which checkpoints a node sees in a directory, for people."""
     try:
-        iterations = GlobalDirectory.open(path).generations()
+        iterations = GlobalDirectory.open(url).generations()
     except (CheckpointError, OSError) as error:
         return f"no directory ({error})"
     if not iterations:
@@ -421,6 +492,28 @@ def _describe_content(path: Path) -> str:
     first, last = iterations[-1], iterations[0]
     which = f"iteration {last}" if first == last else f"iterations {first} to {last}"
     return f"{count(len(iterations), 'checkpoint')} ({which})"
+
+
+def _name_places(config: CheckpointConfig) -> str:
+    """Return which kinds of places a rank is told to use; their names may differ between nodes."""
+    directory = "none" if config.directory is None else "object-store" if is_remote(config.directory) else "path"
+    near = "none" if config.local_directory is None else "path"
+    return f"directory:{directory},local_directory:{near},load:{'none' if config.load is None else 'given'}"
+
+
+def _check_same_places(kinds: Sequence[str]) -> None:
+    """Check that no rank saves or loads where others do not: they would wait for each other.
+
+    Raises:
+        ConfigError: The settings of the ranks differ.
+    """
+    others = {kind: rank for rank, kind in reversed(list(enumerate(kinds))) if kind != kinds[0]}
+    if others:
+        kind, rank = min(others.items(), key=lambda one: one[1])
+        raise ConfigError(
+            f"the checkpoint settings of the ranks differ: rank 0 uses {kinds[0]}, rank {rank} uses {kind}; give all "
+            "ranks the same directory, local_directory and load"
+        )
 
 
 def _evidence(seen: DirectoryContent, runs: Iterator[str]) -> RunEvidence:

@@ -238,8 +238,14 @@ def _list_local(mine: _Listing, places: Places, own: int) -> None:
     if places.local is None:
         return
     leads = places.is_leader(own)
-    mine.is_durable = (places.local.path / TRACKER).exists()
-    for generation in places.local.generations():
+    try:
+        mine.is_durable = (places.local.path / TRACKER).exists()
+        generations = places.local.generations()
+    except OSError as error:  # this rank's disk: the others wait for what this one lists
+        mine.is_durable = True  # for all that is known
+        mine.rejected.append(reject(error, -1, Tier.LOCAL, own, places.local.url))
+        return
+    for generation in generations:
         file = f"step-{generation}/manifest.json"
         try:
             manifest, _ = places.local.manifest(generation)
