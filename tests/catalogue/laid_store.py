@@ -51,11 +51,13 @@ def lay_in_store(
         branch: Of the processes that saved it.
         metadata: Content of ``.metadata``; ``None`` = as earlier versions left it, without a digest.
     """
+    attempt = attempt or f"job-0-cafe.{iteration}"
+    suffix = "" if committed or folder is not None else f".{attempt}"  # what an object store has of an attempt
     folder, branch = folder or f"step-{iteration}", branch or Branch("")
     files, pieces, ranks = [], [], []
     for rank in range(world_size):
         data = random.Random(f"{rank}/{iteration}").randbytes(num_bytes)
-        name = f"__{rank}_0.distcp"
+        name = f"__{rank}_0{suffix}.distcp"
         write(f"{folder}/{name}", data)
         chunks = tuple(digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))
         files.append(FileEntry(name=name, num_bytes=num_bytes, chunks=chunks))
@@ -67,7 +69,7 @@ def lay_in_store(
         topology="feed",
         world_size=world_size,
         iteration=iteration,
-        attempt=attempt or f"job-0-cafe.{iteration}",
+        attempt=attempt,
         restored_from=restored_from,
         era=branch.era,
         forks=branch.forks,

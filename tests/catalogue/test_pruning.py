@@ -156,6 +156,23 @@ def test_old_leftovers_go(tmp_path: Path) -> None:
     remains.remove()  # somebody else was quicker
 
 
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("step-9.tmp-download", "rank-00000.safetensors"),
+        ("step-9.tmp-job-2-cafe.4", "model.bin"),
+        ("step-9.doomed", "x"),
+    ],
+)
+def test_what_another_program_left_never_goes(tmp_path: Path, name: str, file: str) -> None:
+    """A folder whose name or content is not that of an attempt of a run stays, however old it is."""
+    lay_generation({"node0": tmp_path}, 5, attempt="job-2-cafe.5")
+    (tmp_path / name).mkdir()
+    (tmp_path / name / file).write_text("precious")
+    plan = plan_pruning(look_into(str(tmp_path)), Rule(leftovers=True, older_than_s=0), now_ns=1 << 62)
+    assert not plan.remains
+
+
 def found_at(iteration: int, kind: str) -> ListedGeneration:
     problems = () if kind == "valid" else (Problem(kind=kind, reason="", file=""),)
     entry = Generation(iteration=iteration, tier="local", valid=kind == "valid", problems=problems)

@@ -200,6 +200,23 @@ def test_no_manifest_is_no_generation_in_a_store() -> None:
     assert not any("step-5" in name for name in place.names())
 
 
+def test_objects_of_other_programs_are_never_pruned() -> None:
+    """In a folder without a manifest only an attempt's own objects go; a folder that has none of those stays whole."""
+    url = f"memory://{uuid.uuid4().hex}/run"
+    file_system, root = fsspec.core.url_to_fs(url)
+    place = Somewhere(url, file_system, root)
+    lay_in_store(place.write, 10)
+    lay_in_store(place.write, 5, committed=False)
+    others = {"step-5/notes.txt", "step-4/model.bin", "step-4/.metadata"}
+    for name in others:
+        place.write(name, b"precious")
+    plan = plan_pruning(look_into(url), Rule(most_recent_k=1, leftovers=True, older_than_s=0), now_ns=1 << 62)
+    for remains in plan.remains:
+        remains.remove()
+    names = {name.removeprefix(f"{root}/").lstrip("/") for name in file_system.find(root)}
+    assert {name for name in names if name.startswith(("step-4/", "step-5/"))} == others
+
+
 def test_no_manifest_is_a_bad_generation_on_a_path(tmp_path: Path) -> None:
     """On a path, a folder of the final name once had a manifest: it is bad."""
     place = Somewhere(str(tmp_path), *fsspec.core.url_to_fs(str(tmp_path)))

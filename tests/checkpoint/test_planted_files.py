@@ -187,3 +187,23 @@ def test_a_planted_link_costs_its_target_nothing(tmp_path: Path) -> None:
     with pytest.raises(OutlastError, match=r"symbolic link.*owner"):
         save(6)
     assert 5 in GenerationFolder(folder).generations()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("tier", ["local_directory", "directory"])
+def test_unfinished_folders_of_other_programs_are_never_removed(tier: str, tmp_path: Path) -> None:
+    """A run that takes a directory over removes what earlier runs left unfinished, and nothing that only has a similar
+    name."""
+    config = CheckpointConfig(**{tier: str(tmp_path), "save_timeout": 60.0})  # type: ignore[arg-type]
+    folder = tmp_path / ("node" if tier == "local_directory" else "")
+    others = ["step-7.tmp-download", "step-7.aside-0", "step-8.doomed"]
+    for name in (*others, "step-9.tmp-job-0-beef.3", "step-6.doomed"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / ("model.bin" if name in others else "manifest.json")).write_text("precious")
+    for iteration in (1, 2):
+        with closing(open_manager(config, env=WorkerEnv(node="node"))) as manager:
+            manager.load_latest({"w": torch.zeros(4)})
+            manager.save({"w": torch.ones(4)}, iteration).wait(60.0)
+    left = sorted(path.name for path in folder.glob("step-*.*"))
+    assert left == sorted(others)
+    assert all((folder / name / "model.bin").read_text() == "precious" for name in others)

@@ -7,9 +7,11 @@ own head.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from outlast.decoding import parse_json
 from outlast.env import clean_name
 
 _SHARD = re.compile(r"rank-(\d+)\.safetensors")
+_OF_A_RUN = re.compile(r"step-\d+(?:\.(?:tmp|aside)-.+|\.doomed)?|suspect|owner|latest|run\.json")
 _MAX_HEAD_BYTES = 64 << 20
 _FLIPPED = 0x10
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
@@ -95,6 +98,21 @@ def node_folder(local_directory: str, node: str) -> Path:
     return Path(local_directory) / clean_name(node)
 
 
+def lose_folder(folder: Path) -> None:
+    """Delete what a run has saved in a node's folder, as the loss of the disk would; other programs' files stay."""
+    if folder.is_symlink() or not ((folder / "owner").is_dir() or (folder / "run.json").is_file()):
+        return
+    for path in folder.iterdir():
+        if path.is_symlink() or not _OF_A_RUN.fullmatch(path.name):
+            continue
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+        elif path.suffix or not path.name.startswith("step-") or (path / "manifest.json").is_file():
+            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it is not empty
+        folder.rmdir()
+
+
 def _iteration_in(path: Path) -> int | None:
     number = path.parent.name.removeprefix("step-")
     return int(number) if number.isdigit() else None
@@ -143,7 +161,9 @@ def damage_copy(kind: str, copy: StoredCopy) -> str | None:
         if kind == FaultKind.DELETE_COPY and copy.tier != FaultTier.MEMORY:
             os.unlink(copy.path)
             return "file deleted"
-        fd = os.open(copy.path, os.O_RDWR | os.O_CLOEXEC)
+        # What holds memory is a link of /proc; in a directory, a link's target is not the run's.
+        follow = 0 if copy.tier == FaultTier.MEMORY else os.O_NOFOLLOW
+        fd = os.open(copy.path, os.O_RDWR | os.O_CLOEXEC | follow)
     except FileNotFoundError:  # a newer generation has just replaced it, or its process ended
         return None
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -21,7 +20,7 @@ import msgspec
 import psutil
 
 from outlast import clock
-from outlast.chaos.copies import damage_copy, find_copies, node_folder
+from outlast.chaos.copies import damage_copy, find_copies, lose_folder, node_folder
 from outlast.chaos.netns import NodeNetwork
 from outlast.chaos.plan import (
     Fault,
@@ -240,7 +239,7 @@ class Injector:
         if kind == FaultKind.LOSE_NODE:
             _await_end(family)
             if self.sight.local_directory is not None:
-                shutil.rmtree(node_folder(self.sight.local_directory, node), ignore_errors=True)
+                lose_folder(node_folder(self.sight.local_directory, node))
         return True
 
     def _continue(self, node: str, pid: int) -> None:

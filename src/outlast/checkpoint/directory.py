@@ -384,6 +384,9 @@ def _name(owner: LeaseOwner, other: LeaseOwner) -> str:
     return f"{name}, script {owner.script},"
 
 
+_OWN_FILE = re.compile(
+    r"rank-\d{5,}\.safetensors|[\w.-]+-\d{5,}\.bin|__\d+_\d+(?:\..+)?\.distcp|manifest\.json|\.metadata|\..+\.partial"
+)
 _DOOMED = re.compile(r"step-\d+\.doomed")
 _UNDER_WAY = re.compile(r"step-(?P<iteration>\d+)\.(?P<kind>tmp|aside)-(?P<attempt>.+)")
 _TRASH = re.compile(r"(\d+)\.trash")
@@ -416,6 +419,14 @@ class SaveAttempt:
 
     def __str__(self) -> str:
         return f"{clean_name(self.job)}-{self.cycle}-{self.token}.{self.ordinal}"
+
+
+def holds_own_files(folder: Path) -> bool:
+    """Return whether all that a folder holds has names of a generation's files: no other program's are among it."""
+    try:
+        return not folder.is_symlink() and all(map(_OWN_FILE.fullmatch, os.listdir(folder)))
+    except OSError:
+        return False
 
 
 def part_name(key: CopyKey) -> str:
@@ -521,7 +532,8 @@ class GenerationFolder(ClaimedPlace):
                 and (match["kind"], match["token"]) == ("aside", attempt.token)
                 and self.generation(int(match["iteration"])).exists()
             )
-            if _DOOMED.fullmatch(name) or is_replaced or attempt.makes_stale(match):
+            is_doomed = _DOOMED.fullmatch(name) is not None and holds_own_files(self.path / name)
+            if is_doomed or is_replaced or attempt.makes_stale(match):
                 shutil.rmtree(self.path / name, ignore_errors=True)
                 removed.append(name)
         for trash in self._trashes():
@@ -540,8 +552,8 @@ class GenerationFolder(ClaimedPlace):
         for place in (self, self.suspects):
             check_folder(place.path)
             for name in sorted(place.names(), key=lambda name: _age_ns(place.path / name)):
-                match, path = _UNDER_WAY.fullmatch(name), place.path / name
-                if match is None or f"-{token}." in match["attempt"]:
+                match, path = _PASSED.fullmatch(name), place.path / name  # other programs have their own "step-1.tmp-x"
+                if match is None or match["token"] == token:
                     continue
                 # A generation whose replacement failed half-way, where a file system cannot swap names.
                 is_orphan = match["kind"] == "aside" and not place.generation(int(match["iteration"])).exists()

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import structs
 
 from outlast.checkpoint.dcp.manifest import GlobalManifest
-from outlast.checkpoint.directory import RUN
+from outlast.checkpoint.directory import RUN, holds_own_files
 from outlast.checkpoint.manifest import Manifest
 from outlast.checkpoint.verification import StoredFile
 from outlast.errors import CheckpointError, Corrupt, Incomplete
@@ -158,6 +158,8 @@ class ListedLeftover:
 
     entry: Leftover
     remove: Callable[[], None]
+    is_own: bool = True
+    """Whether a run of this package left it, by the names of its attempt and of its files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +281,12 @@ def list_leftovers(folder: Path, prefix: str) -> Iterator[ListedLeftover]:
             num_bytes=num_bytes,
             modified_ns=modified_ns,
         )
-        yield ListedLeftover(entry=entry, remove=partial(_remove_tree, folder / name))
+        is_own = match["attempt"] is None or _ATTEMPT.fullmatch(match["attempt"]) is not None
+        yield ListedLeftover(
+            entry=entry,
+            remove=partial(_remove_tree, folder / name),
+            is_own=is_own and holds_own_files(folder / name),
+        )
 
 
 def _measure(path: Path) -> tuple[int, int]:
@@ -369,7 +376,7 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
     attempts = [found.entry.attempt for found in looked.found if found.entry.attempt is not None]
     before_ns = now_ns - int(rule.older_than_s * 1e9)
     remains = looked.remains if rule.leftovers else ()
-    remains = tuple(one for one in remains if _is_abandoned(one.entry, attempts, before_ns))
+    remains = tuple(one for one in remains if one.is_own and _is_abandoned(one.entry, attempts, before_ns))
     return Plan(generations=tuple(generations), remains=remains)
 
 

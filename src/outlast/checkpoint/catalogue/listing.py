@@ -34,7 +34,7 @@ from outlast.checkpoint.catalogue.entries import (
     list_leftovers,
     mark_abandoned,
 )
-from outlast.checkpoint.dcp.directory import GlobalDirectory
+from outlast.checkpoint.dcp.directory import GlobalDirectory, is_attempt_file
 from outlast.checkpoint.dcp.manifest import METADATA, FileEntry, GlobalManifest, decode_global_manifest, find_torn
 from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
 from outlast.checkpoint.directory import RUN, SUSPECT, TRACKER, Directory, owner_of
@@ -489,7 +489,12 @@ def _unfinished(url: str, folder: str, iteration: int, sizes: Mapping[str, int])
         num_bytes=sum(sizes.values()),
         modified_ns=store.modified_ns(folder),
     )
-    return ListedLeftover(entry=entry, remove=partial(store.remove, [f"{folder}/{name}" for name in sizes]))
+    own = [name for name in sizes if is_attempt_file(name)]
+    return ListedLeftover(
+        entry=entry,
+        remove=partial(store.remove, [f"{folder}/{name}" for name in (*own, *({METADATA} & set(sizes)))]),
+        is_own=bool(own),
+    )
 
 
 def _all_files(manifest: GlobalManifest) -> tuple[FileEntry, ...]:

@@ -46,6 +46,11 @@ _RECORD = re.compile(r"(\d+)\.json")
 _FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")
 
 
+def is_attempt_file(name: str) -> bool:
+    """Return whether an object of this name, in a generation's folder, is one that a save has put there."""
+    return _FILE.fullmatch(name) is not None
+
+
 class GlobalDirectory(ClaimedPlace):
     """A path, or any URL that fsspec knows, with generations in it. Thread: any."""
 
@@ -370,7 +375,7 @@ class ObjectDirectory(GlobalDirectory):
 
     def is_own(self, iteration: int) -> bool:
         names = self._store.sizes(self.folder(iteration))  # without a manifest where its removal was cut short
-        return not names or any(map(_FILE.fullmatch, names))
+        return not names or any(map(is_attempt_file, names))
 
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
         removed = []

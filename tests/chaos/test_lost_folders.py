@@ -1,0 +1,32 @@
+"""The loss of a node's disk takes what a run has saved there, and nothing of other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outlast.chaos.copies import lose_folder
+
+
+def _lay(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+
+
+def test_a_lost_folder_is_gone_but_for_other_programs_files(tmp_path: Path) -> None:
+    """All of a run goes; a folder without its records, a link, and what another program has put there stay."""
+    own = ("run.json", "latest", "owner/1.json", "step-1/manifest.json", "step-2.tmp-job-0-ab.1/x", "suspect/step-3/x")
+    _lay(tmp_path / "whole", *own)
+    lose_folder(tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+    others = ("data/set.bin", "step-5/model.bin", "notes.txt")
+    _lay(tmp_path / "shared", *own, *others)
+    (tmp_path / "shared" / "step-6").symlink_to(tmp_path / "other")
+    _lay(tmp_path / "other", "manifest.json")
+    lose_folder(tmp_path / "shared")
+    left = {path.relative_to(tmp_path / "shared").as_posix() for path in (tmp_path / "shared").rglob("*")}
+    assert left == {*others, "data", "step-5", "step-6"}
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    for name in ("other", "link", "none"):
+        lose_folder(tmp_path / name)
+    assert (tmp_path / "other" / "manifest.json").exists()
