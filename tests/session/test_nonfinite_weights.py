@@ -12,6 +12,7 @@ from outlast.errors import ExitReason
 
 SCRIPT = """
 import math, sys
+import numpy as np
 import torch
 import outlast
 
@@ -46,9 +47,10 @@ class Average:
 
 
 average, history = Average(), torch.full((12,), math.nan)
-plain = {"best": torch.tensor(math.inf), "nested": [torch.zeros(2), torch.zeros(2)]}
+plain = {"best": torch.tensor(math.inf), "nested": [torch.zeros(2), torch.zeros(2)], "record": np.zeros(2)}
 state = {"model": model, "optimizer": optimizer, "average": average, "plain": plain, "history": history}
 for iteration in run.steps(state, total=12):
+    plain["record"][0] = math.nan  # a metric that has no value
     spoilt = {"list": plain["nested"][1], "buffer": model.norm, "object": average.average}
     spoilt["moment"] = optimizer.state.get(model.weight, {}).get("momentum_buffer")
     if how in spoilt and iteration == 11 and run.global_rank == 1:
@@ -84,7 +86,7 @@ def train(folder: Path, how: str) -> tuple[list[int], str]:
 @pytest.mark.process
 def test_a_mask_of_infinities_is_no_error(tmp_path: Path) -> None:
     """A buffer that is infinite from the start belongs to the model, and so does a tensor that holds NaN before
-    training begins: the run finishes, and no line names the buffer."""
+    training begins, or a NumPy array: the run finishes, and no line names the buffer."""
     codes, output = train(tmp_path, "sound")
     assert codes == [0, 0], output
     assert "mask" not in output

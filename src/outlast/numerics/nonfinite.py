@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -277,9 +276,9 @@ class StateCheck:
     as masks and best scores do, but no NaN, unless they held NaN before training began.
 
     Args:
-        state: What is trained, before anything is loaded into it: modules, optimizers, tensors, arrays, mappings and
+        state: What is trained, before anything is loaded into it: modules, optimizers, tensors, mappings and
             lists of them, and objects with ``state_dict()``, whose modules and optimizers are found among their
-            attributes.
+            attributes. NumPy arrays hold records, not weights, and are not examined.
         asks_objects: Call ``state_dict()`` of such objects too, as a save does.
 
     Blocks: for one synchronisation with the device, and for one more for each tensor that is not finite.
@@ -337,9 +336,6 @@ def _tensors_in(value: Any, name: str, *, asks: bool, is_weight: bool = False, d
             values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
             if values.dtype in _TRAINED and values.numel():
                 yield _Examined(name, values, is_weight)
-    elif isinstance(value, np.ndarray):
-        if value.dtype.kind == "f" and value.dtype.itemsize <= 8:
-            yield from inside([("values", torch.from_numpy(value.astype(value.dtype.newbyteorder("="))))])
     elif isinstance(value, torch.nn.Module):
         yield from inside(value.named_parameters())
         for prefix, module in value.named_modules():
