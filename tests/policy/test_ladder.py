@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from outlast.errors import ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
-from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide, find_outcome
-from outlast.policy.recovery_point import Load, TierName
+from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide, find_outcome, merge
+from outlast.policy.recovery_point import Distrusted, Load, TierName
 
 
 def died(node: str = "a", **changes: Any) -> Incident:
@@ -257,6 +257,19 @@ def test_a_node_that_flaps_while_cycles_form_is_excluded_before_a_budget_is_spen
     _, verdict = decide(state, CycleEnd(cycle=3, incident=died("b"), num_nodes=2), Limits())
     assert verdict.rung == Rung.RESTART_WORKERS
     assert "restart 1 of 3" in verdict.reason
+
+
+@pytest.mark.parametrize(("number", "restarts"), [(3, 1), (4, 2), (5, 2)])
+def test_a_takeover_continues_from_the_later_state(number: int, restarts: int) -> None:
+    """Of a coordinator's own state and the one that an agent kept, the later one counts, the agent's where they have
+    the same number; the copies that either of them excludes are not loaded."""
+    one, other = (Distrusted(generation=1, attempt=attempt, tier="local") for attempt in "ab")
+    own = LadderState(job="job", number=4, restarts_without_progress=1, distrusted=(one,))
+    kept = LadderState(job="job", number=number, restarts_without_progress=2, distrusted=(one, other))
+    merged = merge(own, kept)
+    assert (merged.restarts_without_progress, merged.number) == (restarts, max(number, 4))
+    assert {copy.attempt for copy in merged.distrusted} == {"a", "b"}
+    assert merge(merged, kept) == merged
 
 
 def test_failures_on_several_nodes_exclude_none() -> None:

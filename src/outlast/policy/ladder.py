@@ -306,9 +306,14 @@ def begin_job(state: LadderState) -> LadderState:
     return msgspec.structs.replace(state, stopped_with=None)
 
 
-def merge(state: LadderState, other: LadderState) -> LadderState:
-    """Return what two states of a job remember together: the later one, and the excluded copies of both."""
-    older, newer = sorted((state, other), key=lambda one: (one.number, one is state))
+def merge(state: LadderState, kept: LadderState) -> LadderState:
+    """Return what two states of a job remember together: the later one, and the excluded copies of both.
+
+    Args:
+        state: That of a coordinator that takes over; it may be an old one, with what has changed since the takeover.
+        kept: What an agent kept of the coordinator before; of two states with the same number it is the later one.
+    """
+    older, newer = (state, kept) if kept.number >= state.number else (kept, state)
     known = {(one.attempt, one.tier) for one in newer.distrusted}
     more = tuple(one for one in older.distrusted if (one.attempt, one.tier) not in known)
     return msgspec.structs.replace(newer, job=state.job, distrusted=(*newer.distrusted, *more))
