@@ -14,10 +14,11 @@ from typing import Any
 
 import pages
 import pytest
+import torch
 
 from outlast.config import InProcessRestartConfig, PreemptionConfig
 from outlast.config import RerunStateMachineConfig as OwnRerunConfig
-from outlast.errors import CheckpointError, ConfigError
+from outlast.errors import CheckpointError, ConfigError, ExitReason
 from outlast.integrations import megatron
 from outlast.integrations.nvrx.async_calls import AsyncCallsQueue, AsyncRequest
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor
@@ -316,6 +317,25 @@ def test_the_hooks_watch_steps_and_report_what_is_durable(bridge: None) -> None:
         assert not seen(later).finished
         with pytest.raises(ConfigError, match="leave BridgeCallback out"):
             megatron.BridgeCallback().on_train_start(context(ft=bridge_ft(enable_ft_package=True)))
+    finally:
+        if (open_one := open_monitor()) is not None:
+            open_one.close()
+
+
+@pytest.mark.process
+def test_a_training_does_not_end_with_weights_that_are_nan(bridge: None, caplog: pytest.LogCaptureFixture) -> None:
+    """The callback ends a rank with 17 where a weight of Bridge's model chunks is NaN after the last step."""
+    callbacks = megatron.BridgeCallback().register(Callbacks()).called
+    chunk = torch.nn.Linear(2, 2)
+    whole = context(step=5)
+    whole.model = [torch.nn.Linear(2, 2), chunk]
+    try:
+        callbacks["on_train_start"](whole)
+        chunk.weight.data[0, 0] = float("nan")
+        with pytest.raises(SystemExit) as left:
+            callbacks["on_train_end"](whole)
+        assert left.value.code == ExitReason.FAILED_VALIDATION
+        assert "weights that are NaN or infinite on this rank: model.1.weight" in caplog.text
     finally:
         if (open_one := open_monitor()) is not None:
             open_one.close()

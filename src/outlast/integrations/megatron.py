@@ -32,9 +32,11 @@ from outlast.config import (
     StragglerDetectionConfig,
 )
 from outlast.config.base import require
-from outlast.errors import ConfigError
+from outlast.errors import ConfigError, ExitReason
 from outlast.inprocess.rank import Wrapper
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor, yield_to_next
+from outlast.runtime.postmortem import leave_diagnosis
+from outlast.session.checks import FiniteEnd
 
 if importlib.util.find_spec("megatron") is None:
     raise ImportError(
@@ -460,8 +462,9 @@ class BridgeCallback:
     """Watch the steps of Bridge's loop: ``pretrain(cfg, step, callbacks=manager)``, see :meth:`register`.
 
     Each step is the section ``step``, each evaluation ``evaluation``, so that a rank that hangs is found by
-    ``rank_section_timeouts``, and a restart says how far training was. Where ``cfg.ft.enable_ft_package`` is on, Bridge
-    does that by itself, through :func:`outlast.integrations.nvrx.install`: this callback then refuses.
+    ``rank_section_timeouts``, and a restart says how far training was. A rank whose weights are NaN or infinite at the
+    end of the training ends with 17. Where ``cfg.ft.enable_ft_package`` is on, Bridge watches by itself,
+    through :func:`outlast.integrations.nvrx.install`: this callback then refuses.
 
     Args:
         config: Timeouts; ``None`` = those of ``outlast run``.
@@ -474,6 +477,7 @@ class BridgeCallback:
         """The one that is open."""
         self._used: RankMonitor | None = None
         self._is_finished = False
+        self._finite_end: FiniteEnd | None = None
 
     def register(self, manager: Any) -> Any:
         """Register it with Bridge's ``CallbackManager``, which is returned."""
@@ -495,7 +499,9 @@ class BridgeCallback:
         if self._is_finished and _made is not None and _made is open_monitor():
             _made.close()  # of an earlier training: it watches no longer
         self._section, self._is_finished = None, False
-        self._monitor().set_iteration(context.state.train_state.step)
+        monitor = self._monitor()
+        monitor.set_iteration(context.state.train_state.step)
+        self._finite_end = FiniteEnd(_models_of(context), monitor.env, is_saved=False)
 
     def on_train_step_start(self, context: Any) -> None:
         """Begin the section."""
@@ -515,9 +521,19 @@ class BridgeCallback:
         self._end("evaluation")
 
     def on_train_end(self, context: Any) -> None:
-        """Watch no longer: what follows may take as long as it takes. A session's monitor watches until that ends."""
+        """Watch no longer: what follows may take as long as it takes. A session's monitor watches until that ends.
+
+        Raises:
+            SystemExit: This rank's weights are NaN or infinite (17).
+        """
         monitor = self._monitor()
         monitor.end_all_sections()
+        iteration = context.state.train_state.step
+        broken = None if self._finite_end is None else self._finite_end.judge(_models_of(context), iteration)
+        if broken is not None:
+            monitor.set_leaving(ExitReason.FAILED_VALIDATION)
+            leave_diagnosis(monitor.env, broken)
+            raise SystemExit(int(ExitReason.FAILED_VALIDATION))
         if monitor is _made:
             monitor.finish()
         self._section, self._is_finished = None, True
@@ -538,6 +554,10 @@ class BridgeCallback:
     def _end(self, name: str) -> None:
         self._monitor().end_section(name)
         self._section = None
+
+
+def _models_of(context: Any) -> dict[str, Any]:
+    return {"model": getattr(context, "model", None)}
 
 
 class BridgeCheckpointManager:

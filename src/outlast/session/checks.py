@@ -185,24 +185,24 @@ class FiniteEnd:
     Args:
         state: What is trained, before anything is loaded into it; see :class:`outlast.numerics.nonfinite.StateCheck`.
         place: This worker's place.
-        consensus: How the ranks agree.
         is_saved: The state is saved, so that objects in it are asked for theirs.
 
     Blocks: until the device has computed the state.
     """
 
-    def __init__(self, state: Mapping[str, Any], place: WorkerEnv, consensus: Consensus, *, is_saved: bool) -> None:
+    def __init__(self, state: Mapping[str, Any], place: WorkerEnv, *, is_saved: bool) -> None:
         from outlast.numerics.nonfinite import StateCheck
 
-        self._place, self._consensus = place, consensus
+        self._place = place
         self._check = StateCheck(state, asks_objects=is_saved)
 
-    def agree(self, state: Mapping[str, Any], iteration: int) -> Diagnosis | None:
+    def agree(self, state: Mapping[str, Any], iteration: int, consensus: Consensus) -> Diagnosis | None:
         """Return on which rank something is not finite, the same on all ranks; ``None`` = all is finite everywhere.
 
         Args:
             state: What is trained.
             iteration: Number of optimizer steps done.
+            consensus: How the ranks agree.
 
         Raises:
             PeerLost: A peer left.
@@ -211,7 +211,7 @@ class FiniteEnd:
         Blocks: until the device has computed the state, and all ranks have come.
         """
         alone = self.judge(state, iteration)
-        (first,) = self._consensus.agree([(self._place.world_size - self._place.global_rank) * (alone is not None)])
+        (first,) = consensus.agree([(self._place.world_size - self._place.global_rank) * (alone is not None)])
         return _diagnose_end(iteration, self._place.world_size - first) if first else None
 
     def judge(self, state: Mapping[str, Any], iteration: int) -> Diagnosis | None:

@@ -328,7 +328,7 @@ class Session:
         replay = self._attempts.replay
         with self._section("setup"):
             if saves is None or saves.prefer_finite:  # otherwise NaN and infinity may belong there
-                self._finite_end = FiniteEnd(state, self._place, self._consensus, is_saved=saves is not None)
+                self._finite_end = FiniteEnd(state, self._place, is_saved=saves is not None)
             try:
                 self._iteration = restore(
                     state,
@@ -528,7 +528,9 @@ class Session:
         self._expect("finish()", _Phase.BETWEEN)
         self._inject_faults(is_last=True)
         self._attempts.finish()
-        broken = None if self._finite_end is None else self._finite_end.agree(state, self._iteration)
+        broken = None
+        if self._finite_end is not None:
+            broken = self._finite_end.agree(state, self._iteration, self._consensus)
         if self._saves is not None:
             if not self._saves.is_saved(self._iteration):
                 if (differ := self._check_replicas(saves=True)) is not None:
