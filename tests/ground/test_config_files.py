@@ -69,6 +69,12 @@ BAD = [
         "fault_tolerance: unknown key 'safety'; did you mean 'safety_factor'?",
     ),
     (
+        "c.toml",
+        "[fault_tolerance]\nmax-restarts = 3\n",
+        ":2",
+        "fault_tolerance: unknown key 'max-restarts'; it is an option of outlast run: --max-restarts",
+    ),
+    (
         "c.yaml",
         "fault_tolerance:\n  rank_heartbeat_timeout: soon\n",
         ":2",

@@ -217,3 +217,15 @@ def test_arguments_come_before_the_config():
     callback = TrainCallback(config, checkpoint=CheckpointConfig(directory="/other"))
     assert callback.config.checkpoint.directory == "/other"
     assert (callback.config.seed, callback.config.run_dir) == (3, "/run")
+
+
+def test_a_reported_loss_that_is_nan_is_logged_once(caplog):
+    """Without a session a reported loss is all that outlast sees: the first one that is not finite is a WARNING."""
+    callback = TrainCallback()
+    callback.after_report(None, [{"loss": 1.0, "note": "x"}, {"accuracy": float("nan")}])
+    assert not caplog.records
+    for _ in range(2):
+        callback.after_report(None, [{"loss": 1.0}, {"train_loss": float("inf"), "loss": 2}])
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "train_loss is inf on rank 1, and training continues with it" in record.getMessage()

@@ -106,6 +106,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
+_LAUNCHER_OPTIONS = frozenset({"max_restarts", "max_restarts_total", "nnodes", "nproc_per_node", "rdzv_endpoint"})
+"""Options of ``outlast run`` that are looked for in a config file."""
 _SETTING = re.compile(r"(?<![\w.-])(?P<name>[a-z_]+)(?:\['(?P<key>[^']*)'\])?=(?P<value>'[^']*'|[^\s:;,]+)")
 
 
@@ -178,7 +180,10 @@ class _Reader:
         for key, value in values.items():
             name, here = str(key).replace("-", "_"), (*path, str(key))
             if name not in fields:
-                raise ConfigError(f"{self.place(here, path)}: unknown key {shown(key)}; {nearest(name, fields)}")
+                hint = nearest(name, fields)
+                if name in _LAUNCHER_OPTIONS:
+                    hint = f"it is an option of outlast run: --{name.replace('_', '-')}"
+                raise ConfigError(f"{self.place(here, path)}: unknown key {shown(key)}; {hint}")
             if name in arguments:
                 raise ConfigError(f"{self.place(here, path)}: key {name!r} is given twice; keep one")
             hint = hints[name]

@@ -279,11 +279,6 @@ class RankMonitor:
         self._page.finish()
         self._learn(finished=True)
 
-    def note_failure(self) -> None:
-        """Save what the cycle taught about timeouts, without an agent, although this rank fails; it is watched on."""
-        if not self._closed and os.getpid() == self.pid and not self._read_state().finished:
-            self._learn(finished=False)
-
     def _learn(self, *, finished: bool) -> None:
         if self.env.board is None and (folder := self._learned_in) is not None:
             seen = observe([self._read_state()])
@@ -459,3 +454,8 @@ class PlacedRankMonitor(RankMonitor):
         """Have the agent look at what was loaded: a restart in process is judged by it."""
         if self.env.board is not None and self._read_state().in_process != InProcessState.OFF:
             self._wake_agent()
+
+    def note_failure(self) -> None:
+        """Save what the cycle taught about timeouts, without an agent, although this rank fails; it is watched on."""
+        if not self._closed and os.getpid() == self.pid and not self._read_state().finished:
+            self._learn(finished=False)
