@@ -14,6 +14,11 @@ def printable(text: str) -> str:
     return "".join(char if char in kept else char.encode("unicode_escape").decode() for char in text)
 
 
+def one_line(text: str) -> str:
+    """Return a printable text whose line ends and tabs are escaped, too: a name in it cannot pass for a line."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def count(number: int, noun: str) -> str:
     """Return ``1 iteration``, ``2 iterations``; the noun's plural ends with an ``s``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

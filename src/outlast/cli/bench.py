@@ -18,6 +18,7 @@ from outlast.bench.results import NOISE_PCT
 from outlast.cli.main import (
     CommandGroup,
     complete_folder,
+    echo,
     ending_on_signals,
     failing_in_one_line,
     json_option,
@@ -107,7 +108,7 @@ def _benchmark(
 
 def _measure(name: str, *, as_json: bool, repeats: int, **chosen: int | None) -> int:
     def progress(line: str) -> None:
-        click.echo(f"[bench {name}] {line}", err=True)
+        echo(f"[bench {name}] {line}", err=True)
 
     size = {name: number for name, number in chosen.items() if number is not None}
     with ending_on_signals(), failing_in_one_line():
@@ -294,7 +295,7 @@ def measure_all(
     if folder is not None:
         _make_writable(folder)
     with failing_in_one_line("a result cannot be stored: ", OSError):
-        suite = Suite(benches, folder=folder, tell=partial(click.echo, err=True))
+        suite = Suite(benches, folder=folder, tell=partial(echo, err=True))
         code: int | None = None
         with ending_on_signals():
             try:
@@ -370,7 +371,7 @@ def history(*, folder: Path | None, only: str | None, noise_pct: float, as_json:
         folder = checkout / "docs" / "results"
     records, num_torn = read_history(folder)
     if num_torn:
-        click.echo(f"{folder}: {count(num_torn, 'line')} of the history cut short, left out", err=True)
+        echo(f"{folder}: {count(num_torn, 'line')} of the history cut short, left out", err=True)
     machines = compare_records(records, noise_pct=noise_pct, only=only)
     if as_json:
         fields = {"noise_pct": noise_pct, "num_torn": num_torn, "machines": [one.to_fields() for one in machines]}

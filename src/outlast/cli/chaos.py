@@ -19,6 +19,7 @@ from outlast.cli.main import (
     CommandGroup,
     complete_file,
     complete_folder,
+    echo,
     ending_on_signals,
     failing_in_one_line,
     json_option,
@@ -114,7 +115,7 @@ def run(plan_file: str, nodes: int | None, spares: int, netns: bool, as_json: bo
         try:
             return _run(given, words, nodes, spares, netns=netns, as_json=as_json)
         except KeyboardInterrupt:
-            click.echo("interrupted; every process of the run has been ended", err=True)
+            echo("interrupted; every process of the run has been ended", err=True)
             raise
 
 
@@ -145,7 +146,7 @@ def _run(given: FaultPlan, words: list[str], nodes: int | None, spares: int, *, 
             network=network,
             is_named=nodes is not None,
             log_dir=run_dir / "agents" if as_json else None,
-            on_strike=lambda one: click.echo(f"chaos: {one.fault.describe()}", err=True),
+            on_strike=lambda one: echo(f"chaos: {one.fault.describe()}", err=True),
         ) as struck,
     ):
         code = struck.follow()
@@ -157,7 +158,7 @@ def _run(given: FaultPlan, words: list[str], nodes: int | None, spares: int, *, 
     else:
         _show_faults(rows)
         for problem in problems:
-            click.echo(f"chaos: {problem}", err=True)
+            echo(f"chaos: {problem}", err=True)
     code = 128 - code if code < 0 else code
     return code or int(ExitReason.FAILED if problems else ExitReason.FINISHED)
 
@@ -231,10 +232,10 @@ def soak(minutes: float, seed: int, every: float, kinds: str | None, keep: str |
                 every_s=every,
                 keep=keep,
                 kinds=wanted,
-                say=lambda line: click.echo(line, err=True),
+                say=lambda line: echo(line, err=True),
             )
         except KeyboardInterrupt:
-            click.echo("interrupted; every process of the soak has been ended", err=True)
+            echo("interrupted; every process of the soak has been ended", err=True)
             raise
         except BrokenPipeError:  # nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -270,15 +271,15 @@ def _show_faults(rows: Sequence[FaultOutcome]) -> None:
 def _show_soak(outcome: SoakOutcome) -> None:
     _show_kinds(outcome.kinds)
     same = "bit-identical to" if outcome.bit_identical else "NOT the same as"
-    click.echo(
+    echo(
         f"{outcome.fired} of {outcome.planned} faults struck in {outcome.storm_s:.0f} s: {outcome.jobs} jobs, "
         f"{outcome.cycles} cycles, {outcome.agents} agents; after {outcome.iterations} iterations the result is {same} "
         "the undisturbed one's."
     )
     for problem in outcome.problems:
-        click.echo(f"problem: {problem}")
+        echo(f"problem: {problem}")
     if outcome.folder is not None:
-        click.echo(f"Everything lies in\n{outcome.folder}")
+        echo("Everything lies in", str(outcome.folder))
 
 
 def _show_kinds(rows: Sequence[KindOutcome]) -> None:

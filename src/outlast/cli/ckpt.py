@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -16,13 +15,14 @@ from outlast import clock
 from outlast.cli.main import (
     CommandGroup,
     complete_folder,
+    echo,
     ending_on_signals,
     json_option,
     open_console,
     print_json,
 )
 from outlast.errors import CheckpointError, ConfigError, ExitReason
-from outlast.wording import count, number_ranges
+from outlast.wording import count, number_ranges, one_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -245,7 +245,7 @@ def _carry_out(looked: DirectoryListing, plan: Plan, *, dry_run: bool) -> dict[s
         except (OSError, CheckpointError) as error:
             errors.append(f"{name if kind == 'leftovers' else f'generation {name}'}: {error}")
     for line in errors:
-        click.echo(f"outlast: {looked.entry.path}: {line}", err=True)
+        echo(f"outlast: {looked.entry.path}: {line}", err=True)
     return {"path": looked.entry.path, **report, "num_bytes": num_bytes, "errors": errors}
 
 
@@ -259,24 +259,28 @@ def _look_into(directories: Iterable[str]) -> tuple[list[DirectoryListing], int]
         try:
             looked.append(look_into(name))
         except (OSError, CheckpointError) as error:
-            click.echo(f"outlast: {name} cannot be read: {error}", err=True)
+            echo(f"outlast: {name} cannot be read: {error}", err=True)
             code = ExitReason.FAILED
     return mark_abandoned(looked), int(code)
 
 
 def _print(*parts: object) -> None:
-    console = open_console(width=160)
+    console = open_console(width=160, markup=True)
     for part in parts:
-        console.print(part)
+        console.print(one_line(part) if isinstance(part, str) else part)
 
 
 def _reading_progress() -> Progress:
     """Return what shows how much has been read, on standard error, when that is a terminal."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+    from outlast.cli.console import PrintableConsole
+
     columns = ("{task.description}", BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
     is_shown = sys.stderr.isatty()
-    return Progress(*columns, console=Console(stderr=True, quiet=not is_shown), transient=True, disable=not is_shown)
+    return Progress(
+        *columns, console=PrintableConsole(stderr=True, quiet=not is_shown), transient=True, disable=not is_shown
+    )
 
 
 MAX_PROBLEMS = 20

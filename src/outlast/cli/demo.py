@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outlast.cli.main import Command, complete_folder, ending_on_signals, failing_in_one_line, json_option
+from outlast.cli.main import Command, complete_folder, echo, ending_on_signals, failing_in_one_line, json_option
 from outlast.errors import ExitReason
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def demo(seed: int, iterations: int, keep: str | None, as_json: bool) -> int:
         try:
             return _perform(Shape(iterations=iterations), seed=seed, keep=keep, as_json=as_json)
         except KeyboardInterrupt:
-            click.echo("interrupted; every process of the demo has been ended", err=True)
+            echo("interrupted; every process of the demo has been ended", err=True)
             raise
         except BrokenPipeError:  # nobody reads on, as after `| head`: everything has been ended and removed
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,13 +73,13 @@ def _perform(shape: Shape, *, seed: int, keep: str | None, as_json: bool) -> int
     elif console.is_terminal:
         view = LiveView(shape, console)
     else:
-        view = PlainView(shape, click.echo, width=console.width)
+        view = PlainView(shape, _echo_text, width=console.width)
     outcome = perform(
         shape,
         seed=seed,
         keep=keep,
         view=view,
-        on_failure=lambda tails: click.echo(tails, err=True),
+        on_failure=lambda tails: _echo_text(tails, err=True),
         writes_page=not as_json,
     )
     if as_json:
@@ -88,15 +88,19 @@ def _perform(shape: Shape, *, seed: int, keep: str | None, as_json: bool) -> int
     with console.capture() as captured:
         console.print(render(outcome))
     for line in captured.get().splitlines():
-        click.echo(line.rstrip())
+        click.echo(line.rstrip())  # the console escaped it, and added colours
     places = {
         "The run as a page, for a browser": outcome.report,
         "Journal, output and generations": outcome.folder,
     }
     for what, place in places.items():
         if place is not None:
-            click.echo(f"\n{what}:\n{place}")  # a line of its own, to be copied
+            echo("", f"{what}:", str(place))  # a line of its own, to be copied
     return _exit_code(outcome)
+
+
+def _echo_text(text: str, *, err: bool = False) -> None:
+    echo(*text.split("\n"), err=err)
 
 
 def _exit_code(outcome: DemoOutcome) -> int:
@@ -105,10 +109,10 @@ def _exit_code(outcome: DemoOutcome) -> int:
 
 def _open_console() -> Console:
     """Return the terminal; where only plain text is wanted, or possible, one on which nothing moves or has a colour."""
-    from rich.console import Console
+    from outlast.cli.console import PrintableConsole
 
-    console = Console(highlight=False)
+    console = PrintableConsole()
     if console.is_terminal and sys.stdout.isatty() and not console.is_dumb_terminal and not console.no_color:
         return console
     width = shutil.get_terminal_size().columns
-    return Console(highlight=False, color_system=None, force_terminal=False, width=width)
+    return PrintableConsole(color_system=None, force_terminal=False, width=width)

@@ -11,6 +11,7 @@ from outlast.cli.main import (
     Command,
     complete_file,
     complete_folder,
+    echo,
     ending_on_signals,
     json_option,
     open_console,
@@ -101,7 +102,7 @@ def doctor(
     else:
         open_console(width=160).print(_table(results))
         verdict = f"{node} is not fit to train: {len(failed)} of {len(results)} checks failed"
-        click.echo(verdict if failed else f"{node} is fit to train")
+        echo(verdict if failed else f"{node} is fit to train")
     return int(ExitReason.FAILED if failed else ExitReason.FINISHED)
 
 

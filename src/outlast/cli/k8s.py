@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outlast.cli.main import CommandGroup, ScriptCommand, complete_file, failing_in_one_line, json_option
+from outlast.cli.main import CommandGroup, ScriptCommand, complete_file, echo, failing_in_one_line, json_option
 from outlast.cli.run import complete_run_word
 from outlast.errors import ConfigError, ExitReason
 
@@ -187,12 +187,12 @@ def _job_from(settings: dict[str, Any]) -> KubernetesJob:
                 text = re.sub(rf"(?<![\w/.-]){field}(?![\w/.=-])", name, text)
         raise ConfigError(text) from None
     if not looked_for:
-        click.echo(f"outlast: {config} is not here; its values are not checked before the pods start", err=True)
+        echo(f"outlast: {config} is not here; its values are not checked before the pods start", err=True)
     ours = [word.partition("=")[0] for word in parsed.args.training_script_args]
     mistaken = tuple(dict.fromkeys(word for word in ours if word in _CLEARLY_OURS))
     for hint in (parsed.hint, hint_at(mistaken, script, path)):
         if hint is not None:
-            click.echo(f"outlast: {hint}", err=True)
+            echo(f"outlast: {hint}", err=True)
     return job
 
 

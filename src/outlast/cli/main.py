@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import logging
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -20,7 +23,7 @@ from click.shell_completion import CompletionItem
 
 from outlast.errors import ConfigError, ExitReason, OutlastError
 from outlast.version import __version__
-from outlast.wording import printable
+from outlast.wording import one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,6 +101,14 @@ def ending_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+_NOT_ASCII = re.compile(r"[^\n -~]")
+
+
+def ascii_json(text: str) -> str:
+    """Return characters as JSON escapes them."""
+    return json.dumps(text)[1:-1]
+
+
 @contextmanager
 def failing_in_one_line(what: str = "", *errors: type[Exception]) -> Iterator[None]:
     """End the command with one line and exit code 1 for an ``OutlastError``, or one of ``errors``.
@@ -110,7 +121,7 @@ def failing_in_one_line(what: str = "", *errors: type[Exception]) -> Iterator[No
     except ConfigError:
         raise
     except failures as error:
-        click.echo(printable(f"outlast: {what}{error}"), err=True)
+        echo(f"outlast: {what}{error}", err=True)
         raise click.exceptions.Exit(ExitReason.FAILED) from None
 
 
@@ -119,15 +130,26 @@ def print_json(value: object, *, on_one_line: bool = False) -> None:
     import msgspec
 
     data = msgspec.json.encode(value)
-    click.echo((data if on_one_line else msgspec.json.format(data, indent=2)).decode())
+    text = (data if on_one_line else msgspec.json.format(data, indent=2)).decode()
+    click.echo(_NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else ascii_json(found[0]), text))
 
 
-def open_console(*, width: int) -> Console:
-    """Return the terminal to print to; a file or a pipe takes lines of ``width`` columns."""
-    from rich.console import Console
+def echo(*lines: str, err: bool = False) -> None:
+    """Print lines, each with its control characters escaped: parts may come from other machines and users."""
+    click.echo("\n".join(map(one_line, lines)), err=err)
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=width)
+
+def open_console(*, width: int, markup: bool = False) -> Console:
+    """Return the terminal to print to.
+
+    Args:
+        width: Columns of a line in a file or a pipe.
+        markup: Texts may have rich's markup.
+    """
+    from outlast.cli.console import PrintableConsole
+
+    console = PrintableConsole(markup=markup)
+    return console if console.is_terminal else PrintableConsole(markup=markup, width=width)
 
 
 _COMMANDS = {
@@ -202,8 +224,15 @@ def cli() -> None:
     """
 
 
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def main() -> None:
     """Run the command line; bad input is one line and exit code 2."""
+    if logging.lastResort is not None:  # what prints the warnings of commands that set up no log
+        logging.lastResort.setFormatter(_Printable())
     with ending_in_one_line("outlast"):
         code = cli.main(standalone_mode=False, prog_name="outlast")
         sys.exit(code if isinstance(code, int) else 0)
@@ -215,10 +244,10 @@ def ending_in_one_line(program: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        click.echo(printable(f"{program}: {error}"), err=True)
+        echo(f"{program}: {error}", err=True)
         sys.exit(ExitReason.BAD_INPUT)
     except click.ClickException as error:
-        click.echo(printable(f"{program}: {_describe(error)}"), err=True)
+        echo(f"{program}: {_describe(error)}", err=True)
         sys.exit(ExitReason.BAD_INPUT)
     except (click.exceptions.Abort, KeyboardInterrupt):
         sys.exit(130)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outlast.cli.main import Command, complete_file, complete_folder, json_option, open_console, print_json
+from outlast.cli.main import Command, complete_file, complete_folder, echo, json_option, open_console, print_json
 from outlast.errors import ConfigError, ExitReason
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _write(ledger: Ledger, run_dir: Path, wanted: dict[str, Path], named: set[st
             written[what] = path
     if left_out:
         names, why = " and ".join(left_out), next(iter(left_out.values()))
-        click.echo(
+        echo(
             f"outlast: {names} cannot be written to {run_dir} ({why}); name other places with --html and --trace",
             err=True,
         )

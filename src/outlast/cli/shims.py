@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outlast import env
-from outlast.cli.main import Command, complete_folder, ending_in_one_line, json_option, print_json
+from outlast.cli.main import Command, complete_folder, echo, ending_in_one_line, json_option, print_json
 from outlast.errors import ExitReason
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def shims(folder: str, as_json: bool) -> int:
         print_json({"folder": os.path.abspath(folder), "shims": written})
         return int(ExitReason.FINISHED)
     for shim in written:
-        click.echo(f"{shim.path}: {'written' if shim.changed else 'is there already'}")
+        echo(f"{shim.path}: {'written' if shim.changed else 'is there already'}")
     click.echo(f'export PATH={shlex.quote(os.path.abspath(folder))}:"$PATH"')
     return int(ExitReason.FINISHED)
 

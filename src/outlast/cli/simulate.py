@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outlast.cli.main import Command, ending_on_signals, failing_in_one_line, json_option, print_json
+from outlast.cli.main import Command, echo, ending_on_signals, failing_in_one_line, json_option, print_json
 from outlast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -216,16 +216,16 @@ def simulate(
             seed=seed,
             advise=not no_advice,
             sweeps=parsed,
-            progress=lambda line: click.echo(f"[simulate] {line}", err=True),
+            progress=lambda line: echo(f"[simulate] {line}", err=True),
         )
         if canvas is not None:
             canvas.draw(result)
     if as_json:
         print_json(result.to_fields())
     else:
-        click.echo("\n".join(render(result)))
+        echo(*"\n".join(render(result)).split("\n"))
         if canvas is not None:
-            click.echo(f"\ndrawn in {canvas.path}")
+            echo("", f"drawn in {canvas.path}")
 
 
 def _make_scenario(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outlast import env, logs
-from outlast.cli.main import CommandGroup, ScriptCommand, complete_folder, failing_in_one_line
+from outlast.cli.main import CommandGroup, ScriptCommand, complete_folder, echo, failing_in_one_line
 from outlast.cli.run import complete_run_word
 from outlast.errors import ConfigError, ExitReason
 
@@ -136,9 +136,9 @@ def submit(dry_run: bool, **settings: Any) -> int:
         if dry_run:
             rendered, sbatch = prepare(script)
             click.echo(rendered, nl=False)
-            click.echo(f"\n# Not submitted. Without --dry-run: {shlex.join(sbatch)}")
+            echo("", f"# Not submitted. Without --dry-run: {shlex.join(sbatch)}")
         else:
-            click.echo(hand_over(script))
+            echo(hand_over(script))
     return int(ExitReason.FINISHED)
 
 
@@ -226,7 +226,7 @@ def _script_from(settings: dict[str, Any]) -> BatchScript:
     ours = tuple(dict.fromkeys(word for word in words if word in _CLEARLY_OURS))
     for hint in (parsed.hint, hint_at(ours, name, click.get_current_context().command_path)):
         if hint is not None:
-            click.echo(f"outlast: {hint}", err=True)
+            echo(f"outlast: {hint}", err=True)
     return script
 
 

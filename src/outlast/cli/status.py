@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outlast import clock
-from outlast.cli.main import Command, print_json
+from outlast.cli.main import Command, echo, print_json
 from outlast.errors import ConfigError, ExitReason, RendezvousError
-from outlast.wording import printable
 
 if TYPE_CHECKING:
     from outlast.status.report import StatusReport
@@ -117,7 +116,7 @@ def _show(report: StatusReport, *, as_json: bool, watches: bool) -> None:
         click.clear()
     elif watches:
         lines = [f"--- {report.time} ---", *lines]
-    click.echo(printable("\n".join(lines)))
+    echo(*lines)
 
 
 def _is_number(text: Any) -> bool:

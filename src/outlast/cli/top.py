@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outlast.cli.main import Command, complete_folder, ending_on_signals, json_option, print_json
+from outlast.cli.main import Command, complete_folder, echo, ending_on_signals, json_option, open_console, print_json
 from outlast.errors import ExitReason
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _code_of(error: BaseException | None, code: int) -> int:
         return code
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
-    click.echo(f"outlast: {error}", err=True)
+    echo(f"outlast: {error}", err=True)
     return int(ExitReason.BAD_INPUT)
 
 
@@ -109,7 +109,7 @@ def _print(report: TopReport | None, *, as_json: bool, is_alone: bool) -> None:
         print_json(report, on_one_line=not is_alone)
     else:
         time_of = [] if is_alone else [f"--- {report.status.time} ---"]
-        click.echo("\n".join([*time_of, plain(show(report))]))
+        echo(*time_of, *plain(show(report)).split("\n"))
     sys.stdout.flush()
 
 
@@ -125,4 +125,4 @@ def _show_live(looker: Looker, target: str, interval_s: float) -> None:
             return [Text(f"{target} has not answered yet"), Text(HINT, style="dim")]
         return show(report, width=width, height=height, hint=HINT)
 
-    TopScreen(paint, interval_s=interval_s).run()
+    TopScreen(open_console(width=80), paint, interval_s=interval_s).run()

@@ -41,6 +41,7 @@ from outlast.config.launching import FaultToleranceConfig
 from outlast.decoding import MAX_SETTINGS_BYTES, MalformedText, parse_settings, read_file
 from outlast.env import read_worker
 from outlast.errors import ConfigError
+from outlast.wording import one_line
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def _translate(
         for key, value in given.items():
             name = str(key).replace("-", "_")
             if name not in known:
-                foreign.append(str(key))
+                foreign.append(one_line(str(key)))
                 continue
             own, there = known[name]
             beside = ours.get(own, {})

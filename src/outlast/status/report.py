@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from outlast.wording import count, duration, number_ranges
+from outlast.wording import count, duration, number_ranges, one_line
 
 SCHEMA = 1
 """Of what ``--json`` prints; raised when a field changes its meaning or goes."""
@@ -239,7 +239,7 @@ def render(report: StatusReport, *, width: int | None = None) -> Iterator[str]:
         report: What is told.
         width: Columns at which lines are wrapped between words; ``None``: they are not.
     """
-    for label, text in _entries(report):
+    for label, text in ((label, one_line(text)) for label, text in _entries(report)):
         if width is None:
             yield f"{label:<{_LABEL}}{text}".rstrip()
             continue

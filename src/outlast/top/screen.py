@@ -31,14 +31,15 @@ class TopScreen:
     """Show lines in the whole terminal until a key ends it.
 
     Args:
+        console: The terminal.
         paint: Returns the lines for so many columns and rows; it does not block.
         interval_s: How often it is called at least.
 
     Thread: the main thread, for signals.
     """
 
-    def __init__(self, paint: Callable[[int, int], Sequence[Text]], *, interval_s: float) -> None:
-        self._paint, self._interval_s = paint, interval_s
+    def __init__(self, console: Console, paint: Callable[[int, int], Sequence[Text]], *, interval_s: float) -> None:
+        self._console, self._paint, self._interval_s = console, paint, interval_s
         self._has_to_stop = False
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -48,7 +49,7 @@ class TopScreen:
         Raises:
             KeyboardInterrupt: Ctrl-C was.
         """
-        console = Console(highlight=False)
+        console = self._console
         with self._handling_signals():
             while True:
                 with _single_keys(), Live(console=console, screen=True, auto_refresh=False) as live:

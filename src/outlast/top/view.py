@@ -13,7 +13,7 @@ from rich.text import Text
 
 from outlast.status.report import BudgetReport, NodeState, RunState, StatusReport
 from outlast.top.look import RankLine, TopReport
-from outlast.wording import count, duration, number_ranges, printable
+from outlast.wording import count, duration, number_ranges, one_line
 
 MAX_RANKS, MAX_INCIDENTS = 32, 5
 """Shown where lines have no limit: the output is no terminal."""
@@ -73,7 +73,7 @@ def plain(lines: Sequence[Text]) -> str:
 
 
 def _entry(label: str, text: str, style: str = "") -> Text:
-    return Text.assemble((f"{label:<{_LABEL}}", "bold"), (printable(text), style))
+    return Text.assemble((f"{label:<{_LABEL}}", "bold"), (one_line(text), style))
 
 
 def _describe_run(report: TopReport) -> Iterator[Text]:
@@ -201,7 +201,7 @@ def _list_ranks(ranks: Sequence[RankLine], num: int) -> Iterator[Text]:
         )
         yield Text(_join(row, widths), style=style)
     if others:
-        yield Text(describe_others(others), style="dim")
+        yield Text(one_line(describe_others(others)), style="dim")
 
 
 def describe_others(others: Sequence[RankLine]) -> str:
@@ -241,4 +241,4 @@ def _join(cells: Sequence[str], widths: Sequence[int]) -> str:
         f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
         for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
     )
-    return printable(line).rstrip()
+    return one_line(line).rstrip()
