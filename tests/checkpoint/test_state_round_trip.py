@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,136 @@ def test_tensors_come_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> Non
         assert found.equal(expected), name
     assert target["n"].dtype == np.uint32
     assert target["n"].tolist() == [0, 1, 2]
+
+
+def _counted(seed: int, *shape: int) -> torch.Tensor:
+    return torch.arange(float(np.prod(shape))).reshape(shape) + seed
+
+
+def _twice(seed: int) -> list[list[int]]:
+    one = [seed]
+    return [one, one]
+
+
+ODD: dict[str, Callable[[int], Any]] = {
+    "containers in containers": lambda seed: {"l": [{"d": {"t": _counted(seed, 2), "n": seed}}]},
+    "an ordered dict": lambda seed: collections.OrderedDict(b=_counted(seed, 2), a=[seed]),
+    "a counter": lambda seed: collections.Counter(a=seed),
+    "a tuple of dicts": lambda seed: ({"a": seed}, {"t": _counted(seed, 2)}, (_counted(seed, 1),)),
+    "a list that is held twice": _twice,
+    "keys of several types": lambda seed: {7: _counted(seed, 2), "7": _counted(-seed, 2), None: seed, 2.5: 1, True: 1},
+    "keys that are tuples": lambda seed: {(1, 2): _counted(seed, 2)},
+    "empty containers": lambda seed: {
+        "d": {},
+        "l": [],
+        "t": (),
+        "o": collections.OrderedDict(),
+        "e": torch.empty(0, 3),
+    },
+    "scalars": lambda seed: [torch.tensor(float(seed)), np.array(seed), np.float32(seed), complex(seed)],
+    "views": lambda seed: {"s": _counted(seed, 4, 4)[::2, 1::2], "t": _counted(seed, 2, 3).t()},
+    "a conjugated view": lambda seed: (1j * _counted(seed, 2)).conj(),
+    "a tensor that is held twice": lambda seed: dict.fromkeys("ab", _counted(seed, 3)),
+    "an expanded tensor": lambda seed: _counted(seed, 2, 1).expand(2, 3),
+    "an expanded tensor in a list": lambda seed: [_counted(seed, 1).expand(3)],
+    "a sparse tensor": lambda seed: _counted(seed, 3, 3).to_sparse(),
+    "a sparse tensor in a list": lambda seed: [_counted(seed, 3, 3).to_sparse()],
+    "a compressed sparse tensor": lambda seed: _counted(seed, 3, 3).to_sparse_csr(),
+    "a quantized tensor": lambda seed: torch.quantize_per_tensor(_counted(seed, 3), 0.5, 0, torch.qint8),
+    "half-precision complex numbers": lambda seed: _counted(seed, 3).to(torch.complex32),
+    "sets and bytes": lambda seed: [{seed}, bytearray([seed]), bytes([seed])],
+    "arrays": lambda seed: {"v": np.arange(seed, seed + 6)[::2], "n": np.arange(seed, seed + 3)[::-1]},
+}
+
+
+def _objects(value: Any, path: str = "state") -> dict[str, Any]:
+    """Return by their places all objects that a script may refer to and change."""
+    found = {}
+    if isinstance(value, torch.Tensor | dict | list | np.ndarray | set | bytearray):
+        found[path] = value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, inner in items:
+        found |= _objects(inner, f"{path}.{name!r}")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with its tensors and arrays as lists, to compare it."""
+    if isinstance(value, torch.Tensor):
+        dense = value.int_repr() if value.is_quantized else value.to_dense() if value.is_sparse_csr else value
+        dense = dense.to_dense() if dense.is_sparse else dense
+        return str(value.dtype), str(value.layout), dense.to(torch.complex128).tolist()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.str, value.tolist()
+    if isinstance(value, dict):
+        return type(value), [(type(key), key, _plain(inner)) for key, inner in value.items()]
+    return (type(value), [_plain(inner) for inner in value]) if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta|experimental|prototype|deprecat)")
+@pytest.mark.parametrize("shape", ODD)
+def test_values_of_odd_shapes_are_restored_in_place(shape: str, tmp_path: Path) -> None:
+    """After a load the state is what was saved, and each object that the script refers to is still part of it."""
+    saved, live = {"x": ODD[shape](1), "n": 1}, {"x": ODD[shape](5), "n": 5}
+    manager = _manager(tmp_path)
+    manager.save(saved, 1).wait(100)
+    manager.close()
+    before = _objects(live)
+    manager = _manager(tmp_path)
+    manager.load_latest(live)
+    manager.close()
+    assert _plain(live) == _plain(saved)
+    after = _objects(live)
+    assert before.keys() == after.keys()
+    assert [place for place in before if after[place] is not before[place]] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype")
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: torch.empty(3, device="meta"), "initialise it"),
+        (lambda: torch.nn.LazyLinear(2), "call the module once"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "unbind()"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "unbind()"),
+        (lambda: torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})), "plain tensor"),
+    ],
+)
+def test_tensors_that_could_not_be_restored_are_refused_at_the_save(make: Any, remedy: str, tmp_path: Path) -> None:
+    """One line names the place and what to do, instead of a checkpoint that lacks the content."""
+    manager = _manager(tmp_path)
+    with pytest.raises(CheckpointError, match=r"state 'state\.it") as caught:
+        manager.save({"it": make()}, 1)
+    manager.close()
+    assert remedy in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_lazy_module_is_loaded_before_its_first_call(tmp_path: Path) -> None:
+    """A checkpoint gives it its shape, as ``load_state_dict`` does."""
+    module = torch.nn.LazyLinear(2)
+    module(torch.ones(1, 3))
+    manager = _manager(tmp_path)
+    manager.save({"model": module}, 1).wait(100)
+    manager.close()
+    fresh = torch.nn.LazyLinear(2)
+    manager = _manager(tmp_path)
+    manager.load_latest({"model": fresh})
+    manager.close()
+    assert fresh.weight.equal(module.weight)
+
+
+def test_a_sparse_tensor_does_not_go_into_a_dense_one(tmp_path: Path) -> None:
+    """All ranks refuse before anything is touched."""
+    manager = _manager(tmp_path)
+    manager.save({"a": torch.ones(2, 2), "t": torch.eye(2).to_sparse()}, 1).wait(100)
+    manager.close()
+    live = {"a": torch.zeros(2, 2), "t": torch.zeros(2, 2)}
+    manager = _manager(tmp_path)
+    with pytest.raises(CheckpointError, match="sparse_coo"):
+        manager.load_latest(live)
+    manager.close()
+    assert live["a"].tolist() == [[0, 0], [0, 0]]
 
 
 class _Versioned(torch.nn.Module):

@@ -354,7 +354,7 @@ def _places_on_devices(
     They belong where the live state has such a one; and what an optimizer has not made yet, beside its parameter. Only
     modules and bare tensors copy; an optimizer, or whatever else has a ``load_state_dict``, may keep what it is given.
     """
-    live = {named.name: named for named in flatten({"state": capture(state)}).tensors}
+    live = {named.name: named for named in flatten({"state": capture(state)}, is_live=True).tensors}
     parts = list(_parts("state", state))
     copying = [path for path, value in parts if isinstance(value, torch.nn.Module | torch.Tensor)]
     parameters = {

@@ -119,7 +119,7 @@ class _ShardCopy(ProvenCopy):
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
         live = capture(state)
         into = {}
-        for named in flatten({"state": live}).tensors:
+        for named in flatten({"state": live}, is_live=True).tensors:
             span = self._proof.spans.get(named.name)
             if span is not None and _takes(named.tensor, span.shape, span.dtype):
                 into[named.name] = named.tensor

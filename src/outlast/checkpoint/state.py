@@ -18,6 +18,7 @@ import enum
 import gc
 import io
 import logging
+import operator
 import os
 import sys
 import warnings
@@ -184,7 +185,7 @@ def check_layouts(tree: bytes, live: Mapping[str, Any]) -> None:
     saved = layouts_of(tree)
     if not any(saved.values()) and not meshes_of(live):
         return
-    present = layouts_of(flatten({"state": live}).tree)
+    present = layouts_of(flatten({"state": live}, is_live=True).tree)
     for name in sorted(saved.keys() & present.keys()):
         before, now = saved[name], present[name]
         if (before and before[:4]) != (now and now[:4]):
@@ -340,13 +341,17 @@ def _capture(value: Any, depth: int) -> Any:
     return value
 
 
-def flatten(value: Any) -> FlatState:
+def flatten(value: Any, *, is_live: bool = False) -> FlatState:
     """Take a captured state apart; tensors are referred to, not copied, everything else is copied.
+
+    Args:
+        value: The state.
+        is_live: It is not saved, but loaded into: values that could not be saved are left out.
 
     Raises:
         CheckpointError: A value could not be read back; its place is named.
     """
-    flattener = _Flattener()
+    flattener = _Flattener(is_live=is_live)
     try:
         with torch.no_grad():
             tree = msgspec.msgpack.encode(flattener.node(value, ""))
@@ -369,7 +374,8 @@ def _are_scalars(values: Sequence[Any]) -> bool:
 
 
 class _Flattener:
-    def __init__(self) -> None:
+    def __init__(self, *, is_live: bool) -> None:
+        self._is_live = is_live
         self.tensors: list[NamedTensor] = []
         self._names: set[str] = set()
         self._depth = 0
@@ -433,6 +439,10 @@ class _Flattener:
         return "a", buffer.getvalue()
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
+        if (why := _why_without_bytes(value)) is not None:
+            if self._is_live:
+                return "v", None
+            raise CheckpointError(f"state {path!r}: {why}")
         layout, shape, offset = None, tuple(value.shape), (0,) * value.dim()
         if is_distributed(value):
             layout, part, offset = self._place(value, path)
@@ -497,7 +507,7 @@ class _Flattener:
     ) -> str | None:
         """Name a plain tensor, part of a whole of another shape or all; ``None``: no file can take its bytes as is."""
         dtype = tensor.dtype
-        if dtype not in _DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+        if dtype not in _DTYPES or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
             return None
         while path in self._names:
             path += "'"  # keys 1 and "1" of one dict
@@ -509,6 +519,8 @@ class _Flattener:
         return path
 
     def _pickled(self, value: Any, path: str) -> Any:
+        if self._is_live:
+            return "v", None
         buffer = io.BytesIO()
         try:
             with warnings.catch_warnings():
@@ -521,6 +533,17 @@ class _Flattener:
                 f"{_remedy(value)}"
             ) from error
         return "o", buffer.getvalue()
+
+
+def _why_without_bytes(value: torch.Tensor) -> str | None:
+    """Return why a tensor has no bytes that could be saved; ``None`` = it has."""
+    if torch.nn.parameter.is_lazy(value):
+        return "the parameter of a lazy module is not initialised yet; call the module once before the first save"
+    if value.is_nested:
+        return "a nested tensor cannot be saved; save the list of its tensors, as unbind() returns it"
+    if value.is_meta:
+        return "a tensor on the meta device has no content; initialise it before the first save"
+    return None
 
 
 def _load_pickled(data: bytes) -> Any:
@@ -748,9 +771,9 @@ def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state") -> None:
             continue
         if isinstance(value, torch.Tensor):
             found = saved[name]
-            if not isinstance(found, torch.Tensor) or found.shape != value.shape or found.dtype != value.dtype:
-                shape = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found)
-                raise Mismatch(f"{here} was saved as {shape}, here it is {value.dtype} {tuple(value.shape)}")
+            if not isinstance(found, torch.Tensor) or _kind_of(found) != _kind_of(value):
+                kind = _kind_of(found) if isinstance(found, torch.Tensor) else type(found)
+                raise Mismatch(f"{here} was saved as {kind}, here it is {_kind_of(value)}")
         elif is_nested(value):
             check_fit(value, saved[name], here)
         elif not isinstance(live, MutableMapping):
@@ -775,9 +798,13 @@ def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
                     f"state {name!r} ({type(value).__name__}) does not take what was saved: {_in_one_line(error)}"
                 ) from error
         elif isinstance(value, torch.Tensor):
-            if not _is_same_memory(value, found):
-                with torch.no_grad():
-                    value.copy_(found)
+            if not _copy_into(value, found):
+                if value.layout is torch.strided or not isinstance(live, MutableMapping):
+                    raise Mismatch(
+                        f"state {name!r}: a tensor of shape {tuple(value.shape)} and strides {value.stride()} cannot "
+                        "take what was saved; give a tensor whose elements do not share memory"
+                    )
+                live[name] = found  # it stores another number of elements than were saved
         elif is_nested(value):
             restore_into(value, found)
         else:
@@ -798,36 +825,79 @@ def filled(live: Any, saved: Any) -> Any:
         live: The script's.
         saved: What was saved.
     """
-    return _filled(live, saved, set())
+    return _filled(live, saved, {})
 
 
-def _filled(live: Any, saved: Any, done: set[int]) -> Any:
-    if id(live) in done or not isinstance(live, type(saved)):  # one that the state holds twice may be saved as two
+def _filled(live: Any, saved: Any, done: dict[int, Any]) -> Any:
+    """See :func:`filled`; ``done`` has what was put into the objects that are filled already, by their identity."""
+    if not isinstance(live, type(saved)):
         return saved
-    done.add(id(live))
+    if type(live) is tuple and len(live) == len(saved):
+        parts = tuple([_filled(one, other, done) for one, other in zip(live, saved, strict=True)])
+        return live if all(map(operator.is_, parts, live)) else parts
+    if not isinstance(live, dict | list | set | bytearray | np.ndarray | torch.Tensor):
+        return saved
+    if id(live) in done:  # the state holds it twice; it may have been saved as two
+        return live if _is_same(done[id(live)], saved) else saved
+    done[id(live)] = saved
     if isinstance(live, dict):
         has_inner = not _SCALARS.issuperset(map(type, live.values()))
         if has_inner:
             saved = {name: _filled(live[name], value, done) if name in live else value for name, value in saved.items()}
         live.clear()
         live.update(saved)
-        return live
-    if isinstance(live, list):
+    elif isinstance(live, list):
         has_inner = not _SCALARS.issuperset(map(type, live))
         inner = [_filled(one, other, done) for one, other in zip(live, saved, strict=False)] if has_inner else []
         live[:] = inner + saved[len(inner) :]
-        return live
-    if not isinstance(live, np.ndarray | torch.Tensor) or live.shape != saved.shape or live.dtype != saved.dtype:
-        return saved
-    try:
-        if isinstance(live, np.ndarray):
-            np.copyto(live, saved)
-        elif not _is_same_memory(live, saved):
-            with torch.no_grad():
-                live.copy_(saved)
-    except (RuntimeError, ValueError):  # it cannot be written to, or its elements share memory
+    elif isinstance(live, set):
+        live.clear()
+        live.update(saved)
+    elif isinstance(live, bytearray):
+        live[:] = saved
+    elif isinstance(live, np.ndarray):
+        if live.shape != saved.shape or live.dtype != saved.dtype or not live.flags.writeable:
+            return saved
+        np.copyto(live, saved)
+    elif _kind_of(live) != _kind_of(saved) or not _copy_into(live, saved):
         return saved
     return live
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """Return what a tensor and another one must have in common for one to be copied into the other."""
+    layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
+    return f"{tensor.dtype} {tuple(tensor.shape)}{layout}"
+
+
+def _copy_into(live: torch.Tensor, found: torch.Tensor) -> bool:
+    """Copy a tensor into a live one; return whether that one takes it: its elements may share memory."""
+    if _is_same_memory(live, found):
+        return True
+    with torch.no_grad():
+        try:
+            live.copy_(found)
+        except RuntimeError:
+            if live.layout is not torch.strided or 0 not in live.stride():
+                return False
+            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in live.stride())
+            if not _is_same(found[once].expand_as(found), found):
+                return False
+            live[once].copy_(found[once])
+    return True
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two plain values are the same, bit by bit."""
+    flat, other_flat = flatten(one), flatten(other)
+    if flat.tree != other_flat.tree:
+        return False
+    pairs = zip(flat.tensors, other_flat.tensors, strict=True)
+    return all(one.dtype == other.dtype and _bits(one.tensor).equal(_bits(other.tensor)) for one, other in pairs)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_nested(value: Any) -> bool:
@@ -839,7 +909,7 @@ def is_nested(value: Any) -> bool:
 
 def _is_same_memory(live: torch.Tensor, found: torch.Tensor) -> bool:
     """Whether what was saved was read straight into the live tensor."""
-    if type(live) not in _PLAIN_TYPES:
+    if type(live) not in _PLAIN_TYPES or live.layout is not torch.strided:
         return False  # a DTensor or a subclass: its memory is that of its parts
     return live.device.type == "cpu" and live.data_ptr() == found.data_ptr() and live.stride() == found.stride()
 
