@@ -412,8 +412,11 @@ class Lane(ABC):
         self._posted = [(ordinal, key) for ordinal, key in self._posted if ordinal >= before]
 
     def _renew_store(self) -> None:
-        """Connect to the ranks' store again if the last save lost the connection."""
-        if not self._is_store_lost:
+        """Connect to the ranks' store again if the last save lost the connection.
+
+        Not while this rank leaves: the store may be gone, and then nothing can end the wait for a connection.
+        """
+        if not self._is_store_lost or self._stop.is_set() or self._outcomes.is_call_left:
             return
         try:
             self._store, self._is_store_lost = self._store.clone(), False

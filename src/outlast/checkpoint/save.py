@@ -312,12 +312,17 @@ class Outcomes:
             self._arenas.give_back(save.arena)
         return self._reached.pop(save.attempt.ordinal, frozenset())
 
+    @property
+    def is_call_left(self) -> bool:
+        """Whether the call that saves is left. Thread: any."""
+        return self.is_left is not None and self.is_left()
+
     def _is_given_up(self) -> bool:
         """Return whether a save failed because the call was left, here or at a peer. Blocks: up to 2 s."""
         if self.is_left is None:
             return False
         end_ns = clock.now_ns() + int(_LEAVING_S * 1e9)
-        while not self.is_left():
+        while not self.is_call_left:
             if clock.now_ns() >= end_ns:
                 return False
             time.sleep(_LOOK_S)
