@@ -112,6 +112,15 @@ def test_a_planted_journal_file_is_left_out_by_every_reader(
         assert said in caplog.text
 
 
+def test_a_journal_of_planted_files_alone_is_an_error_that_names_one(tmp_path: Path) -> None:
+    """``status`` and ``report`` give the reason why there is no event."""
+    (tmp_path / "journal").mkdir()
+    os.mkfifo(tmp_path / "journal" / "j-a-agent.jsonl")
+    for read in (Ledger.read, lambda path: gather(path, asks=False)):
+        with pytest.raises(ConfigError, match=r"holds no event: .*j-a-agent\.jsonl cannot be read: it is a pipe"):
+            read(tmp_path)
+
+
 def test_a_huge_object_is_refused_by_name(tmp_path: Path) -> None:
     """A manifest or an owner's record in an object store that is larger than its limit is not read."""
     directory = GlobalDirectory.open(f"local://{tmp_path}")

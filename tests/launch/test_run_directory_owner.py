@@ -253,6 +253,23 @@ def test_a_job_that_is_refused_before_it_began_leaves_no_trace(tmp_path: Path) -
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_a_link_or_a_file_in_place_of_a_folder_is_refused_before_the_job(tmp_path: Path) -> None:
+    """A journal that is a pipe, a file or a link to another folder ends the start with one line that names it."""
+    options = parse_options([f"--run-dir={tmp_path}/run", str(_script(tmp_path))])
+    for make, kind in (
+        (os.mkfifo, "a file"),
+        (Path.touch, "a file"),
+        (lambda at: at.symlink_to("/"), "a symbolic link"),
+    ):
+        for name in ("journal", "failures"):
+            place = tmp_path / "run" / name
+            make(place)
+            with pytest.raises(ConfigError, match=f"{place}: it is {kind}, not a folder; remove it, or name another"):
+                own_run_directory(options, Mailbox[object]())
+            place.unlink()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 def test_agents_of_one_job_share_its_run_directory(tmp_path: Path) -> None:
     """They meet at the same endpoint under the same id; another id is another job. The one that comes to host the
     coordinator speaks for the job from then on, also after the first, and who has handed over goes on."""

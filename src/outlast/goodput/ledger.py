@@ -140,7 +140,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             files.append(events if job is None else [event for event in events if event.job == job])
         files = [events for events in files if events]
         if not files:
-            raise ConfigError(f"the journal in {run_dir} holds no event; the run has not begun yet, or it is damaged")
+            why = f": {notes[0]}" if notes else ""
+            raise ConfigError(
+                f"the journal in {run_dir} holds no event{why}; the run has not begun yet, or it is damaged"
+            )
         return cls.from_files(files, notes=notes)
 
     @classmethod

@@ -39,7 +39,7 @@ from outlast.launch.verdicts import load_ladder
 from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
 from outlast.runtime.addresses import Endpoint, address_for_peers, is_loopback, parse_endpoints
-from outlast.runtime.files import in_time
+from outlast.runtime.files import check_folder, in_time
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import name_program, start_time_s, this_process
 from outlast.runtime.run_key import KeySource, find_run_key
@@ -561,7 +561,7 @@ def own_run_directory(options: RunOptions, mailbox: Mailbox[object]) -> Lease:
         mailbox: The agent's, which ends when another job takes the directory over.
 
     Raises:
-        ConfigError: Another job runs in it; one line with who, and the remedy.
+        ConfigError: Another job runs in it, or a link or a file is in place of a folder; one line with the remedy.
 
     Blocks: where only time can tell whether a job on another machine still runs, 10 s.
     """
@@ -570,6 +570,11 @@ def own_run_directory(options: RunOptions, mailbox: Mailbox[object]) -> Lease:
         reason = f"run directory {lost}; this job writes nothing more there; end one of the two"
         mailbox.put(AgentStops(Stop(exit_code=ExitReason.NO_PROGRESS, reason=reason)))
 
+    try:
+        for name in ("journal", "failures", "stacks", "diagnoses"):
+            check_folder(options.run_dir / name)
+    except NotADirectoryError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}, or name another --run-dir") from None
     lease = Lease(FolderRecords(options.run_dir), _describe_owner(options), on_lost=on_lost)
     try:
         lease.acquire()
