@@ -70,6 +70,8 @@ class _InPlace:
 class _Noted:
     """In place of a manager's outcomes."""
 
+    is_call_left = False
+
     def report_durable(self, iteration: int) -> None:
         """The handle is enough."""
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from saving_ranks import start
 
-SAVE_AFTER_A_RESET = """
+RESET = """
 import socket
-VICTIM = {victim}
 
 def reset_store_connections():
     port, num = int(os.environ["MASTER_PORT"]), 0
@@ -24,7 +23,9 @@ def reset_store_connections():
         except OSError:
             pass  # closed meanwhile, or it has no peer
     return num
-
+"""
+SAVE_AFTER_A_RESET = """
+VICTIM = {victim}
 manager = manage(config={{"save_timeout": 10.0}})
 outcomes, num_reset = [], 0
 for iteration in range(1, 5):
@@ -40,6 +41,39 @@ for iteration in range(1, 5):
 manager.close()
 tell(outcomes=outcomes, num_reset=num_reset, content=content())
 """
+LEAVE_A_CALL = """
+import pathlib, time
+said = pathlib.Path(folder).with_name("pid")
+over = pathlib.Path(folder).with_name("over")
+manager = manage(config={"save_timeout": 200.0})
+manager.treat_failures_as_abandoned(lambda: True)  # the call is left from here on
+if rank == 0:
+    said.write_text(str(os.getpid()))
+    while not over.exists():
+        time.sleep(0.05)
+    tell(ended="over")
+    os._exit(0)
+while not (said.exists() and said.read_text()):
+    time.sleep(0.05)
+os.kill(int(said.read_text()), signal.SIGSTOP)
+try:
+    num_reset = reset_store_connections()
+    handles = [manager.save(state, iteration, tiers=["local"]) for iteration in (1, 2)]
+    errors = []
+    for handle in handles:
+        try:
+            handle.wait(60)
+        except CheckpointError as error:
+            errors.append(type(error).__name__)
+        except Exception as error:
+            errors.append(repr(error))
+    manager.close()
+finally:
+    os.kill(int(said.read_text()), signal.SIGCONT)
+    over.touch()
+tell(errors=errors, num_reset=num_reset)
+os._exit(0)
+"""
 LOAD = """
 manager = manage()
 restored = manager.load_latest(state)
@@ -54,7 +88,7 @@ tell(iteration=restored.iteration, content=content())
 def test_saves_go_on_after_a_store_connection_was_reset(tmp_path: Path, victim: int) -> None:
     """Every connection of a rank to the store ends once: at most the next save fails, alike on both ranks; those after
     it are committed, and the newest is loaded."""
-    ended = start(tmp_path / "ckpt", SAVE_AFTER_A_RESET.format(victim=victim), world=2)
+    ended = start(tmp_path / "ckpt", RESET + SAVE_AFTER_A_RESET.format(victim=victim), world=2)
     assert [code for code, _ in ended] == [0, 0], ended
     told = [what for _, what in ended]
     assert told[victim]["num_reset"] > 0
@@ -62,3 +96,14 @@ def test_saves_go_on_after_a_store_connection_was_reset(tmp_path: Path, victim: 
     assert told[0]["outcomes"] == ["committed", "failed", "committed", "committed"]
     loaded = start(tmp_path / "ckpt", LOAD, world=2, cycle=1)
     assert [what for _, what in loaded] == [{"iteration": 4, "content": one["content"]} for one in told]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_saves_of_a_call_that_is_left_wait_for_no_new_connection(tmp_path: Path) -> None:
+    """Where the rank that hosts the store does not answer, the saves that are still queued are abandoned, and the
+    manager ends."""
+    (_, _), (code, told) = start(tmp_path / "ckpt", RESET + LEAVE_A_CALL, world=2)
+    assert code == 0, told
+    assert told["num_reset"] > 0
+    assert told["errors"] == ["PeerSilent", "PeerSilent"]

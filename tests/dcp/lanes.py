@@ -83,6 +83,8 @@ class Noted:
         note: Called with each save's error; ``None`` = it is committed.
     """
 
+    is_call_left = False
+
     def __init__(self, note: Callable[[CheckpointError | None], object]) -> None:
         self._note = note
 

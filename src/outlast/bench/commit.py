@@ -426,6 +426,8 @@ class _SimulatedWriter:
 class _CommitEnds:
     """In place of a manager's outcomes."""
 
+    is_call_left = False
+
     def report_durable(self, iteration: int) -> None:
         """No launcher is notified."""
 
