@@ -216,3 +216,18 @@ def test_unfinished_folders_of_other_programs_are_never_removed(tier: str, tmp_p
     left = sorted(path.name for path in folder.glob("step-*.*"))
     assert left == sorted(others)
     assert all((folder / name / "model.bin").read_text() == "precious" for name in others)
+
+
+def test_a_record_is_not_removed_through_a_planted_link(tmp_path: Path) -> None:
+    """Where a link replaces the folder of the records, the file of the same name that it leads to stays."""
+    records, victim = FolderRecords(tmp_path / "place"), tmp_path / "victim"
+    (tmp_path / "place").mkdir()
+    assert records.create(1, b"mine")
+    (tmp_path / "place" / "owner").rename(victim)
+    (tmp_path / "place" / "owner").symlink_to(victim)
+    with pytest.raises(OSError, match="owner"):
+        records.remove(1)
+    records.forget()
+    assert (victim / "1.json").read_bytes() == b"mine"
+    (tmp_path / "place" / "owner").unlink()
+    records.remove(1)

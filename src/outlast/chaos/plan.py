@@ -68,7 +68,8 @@ class FaultKind(StrEnum):
     STOP_COORDINATOR = "stop_coordinator"
     """From outside: the agent that hosts the coordinator gets SIGSTOP, for ``duration_s``."""
     LOSE_NODE = "lose_node"
-    """From outside: a node's agent gets SIGKILL, and the node's folder in the local tier is deleted."""
+    """From outside: a node's agent gets SIGKILL, and what the run saved in the node's folder of the local tier is
+    deleted."""
     CORRUPT_COPY = "corrupt_copy"
     """From outside: one byte in the middle of one copy in ``tier`` is changed."""
     TRUNCATE_COPY = "truncate_copy"

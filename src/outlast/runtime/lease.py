@@ -132,7 +132,15 @@ class FolderRecords:
             file.write(data)
 
     def remove(self, number: int) -> None:
-        self._path(number).unlink(missing_ok=True)
+        try:
+            fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{number}.json", dir_fd=fd)
+        finally:
+            os.close(fd)
 
     def forget(self) -> None:
         """Remove the folder, if it is empty."""
