@@ -1,8 +1,9 @@
 """Stored copies, as an injector finds and damages them: files of a tier, and images in a writer's memory.
 
-Only what is committed is damaged. A byte that changes while a shard is still being staged would become part of the
-save, and so of the training; no check could tell. In memory, an image is taken for a generation by the identity in its
-own head.
+Only committed copies are damaged. A byte that changes while a shard is still being staged would become part of the
+save, and so of the training; no check could detect it. In memory, the identity in an image's own head shows of which
+attempt it is; an image of another cycle than the newest that is known, or from which the global tier is still written,
+is left.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class StoredCopy:
     """Empty in the global tier."""
     rank: int | None = None
     """Whose state it is; ``None`` in the global tier, where a file may hold parts of several ranks' states."""
+    attempt: str = ""
+    """Attempt that saved it; empty outside the memory tier."""
 
     def describe(self) -> str:
         """Return what it is, for people."""
@@ -69,7 +72,7 @@ def find_copies(sight: Sight, tier: str, generation: int | None) -> list[StoredC
 def _stored(sight: Sight, tier: str) -> set[int]:
     """Return the generations of which a copy in a tier is stored, and not just being written."""
     if tier == FaultTier.MEMORY:  # after a restart, the same iteration may be staged again
-        return sight.committed_now
+        return sight.committed_now - {generation for _, generation in sight.awaits_global}
     # A replica is part of what its owner commits.
     return sight.committed.get(FaultTier.LOCAL if tier == FaultTier.REPLICA else tier, set())
 
@@ -85,7 +88,7 @@ def _copies_in(sight: Sight, tier: str) -> Iterator[StoredCopy]:
         own = sight.own_ranks(node)
         if tier == FaultTier.MEMORY:
             if (process := sight.agents.get(node)) is not None:
-                yield from _images(process.pid, node, own)
+                yield from _images(process.pid, node, own, f"{clean_name(sight.job)}-{sight.cycle}-")
         elif sight.local_directory is not None:
             for path in node_folder(sight.local_directory, node).glob("step-*/rank-*.safetensors"):
                 match, iteration = _SHARD.fullmatch(path.name), _iteration_in(path)
@@ -118,8 +121,8 @@ def _iteration_in(path: Path) -> int | None:
     return int(number) if number.isdigit() else None
 
 
-def _images(agent_pid: int, node: str, own: set[int]) -> Iterator[StoredCopy]:
-    """Yield what the writer of an agent holds of its node's ranks."""
+def _images(agent_pid: int, node: str, own: set[int], attempts: str) -> Iterator[StoredCopy]:
+    """Yield what the writer of an agent holds of its node's ranks, of attempts whose names begin so."""
     try:
         children = psutil.Process(agent_pid).children(recursive=True)
         writers = [one for one in children if "outlast.checkpoint.writer" in one.cmdline()]
@@ -128,18 +131,18 @@ def _images(agent_pid: int, node: str, own: set[int]) -> Iterator[StoredCopy]:
     for writer in writers:
         for path in memory_files(writer.pid, "outlast-arena"):
             identity = _read_identity(path)
-            if identity is not None and identity[0] in own:
-                yield StoredCopy(path, FaultTier.MEMORY, identity[1], node, identity[0])
+            if identity is not None and identity[0] in own and identity[2].startswith(attempts):
+                yield StoredCopy(path, FaultTier.MEMORY, identity[1], node, identity[0], identity[2])
 
 
-def _read_identity(path: str) -> tuple[int, int] | None:
-    """Return the rank and the iteration in a shard's head; ``None``: it has none."""
+def _read_identity(path: str) -> tuple[int, int, str] | None:
+    """Return the rank, the iteration and the attempt in a shard's head; ``None``: it has none."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             head = parse_json(file.read(length)) if 2 <= length <= _MAX_HEAD_BYTES else {}
         identity = parse_json(head["__metadata__"]["outlast"])
-        return int(identity["rank"]), int(identity["iteration"])
+        return int(identity["rank"]), int(identity["iteration"]), str(identity["attempt"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -170,7 +173,7 @@ def damage_copy(kind: str, copy: StoredCopy) -> str | None:
         size = os.fstat(fd).st_size
         if size == 0:
             return None
-        if copy.tier == FaultTier.MEMORY and _read_identity(copy.path) != (copy.rank, copy.generation):
+        if copy.tier == FaultTier.MEMORY and _read_identity(copy.path) != (copy.rank, copy.generation, copy.attempt):
             return None  # it is being staged anew
         if kind == FaultKind.TRUNCATE_COPY:
             os.ftruncate(fd, size // 2)

@@ -12,8 +12,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outlast.chaos.plan import FaultTier
 from outlast.errors import OutlastError
-from outlast.incidents import Event, EventKind
+from outlast.incidents import Event, EventKind, IncidentKind
 from outlast.journal import read_on
 from outlast.policy.lease import Process
 from outlast.runtime.board import Board
@@ -83,6 +84,8 @@ class Sight:
     """Tier to the generations that are committed there, over all jobs."""
     committed_now: set[int] = field(default_factory=set)
     """Generations that are committed in the newest cycle, to any tier."""
+    awaits_global: set[tuple[int | None, int]] = field(default_factory=set)
+    """Ranks, and generations that are being written from their memory to the global tier, in the newest cycle."""
     directory: str | None = None
     local_directory: str | None = None
 
@@ -107,6 +110,7 @@ class Sight:
                     self.job, self.run_id, self.cycle = event.job, event.run_id, event.cycle or 0
                     self.ranks, self.trained = {}, set()
                     self.iteration, self.committed_now, self.is_ending = 0, set(), False
+                    self.awaits_global = set()
                 self.world_size = data["world_size"]
                 self.ranks |= dict.fromkeys(data["ranks"], event.node)
         if event.kind == EventKind.SAVE_COMMITTED and (generation := generation_of(event)) is not None:
@@ -122,6 +126,12 @@ class Sight:
             self.trained.add(event.rank)
         elif event.kind == EventKind.SAVE_COMMITTED and (generation := generation_of(event)) is not None:
             self.committed_now.add(generation)
+            if FaultTier.GLOBAL in event.data.get("tiers", ()):
+                self.awaits_global.discard((event.rank, generation))
+        elif event.kind == EventKind.SAVE_SCHEDULED and FaultTier.GLOBAL in event.data.get("tiers", ()):
+            self.awaits_global.add((event.rank, event.iteration or 0))
+        elif event.kind == EventKind.INCIDENT and event.data["incident"].get("kind") == IncidentKind.SAVE_FAILED:
+            self.awaits_global.discard((event.rank, event.iteration or 0))
         elif event.kind in (EventKind.VERDICT, EventKind.CYCLE_ENDED, EventKind.JOB_ENDED, EventKind.NOTICE):
             self.is_ending = True
 

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -300,6 +301,19 @@ NUM_DISK_THREADS = 2
 """Beside the one that digests, which costs the disk less time than threads that do both in turns."""
 NUM_DIGEST_THREADS = 3
 Look = Callable[[memoryview, int], None]
+
+
+class Digested(NamedTuple):
+    """What an image held."""
+
+    num_bytes: int
+    chunks: tuple[str, ...]
+    """Digest of every chunk."""
+
+    def find_changed(self, image: memoryview, indices: Iterable[int]) -> list[int]:
+        """Return which chunks of the image, among those of the numbers, have changed since."""
+        with image[: self.num_bytes] as data:
+            return [index for index in indices if self.chunks[index : index + 1] != (_digest(data, None, index),)]
 
 
 def digest_image(

@@ -30,6 +30,7 @@ from pathlib import Path
 from outlast.checkpoint.directory import Directory, part_name
 from outlast.checkpoint.manifest import MANIFEST, MANIFEST_PART, CopyKey, HoldingsError, Manifest, decode_manifest
 from outlast.checkpoint.protocol import InMemory
+from outlast.checkpoint.shard import Digested
 from outlast.decoding import open_file
 from outlast.env import clean_name
 from outlast.errors import CheckpointError
@@ -53,6 +54,8 @@ class Image:
     length: int = 0
     """Bytes of what it holds."""
     kept: bool = False
+    digested: Digested | None = None
+    """What it held when it was written to the node-local tiers; ``None`` = it was not, since it was last taken."""
     num_uses: int = 0
     """Writes and transfers under way."""
     view: mmap.mmap | None = None
@@ -120,6 +123,7 @@ class Vault:
             if not free:
                 return None
             image = max(free, key=lambda one: one.num_bytes) if not free[0].kept else free[0]
+            image.digested = None
             if image.num_bytes < num_bytes:
                 self._remove(image)
                 return self._new(rank, num_bytes)
@@ -140,7 +144,7 @@ class Vault:
             for other in self._images:
                 if other is not image and other.rank is not None and other.key == key:
                     self._forget(other)
-            image.key, image.length, image.kept = key, length, False
+            image.key, image.length, image.kept, image.digested = key, length, False, None
             return image
 
     def image_of(self, fd: int) -> Image:

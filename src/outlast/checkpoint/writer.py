@@ -26,7 +26,7 @@ from outlast.checkpoint.manifest import HoldingsError
 from outlast.checkpoint.replica.client import CopyOutcome, ReplicaError, Replicator, fetch, read_small, rebuild
 from outlast.checkpoint.replica.parity import blocks_of
 from outlast.checkpoint.replica.server import ReplicaServer
-from outlast.checkpoint.shard import Numbers, digest_image, write_image
+from outlast.checkpoint.shard import Digested, Numbers, digest_image, write_image
 from outlast.checkpoint.vault import Image, Vault
 from outlast.errors import CheckpointError
 from outlast.runtime.injection import reach
@@ -106,8 +106,9 @@ class Writer:
                     )
                     return f.GotPart(data=data), None
                 case Assemble():
-                    with self._vault.reading(self._vault.image_of(_needed(fd))) as whole:
-                        return assemble(request, whole), None
+                    image = self._vault.image_of(_needed(fd))
+                    with self._vault.reading(image) as whole:
+                        return assemble(request, whole, digested=lambda: image.digested), None
             return f.Done(), None
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -128,6 +129,7 @@ class Writer:
             copying = pool.submit(self._replicate, request, image)
             try:
                 chunks, finite = self._digest_and_write(request, data)
+                image.digested = Digested(request.num_bytes, chunks)
             finally:
                 outcomes = copying.result()
         failures = []

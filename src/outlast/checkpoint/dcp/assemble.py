@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,8 +17,8 @@ import msgspec
 import xxhash
 
 from outlast.checkpoint.dcp.store import is_remote, local_path, open_store
-from outlast.checkpoint.shard import CHUNK_BYTES, MAY_BE_INFINITE, is_finite, new_file, num_chunks
-from outlast.errors import CheckpointError
+from outlast.checkpoint.shard import CHUNK_BYTES, MAY_BE_INFINITE, Digested, is_finite, new_file, num_chunks
+from outlast.errors import CheckpointError, Corrupt
 
 PART_BYTES = CHUNK_BYTES
 """Of an upload; a store takes 10,000 of them, which makes 80 GB a file."""
@@ -63,12 +63,18 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Why there is no file; one line."""
 
 
-def assemble(request: Assemble, image: memoryview) -> Assembled:
+def assemble(
+    request: Assemble, image: memoryview, *, digested: Callable[[], Digested | None] = lambda: None
+) -> Assembled:
     """Write one file.
+
+    Memory that changes while a file is written would become part of the checkpoint, with digests that fit. So the file
+    counts only if the image is then still what was written to the node-local tiers.
 
     Args:
         request: What it consists of, and where it goes.
         image: The shard.
+        digested: Returns what was written to the node-local tiers; ``None`` = nothing yet.
 
     Blocks: until it is there, in a store up to ``request.timeout_s``.
     """
@@ -85,6 +91,7 @@ def assemble(request: Assemble, image: memoryview) -> Assembled:
             folder = Path(local_path(request.url)) / request.folder
             folder.mkdir(parents=True, exist_ok=True)
             _write(folder / request.name, source)
+        source.check_unchanged(digested())
         return Assembled(num_bytes=len(source), chunks=source.digests(), finite=source.is_finite())
     except OSError as error:
         return Assembled(error=f"{error.filename or request.name}: {error.strerror or error}")
@@ -147,6 +154,18 @@ class _Source:
         for piece in self._pieces:
             if isinstance(piece, Range) and not 0 <= piece.offset <= piece.offset + piece.num_bytes <= len(self._image):
                 raise CheckpointError(f"bytes {piece.offset} to {piece.offset + piece.num_bytes} are not in the image")
+
+    def check_unchanged(self, digested: Digested | None) -> None:
+        """Raise Corrupt when the memory that the file was taken from has changed since it was digested."""
+        ranges = (piece for piece in self._pieces if isinstance(piece, Range) and piece.num_bytes)
+        spans = (range(one.offset // CHUNK_BYTES, num_chunks(one.offset + one.num_bytes)) for one in ranges)
+        indices = sorted({index for span in spans for index in span})
+        changed = [] if digested is None else digested.find_changed(self._image, indices)
+        if changed:
+            raise Corrupt(
+                f"chunk {changed[0]} of the staged copy has changed in memory since it was written to the node-local "
+                "tiers; the file is not used"
+            )
 
     def digests(self) -> tuple[str, ...]:
         return tuple(self._chunks[index] for index in range(len(self._chunks)))
