@@ -119,6 +119,7 @@ from outlast.config import Config, FaultToleranceConfig
 client = RankMonitorClient()
 client.init_workload_monitoring(num_warmup_iters=0)
 client.start_section("setup")
+time.sleep(2.0)  # the agent takes the client's settings first
 config = Config(fault_tolerance=FaultToleranceConfig(rank_section_timeouts={"late": 0.7}))
 with outlast.init(config) as run:
     client.end_section("setup")

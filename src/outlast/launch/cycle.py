@@ -170,6 +170,10 @@ class Cycle:
     """The timeouts that the workers calculated themselves, as text."""
     _before_calculated: Timeouts = field(default_factory=Timeouts)
     """What would be enforced without them."""
+    _settings_of: dict[int, str] = field(default_factory=dict)
+    """What each local rank has reported last."""
+    _superseded: set[str] = field(default_factory=set)
+    """What was in force before."""
     _differing: set[int] = field(default_factory=set)
     """Local ranks whose scripts set something else than the first one's."""
     over: bool = False
@@ -295,23 +299,33 @@ class Cycle:
     def apply_script_settings(self) -> None:
         """Enforce the timeouts in force, once a rank has attached to the board and reported what its config sets.
 
-        The settings of the first rank that has any count; a WARNING names another rank whose settings differ.
+        The settings of the first rank that has any count; a WARNING names another rank whose settings differ. A rank
+        attaches again where a session follows a monitor that its script made: its new settings take their place.
         """
         for local_rank in range(self.board.num_ranks):
             text = self.board.settings(local_rank)
-            if text is None or text == self.script_settings:
+            before = self._settings_of.get(local_rank)
+            if text is None or text == before:
                 continue
+            self._settings_of[local_rank] = text
+            in_force = self.script_settings
             # A worker may attach without settings first, and again with those of its session: none differ from none.
-            if not self.script_settings:
+            if text != in_force and (not in_force or (text and before == in_force)):
                 self.script_settings = text
+                self._superseded.add(in_force or "")
                 self._enforce(text)
-            elif text and local_rank not in self._differing:
-                self._differing.add(local_rank)
-                log.warning(
-                    "the fault tolerance settings of local rank %d differ from another rank's, which are in "
-                    "force; give all ranks the same config",
-                    local_rank,
-                )
+        differing = {
+            rank
+            for rank, text in self._settings_of.items()
+            if text not in (self.script_settings, "") and text not in self._superseded
+        }
+        for local_rank in sorted(differing - self._differing):
+            log.warning(
+                "the fault tolerance settings of local rank %d differ from another rank's, which are in "
+                "force; give all ranks the same config",
+                local_rank,
+            )
+        self._differing |= differing
 
     def _enforce(self, text: str) -> None:
         try:
