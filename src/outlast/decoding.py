@@ -34,6 +34,8 @@ MAX_DEPTH = 1000
 """Nesting that is decoded in a process whose recursion limit does not protect its stack."""
 MAX_FILE_BYTES = 1 << 30
 """Limit of a file that is read as a whole."""
+MAX_STATE_BYTES = 1 << 24
+"""Limit of a file that holds a few values, whatever the size of the run."""
 MAX_SETTINGS_DEPTH = 50
 """Nesting of settings; dotted keys of TOML and aliases of YAML count."""
 MAX_SETTINGS_BYTES: Mapping[str, int] = {"toml": 1 << 20, "yaml": 1 << 17, "json": 1 << 20}

@@ -21,6 +21,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError, OutlastError
 from outlast.goodput.ledger import Ledger
 from outlast.incidents import EventKind
+from outlast.integrations.slurm.jobs import load_requeue_state
 from outlast.launch.metrics_endpoint import NodeHistory
 from outlast.launch.verdicts import load_ladder
 from outlast.monitor.watchdog import LearnedTimeouts
@@ -119,6 +120,16 @@ def test_a_journal_of_planted_files_alone_is_an_error_that_names_one(tmp_path: P
     for read in (Ledger.read, lambda path: gather(path, asks=False)):
         with pytest.raises(ConfigError, match=r"holds no event: .*j-a-agent\.jsonl cannot be read: it is a pipe"):
             read(tmp_path)
+
+
+def test_a_state_file_of_32_mib_is_not_read(tmp_path: Path) -> None:
+    """``ladder.json``, ``requeue.json`` and learned timeouts hold a few values, and their limit is 16 MiB."""
+    for name in ("ladder.json", "requeue.json", "ft_state.json"):
+        (tmp_path / name).write_bytes(b"{}" + b" " * (32 << 20))
+    for load in (lambda folder: load_ladder(folder, is_new_job=True), load_requeue_state):
+        with pytest.raises(ConfigError, match="the limit is 16777216"):
+            load(tmp_path)
+    assert not LearnedTimeouts.load(tmp_path).learned.sections
 
 
 def test_a_huge_object_is_refused_by_name(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.elastic.utils.api import macros
 from outlast import clock, env
 from outlast.config.launching import AGENTS_OWN
 from outlast.config.sources import SCRIPT, LayeredSettings, ft_option
-from outlast.decoding import open_file, parse_json, read_file
+from outlast.decoding import MAX_STATE_BYTES, open_file, parse_json, read_file
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import protocol as m
@@ -729,7 +729,7 @@ class Cycle:
         """Return the message in torch's error file, if the script is decorated with ``@record``."""
         path = Path(self.logs.destinations.error_files.get(local_rank) or "/nonexistent")
         try:
-            message = parse_json(in_time(path, lambda: read_file(path)))["message"]
+            message = parse_json(in_time(path, lambda: read_file(path, max_bytes=MAX_STATE_BYTES)))["message"]
         except (OSError, ValueError, KeyError, TypeError):
             return ""
         message = message.get("message", "") if isinstance(message, dict) else message

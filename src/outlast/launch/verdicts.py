@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from outlast.decoding import convert, from_json, read_file
+from outlast.decoding import MAX_STATE_BYTES, convert, from_json, read_file
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import protocol as m
@@ -487,7 +487,7 @@ def load_ladder(run_dir: Path | None, *, is_new_job: bool, is_named: bool = True
     if run_dir is None or not _path(run_dir).exists():
         return LadderState()
     try:
-        state = from_json(read_file(_path(run_dir)), LadderState)
+        state = from_json(read_file(_path(run_dir), max_bytes=MAX_STATE_BYTES), LadderState)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"{_path(run_dir)} cannot be used ({error}); move it away to begin with fresh budgets"

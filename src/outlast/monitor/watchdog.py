@@ -21,7 +21,7 @@ import msgspec
 
 from outlast.clock import MONOTONIC, Clock
 from outlast.config.launching import FaultToleranceConfig
-from outlast.decoding import from_json, open_file, read_file
+from outlast.decoding import MAX_STATE_BYTES, from_json, open_file, read_file
 from outlast.policy import deadlines as policy
 from outlast.policy.deadlines import FIELD_OF_SETTING, Expired, Learned, Observation, Timeouts, expired, wake_at_ns
 from outlast.runtime.board import Board, RankState
@@ -438,7 +438,7 @@ def enforceable(timeouts: Timeouts, text: str, *, rank: int, folder: str | os.Pa
 def _read(path: Path) -> _LearnedState:
     nothing = _LearnedState(version=_VERSION, learned=Learned(), cycle="", before=Learned(), seen=Observation())
     try:
-        state = _parse(read_file(path))
+        state = _parse(read_file(path, max_bytes=MAX_STATE_BYTES))
         if state.version == _VERSION:
             return state
         why = f"its format is {state.version}, and only {_VERSION} is supported"

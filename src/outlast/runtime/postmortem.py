@@ -35,7 +35,7 @@ from typing import Any
 import msgspec
 
 from outlast import clock, env
-from outlast.decoding import from_json, json_decoder, read_file
+from outlast.decoding import MAX_STATE_BYTES, from_json, json_decoder, read_file
 from outlast.env import WorkerEnv, clean_name
 from outlast.errors import OutlastError
 from outlast.incidents import Cause, EventKind, Incident, IncidentKind, Verdict
@@ -385,7 +385,7 @@ def read_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: 
     """Return what a rank left; ``None`` when it left nothing, or nothing that can be read (which is logged)."""
     path = _path(run_dir, job, cycle, rank)
     try:
-        return from_json(in_time(path, lambda: read_file(path)), Diagnosis)
+        return from_json(in_time(path, lambda: read_file(path, max_bytes=MAX_STATE_BYTES)), Diagnosis)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:

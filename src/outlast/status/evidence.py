@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from outlast.decoding import from_json, open_file, read_file
+from outlast.decoding import MAX_STATE_BYTES, from_json, open_file, read_file
 from outlast.env import clean_name
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import Event, EventKind
@@ -322,7 +322,7 @@ def _read_renewal(run_dir: Path) -> int:
 
 def _read_ladder(run_dir: Path, problems: list[str]) -> LadderState | None:
     try:
-        return from_json(read_file(run_dir / "ladder.json"), LadderState)
+        return from_json(read_file(run_dir / "ladder.json", max_bytes=MAX_STATE_BYTES), LadderState)
     except FileNotFoundError:
         return LadderState()  # nothing was decided yet
     except OSError as error:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from outlast import clock, env
-from outlast.decoding import from_json, read_file
+from outlast.decoding import MAX_STATE_BYTES, from_json, read_file
 from outlast.env import expand_nodes
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
 from outlast.integrations.slurm.batch_script import BatchScript
@@ -114,7 +114,7 @@ def load_requeue_state(run_dir: Path) -> RequeueState:
     """
     path = run_dir / "requeue.json"
     try:
-        return from_json(read_file(path), RequeueState)
+        return from_json(read_file(path, max_bytes=MAX_STATE_BYTES), RequeueState)
     except FileNotFoundError:
         return RequeueState()
     except (OSError, msgspec.DecodeError) as error:
