@@ -99,7 +99,7 @@ def test_a_node_lost_before_a_step_costs_the_node(outcome: str) -> None:
         assert job.coordinator.stop is not None
 
 
-@pytest.mark.parametrize("who", ["survivor", "lost node", "nobody"])
+@pytest.mark.parametrize("who", ["survivor", "lost node", "none"])
 def test_a_completed_step_makes_a_loss_count(who: str) -> None:
     """A loss counts against the budget once any rank of the cycle has completed a step, as the survivors report when
     the cycle ends, or the lost node reported itself; what an earlier cycle reported says nothing of this one."""
@@ -114,7 +114,7 @@ def test_a_completed_step_makes_a_loss_count(who: str) -> None:
     elif who == "lost node":
         job.step("s")
     job.lose("s")
-    assert job.state.restarts_without_progress == (1 if who == "nobody" else 2)
+    assert job.state.restarts_without_progress == (1 if who == "none" else 2)
 
 
 @pytest.mark.parametrize("survives", [True, False])

@@ -62,7 +62,7 @@ def put(path: Path, data: bytes | str) -> Path:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Return a run directory, and what lies in it, in which every text is hostile."""
+    """Return a run directory, and its content, in which every text is hostile."""
     root = tmp_path / NAME
     events = (
         {"kind": str(kind), "wall_ns": 1_800_000_000_000_000_000 + number * 10**9, "mono_ns": number * 10**9,

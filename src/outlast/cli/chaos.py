@@ -279,7 +279,7 @@ def _show_soak(outcome: SoakOutcome) -> None:
     for problem in outcome.problems:
         echo(f"problem: {problem}")
     if outcome.folder is not None:
-        echo("Everything lies in", str(outcome.folder))
+        echo("Everything is stored in", str(outcome.folder))
 
 
 def _show_kinds(rows: Sequence[KindOutcome]) -> None:

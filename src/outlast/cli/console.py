@@ -12,7 +12,7 @@ from outlast.wording import printable
 
 
 class PrintableConsole(Console):
-    """A console that escapes control characters in whatever it is given, and reads no markup unless told to.
+    """A console that escapes control characters in whatever it is given, and reads markup only on request.
 
     Hostnames, paths, journals and exceptions of other machines and users end in tables; rich passes their escape
     sequences on. Its own, for colours and the cursor, are added later.

@@ -488,7 +488,7 @@ class Coordinator:
             self._order_ranks()
             return
         self._ranks.close()
-        if self.nodes.holders.isdisjoint(self.nodes.by_name):  # nobody is left who knows
+        if self.nodes.holders.isdisjoint(self.nodes.by_name):  # no node that knows is left
             self._newest_trained = self.cycle
         reason = "the coordinator's node is gone" if adoption.missing else "the cycle was ending"
         self._ending = self._end_cycle(reason, examine=False, but=None)

@@ -28,6 +28,7 @@ from outlast.policy.recovery_point import Distrusted
 from outlast.policy.rerun import Diagnosis
 from outlast.runtime.files import PRIVATE, write_atomically
 
+log = logging.getLogger(__name__)
 REPORT_S = 2.0
 """Seconds in which all nodes have reported a restart inside the processes, unless one has no worker left to see it."""
 
@@ -288,8 +289,6 @@ def name_culprit(incident: Incident, positions: Sequence[Position]) -> Incident:
         evidence=evidence,
     )
 
-
-log = logging.getLogger(__name__)
 
 Record = Callable[[EventKind, int, dict[str, object]], None]
 """Takes an event for the journal: kind, cycle, data."""

@@ -297,7 +297,9 @@ class StateCheck:
         for one in _tensors_in(state, "", asks=self._asks):
             if weights or not one.is_weight:
                 values = one.values
-                found.setdefault((values.device, values.data_ptr(), values.dtype, values.shape), one)
+                key = (values.device, values.data_ptr(), values.dtype, values.shape)
+                if key not in found or (one.is_weight and not found[key].is_weight):  # a view of it may come first
+                    found[key] = one
         suspects = _not_finite([one.values for one in found.values()])
         return [
             one.name
