@@ -72,7 +72,7 @@ class _Noted:
 
     is_call_left = False
 
-    def report_durable(self, iteration: int) -> None:
+    def report_committed(self, iteration: int, tiers: frozenset[Tier]) -> None:
         """The handle is enough."""
 
     def committed(self, save: Save, tiers: object, failures: object) -> None:

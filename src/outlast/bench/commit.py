@@ -428,7 +428,7 @@ class _CommitEnds:
 
     is_call_left = False
 
-    def report_durable(self, iteration: int) -> None:
+    def report_committed(self, iteration: int, tiers: frozenset[Tier]) -> None:
         """No launcher is notified."""
 
     def committed(self, save: Save, tiers: frozenset[Tier], failures: object) -> None:

@@ -242,7 +242,9 @@ class GlobalLane(Lane):
             try:
                 self._place(save, directory, plan, reports)
                 if not save.suspect:
-                    self._outcomes.report_durable(save.iteration)  # first, as in the near lane
+                    self._outcomes.report_committed(
+                        save.iteration, frozenset({Tier.GLOBAL})
+                    )  # first, as in the near lane
             except (CheckpointError, OSError) as failure:
                 outcome = _failed_here(failure)
         if outcome.error is not None:
