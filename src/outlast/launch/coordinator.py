@@ -50,6 +50,7 @@ from outlast.launch.verdicts import (
     RestartReports,
     departure,
     describe_notice,
+    highest_committed,
     highest_durable,
     observations,
 )
@@ -204,6 +205,7 @@ class Coordinator:
             lack=self._forming.lack(now_s) if is_forming else None,
             budgets=m.LiveBudgets.of(self.state, self.settings.limits),
             best_durable=self.state.best_durable,
+            best_committed=self.state.newest_iteration,
             quarantined=self.state.quarantined,
             held_back=self.state.held_back,
             exit_code=None if self.stop is None else self.stop.exit_code,
@@ -760,6 +762,7 @@ class Coordinator:
             incident=None,
             finished=True,
             durable_iteration=highest_durable(facts),
+            committed_iteration=highest_committed(facts),
             had_session=any(one.had_session for one in facts),
         )
         self._learn(self.cycle, observations(facts), None)
