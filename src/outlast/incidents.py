@@ -231,7 +231,7 @@ class EventKind(StrEnum):
     VERDICT = "verdict"
     """Coordinator: ``verdict`` (a Verdict), ``incident``."""
     WRITER_ENDED = "writer_ended"
-    """Agent: its checkpoint writer died by itself: ``summary``."""
+    """Agent: its checkpoint writer died by itself, or did not respond and was replaced: ``summary``."""
     EVENTS_LOST = "events_lost"
     """Whoever lost them: ``num`` events before this one could not be written: the disk was full, gone or hung."""
     CYCLE_ENDED = "cycle_ended"

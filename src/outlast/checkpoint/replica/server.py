@@ -229,6 +229,7 @@ class ReplicaServer:
         holdings: What this node keeps.
         host: Address of the interface to listen on.
         key: The run's key; ``None`` while there is none: nobody is accepted then. May be set later, and anew.
+        port: The port to listen at if it is free; 0 = any.
         on_refused: Called once for each source address that was refused, with the address and the reason; logs them.
             Thread: the connection's.
 
@@ -242,6 +243,7 @@ class ReplicaServer:
         *,
         host: str,
         key: bytes | None,
+        port: int = 0,
         on_refused: Callable[[str, str], None] = _warn_of_refused,
     ) -> None:
         self.host, self.key = host, key
@@ -252,7 +254,7 @@ class ReplicaServer:
         self._peers: dict[ReplicaChannel, threading.Thread] = {}
         self._reported: set[str] = set()
         self._stopping = threading.Event()
-        self._socket = listen_at(host, backlog=BACKLOG)
+        self._socket = listen_at(host, backlog=BACKLOG, port=port)
         self._acceptor = threading.Thread(target=self._accept, name="outlast-replica-port", daemon=True)
         self._acceptor.start()
 
