@@ -13,6 +13,8 @@ that only a checkpoint beyond that is progress in the requeue policy.
   grows only where progress can be known, and outlives the job, so that re-queueing cannot continue forever.
 * ``restarts_total`` counts all of a run's restarts; ``max_restarts_total`` bounds it, progress or not.
 
+Restarts without progress in a row wait, each longer than the one before (:mod:`outlast.policy.backoff`).
+
 A script that does not save through outlast reports no progress. Unknown is not none: its restarts are bounded
 by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it. One exception: the same
 error of its own code at the same place in two cycles in a row ends the job (:func:`repeats_failure`).
@@ -77,6 +79,7 @@ import msgspec
 from outlast.decoding import convert
 from outlast.errors import ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
+from outlast.policy.backoff import DELAYS_S, restart_delay_s
 from outlast.policy.causes import is_deterministic
 from outlast.policy.recovery_point import Distrusted, Judgement, Load, exclude_after_failure, judge, settle
 from outlast.policy.rerun import Diagnosis, Finding, InvalidResultCase, Replay
@@ -107,6 +110,9 @@ class Limits:
     max_same_device_reruns: int = 2
     """Restarts on the same devices for the same exit code 16, where its worker left no diagnosis, which has a limit of
     its own."""
+
+    max_restart_delay_s: float = DELAYS_S[-1]
+    """Longest time that a restart waits after repeated failures without progress; 0 = none waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +158,9 @@ class CycleEnd:
 
     has_trained: bool = True
     """A rank may have completed a step."""
+
+    ran_s: float = 0.0
+    """Seconds from the cycle's start to its end; 0 = not known."""
 
     load: Load | None = None
     """What the workers had loaded; ``None`` = nothing, or it is not known."""
@@ -736,17 +745,22 @@ def _judge(
         reason = "; ".join(filter(None, (what, spent, source)))
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=exit_code)
     rung, action, quarantine = _remedy(state, end, incident, limits)
+    delay_s, wait = 0.0, ""
+    if rung != Rung.RESTART_IN_PROCESS:
+        num, max_s = state.restarts_without_progress, limits.max_restart_delay_s
+        delay_s = restart_delay_s(num, ran_s=end.ran_s, max_s=max_s)
+        wait = f"; restarting in {delay_s:g} s" if delay_s else ""
     if excluded is not None:
         reason = (
             f"{what}; this is the same failure at the same iteration after the same copy was loaded: the node-local "
             f"copies of generation {excluded.generation} are excluded, {action}; the workers load another copy "
-            f"({count_of_restart(state, limits)})"
+            f"({count_of_restart(state, limits)}){wait}"
         )
-        return Verdict(rung=rung, reason=reason, quarantine=quarantine)
+        return Verdict(rung=rung, reason=reason, quarantine=quarantine, delay_s=delay_s)
     restores = state.progress_known and not end.recovered_in_process  # else the state may have been kept in memory
     where = f", resuming {resume_point(state)}" if restores else ""
-    reason = f"{what}; {action}{where} ({count_of_restart(state, limits)})"
-    return Verdict(rung=rung, reason=reason, quarantine=quarantine)
+    reason = f"{what}; {action}{where} ({count_of_restart(state, limits)}){wait}"
+    return Verdict(rung=rung, reason=reason, quarantine=quarantine, delay_s=delay_s)
 
 
 def _failure_of(end: CycleEnd) -> FailedCycle | None:
