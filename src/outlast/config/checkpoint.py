@@ -100,6 +100,14 @@ class CheckpointConfig:
     save_timeout: float = 600.0
     """Seconds that a save may take from its copy to its commit before it counts as failed."""
 
+    restore_timeout: float = 900.0
+    """Seconds that a start waits for a checkpoint directory or an object store that does not respond, where the
+    node-local tiers hold no checkpoint that this job has saved; 0 = do not wait."""
+
+    response_timeout: float = 60.0
+    """Seconds without progress after which a call on a checkpoint directory or object store counts as failed while a
+    job starts or loads. It must be above 0: a call on a mount that hangs would never return."""
+
     save: str | None = None
     """Megatron's name of ``directory``."""
 
@@ -156,7 +164,8 @@ class CheckpointConfig:
             value = getattr(self, name)
             require(value == -1 or value >= 2, f"{name}={value} must be at least 2, or -1 to keep all")
         require_at_least(self, 0, "save_retain_interval", "suspect_window", "max_consecutive_save_failures")
-        require_above_zero(self, "save_timeout", "replication_timeout")
+        require_at_least(self, 0, "restore_timeout", what=" seconds")
+        require_above_zero(self, "save_timeout", "replication_timeout", "response_timeout")
         require_above_zero(self, "rank_mttf_hours", what="")
         self._check_replication()
         self._check_megatrons_choices()
