@@ -71,9 +71,9 @@ class OutageWait:
         Blocks: up to 10 s.
         """
         own_s = (clock.now_ns() - self._started_ns) / 1e9
-        everyone = self._peers.gather(msgspec.json.encode(own_s))
-        self.waited_s = from_json(everyone[0], float)
         limit_s = self._limit_s if limit_s is None else min(limit_s, self._limit_s)
+        everyone = self._peers.gather(msgspec.json.encode((own_s, limit_s)))
+        self.waited_s, limit_s = from_json(everyone[0], tuple[float, float])  # the ranks' settings may differ
         if self.waited_s >= limit_s:
             return False
         if self._peers.rank == 0 and (not self._said_s or self.waited_s - self._said_s >= LOG_S - FIRST_PAUSE_S):
