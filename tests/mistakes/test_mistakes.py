@@ -295,7 +295,7 @@ def test_an_object_store_that_does_not_answer_is_named(shell: Shell) -> None:
     code = TRAIN.replace("save_interval=2", "save_interval=2, restore_timeout=0")
     seen = shell.train(code, "s3://bucket/run", "4", "4", AWS_ENDPOINT_URL=where, **keys)
     assert seen.code == 93, seen
-    assert "s3://bucket/run: EndpointConnectionError" in seen.lines[-1], seen
+    assert "s3://bucket/run/run.json: EndpointConnectionError" in seen.lines[-1], seen
     assert "start again once it responds: nothing was changed" in seen.lines[-1], seen
     assert len(seen.lines) <= 10, seen
 
