@@ -16,6 +16,8 @@ from outlast.runtime.storage_calls import LOG_S
 log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 10.0
+AT_FAULT_FIRST_S = 5.0
+"""Seconds that ranks which are not at fault wait before they fail."""
 _SLEEP_S = 0.1
 MIN_AGREEMENT_S = 3600.0
 """Shortest time limit of an agreement at a start: longer than any wait of one rank, which is bounded by itself."""
@@ -82,11 +84,16 @@ class OutageWait:
                 "the start has waited %.0f s for a checkpoint directory and continues to wait, up to %.0f s: %s",
                 *(self.waited_s, limit_s, problem),
             )
-        end_ns = clock.now_ns() + int(min(self._pause_s, max(limit_s - self.waited_s, 0.0)) * 1e9)
-        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-        while (left_ns := end_ns - clock.now_ns()) > 0:
-            time.sleep(min(_SLEEP_S, left_ns / 1e9))  # in short pieces: a restart in process interrupts in between
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
+        pause(min(pause_s, max(limit_s - self.waited_s, 0.0)))
         return True
+
+
+def pause(seconds: float) -> None:
+    """Sleep in short pieces: a restart in process interrupts between two of them. Blocks: for that time."""
+    end_ns = clock.now_ns() + int(seconds * 1e9)
+    while (left_ns := end_ns - clock.now_ns()) > 0:
+        time.sleep(min(_SLEEP_S, left_ns / 1e9))
 
 
 def describe_outage(problem: str, waited_s: float) -> str:

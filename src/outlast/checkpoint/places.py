@@ -32,11 +32,13 @@ from outlast.checkpoint.dcp.store import is_remote
 from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryRefused, look_at
 from outlast.checkpoint.manifest import MANIFEST, decode_manifest, run_of, topology_digest
 from outlast.checkpoint.outage import (
+    AT_FAULT_FIRST_S,
     MIN_AGREEMENT_S,
     Outage,
     OutageWait,
     UnavailableToPeer,
     describe_outage,
+    pause,
 )
 from outlast.checkpoint.replica.client import Holder, Target
 from outlast.checkpoint.replica.parity import holders_of
@@ -411,6 +413,8 @@ def raise_outage(
         Outage: It responds for no rank.
         Unavailable: It does not respond for this rank.
         UnavailableToPeer: It does not respond for another rank.
+
+    Blocks: on ranks for which it responds, for 5 s.
     """
     if not blamed:
         raise Outage(describe_outage(problem, waited_s))
@@ -420,6 +424,8 @@ def raise_outage(
     )
     if rank in blamed:
         raise Unavailable(text, rank=rank, node=node)
+    # The first report ends the cycle, and its node is at fault for the recovery policy: that has to be the rank's node.
+    pause(AT_FAULT_FIRST_S)
     raise UnavailableToPeer(text, rank=blamed[0])
 
 
