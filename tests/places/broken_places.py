@@ -267,7 +267,8 @@ def start_store(record: Path) -> Any:
     """
     path = Path(__file__).parents[1] / "dcp" / "s3_server.py"
     spec = importlib.util.spec_from_file_location("s3_server_of_places", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.S3Server("bucket", record)

@@ -235,8 +235,9 @@ def check_cell(cell: Cell, folder: Path, server: Any | None = None) -> None:
         if cell.when == When.START:
             with world.run() as first:
                 first.wait_until(
-                    "a first checkpoint everywhere", lambda: world.newest(cell.tier, first) >= 2 * INTERVAL
+                    "two checkpoints in the durable tier", lambda: world.newest(_durable(world), first) >= 2 * INTERVAL
                 )
+                first.stop()
             held = min(world.newest(Tier.LOCAL, first), world.newest(_durable(world), first))
             if cell.tier != Tier.MEMORY:
                 place.break_(cell.fault, cell.nodes)

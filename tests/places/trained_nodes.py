@@ -244,6 +244,12 @@ class TrainedNodes:
         """SIGKILL a rank."""
         psutil.Process(self.steps(rank)[-1].pid).send_signal(signal.SIGKILL)
 
+    def stop(self) -> list[int]:
+        """Request a shutdown of the job, as a scheduler does; return the agents' exit codes."""
+        for agent in self.cluster.agents:
+            agent.signal(signal.SIGTERM)
+        return self.cluster.wait(LIMIT_S)
+
     def check_weights(self) -> None:
         """Check that each step of each rank computed what a run without faults computes."""
         for rank in range(len(NODES)):
