@@ -36,7 +36,7 @@ def fail(outcomes: Outcomes) -> SaveHandle:
         stall_s=0.0,
         tiers=frozenset(),
     )
-    outcomes.failed(save, CheckpointError("a connection ended"))
+    outcomes.failed(save, "local", CheckpointError("a connection ended"))
     return handle
 
 

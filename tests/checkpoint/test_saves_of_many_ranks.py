@@ -19,8 +19,9 @@ from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.lane import FAN_OUT, POLL_S, SaveOutcome
+from outlast.checkpoint.late_tiers import LateTiers
 from outlast.checkpoint.manifest import ShardEntry, decode_manifest, topology_digest
-from outlast.checkpoint.near_lane import NearLane, ShardReady
+from outlast.checkpoint.near_lane import MemoryLane, ShardReady
 from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import PeerSilent, Save, SaveHandle
 from outlast.checkpoint.shard import Identity, ShardLayout, digest_image
@@ -72,17 +73,17 @@ class _Noted:
 
     is_call_left = False
 
+    def __init__(self) -> None:
+        self.late = LateTiers()
+
     def report_durable(self, iteration: int) -> None:
         """The handle is enough."""
 
-    def committed(self, save: Save, tiers: object, failures: object) -> None:
-        """The handle is enough."""
-
-    def finished(self, save: Save) -> None:
+    def committed(self, save: Save, lane: str, tiers: object, failures: object = ()) -> None:
         save.handle.succeed(save.result())
 
-    def failed(self, save: Save, error: CheckpointError) -> None:
-        save.handle.fail(error)
+    def failed(self, save: Save, lane: str, error: CheckpointError, *, is_retried: bool = False) -> None:
+        save.handle.fail(error, is_retried=is_retried)
 
 
 class _Ranks:
@@ -111,7 +112,7 @@ class _Ranks:
         )
         unclaimed: Any = None
         self.lanes = [
-            NearLane(
+            MemoryLane(
                 replace(places, node=nodes[rank]),
                 rank=rank,
                 store=self.store,
@@ -251,6 +252,6 @@ def test_an_answer_does_not_grow_with_the_model() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 1024, 1025, 16384, 10**6])
 def test_waiting_for_the_outcome_does_not_load_the_store_with_the_ranks(num_ranks: int) -> None:
     """However many ranks wait, together they look no more often than 1,024 do; a few ranks look often."""
-    pause_s = NearLane._poll_s(num_ranks)
+    pause_s = MemoryLane._poll_s(num_ranks)
     assert num_ranks / pause_s <= 1024 / POLL_S * (1 + 1e-9)
     assert pause_s == POLL_S or num_ranks > 1024

@@ -16,6 +16,7 @@ from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import Claim, DirectoryContent, SaveAttempt
+from outlast.checkpoint.late_tiers import LateTiers
 from outlast.checkpoint.manifest import topology_digest
 from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import Save, SaveHandle
@@ -86,19 +87,23 @@ class Noted:
     is_call_left = False
 
     def __init__(self, note: Callable[[CheckpointError | None], object]) -> None:
-        self._note = note
+        self._note, self._noted, self.late = note, set[int](), LateTiers()
 
     def report_durable(self, iteration: int) -> None:
         """No launcher is notified."""
 
-    def committed(self, save: Save, tiers: frozenset[Tier], failures: object) -> None:
-        assert tiers == {Tier.GLOBAL}
+    def committed(self, save: Save, lane: str, tiers: frozenset[Tier], failures: object = ()) -> None:
+        assert tiers <= {Tier.GLOBAL}
+        self._end(save, None)
 
-    def finished(self, save: Save) -> None:
-        self._note(None)
+    def failed(self, save: Save, lane: str, error: CheckpointError, *, is_retried: bool = False) -> None:
+        self._end(save, error)
 
-    def failed(self, save: Save, error: CheckpointError) -> None:
-        self._note(error)
+    def _end(self, save: Save, error: CheckpointError | None) -> None:
+        """Note the first end of a save, not what comes of its retries."""
+        if save.attempt.ordinal not in self._noted:
+            self._noted.add(save.attempt.ordinal)
+            self._note(error)
 
 
 class _Unleased(Claim):

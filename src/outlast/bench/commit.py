@@ -40,8 +40,9 @@ from outlast.checkpoint.dcp.layout import (
 )
 from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, SaveAttempt
 from outlast.checkpoint.lane import FAN_OUT, Lane, SaveOutcome, Subtree, shared_name
+from outlast.checkpoint.late_tiers import LateTiers
 from outlast.checkpoint.manifest import MANIFEST, ShardEntry, TensorEntry, topology_digest
-from outlast.checkpoint.near_lane import NearLane, ShardReady
+from outlast.checkpoint.near_lane import LocalLane, ShardReady
 from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import Save, SaveHandle
 from outlast.checkpoint.shard import DIGEST_BYTES, TREE, Identity, ShardLayout, num_chunks, shard_name
@@ -177,7 +178,7 @@ def _commit(place: Path, num_ranks: int, sizes: list[int]) -> float:
     ]
     with closing(_arena(head, size)) as arena:
         save = replace(_save(attempt, arena, size), tiers=frozenset({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}))
-        spent_s = _spend(NearLane, Directory(place), places, _SimulatedWriter(answers[0]), save, posted)
+        spent_s = _spend(LocalLane, Directory(place), places, _SimulatedWriter(answers[0]), save, posted)
     sizes.append((Directory(place).generation(ordinal) / MANIFEST).stat().st_size)
     return spent_s
 
@@ -261,7 +262,7 @@ def _spend(
     )
     try:
         for name, subtree in posted:
-            key = f"outlast/checkpoint/{_TOKEN}/{lane.name}/{save.attempt.ordinal}/{name}"
+            key = f"outlast/checkpoint/{_TOKEN}/{lane.name}/0/{name}"
             client.set(key, msgspec.json.encode(subtree).decode())
         begun_ns = clock.now_ns()
         lane.submit(save)
@@ -428,16 +429,16 @@ class _CommitEnds:
 
     is_call_left = False
 
+    def __init__(self) -> None:
+        self.late = LateTiers()
+
     def report_durable(self, iteration: int) -> None:
         """No launcher is notified."""
 
-    def committed(self, save: Save, tiers: frozenset[Tier], failures: object) -> None:
-        """Nothing is counted."""
-
-    def finished(self, save: Save) -> None:
+    def committed(self, save: Save, lane: str, tiers: frozenset[Tier], failures: object = ()) -> None:
         """The save is committed."""
         save.handle.succeed(save.result())
 
-    def failed(self, save: Save, error: CheckpointError) -> None:
+    def failed(self, save: Save, lane: str, error: CheckpointError, *, is_retried: bool = False) -> None:
         """The save failed."""
-        save.handle.fail(error)
+        save.handle.fail(error, is_retried=is_retried)

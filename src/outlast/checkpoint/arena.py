@@ -581,6 +581,8 @@ class ArenaPool:
         self._limit_s, self._answer_s = limit_s, answer_s
         self._known: dict[int, Arena] = {}
         self._busy: set[int] = set()
+        self._behind: set[int] = set()
+        """Those of the busy ones that only tiers that are behind still need."""
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._toucher: threading.Thread | None = None
@@ -592,11 +594,17 @@ class ArenaPool:
         Raises:
             CheckpointError: None came back in time, there is no memory, or no writer; or it is given up.
 
-        Blocks: while both are in use, up to the pool's limit.
+        Blocks: while earlier saves are being committed to memory, up to the pool's limit; never for a tier that is
+            behind.
         """
         end_ns = clock.now_ns() + int(self._limit_s * 1e9)
         with self._changed:
             while (arena := self._ask(num_bytes, self._may_steal)) is None:
+                if self._behind and self._busy <= self._behind:
+                    raise CheckpointError(
+                        f"there is no memory for another {num_bytes} bytes while {len(self._behind)} earlier saves are "
+                        "not in all of their tiers yet; this save is skipped"
+                    )
                 left_s = (end_ns - clock.now_ns()) / 1e9
                 if self._is_given_up or left_s <= 0 or not self._changed.wait(left_s):
                     raise CheckpointError("earlier saves neither end nor fail; does the store's host still run?")
@@ -605,8 +613,16 @@ class ArenaPool:
     def give_back(self, arena: Arena) -> None:
         """Say that this process needs an arena no more. Idempotent; one that is lost stays in use. Thread: any."""
         with self._changed:
+            self._behind.discard(arena.inode)
             if not arena.is_lost:
                 self._busy.discard(arena.inode)
+            self._changed.notify_all()
+
+    def mark_behind(self, arena: Arena) -> None:
+        """Note that only tiers that are behind still need an arena. Thread: any."""
+        with self._changed:
+            if arena.inode in self._busy:
+                self._behind.add(arena.inode)
             self._changed.notify_all()
 
     def prepare(self, num_bytes: int, device: torch.device | None = None) -> None:
@@ -648,7 +664,13 @@ class ArenaPool:
             self._known.clear()
 
     def _ask(self, num_bytes: int, may_steal: bool) -> Arena | None:
-        request = Take(rank=self._rank, num_bytes=num_bytes, busy=tuple(self._busy), may_steal=may_steal)
+        request = Take(
+            rank=self._rank,
+            num_bytes=num_bytes,
+            busy=tuple(self._busy),
+            may_steal=may_steal,
+            num_behind=len(self._behind),
+        )
         _, fd = self._writer.ask(request, Done, timeout_s=self._answer_s)
         if fd is None:
             return None

@@ -394,6 +394,7 @@ _IN_THE_WAY = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EIS
 """Errors of a rename to a name that is taken."""
 _PASSED = re.compile(
     r"step-(?P<iteration>\d+)\.(?P<kind>tmp|aside)-(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)"
+    r"(?:r(?P<retry>\d+))?"
 )
 
 
@@ -406,6 +407,14 @@ class SaveAttempt:
     token: str
     """Random, agreed by the ranks of one set of processes."""
     ordinal: int
+    retry: int = 0
+    """Earlier tries to write it to the same tier. What is saved is the same, and so is the attempt's name; but each try
+    has files of its own, as an earlier one may still write, or delete, when a place responds again."""
+
+    @property
+    def label(self) -> str:
+        """Names the files of this try."""
+        return f"{self}r{self.retry}" if self.retry else str(self)
 
     def makes_stale(self, match: re.Match[str] | None) -> bool:
         """Return whether a name is of an attempt of these processes that is decided.
@@ -413,9 +422,11 @@ class SaveAttempt:
         Others' attempts are known to be over when the directory is taken over from them, and only then.
 
         Args:
-            match: The groups ``token`` and ``ordinal`` of the name; ``None`` = it names no attempt.
+            match: The groups ``token``, ``ordinal`` and ``retry`` of the name; ``None`` = it names no attempt.
         """
-        return match is not None and match["token"] == self.token and int(match["ordinal"]) < self.ordinal
+        if match is None or match["token"] != self.token:
+            return False
+        return (int(match["ordinal"]), int(match["retry"] or 0)) < (self.ordinal, self.retry)
 
     def __str__(self) -> str:
         return f"{clean_name(self.job)}-{self.cycle}-{self.token}.{self.ordinal}"

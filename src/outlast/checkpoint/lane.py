@@ -1,12 +1,18 @@
 """A lane: the way of saves to some of their tiers, in a thread of its own, in step with the same lane of all ranks.
 
-There are two: :mod:`outlast.checkpoint.near_lane` (memory, local, replicas) and, behind it,
-:mod:`outlast.checkpoint.dcp.global_lane`. What both need is here: the thread and its queue, the exchange between the
-ranks, the claim to a directory, the outcome that all ranks share, and what follows a commit (tracker, retention,
-sweeping up).
+There are three: :class:`~outlast.checkpoint.near_lane.MemoryLane`, which has every save first,
+:class:`~outlast.checkpoint.near_lane.LocalLane` and :class:`~outlast.checkpoint.dcp.global_lane.GlobalLane`, which get
+it from there and do not wait for each other. All share this: the thread, the exchange between the ranks, the claim to a
+directory, the outcome that is the same on all ranks, and what follows a commit (tracker, retention, cleaning up).
 
-The ranks exchange keys of a store, never collectives: training's collectives and these messages cannot mix, and nobody
-waits longer than its deadline.
+The latter two are :class:`RetryingLane`: their tier may be slow, full or away for hours, and training must not wait for
+it. Such a lane writes one save at a time, in turns that rank 0 begins, and holds at most one more, the newest: a save
+that is still waiting when a newer one comes is replaced by that one. A save that fails is retried until a newer one
+takes its place. A turn has no time limit on the other ranks: they wait for what rank 0 decides, since a rank that
+decided by itself could count a save as failed that rank 0 commits. Rejected: a queue of all saves, which needs memory
+for each of them; and a time limit after which a turn is given up everywhere, which needs the ranks' clocks to agree.
+
+The ranks exchange keys of a store, never collectives: training's collectives and these messages cannot mix.
 """
 
 from __future__ import annotations
@@ -15,7 +21,6 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -24,11 +29,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from outlast import clock
+from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import Claim, Directory, DirectoryRefused
 from outlast.checkpoint.places import Committed, Places
 from outlast.checkpoint.protocol import CopyFailure
-from outlast.checkpoint.save import Outcomes, PeerSilent, Save
+from outlast.checkpoint.save import Outcomes, PeerSilent, Replaced, Save
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError
@@ -40,6 +46,13 @@ log = logging.getLogger(__name__)
 GRACE_S = 10.0
 """Ranks wait this much longer for rank 0's messages than rank 0 does for theirs: better late than contradictory."""
 POLL_S = 0.02
+MAX_POLL_S = 1.0
+"""Of a wait without a time limit, which looks less often the longer it lasts."""
+POLL_SHARE = 0.02
+"""Of the time waited so far: the longest pause of such a wait."""
+RETRY_S = 5.0
+"""Before the first retry of a save; doubled from then on."""
+MAX_RETRY_S = 60.0
 MAX_POLLING_RANKS = 1024
 """More ranks that wait for the same message look less often, so that the store has no more to answer."""
 FAN_OUT = 16
@@ -65,6 +78,14 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
     is_refused: bool = False
     """The error is that the directory is another run's."""
+    is_final: bool = False
+    """Nothing is staged on the rank, so that a retry is useless."""
+    is_replaced: bool = False
+    """Nothing is staged any more, since a newer save has come."""
+
+
+class Unstaged(CheckpointError):
+    """A rank has staged nothing of a save, so that it is not retried."""
 
 
 def check_answer(answer: A, rank: int, iteration: int) -> A:
@@ -74,8 +95,15 @@ def check_answer(answer: A, rank: int, iteration: int) -> A:
             f"rank {rank} saves iteration {answer.iteration} meanwhile; all ranks must save the same ones"
         )
     if answer.error is not None:
-        raise (DirectoryRefused if answer.is_refused else CheckpointError)(answer.error)
+        raise _kind_of(answer)(answer.error)
     return answer
+
+
+def _kind_of(answer: RankAnswer | SaveOutcome) -> type[CheckpointError]:
+    """Return the class of a rank's, or a save's, error."""
+    if answer.is_refused:
+        return DirectoryRefused
+    return Unstaged if answer.is_final else Replaced if answer.is_replaced else CheckpointError
 
 
 class SaveOutcome(msgspec.Struct, frozen=True):
@@ -86,18 +114,41 @@ class SaveOutcome(msgspec.Struct, frozen=True):
     """A rank is gone, or did not answer in time."""
     is_refused: bool = False
     """The directory is another run's."""
+    is_final: bool = False
+    """Nothing is staged on a rank, so that a retry is useless."""
+    is_replaced: bool = False
+    """A rank has nothing staged any more, since a newer save has come."""
+    lacks_copies: bool = False
+    """It is committed, but some rank has no copy on another node."""
 
     @classmethod
     def of(cls, error: Exception, text: str | None = None) -> SaveOutcome:
         """Return the outcome of a save that failed."""
-        return cls(text or str(error), isinstance(error, PeerSilent), isinstance(error, DirectoryRefused))
+        return cls(
+            text or str(error),
+            isinstance(error, PeerSilent),
+            isinstance(error, DirectoryRefused),
+            isinstance(error, Unstaged),
+            isinstance(error, Replaced),
+        )
 
     def failure(self, what: str, *, rank: int, iteration: int) -> CheckpointError:
         """Return the error of a save that failed."""
-        if self.is_refused:
-            return DirectoryRefused(self.error or what, rank=rank, iteration=iteration)
-        kind = PeerSilent if self.is_silence else CheckpointError
-        return kind(f"{what}: {self.error}", rank=rank, iteration=iteration)
+        kind = PeerSilent if self.is_silence else _kind_of(self)
+        text = (self.error or what) if self.is_refused else f"{what}: {self.error}"
+        return kind(text, rank=rank, iteration=iteration)
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """What rank 0 posts when the next save is to be written."""
+
+    ordinal: int
+    """Of the save."""
+    iteration: int
+    retry: int
+    """Earlier attempts to write it."""
+    is_committed: bool = False
+    """Its iteration is in all of its tiers already; there is nothing to do."""
 
 
 class Subtree(msgspec.Struct, frozen=True, array_like=True):
@@ -141,10 +192,6 @@ class Reached(NamedTuple):
     """Tiers that the save is committed to now and was not before."""
     failures: tuple[CopyFailure, ...] = ()
     """Copies on other nodes that failed."""
-    next_lane: Lane | None = None
-    """Which lane takes the save further; ``None``: the save is finished."""
-    is_repeated: bool = False
-    """An earlier save of the iteration went to all of these tiers, and to the next lane: see :class:`Save`."""
 
 
 class Lane(ABC):
@@ -159,15 +206,17 @@ class Lane(ABC):
         claim: To the directory, on a rank that commits there; ``None`` = this rank commits in none.
         retention: What is kept of the directory's generations.
         outcomes: Is called in the lane's thread with what became of each save.
-        next_lane: Takes saves further to the tiers that are not this lane's; ``None`` = there are none.
+        next_lanes: Each gets the saves that have tiers of its own, once this lane has done its part or has failed to.
 
     Collective: all ranks, with the same saves in the same order.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = ""
     """Of its thread and in the store."""
     _tier: ClassVar[Tier]
     """Whose generations the retention counts."""
+    tiers: frozenset[Tier]
+    """The tiers that it commits to."""
 
     def __init__(
         self,
@@ -180,10 +229,10 @@ class Lane(ABC):
         claim: Claim | None,
         retention: RetentionRules,
         outcomes: Outcomes,
-        next_lane: Lane | None = None,
+        next_lanes: Sequence[Lane] = (),
     ) -> None:
         self._places, self._rank, self._world_size = places, rank, len(places.nodes)
-        self._writer, self._timeout_s, self._next = writer, timeout_s, next_lane
+        self._writer, self._timeout_s, self._next_lanes = writer, timeout_s, next_lanes
         self._claim, self._retention, self._outcomes = claim, retention, outcomes
         self._committed = Committed()
         self._foreign: set[int] = set()
@@ -192,47 +241,76 @@ class Lane(ABC):
         """When the save under way has to be decided."""
         self._is_decided = True
         """Whether the outcome of the save under way is known, or other ranks cannot have committed it."""
-        self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._turn = 0
+        """Number of the turn, by which the ranks' messages are told apart."""
         self._stop = threading.Event()
         self._store, self._is_store_lost = store, False
         self._posted: list[tuple[int, str]] = []
-        """Keys of the store, by the ordinal of their save."""
+        """Keys of the store, by their turn."""
+        self._open()
         self._thread = threading.Thread(target=self._run, name=f"outlast-{self.name}", daemon=True)
         self._thread.start()  # it waits for the first save, which comes after the constructor
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Make what the thread needs."""
 
     def start_from(self, committed: Committed) -> None:
         """Count on these generations, and no others, as committed. Only before the first save."""
         self._committed = committed.copy()
 
     def has(self, save: Save) -> bool:
-        """Return whether a save's iteration is known to be in all of its tiers. Thread: any."""
+        """Return whether a save's iteration is known to be in all of its tiers that are this lane's. Thread: any."""
         return not self._missing(save)
 
-    def _missing(self, save: Save) -> frozenset[Tier]:
-        """Return those of a save's tiers that it is not in; what is saved for diagnosis lies beside the committed."""
-        return save.tiers if save.suspect else self._committed.missing(save.iteration, save.tiers)
+    def takes(self, save: Save) -> bool:
+        """Return whether a save has anything to do in this lane."""
+        return bool(save.tiers & self.tiers)
 
+    def _missing(self, save: Save) -> frozenset[Tier]:
+        """Return those of its tiers that a save is not in; what is saved for diagnosis lies beside the committed."""
+        wanted = save.tiers & self.tiers
+        return wanted if save.suspect else self._committed.missing(save.iteration, wanted)
+
+    def _wanted(self, save: Save) -> frozenset[Tier]:
+        """Return the tiers to which the save of this turn is to be committed; the same on all ranks."""
+        return self._missing(save)
+
+    @abstractmethod
     def submit(self, save: Save) -> None:
         """Commit a save. Thread: any, but on all ranks in the same order."""
-        self._saves.put(save)
 
     def stop(self, timeout_s: float) -> bool:
         """Give up what is not committed yet and end the thread; return whether it ended in time."""
         self._stop.set()
-        self._saves.put(None)
+        self._wake()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    @abstractmethod
+    def _where(self) -> str:
+        """Return the tier and its place, for people."""
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """Have the thread look at what is to be done."""
+
     def _run(self) -> None:
-        while (save := self._saves.get()) is not None:
+        while (save := self._next()) is not None:
             try:
                 self._take(save)
             except Exception:  # such an error is not the save's, and the next save must be tried
                 log.exception("reporting the save of iteration %d failed", save.iteration)
+            self._turn += 1
+
+    @abstractmethod
+    def _next(self) -> Save | None:
+        """Return the next save; ``None``: this rank leaves. Blocks: until there is one."""
 
     def _take(self, save: Save) -> None:
         """Commit a save, report what became of it, and hand it on."""
         self._renew_store()
+        self._outcomes.late.begin(self.name, save.iteration)
         try:
             reached = self._commit(save)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end saving without a report
@@ -243,13 +321,29 @@ class Lane(ABC):
             try:
                 self._clear_up(save)
             finally:
-                self._outcomes.failed(save, failure)
+                self._fail(save, failure)
             return
-        self._outcomes.committed(save, reached.tiers, reached.failures)
-        if reached.next_lane is not None:
-            reached.next_lane.submit(dataclasses.replace(save, is_repeated=reached.is_repeated))
+        self._succeed(save, reached)
+
+    def _succeed(self, save: Save, reached: Reached) -> None:
+        """Report that a save is committed here, and hand it on."""
+        self._outcomes.committed(save, self.name, reached.tiers, reached.failures)
+        self._hand_on(save)
+
+    def _fail(self, save: Save, error: CheckpointError) -> None:
+        """Report that a save failed here, and hand it on, if it can be written elsewhere."""
+        self._outcomes.failed(save, self.name, error)
+        if isinstance(error, Unstaged):
+            for lane in self._next_lanes:
+                if lane.takes(save):
+                    self._outcomes.failed(save, lane.name, error)
         else:
-            self._outcomes.finished(save)
+            self._hand_on(save)
+
+    def _hand_on(self, save: Save) -> None:
+        for lane in self._next_lanes:
+            if lane.takes(save):
+                lane.submit(save)
 
     @abstractmethod
     def _commit(self, save: Save) -> Reached:
@@ -259,35 +353,65 @@ class Lane(ABC):
     def _clear_up(self, save: Save) -> None:
         """Remove what a failed save left, where the commit has not."""
 
+    @staticmethod
+    def _check_staged(save: Save) -> Arena:
+        """Return the memory of a save, once everything is copied there.
+
+        Raises:
+            Unstaged: There is nothing to save.
+            Replaced: A newer save has taken its place.
+        """
+        if save.arena is None:
+            raise (Replaced if save.is_replaced else Unstaged)(save.error or "nothing was staged")
+        if save.guard is not None:
+            try:
+                save.guard()
+            except CheckpointError as error:
+                raise Unstaged(str(error)) from error
+        return save.arena
+
     # -- between the ranks -------------------------------------------------------------------------------------
+
+    def _start_clock(self) -> None:
+        """Give the save under way its time from now on."""
+        self._end_ns = clock.now_ns() + int(self._timeout_s * 1e9)
 
     def _left_s(self) -> float:
         """Return the seconds left for the save under way."""
         return (self._end_ns - clock.now_ns()) / 1e9
 
-    def _post(self, save: Save, name: str, value: msgspec.Struct) -> None:
+    def _post(self, name: str, value: msgspec.Struct) -> None:
         """Send all ranks something about a save. Raises: PeerSilent, when the ranks' store is gone."""
-        key = self._store_key(save, name)
+        key = self._store_key(name)
         with self._store_errors():
             self._store.set(key, msgspec.json.encode(value).decode())
-        self._posted.append((save.attempt.ordinal, key))
+        self._posted.append((self._turn, key))
 
-    def _share(self, save: Save, value: msgspec.Struct) -> str:
+    def _share(self, value: msgspec.Struct) -> str:
         """Post what many ranks have alike, unless one of them has; return its digest, by which it can be received.
 
         Raises: PeerSilent, when the ranks' store is gone.
         """
         data = msgspec.json.encode(value)
         name = shared_name(data)
-        claims, key = self._store_key(save, f"claims/{name}"), self._store_key(save, f"shared/{name}")
+        claims, key = self._store_key(f"claims/{name}"), self._store_key(f"shared/{name}")
         with self._store_errors():
             if self._store.add(claims, 1) == 1:  # before its own answer: whoever has all answers finds it
                 self._store.set(key, data.decode())
-                self._posted += [(save.attempt.ordinal, claims), (save.attempt.ordinal, key)]
+                self._posted += [(self._turn, claims), (self._turn, key)]
         return name
 
-    def _receive(self, save: Save, name: str, kind: type[T], *, grace_s: float = 0.0, poll_s: float = POLL_S) -> T:
-        """Return what a rank posted.
+    def _receive(
+        self,
+        save: Save,
+        name: str,
+        kind: type[T],
+        *,
+        grace_s: float = 0.0,
+        poll_s: float = POLL_S,
+        is_limited: bool = True,
+    ) -> T:
+        """Return what a rank posted in this turn.
 
         Args:
             save: What it is about.
@@ -295,42 +419,57 @@ class Lane(ABC):
             kind: Type of the value.
             grace_s: Seconds to wait beyond the save's deadline.
             poll_s: Longest pause between two looks.
+            is_limited: Wait until the deadline; otherwise until this rank leaves, see :class:`RetryingLane`.
 
         Raises:
             PeerSilent: Nothing was posted in time, or the ranks' store is gone.
             CheckpointError: This rank leaves.
         """
-        self._wait_for(save, name, grace_s=grace_s, poll_s=poll_s)
+        self._wait_for(save, name, grace_s=grace_s, poll_s=poll_s, is_limited=is_limited)
         with self._store_errors():
-            word = bytes(self._store.get(self._store_key(save, name)))
+            word = bytes(self._store.get(self._store_key(name)))
         try:
             return from_json(word, kind)
         except msgspec.DecodeError as error:
             raise CheckpointError(f"what a rank posted of the save ({name}) is malformed: {error}") from error
 
-    def _wait_for(self, save: Save, *names: str, grace_s: float = 0.0, poll_s: float = POLL_S) -> str:
+    def _wait_for(
+        self,
+        save: Save,
+        *names: str,
+        grace_s: float = 0.0,
+        poll_s: float = POLL_S,
+        is_limited: bool = True,
+    ) -> str:
         """Return the first of these names under which something was posted; see :meth:`_receive`."""
-        end_s, pause_s = clock.now_s() + self._left_s() + grace_s, 0.001
+        begin_s, pause_s, is_reported = clock.now_s(), 0.001, False
+        end_s = begin_s + self._left_s() + grace_s
         while True:
-            is_late = clock.now_s() >= end_s
+            now_s = clock.now_s()
+            is_late = now_s >= end_s
             for name in names:
                 with self._store_errors():
-                    if self._store.check([self._store_key(save, name)]):
+                    if self._store.check([self._store_key(name)]):
                         return name
-            if is_late:
-                raise PeerSilent(
+            if is_late and not is_reported:
+                silence = PeerSilent(
                     f"iteration {save.iteration}: no answer ({names[0]}) after {self._timeout_s:g} s (save_timeout); "
                     "see the log of that rank",
                     rank=self._rank,
                     iteration=save.iteration,
                 )
+                if is_limited:
+                    raise silence
+                is_reported = True
+                self._outcomes.failed(save, self.name, silence, is_retried=True)
             if self._stop.wait(pause_s):
                 raise CheckpointError(
                     f"the save of iteration {save.iteration} is abandoned: this rank is closing",
                     rank=self._rank,
                     iteration=save.iteration,
                 )
-            pause_s = min(poll_s, 2 * pause_s)
+            longest_s = poll_s if is_limited else max(poll_s, min(MAX_POLL_S, POLL_SHARE * (now_s - begin_s)))
+            pause_s = min(longest_s, 2 * pause_s)
 
     @staticmethod
     def _poll_s(num_ranks: int) -> float:
@@ -368,29 +507,40 @@ class Lane(ABC):
             if has_failed and not waits_for_all:
                 break
             try:
+                self._outcomes.late.wait_for(self.name, self._describe_rank(members[child]))
                 subtree = self._receive(save, f"{name}/{members[child]}", Subtree, grace_s=grace_s)
             except PeerSilent as error:
                 silence = silence or str(error)
                 continue
             known += [(rank, from_json(data, type(mine))) for rank, data in subtree.answers]
             silence = silence or subtree.silence
+        self._outcomes.late.wait_for(self.name, "")
         if place == 0:
             if silence is not None and all(answer.error is None for _, answer in known):
                 raise PeerSilent(silence, rank=self._rank, iteration=save.iteration)
             return sorted(known, key=lambda one: one[0])
         packed = [(rank, msgspec.Raw(msgspec.json.encode(answer))) for rank, answer in known]
-        self._post(save, f"{name}/{self._rank}", Subtree(packed, silence))
+        self._post(f"{name}/{self._rank}", Subtree(packed, silence))
         return []
 
-    def _conclude(self, save: Save, what: str) -> None:
-        """Wait for the outcome that rank 0 posts. Raises: CheckpointError, when the save failed."""
-        outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S, poll_s=self._poll_s(self._world_size))
+    def _describe_rank(self, rank: int) -> str:
+        return f"rank {rank} on node {self._places.nodes[rank]}"
+
+    def _conclude(self, save: Save, what: str, *, is_limited: bool = True) -> SaveOutcome:
+        """Wait for the outcome that rank 0 posts, and return it.
+
+        Raises:
+            CheckpointError: The save failed; the same on all ranks, unless the ranks' store is gone.
+        """
+        poll_s = self._poll_s(self._world_size)
+        outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S, poll_s=poll_s, is_limited=is_limited)
         self._is_decided = True
         if outcome.is_refused:
             self._part(save)
         if outcome.error is not None:
             raise outcome.failure(what, rank=self._rank, iteration=save.iteration)
-        self._forget(save.attempt.ordinal)
+        self._forget(self._turn)
+        return outcome
 
     def _part(self, save: Save) -> None:
         """Acknowledge the outcome of a save after which ranks leave.
@@ -402,14 +552,14 @@ class Lane(ABC):
             self._gather_up(save, "acknowledged", SaveOutcome(), range(self._world_size), waits_for_all=True)
 
     def _forget(self, before: int) -> None:
-        """Delete what this rank posted about earlier saves: all ranks have taken part in a later one since."""
+        """Delete what this rank posted in earlier turns: all ranks have taken part in a later one since."""
         try:
-            for ordinal, key in self._posted:
-                if ordinal < before:
+            for turn, key in self._posted:
+                if turn < before:
                     self._store.delete_key(key)
         except RuntimeError as error:
             log.debug("the store is gone, with all that was posted there: %s", error)
-        self._posted = [(ordinal, key) for ordinal, key in self._posted if ordinal >= before]
+        self._posted = [(turn, key) for turn, key in self._posted if turn >= before]
 
     def _renew_store(self) -> None:
         """Connect to the ranks' store again if the last save lost the connection.
@@ -435,8 +585,8 @@ class Lane(ABC):
                 f"rank 0, which hosts the ranks' store, is gone ({what}); see the log of that rank"
             ) from None
 
-    def _store_key(self, save: Save, name: str) -> str:
-        return f"outlast/checkpoint/{self._places.token}/{self.name}/{save.attempt.ordinal}/{name}"
+    def _store_key(self, name: str) -> str:
+        return f"outlast/checkpoint/{self._places.token}/{self.name}/{self._turn}/{name}"
 
     # -- after a commit ----------------------------------------------------------------------------------------
 
@@ -472,3 +622,161 @@ class Lane(ABC):
         self._claim.retire(removed)
         for generation in removed:
             log.debug("removed generation %d from %s", generation, place.url)
+
+
+class RetryingLane(Lane):
+    """A lane to a tier that may be slow, full or away; see the head of this module.
+
+    Thread: the lane's has ``_turn`` and what is below; what waits is shared under ``_changed``.
+    """
+
+    def _open(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[Save] = []
+        """Saves that wait for a turn: at most one, and one that is for a diagnosis."""
+        self._newest = -1
+        """Ordinal of the newest save that was submitted."""
+        self._template: Save | None = None
+        self._retry = (-1, 0)
+        """Ordinal of the save of the last turn, and how often it was tried."""
+        self._retry_ns = 0
+        """When a save that failed is retried, on rank 0."""
+        self._pause_s = 0.0
+        self._is_there = False
+        """Rank 0 has found that the save of this turn is in all of its tiers."""
+
+    def _wanted(self, save: Save) -> frozenset[Tier]:
+        return frozenset() if self._is_there else save.tiers & self.tiers
+
+    def submit(self, save: Save) -> None:
+        with self._changed:
+            replaced = [other for other in self._waiting if other.suspect == save.suspect]
+            self._waiting = [other for other in self._waiting if other.suspect != save.suspect] + [save]
+            self._newest, self._template = save.attempt.ordinal, save
+            self._changed.notify_all()
+        for other in replaced:
+            self._report_replaced(other, save.iteration)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _report_replaced(self, save: Save, by: int | None) -> None:
+        newer = "a newer one" if by is None else f"the save of iteration {by}"
+        error = Replaced(
+            f"the save of iteration {save.iteration} is not written to {self._where()}, which is behind: {newer} takes "
+            "its place",
+            rank=self._rank,
+            iteration=save.iteration,
+        )
+        self._outcomes.failed(save, self.name, error)
+
+    def _next(self) -> Save | None:
+        while True:
+            with self._changed:
+                while not self._stop.is_set() and (left_s := self._idle_s()) != 0.0:
+                    self._changed.wait(left_s)
+            if self._stop.is_set():
+                self._abandon()
+                return None
+            try:
+                self._renew_store()
+                return self._begin_turn() if self._rank == 0 else self._join_turn()
+            except CheckpointError as error:  # the ranks' store is gone, and the next look may find it again
+                log.debug("no turn of the %s lane begins: %s", self.name, error)
+                self._stop.wait(MAX_POLL_S)
+
+    def _abandon(self) -> None:
+        """Report the saves that wait as failed."""
+        with self._changed:
+            abandoned, self._waiting = self._waiting, []
+        for save in abandoned:
+            text = f"the save of iteration {save.iteration} is abandoned: this rank is closing"
+            self._outcomes.failed(save, self.name, CheckpointError(text, rank=self._rank, iteration=save.iteration))
+
+    def _idle_s(self) -> float | None:
+        """Return how long there is nothing to do; ``None`` = until a save comes. With ``_changed`` held."""
+        if not self._waiting:
+            return None
+        if self._rank != 0 or self._waiting[0].attempt.ordinal != self._retry[0]:
+            return 0.0
+        return max(0.0, (self._retry_ns - clock.now_ns()) / 1e9)
+
+    def _begin_turn(self) -> Save:
+        with self._changed:
+            save = self._waiting[0]  # only this thread takes one out, and a newer one comes in its place
+        ordinal = save.attempt.ordinal
+        retry = self._retry[1] + 1 if ordinal == self._retry[0] else 0
+        self._is_there = self.has(save)
+        if self._world_size > 1:
+            self._post("turn", Turn(ordinal, save.iteration, retry, self._is_there))
+        return self._start(save, retry)
+
+    def _join_turn(self) -> Save:
+        with self._changed:
+            waiting = self._waiting[0]
+        poll_s = self._poll_s(self._world_size)
+        self._start_clock()
+        turn = self._receive(waiting, "turn", Turn, grace_s=GRACE_S, poll_s=poll_s, is_limited=False)
+        self._is_there = turn.is_committed
+        with self._changed:
+            while self._newest < turn.ordinal:  # this rank is a little behind
+                if self._stop.is_set():
+                    raise CheckpointError("this rank is closing")
+                self._changed.wait()
+            found = [save for save in self._waiting if save.attempt.ordinal == turn.ordinal]
+            template = self._template
+        if found:
+            return self._start(found[0], turn.retry)
+        assert template is not None
+        return dataclasses.replace(
+            template,
+            iteration=turn.iteration,
+            attempt=dataclasses.replace(template.attempt, ordinal=turn.ordinal, retry=turn.retry),
+            tiers=self.tiers,
+            arena=None,
+            guard=None,
+            error="a newer save has taken its place",
+            is_replaced=True,
+        )
+
+    def _start(self, save: Save, retry: int) -> Save:
+        """Take a save out of those that wait, unless a newer one has replaced it meanwhile."""
+        with self._changed:
+            others = [other for other in self._waiting if other is not save]
+            is_there = len(others) < len(self._waiting)
+            self._waiting = others
+        self._retry = (save.attempt.ordinal, retry)
+        numbered = dataclasses.replace(save, attempt=dataclasses.replace(save.attempt, retry=retry))
+        if not is_there:
+            numbered = dataclasses.replace(
+                numbered, arena=None, guard=None, error="a newer save has taken its place", is_replaced=True
+            )
+        return numbered
+
+    def _succeed(self, save: Save, reached: Reached) -> None:
+        self._pause_s = 0.0
+        super()._succeed(save, reached)
+
+    def has_newer(self, save: Save) -> bool:
+        """Return whether a newer save waits for a turn. Thread: any."""
+        with self._changed:
+            return any(other.attempt.ordinal > save.attempt.ordinal for other in self._waiting)
+
+    def _fail(self, save: Save, error: CheckpointError) -> None:
+        if save.is_replaced:
+            return  # it was reported when the newer save came
+        if isinstance(error, Replaced):
+            self._report_replaced(save, None)
+            return
+        is_lost = save.suspect or self._stop.is_set() or isinstance(error, DirectoryRefused | Unstaged)
+        if is_lost or self._outcomes.is_call_left:
+            self._outcomes.failed(save, self.name, error)
+            return
+        with self._changed:
+            is_newest = not any(not other.suspect for other in self._waiting)
+            if is_newest:
+                self._pause_s = min(MAX_RETRY_S, max(RETRY_S, 2 * self._pause_s))
+                self._retry_ns = clock.now_ns() + int(self._pause_s * 1e9)
+                self._waiting.insert(0, save)
+        self._outcomes.failed(save, self.name, error, is_retried=is_newest)

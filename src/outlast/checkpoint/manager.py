@@ -19,8 +19,8 @@ from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import Claim, DirectoryRefused, SaveAttempt
 from outlast.checkpoint.infinities import infinite_buffers
 from outlast.checkpoint.lane import GRACE_S, Lane
-from outlast.checkpoint.near_lane import NearLane
-from outlast.checkpoint.places import Claims, Committed, Peers, agree_places, warn_of_copies
+from outlast.checkpoint.near_lane import LocalLane, MemoryLane
+from outlast.checkpoint.places import Claims, Committed, Peers, Places, agree_places, warn_of_copies
 from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration, Restored
 from outlast.checkpoint.save import Outcomes, Save, SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.shard import Identity
@@ -92,13 +92,20 @@ class CheckpointManager:
             )
             self._outcomes = Outcomes(place, journal, self._arenas, suspect_window=config.suspect_window)
             opened.callback(self._outcomes.close)
-            self._global: GlobalLane | None = None
-            if places.directory is not None:  # the last lane first: each hands saves on to the next
+            self._lanes: tuple[Lane, ...] = ()
+            """The first one gets every save and hands it on to the others."""
+            opened.callback(self._stop_lanes, 0.2)
+            if places.directory is not None:
                 rules = self._rules(config.most_recent_k, config.save_retain_interval)
-                self._global = self._open_lane(GlobalLane, self._claims.far, rules)
-                opened.callback(self._global.stop, 0.2)
-            rules = self._rules(config.local_most_recent_k)
-            self._near = self._open_lane(NearLane, self._claims.near, rules, next_lane=self._global)
+                self._lanes += (self._open_lane(GlobalLane, self._claims.far, rules),)
+            if places.local is not None:
+                rules = self._rules(config.local_most_recent_k)
+                self._lanes += (self._open_lane(LocalLane, self._claims.near, rules),)
+            if places.memory or places.directory is not None:
+                rules = self._rules(config.local_most_recent_k)
+                self._lanes = (self._open_lane(MemoryLane, None, rules, next_lanes=self._lanes), *self._lanes)
+            if place.global_rank == 0:
+                self._outcomes.late.start(_describe_tiers(places))
             opened.pop_all()
         if place.is_first:
             warn_of_copies(config, places)
@@ -121,7 +128,7 @@ class CheckpointManager:
         return RetentionRules(most_recent_k=most_recent_k, retain_interval=interval, suspect_window=window)
 
     def _open_lane(
-        self, kind: type[L], claim: Claim | None, retention: RetentionRules, next_lane: Lane | None = None
+        self, kind: type[L], claim: Claim | None, retention: RetentionRules, next_lanes: tuple[Lane, ...] = ()
     ) -> L:
         return kind(
             self._places,
@@ -132,7 +139,7 @@ class CheckpointManager:
             claim=claim,
             retention=retention,
             outcomes=self._outcomes,
-            next_lane=next_lane,
+            next_lanes=next_lanes,
         )
 
     @property
@@ -352,15 +359,19 @@ class CheckpointManager:
         """Wait until nothing is under way.
 
         Raises:
-            CheckpointError: The newest save failed; older ones are what they were.
+            CheckpointError: The newest save is not in all of its tiers; older ones are what they were.
             DeadlineExceeded: Something still is under way.
 
-        Blocks: up to ``timeout_s``; ``None``: up to the saves' own deadlines.
+        Blocks: up to ``timeout_s``, while a save that failed in a tier is retried there, too; ``None``: up to the
+            saves' own deadlines, and up to ``save_timeout`` for retries.
         """
         self.finish_staging()
+        end_ns = clock.now_ns() + int((self.config.save_timeout if timeout_s is None else timeout_s) * 1e9)
         wait_for_all(self._pending, self._limit_s if timeout_s is None else timeout_s)
-        if self._newest is not None and self._newest.error is not None:
-            raise self._newest.error
+        if self._newest is not None:
+            self._newest.wait_settled(max(0.0, (end_ns - clock.now_ns()) / 1e9))
+            if self._newest.error is not None:
+                raise self._newest.error
 
     def close(self) -> None:
         """End the threads, and a writer process of our own; what is not committed yet is given up. Idempotent.
@@ -423,9 +434,8 @@ class CheckpointManager:
         """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""
         self._restored_tiers = frozenset(committed.tiers.get(iteration, ()))
         self._outcomes.durable = max(committed.tiers, default=None)
-        self._near.start_from(committed)
-        if self._global is not None:
-            self._global.start_from(committed)
+        for lane in self._lanes:
+            lane.start_from(committed)
 
     # -- saving ------------------------------------------------------------------------------------------------
 
@@ -458,11 +468,13 @@ class CheckpointManager:
         return processes_of(str(self._attempt(0)))
 
     def _submit(self, save: Save) -> None:
-        self._pending = [*(pending for pending in self._pending if not pending.done), save.handle]
+        self._pending = [*(pending for pending in self._pending if not pending.is_settled), save.handle]
         self._newest = save.handle
-        if save.error is None and not self._near.has(save):
+        lanes = [lane for lane in self._lanes if lane.takes(save)]
+        if save.error is None and not all(lane.has(save) for lane in lanes):
             self._outcomes.scheduled(save, is_async=self.config.async_save)
-        self._near.submit(save)
+        self._outcomes.begin(save, [lane.name for lane in lanes])
+        lanes[0].submit(save)
 
     def _wanted_tiers(self, tiers: Collection[str] | None) -> frozenset[Tier]:
         """Return those of the tiers asked for that exist here; ``None`` = all.
@@ -550,8 +562,9 @@ class CheckpointManager:
 
     def _stop_lanes(self, timeout_s: float) -> bool:
         """Give up what is not committed yet and end the lanes' threads; return whether they ended in time."""
-        ended = self._near.stop(timeout_s)
-        return (self._global is None or self._global.stop(timeout_s)) and ended
+        for lane in self._lanes:
+            lane.stop(0.0)
+        return [lane.stop(timeout_s) for lane in self._lanes].count(False) == 0
 
 
 class ReadingManager(CheckpointManager):
@@ -571,6 +584,16 @@ class ReadingManager(CheckpointManager):
     def report_leaving(self, iteration: int, exit_code: int) -> None:
         """Report that this process is about to end with an exit code, having done so many optimizer steps."""
         self._outcomes.leaving(iteration, exit_code)
+
+
+def _describe_tiers(places: Places) -> dict[str, str]:
+    """Return each tier that may be behind and its path, for people, by the name of its lane."""
+    found = {}
+    if places.directory is not None:
+        found[GlobalLane.name] = f"the global tier ({places.directory.url})"
+    if places.local is not None:
+        found[LocalLane.name] = f"the local tier ({places.local.path.parent})"
+    return found
 
 
 def device_of(flat: FlatState) -> torch.device | None:

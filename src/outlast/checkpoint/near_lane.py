@@ -1,20 +1,20 @@
-"""The lane to the near tiers (memory, local, replicas): every rank's digests gathered, the manifest, the rename.
+"""The lanes to the node-local tiers: every rank's digests gathered, the manifest, the commit on every node.
 
-One thread per worker does it, save after save. In the order of the saves every rank gets the same outcomes, so all of
-them know alike what is committed.
+There are two: one to memory, through which every save passes first, and one to the local tier. In the order of the
+turns every rank gets the same outcomes, so all of them know alike what is committed.
 
 Ranks pass their answers up a tree, so that each reads a few messages. Rank 0 makes the manifest of them. The lowest
-rank of each node leads it: it receives the manifest, writes it and renames; rank 0, a leader always, posts the outcome
-once every leader has renamed. Then each rank has the writer keep its part in memory,
-and what is to go to the global tier as well is handed on to that lane.
+rank of each node leads it: it receives the manifest and commits on its node, in memory or by a rename; rank 0, a leader
+always, posts the outcome once every leader has.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 import msgspec
@@ -22,7 +22,16 @@ import msgspec
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.directory import SUSPECT, Directory, DirectoryRefused
 from outlast.checkpoint.infinities import MAX_NAMED, examined, find_infinite
-from outlast.checkpoint.lane import GRACE_S, Lane, RankAnswer, Reached, SaveOutcome, check_answer
+from outlast.checkpoint.lane import (
+    GRACE_S,
+    Lane,
+    RankAnswer,
+    Reached,
+    RetryingLane,
+    SaveOutcome,
+    Unstaged,
+    check_answer,
+)
 from outlast.checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
@@ -32,7 +41,7 @@ from outlast.checkpoint.manifest import (
     decode_manifest,
     seal,
 )
-from outlast.checkpoint.save import PeerSilent, Save
+from outlast.checkpoint.save import FIRST_LANE, PeerSilent, Replaced, Save
 from outlast.checkpoint.shard import shard_name
 from outlast.errors import CheckpointError, Untrusted
 from outlast.policy.recovery_point import Tier
@@ -64,60 +73,52 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class NearLane(Lane):
-    """Commit saves to memory, local tier and replicas."""
+    """What the lanes to the node-local tiers share: each rank's part, the manifest, and the commit on every node."""
 
-    name = "commit"
-    _tier = Tier.LOCAL
+    _is_limited = True
+    """Whether ranks decide by themselves that a save has failed, once its time is over."""
     _infinite_tensors: tuple[str, ...] = ()
     """Of this rank's last shard; empty: it was finite."""
     _warned_of: _Infinite | None = None
 
     def _commit(self, save: Save) -> Reached:
-        missing = self._missing(save)
-        # An earlier save of the iteration may still be on its way to the global tier, or fail there: that lane knows.
-        next_lane = self._next if Tier.GLOBAL in save.tiers else None
+        missing = self._wanted(save)
         if not missing:
             log.debug("iteration %d is committed already; it is not written again", save.iteration)
-            return Reached(missing, next_lane=next_lane, is_repeated=True)
-        failures = self._commit_near(replace(save, tiers=missing))
-        # Every rank notes it here, in the order of the saves, whatever becomes of the global copy: what is missing
-        # must be the same for all.
-        if not save.suspect:
-            self._committed.add(save.iteration, missing)
-        return Reached(missing - {Tier.GLOBAL}, failures, next_lane)
-
-    def _commit_near(self, save: Save) -> tuple[f.CopyFailure, ...]:
-        self._end_ns = save.started_ns + int(self._timeout_s * 1e9)
+            return Reached(missing)
+        self._start_clock()
         ready, failures = self._write(save)
         self._is_decided = False
         described, infinite = self._describe(save, ready)
         leads = self._places.is_leader(self._rank)
         is_finite = self._lead(save, described) if leads else True
-        self._conclude(save, f"iteration {save.iteration} is not saved")
+        what = f"iteration {save.iteration} is not saved to {self._where()}"
+        outcome = self._conclude(save, what, is_limited=self._is_limited)
         self._keep(save)
+        reached = missing - {Tier.REPLICA} if outcome.lacks_copies else missing
+        if not save.suspect:
+            self._committed.add(save.iteration, missing)  # the same on all ranks
         if leads and not save.suspect:
             self._committed.note_finite(save.iteration, finite=is_finite)
             if self._rank == 0:
                 self._warn_of_infinite(save.iteration, infinite)
         if leads and (folder := self._folder(save)) is not None:
             self._follow_up(save, folder)
-        return failures
+        return Reached(reached, failures)
 
     # -- this rank's part --------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _folder(self, save: Save) -> Directory | None:
         """Return the folder that a save is written to on this node; ``None`` = no file."""
-        local = self._places.local
-        if local is None or Tier.LOCAL not in save.tiers:
-            return None
-        return Directory(local.path / SUSPECT) if save.suspect else local
+
+    @abstractmethod
+    def _keep(self, save: Save) -> None:
+        """Do what follows the commit on each rank."""
 
     def _write(self, save: Save) -> tuple[ShardReady, tuple[f.CopyFailure, ...]]:
         try:
-            if save.guard is not None:
-                save.guard()
-            if save.arena is None:
-                raise CheckpointError(save.error or "nothing was staged")
+            arena = self._check_staged(save)
             reach("checkpoint.data", attempt=str(save.attempt))
             self._hold_claim(save)
             folder, file = self._folder(save), shard_name(self._rank)
@@ -131,14 +132,21 @@ class NearLane(Lane):
                 targets=self._places.replication.targets if replicates else (),
                 holders=self._places.replication.holders if replicates else (),
                 timeout_s=self._places.replication.timeout_s,
+                limit_s=self._left_s(),
             )
-            written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(), fd=save.arena.fd)
-            with save.arena.view(save.num_bytes) as image:
+            written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(), fd=arena.fd)
+            with arena.view(save.num_bytes) as image:
                 shard = ShardEntry.of(self._rank, image, written.chunks, finite=written.finite)
         except DirectoryRefused as error:
             return ShardReady(iteration=save.iteration, error=str(error), is_refused=True), ()
         except (CheckpointError, OSError) as error:
-            return ShardReady(iteration=save.iteration, error=f"rank {self._rank}: {error}"), ()
+            ready = ShardReady(
+                iteration=save.iteration,
+                error=f"{self._describe_rank(self._rank)}: {error}",
+                is_final=isinstance(error, Unstaged),
+                is_replaced=isinstance(error, Replaced),
+            )
+            return ready, ()
         if written.finite:
             self._infinite_tensors = ()
         elif not self._infinite_tensors:  # once: with masks, say, each save would cost another look at everything
@@ -158,35 +166,6 @@ class NearLane(Lane):
         """
         if self._claim is not None and self._folder(save) is not None:
             self._claim.hold()
-
-    def _keep(self, save: Save) -> None:
-        """Have the writer note that the generation is committed."""
-        keep = f.KeepPart(key=self._key(save), in_memory=_is_kept_in_memory(save))
-        try:
-            self._writer.ask(keep, f.Done, timeout_s=KEEP_TIMEOUT_S)
-        except CheckpointError as error:
-            log.warning("iteration %d is committed, but not kept in memory: %s", save.iteration, error)
-
-    def _clear_up(self, save: Save) -> None:
-        """Forget what a failed attempt left: its room may be what the next one lacks.
-
-        While the outcome is unknown, others may have committed, and this rank's part may be what they resume from.
-        """
-        if self._stop.is_set() or not self._is_decided:
-            return
-        try:
-            discard = f.Discard(iteration=save.iteration, attempt=str(save.attempt))
-            self._writer.ask(discard, f.Done, timeout_s=KEEP_TIMEOUT_S)
-        except CheckpointError as error:
-            log.debug("%s", error)  # a writer that is gone holds nothing
-        folder = self._folder(save)
-        if folder is not None and self._places.is_leader(self._rank):
-            folder.discard(save.iteration, save.attempt)
-            try:
-                if self._claim is not None and self._claim.is_held:  # else they may be another run's, and in use
-                    folder.remove_stale(save.attempt)
-            except OSError as error:
-                log.warning("files of failed saves cannot be removed: %s", error)
 
     # -- the node's part ---------------------------------------------------------------------------------------
 
@@ -212,7 +191,7 @@ class NearLane(Lane):
                 raise
             described, infinite = Described(failure=SaveOutcome.of(failure)), {}
         if len(self._places.leaders) > 1:
-            self._post(save, "manifest", described)
+            self._post("manifest", described)
         return described, infinite
 
     def _lead(self, save: Save, described: Described | None) -> bool:
@@ -225,34 +204,36 @@ class NearLane(Lane):
         Returns:
             Whether all numbers of the generation are finite.
         """
-        is_finite, mine = True, SaveOutcome()
+        is_finite, lacks_copies, mine = True, False, SaveOutcome()
         try:
             if described is None:
                 described = self._receive(
-                    save, "manifest", Described, grace_s=GRACE_S, poll_s=self._poll_s(len(self._places.leaders))
+                    save,
+                    "manifest",
+                    Described,
+                    grace_s=GRACE_S,
+                    poll_s=self._poll_s(len(self._places.leaders)),
+                    is_limited=self._is_limited,
                 )
             mine = described.failure
             if mine.error is None:
                 manifest = bytes(described.manifest)
-                is_finite = self._check_described(save, manifest).finite
-                if _is_kept_in_memory(save):
-                    self._writer.ask(
-                        f.PreparePart(key=self._key(save), manifest=manifest), f.Done, timeout_s=self._left_s()
-                    )
+                facts = self._check_described(save, manifest)
+                is_finite, lacks_copies = facts.finite, not all(facts.num_copies)
                 self._place(save, manifest)
         except (OSError, CheckpointError) as failure:
-            text = f"rank {self._rank}: {failure}" if isinstance(failure, OSError) else str(failure)
-            mine = SaveOutcome.of(failure, text)
+            mine = SaveOutcome.of(failure, f"{self._describe_rank(self._rank)}: {failure}")
         try:
             outcomes = self._gather_up(save, "renamed", mine, self._places.leaders)
         except PeerSilent as failure:
             outcomes = [(self._rank, SaveOutcome.of(failure))]
         if self._rank == 0:
-            outcome = next((one for _, one in outcomes if one.error is not None), SaveOutcome())
+            committed = SaveOutcome(lacks_copies=lacks_copies)
+            outcome = next((one for _, one in outcomes if one.error is not None), committed)
             if outcome.error is None and not save.suspect:
                 # First, as the call may be left, or this process be killed: the next one resumes from here.
                 self._outcomes.report_durable(save.iteration)
-            self._post(save, "outcome", outcome)
+            self._post("outcome", outcome)
         return is_finite
 
     def _check_described(self, save: Save, data: bytes) -> Manifest:
@@ -297,10 +278,116 @@ class NearLane(Lane):
             )
         self._warned_of = infinite
 
+    @abstractmethod
+    def _place(self, save: Save, manifest: bytes) -> None:
+        """Commit a save on this node. Raises: CheckpointError, OSError."""
+
+    def _replicates(self, save: Save) -> bool:
+        return Tier.REPLICA in save.tiers & self.tiers and not save.suspect
+
+    def _key(self, save: Save) -> CopyKey:
+        return CopyKey(save.iteration, str(save.attempt), self._rank)
+
+
+class MemoryLane(NearLane):
+    """Commit saves to memory and, where there is no local tier, to copies in other nodes' memory.
+
+    Every save passes here first, and is digested: it waits for no disk. It is handed on to the other lanes, whatever
+    becomes of it here. A save without a tier here is only digested, without an exchange between the ranks.
+    """
+
+    name = FIRST_LANE
+    _tier = Tier.MEMORY
+
+    def _open(self) -> None:
+        self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        there = {Tier.MEMORY} if self._places.local is not None else {Tier.MEMORY, Tier.REPLICA}
+        self.tiers = self._places.tiers & there
+
+    def submit(self, save: Save) -> None:
+        self._saves.put(save)
+
+    def takes(self, save: Save) -> bool:
+        return bool(save.tiers & (self.tiers | {Tier.GLOBAL}))
+
+    def _where(self) -> str:
+        return "memory"
+
+    def _wake(self) -> None:
+        self._saves.put(None)
+
+    def _next(self) -> Save | None:
+        return self._saves.get()
+
+    def _missing(self, save: Save) -> frozenset[Tier]:
+        return frozenset() if save.suspect else super()._missing(save)
+
+    def _commit(self, save: Save) -> Reached:
+        if save.tiers & self.tiers and not save.suspect:
+            return super()._commit(save)
+        self._start_clock()
+        if save.arena is not None:
+            ready, _ = self._write(save)
+            if ready.error is not None and not ready.is_final:  # the next lanes' ranks have to know
+                log.warning("iteration %d cannot be digested: %s", save.iteration, ready.error)
+        return Reached(frozenset())
+
+    def _folder(self, save: Save) -> None:
+        return None
+
+    def _place(self, save: Save, manifest: bytes) -> None:
+        if Tier.MEMORY in save.tiers & self.tiers:
+            self._writer.ask(f.PreparePart(key=self._key(save), manifest=manifest), f.Done, timeout_s=self._left_s())
+
+    def _keep(self, save: Save) -> None:
+        """Have the writer note that the generation is committed."""
+        keep = f.KeepPart(key=self._key(save), in_memory=Tier.MEMORY in save.tiers & self.tiers)
+        try:
+            self._writer.ask(keep, f.Done, timeout_s=KEEP_TIMEOUT_S)
+        except CheckpointError as error:
+            log.warning("iteration %d is committed, but not kept in memory: %s", save.iteration, error)
+
+    def _clear_up(self, save: Save) -> None:
+        """Forget what a failed attempt left: its room may be what the next one lacks.
+
+        While the outcome is unknown, others may have committed, and this rank's part may be what they resume from.
+        """
+        if self._stop.is_set() or not self._is_decided:
+            return
+        try:
+            discard = f.Discard(iteration=save.iteration, attempt=str(save.attempt))
+            self._writer.ask(discard, f.Done, timeout_s=KEEP_TIMEOUT_S)
+        except CheckpointError as error:
+            log.debug("%s", error)  # a writer that is gone holds nothing
+
+
+class LocalLane(NearLane, RetryingLane):
+    """Commit saves to the local tier, and to the files that other nodes keep as copies."""
+
+    name = "local"
+    _tier = Tier.LOCAL
+    _is_limited = False
+
+    def _open(self) -> None:
+        super()._open()
+        self.tiers = self._places.tiers & {Tier.LOCAL, Tier.REPLICA}
+
+    def _where(self) -> str:
+        return f"the local tier ({self._local.path})"
+
+    @property
+    def _local(self) -> Directory:
+        assert self._places.local is not None  # else there is no such lane
+        return self._places.local
+
+    def _folder(self, save: Save) -> Directory:
+        return Directory(self._local.path / SUSPECT) if save.suspect else self._local
+
+    def _keep(self, save: Save) -> None:
+        """The commit was the last thing to do."""
+
     def _place(self, save: Save, manifest: bytes) -> None:
         folder = self._folder(save)
-        if folder is None:
-            return
         temporary = folder.temporary(save.iteration, save.attempt)
         for rank in self._places.members(self._rank):
             path = temporary / shard_name(rank)
@@ -314,12 +401,17 @@ class NearLane(Lane):
             reach("checkpoint.rename", attempt=str(save.attempt))
             folder.promote(save.iteration, save.attempt)
 
-    def _replicates(self, save: Save) -> bool:
-        return Tier.REPLICA in save.tiers and not save.suspect
+    def _clear_up(self, save: Save) -> None:
+        """Delete the files of a failed attempt: their room may be what the next one lacks.
 
-    def _key(self, save: Save) -> CopyKey:
-        return CopyKey(save.iteration, str(save.attempt), self._rank)
-
-
-def _is_kept_in_memory(save: Save) -> bool:
-    return Tier.MEMORY in save.tiers and not save.suspect
+        While the outcome is unknown, others may have committed, and this rank's part may be what they resume from.
+        """
+        if self._stop.is_set() or not self._is_decided or not self._places.is_leader(self._rank):
+            return
+        folder = self._folder(save)
+        folder.discard(save.iteration, save.attempt)
+        try:
+            if self._claim is not None and self._claim.is_held:  # else they may be another run's, and in use
+                folder.remove_stale(save.attempt)
+        except OSError as error:
+            log.warning("files of failed saves cannot be removed: %s", error)

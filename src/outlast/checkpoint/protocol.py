@@ -18,18 +18,24 @@ MAX_MESSAGE_BYTES = 1 << 28
 
 
 class Take(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Provide memory to stage a shard in. Reply: :class:`Done`, with its descriptor; without one all is in use."""
+    """Provide memory to stage a shard in. Reply: :class:`Done`, with its descriptor; without one all is in use, or
+    there is no memory for more."""
 
     rank: int
     num_bytes: int
     busy: tuple[int, ...] = ()
     """Inodes of the memory that the worker still uses."""
+    num_behind: int = 0
+    """How many of these only tiers that are behind still need: as many may be added."""
     may_steal: bool = False
     """The kept generation is durable elsewhere: its memory may be given."""
 
 
 class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Digest a staged shard, whose descriptor comes along; write it and copy it. Reply: :class:`Written`."""
+    """Digest a staged shard, whose descriptor comes along, or write it to a file, and copy it.
+
+    Reply: :class:`Written`.
+    """
 
     key: CopyKey
     num_bytes: int
@@ -43,6 +49,9 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Or: members of the rank's parity group, each of which takes a block."""
     timeout_s: float = 10.0
     """Seconds without progress after which a target is given up."""
+    limit_s: float = 600.0
+    """Seconds after which nobody waits for the reply; what is then still under way blocks the place, see
+    ``writer.Calls``."""
 
 
 class CopyFailure(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from typing import Any
 from outlast import clock
 from outlast.checkpoint.arena import Arena, ArenaPool
 from outlast.checkpoint.directory import DirectoryRefused, SaveAttempt
+from outlast.checkpoint.late_tiers import LateTiers
 from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.protocol import CopyFailure
 from outlast.checkpoint.recovery import Restored
@@ -35,10 +36,16 @@ log = logging.getLogger(__name__)
 _LEAVING_S = 2.0
 """Seconds in which a process learns that it has to leave what its peers have left already."""
 _LOOK_S = 0.01
+FIRST_LANE = "commit"
+"""Name of the lane that has every save first where there is memory to keep it in, or a global tier."""
 
 
 class PeerSilent(CheckpointError):
     """A save failed because a rank is gone, or does not answer: not for want of a place to write to."""
+
+
+class Replaced(CheckpointError):
+    """A save was not written to a tier that was behind, since a newer save takes its place there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +78,19 @@ class SaveHandle:
         self.attempt = attempt
         """The attempt that the saved state bears: two of one iteration are two states."""
         self._limit_ns = clock.now_ns() + int(limit_s * 1e9)
-        self._finished, self._first_end = threading.Event(), threading.Lock()
+        self._finished, self._settled, self._first_end = threading.Event(), threading.Event(), threading.Lock()
         self._result: SaveResult | None = None
         self._error: CheckpointError | None = None
 
     @property
     def done(self) -> bool:
-        """Whether the save is committed or has failed."""
+        """Whether the save is committed or has failed; one that has failed in a tier may still be retried there."""
         return self._finished.is_set()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the save is done and is not retried in any tier."""
+        return self._settled.is_set()
 
     @property
     def result(self) -> SaveResult | None:
@@ -87,8 +99,15 @@ class SaveHandle:
 
     @property
     def error(self) -> CheckpointError | None:
-        """Why the save failed; ``None`` while it is under way, or when it is committed."""
+        """Why the save failed; ``None`` while it is under way, or when it is committed, if only after retries."""
         return self._error
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        """Wait until the save is committed to all of its tiers or is not retried any more; return whether it is.
+
+        Blocks: up to ``timeout_s``.
+        """
+        return self._settled.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> SaveResult:
         """Wait for the commit and return it.
@@ -116,12 +135,26 @@ class SaveHandle:
         if self._first_end.acquire(blocking=False):
             self._result = result
             self._finished.set()
+            self._settled.set()
 
-    def fail(self, error: CheckpointError) -> None:
-        """End it as failed; the first end counts."""
+    def fail(self, error: CheckpointError, *, is_retried: bool = False) -> None:
+        """End it as failed; the first end counts.
+
+        Args:
+            error: Why.
+            is_retried: A tier still tries: :meth:`settle` follows.
+        """
         if self._first_end.acquire(blocking=False):
             self._error = error
             self._finished.set()
+        if not is_retried:
+            self._settled.set()
+
+    def settle(self, result: SaveResult | None = None) -> None:
+        """End the retries; with a result the save is committed after all."""
+        if result is not None and not self._settled.is_set():
+            self._result, self._error = result, None
+        self._settled.set()
 
 
 def wait_for_all(handles: Iterable[SaveHandle], timeout_s: float) -> None:
@@ -165,10 +198,10 @@ class Save:
     """Digests of the buffers that held infinities before training, by their name in the save."""
     guard: Callable[[], None] | None = None
     """Waits until the arena is filled; ``None`` = it is."""
-    is_repeated: bool = False
-    """An earlier save of the iteration is on its way: this one is written only if that one fails."""
     error: str | None = None
     """Why there is nothing staged on this rank: the others must be informed, or they would wait."""
+    is_replaced: bool = False
+    """There is nothing staged any more, since a newer save has taken the place of this one."""
 
     def result(self) -> SaveResult:
         """Return the result of a save that is committed at this moment."""
@@ -176,6 +209,19 @@ class Save:
         return SaveResult(
             generation=self.iteration, num_bytes=self.num_bytes, duration_s=duration_s, stall_s=self.stall_s
         )
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """What the lanes have made of a save so far."""
+
+    undecided: set[str]
+    """Lanes in which it is neither committed nor failed yet."""
+    open: set[str]
+    """Lanes that may still write it."""
+    reached: set[Tier] = field(default_factory=set)
+    errors: dict[str, CheckpointError] = field(default_factory=dict)
+    """By the lane in which it failed and is not committed yet."""
 
 
 class Outcomes:
@@ -203,8 +249,8 @@ class Outcomes:
         self._lock = threading.Lock()
         self._board = None if place.board is None else Board.open(place.board)
         self._page = None if self._board is None else self._board.rank(place.local_rank)
-        self._reached: dict[int, frozenset[Tier]] = {}
-        """Tiers of the saves that are under way, by their ordinal."""
+        self._under_way: dict[int, _UnderWay] = {}
+        """The saves that are under way, by their ordinal."""
         self.durable: int | None = None
         """The newest generation known to be committed, loaded or saved."""
         self.num_failures = 0
@@ -212,6 +258,8 @@ class Outcomes:
         self.last_error: CheckpointError | None = None
         self.refusal: DirectoryRefused | None = None
         """Why no save of this run can succeed: a directory is another run's."""
+        self.late = LateTiers()
+        """Reports tiers that are behind."""
         self.is_left: Callable[[], bool] | None = None
         """Whether the call that saves is left, and with it what is not committed; ``None``: there is no call."""
 
@@ -231,6 +279,7 @@ class Outcomes:
     def close(self) -> None:
         """Stop reporting to the agent. Idempotent."""
         with self._lock:
+            self.late.stop()
             board, self._board, self._page = self._board, None, None
             if board is not None:
                 board.close()
@@ -250,8 +299,20 @@ class Outcomes:
         log.debug("%s of iteration %d, tiers %s", what, save.iteration, _names(save.tiers))
         self._write(EventKind.SAVE_SCHEDULED, save.iteration, stall_s=save.stall_s, tiers=_list(save.tiers))
 
-    def committed(self, save: Save, tiers: frozenset[Tier], failures: tuple[CopyFailure, ...]) -> None:
-        """A save was committed to more tiers; empty: it was in all of them before."""
+    def begin(self, save: Save, lanes: Collection[str]) -> None:
+        """A save is handed to these lanes, each of which reports what becomes of it there."""
+        with self._lock:
+            self._under_way[save.attempt.ordinal] = _UnderWay(set(lanes), set(lanes))
+
+    def committed(self, save: Save, lane: str, tiers: frozenset[Tier], failures: tuple[CopyFailure, ...] = ()) -> None:
+        """A lane has done its part of a save.
+
+        Args:
+            save: Which.
+            lane: The lane.
+            tiers: Tiers that the save is committed to now; empty: it was in all of the lane's before.
+            failures: Copies on other nodes that failed.
+        """
         for failure in failures:  # warned of once until the partner takes a copy again
             if failure.is_new:
                 log.warning("no copy on node %s: %s; saves continue without it", failure.node, failure.error)
@@ -259,58 +320,108 @@ class Outcomes:
                 self._write_incident(IncidentKind.REPLICATION_FAILED, save.iteration, text, partner=failure.node)
             else:
                 log.debug("still no copy on node %s: %s", failure.node, failure.error)
-        self._reached[save.attempt.ordinal] = self._reached.get(save.attempt.ordinal, frozenset()) | tiers
-        if not tiers or save.suspect:
-            return
-        with self._lock:
-            self.durable = durable = max(self.durable or 0, save.iteration)
-        result = save.result()
-        log.debug("committed iteration %d, tiers %s, in %.2f s", save.iteration, _names(tiers), result.duration_s)
-        self._write(
-            EventKind.SAVE_COMMITTED,
-            save.iteration,
-            generation=save.iteration,
-            duration_s=result.duration_s,
-            num_bytes=save.num_bytes,
-            tiers=_list(tiers),
-        )
-        self.report_durable(durable)
+        self.late.commit(lane, save.iteration)
+        if tiers and not save.suspect:
+            with self._lock:
+                self.durable = durable = max(self.durable or 0, save.iteration)
+            result = save.result()
+            took = result.duration_s
+            log.debug("committed iteration %d, tiers %s, in %.2f s", save.iteration, _names(tiers), took)
+            self._write(
+                EventKind.SAVE_COMMITTED,
+                save.iteration,
+                generation=save.iteration,
+                duration_s=took,
+                num_bytes=save.num_bytes,
+                tiers=_list(tiers),
+            )
+            self.report_durable(durable)
+        self._advance(save, lane, tiers=tiers)
 
-    def finished(self, save: Save) -> None:
-        """A save is in all of its tiers."""
-        reached, result = self._end(save), save.result()
-        with self._lock:
-            self.num_failures = 0
-        if reached and not save.suspect:
-            took = _seconds(result.duration_s)
-            log.log(self._level, "saved iteration %d to %s in %s", save.iteration, _names(reached), took)
-        # Last, so that whoever waited finds the outcome logged and in the journal.
-        save.handle.succeed(result)
+    def failed(self, save: Save, lane: str, error: CheckpointError, *, is_retried: bool = False) -> None:
+        """A save did not reach a lane's tiers.
 
-    def failed(self, save: Save, error: CheckpointError) -> None:
-        """A save did not reach a tier that it was meant for."""
-        reached = self._end(save)
+        Args:
+            save: Which.
+            lane: The lane.
+            error: Why.
+            is_retried: The lane tries again, unless a newer save comes first.
+        """
+        with self._lock:
+            under_way = self._under_way.get(save.attempt.ordinal)
+            is_first = under_way is None or lane not in under_way.errors
+            reached = frozenset() if under_way is None else frozenset(under_way.reached)
         if isinstance(error, DirectoryRefused):
             self.refusal = error
-        if self.refusal is None and self._is_given_up():  # that is no trouble of its own
+        if is_first and self.refusal is None and self._is_given_up():  # that is no trouble of its own
             log.log(self._level, "the save of iteration %d is abandoned for a restart: %s", save.iteration, error)
-        else:
+        elif is_first and not isinstance(error, Replaced):
             with self._lock:
-                self.num_failures += 1
-                self.last_error, num_failures = error, self.num_failures
+                self.last_error = error
             # A silent peer may be rank 0; any other error is the same on every rank.
             level = logging.WARNING if self._place.global_rank == 0 or isinstance(error, PeerSilent) else logging.DEBUG
+            if not self.late.may_warn(lane):
+                level = logging.DEBUG
             where = f"; it is in {_names(reached)}" if reached else ""
-            in_a_row = f" ({num_failures} failed saves in a row)" if num_failures > 1 else ""
-            log.log(level, "save failed: %s%s%s", error, where, in_a_row)
+            again = "; it is retried until a newer save takes its place" if is_retried else ""
+            log.log(level, "save failed: %s%s%s", error, where, again)
             self._write_incident(IncidentKind.SAVE_FAILED, save.iteration, str(error))
-        save.handle.fail(error)
+        if isinstance(error, Replaced):
+            self.late.replace(lane)
+        else:
+            self.late.fail(lane, str(error))
+        self._advance(save, lane, error=error, is_retried=is_retried)
 
-    def _end(self, save: Save) -> frozenset[Tier]:
-        """Give back a save's memory; return the tiers that it has reached."""
+    def _advance(
+        self,
+        save: Save,
+        lane: str,
+        *,
+        tiers: frozenset[Tier] = frozenset(),
+        error: CheckpointError | None = None,
+        is_retried: bool = False,
+    ) -> None:
+        """Take note of what a lane has done with a save; end the save once all of its lanes have."""
+        with self._lock:
+            under_way = self._under_way.get(save.attempt.ordinal)
+            if under_way is None:
+                if save.handle.is_settled:
+                    return  # a lane is late to learn of it
+                under_way = self._under_way[save.attempt.ordinal] = _UnderWay({lane}, {lane})
+            was_undecided = bool(under_way.undecided)
+            under_way.undecided.discard(lane)
+            if error is None:
+                under_way.reached |= tiers
+                under_way.errors.pop(lane, None)
+            else:
+                under_way.errors.setdefault(lane, error)
+            if not is_retried:
+                under_way.open.discard(lane)
+            is_decided, is_over = not under_way.undecided, not under_way.open
+            reached, errors = frozenset(under_way.reached), list(under_way.errors.values())
+            if is_over:
+                del self._under_way[save.attempt.ordinal]
+            if is_decided and was_undecided:
+                is_saved = not errors or bool(reached)
+                self.num_failures = 0 if is_saved else self.num_failures + (not self._is_unblamed(errors))
         if save.arena is not None:
-            self._arenas.give_back(save.arena)
-        return self._reached.pop(save.attempt.ordinal, frozenset())
+            if is_over:
+                self._arenas.give_back(save.arena)
+            elif is_decided or lane == FIRST_LANE:
+                self._arenas.mark_behind(save.arena)
+        if is_over and not errors and reached and not save.suspect:
+            took = _seconds(save.result().duration_s)
+            log.log(self._level, "saved iteration %d to %s in %s", save.iteration, _names(reached), took)
+        # Last, so that whoever waited finds the outcome logged and in the journal.
+        if is_over and not errors:
+            save.handle.succeed(save.result())
+            save.handle.settle(save.result())
+        elif is_decided and errors:
+            save.handle.fail(errors[0], is_retried=not is_over)
+
+    def _is_unblamed(self, errors: Iterable[CheckpointError]) -> bool:
+        """Return whether a save failed only because its call is left, or a newer save took its place."""
+        return self.is_call_left or all(isinstance(error, Replaced) for error in errors)
 
     @property
     def is_call_left(self) -> bool:

@@ -309,6 +309,8 @@ class Digested(NamedTuple):
     num_bytes: int
     chunks: tuple[str, ...]
     """Digest of every chunk."""
+    finite: bool = True
+    """Whether all of the numbers that are examined were finite."""
 
     def find_changed(self, image: memoryview, indices: Iterable[int]) -> list[int]:
         """Return which chunks of the image, among those of the numbers, have changed since."""

@@ -38,6 +38,10 @@ from outlast.runtime.files import memory_file
 
 NUM_IMAGES = 2
 """Of a rank: one is staged and written while the other is kept."""
+MAX_IMAGES = 5
+"""Of a rank, while tiers are behind: of each of the two that there may be, one is being written and one waits."""
+MEMORY_RESERVE = 0.05
+"""Share of the machine's memory that additional images leave free."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +103,9 @@ class Vault:
 
     # -- staging -----------------------------------------------------------------------------------------------
 
-    def take(self, rank: int, num_bytes: int, busy: Collection[int], *, may_steal: bool) -> Image | None:
+    def take(
+        self, rank: int, num_bytes: int, busy: Collection[int], *, may_steal: bool, num_behind: int = 0
+    ) -> Image | None:
         """Return an image for a rank to stage into, or ``None`` when all are in use.
 
         Args:
@@ -107,6 +113,8 @@ class Vault:
             num_bytes: How much room is needed.
             busy: Inodes of images that the rank's process itself still uses.
             may_steal: Whether the last kept one may be given, because its generation is durable elsewhere.
+            num_behind: How many of the busy ones only tiers that are behind still need: as many may be added, where
+                there is memory for them.
 
         Raises:
             OSError: There is no memory.
@@ -117,12 +125,19 @@ class Vault:
             free = [image for image in usable if not image.kept]
             if not free and len(mine) < NUM_IMAGES:
                 return self._new(rank, num_bytes)
+            num_slow = max(num_behind, sum(1 for image in mine if image.num_uses and image.inode not in busy))
+            if not free and len(mine) < min(MAX_IMAGES, NUM_IMAGES + num_slow) and _has_memory_for(num_bytes):
+                return self._new(rank, num_bytes)
             if not free:
                 kept = sorted((image for image in usable if image.key is not None), key=self._worth)
                 free = kept if len(kept) > 1 or may_steal else []
             if not free:
                 return None
             image = max(free, key=lambda one: one.num_bytes) if not free[0].kept else free[0]
+            for other in free:  # which were added while a tier was behind
+                if other is not image and not other.kept and len(mine) > NUM_IMAGES:
+                    self._remove(other)
+                    mine.remove(other)
             image.digested = None
             if image.num_bytes < num_bytes:
                 self._remove(image)
@@ -131,7 +146,9 @@ class Vault:
             return image
 
     def stage(self, fd: int, key: CopyKey, length: int) -> Image:
-        """Note what a rank has staged; return the image. Memory that an earlier writer gave out is taken over.
+        """Note what a rank has staged, unless it is known; return the image.
+
+        Memory that an earlier writer gave out is taken over.
 
         Where another image of the rank held the same part, that one is free: it was found to be bad, and fetched again.
         """
@@ -141,10 +158,12 @@ class Vault:
             except HoldingsError:
                 image = Image(os.dup(fd), os.fstat(fd).st_size, key.rank)
                 self._images.append(image)
+            if image.key == key:
+                return image
             for other in self._images:
                 if other is not image and other.rank is not None and other.key == key:
                     self._forget(other)
-            image.key, image.length, image.kept, image.digested = key, length, False, None
+            image.key, image.length, image.kept = key, length, False
             return image
 
     def image_of(self, fd: int) -> Image:
@@ -375,6 +394,14 @@ class _IncomingMemory:
         if not self._done:
             self._done = True
             self._image.close()
+
+
+def _has_memory_for(num_bytes: int) -> bool:
+    """Return whether there is memory for an additional image, with some to spare."""
+    import psutil
+
+    machine = psutil.virtual_memory()
+    return machine.available - num_bytes > MEMORY_RESERVE * machine.total
 
 
 def _in_memory(data: bytes) -> tuple[int, int]:

@@ -9,6 +9,7 @@ It imports no torch, so that it starts in a fraction of a second and takes littl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import logging
 import os
@@ -16,10 +17,11 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from outlast import logs
+from outlast import clock, logs
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.assemble import Assemble, assemble
 from outlast.checkpoint.manifest import HoldingsError
@@ -28,7 +30,7 @@ from outlast.checkpoint.replica.parity import blocks_of
 from outlast.checkpoint.replica.server import ReplicaServer
 from outlast.checkpoint.shard import Digested, Numbers, digest_image, write_image
 from outlast.checkpoint.vault import Image, Vault
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, Corrupt
 from outlast.runtime.injection import reach
 from outlast.runtime.processes import die_with_parent, ignore_group_signals, peer_user
 from outlast.runtime.wire import MessageChannel
@@ -39,6 +41,38 @@ AGAIN_S = 1.0
 """Between two tries to accept a connection where the system has no room for one."""
 
 
+class Calls:
+    """What is under way in each directory, so that one that hangs holds one save and not all of them. Thread: any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[str, list[tuple[int, int]]] = {}
+        """When each call began, and when nobody waits for it any more, by the directory."""
+
+    @contextlib.contextmanager
+    def into(self, directory: str, limit_s: float) -> Iterator[None]:
+        """Do something in a directory, for which nobody waits longer than ``limit_s``.
+
+        Raises:
+            CheckpointError: An earlier call is still under way there, and nobody waits for it any more.
+        """
+        now_ns = clock.now_ns()
+        call = now_ns, now_ns + int(limit_s * 1e9)
+        with self._lock:
+            running = self._running.setdefault(directory, [])
+            if stuck := [began_ns for began_ns, end_ns in running if end_ns < now_ns]:
+                raise CheckpointError(
+                    f"{directory} has not responded for {(now_ns - min(stuck)) / 1e9:.0f} s; nothing more is written "
+                    "there until it does"
+                )
+            running.append(call)
+        try:
+            yield
+        finally:
+            with self._lock:
+                running.remove(call)
+
+
 class Writer:
     """Serve the workers of a node.
 
@@ -47,7 +81,7 @@ class Writer:
     """
 
     def __init__(self, vault: Vault) -> None:
-        self._vault = vault
+        self._vault, self._calls = vault, Calls()
         self._lock = threading.Lock()
         self._secret: bytes | None = None
         self._server: ReplicaServer | None = None
@@ -77,7 +111,13 @@ class Writer:
         try:
             match request:
                 case f.Take():
-                    image = self._vault.take(request.rank, request.num_bytes, request.busy, may_steal=request.may_steal)
+                    image = self._vault.take(
+                        request.rank,
+                        request.num_bytes,
+                        request.busy,
+                        may_steal=request.may_steal,
+                        num_behind=request.num_behind,
+                    )
                     return f.Done(), None if image is None else os.dup(image.fd)
                 case f.Write():
                     return self._write(request, _needed(fd)), None
@@ -107,7 +147,8 @@ class Writer:
                     return f.GotPart(data=data), None
                 case Assemble():
                     image = self._vault.image_of(_needed(fd))
-                    with self._vault.reading(image) as whole:
+                    into = self._calls.into(request.url, request.timeout_s)
+                    with self._vault.reading(image) as whole, into:
                         return assemble(request, whole, digested=lambda: image.digested), None
             return f.Done(), None
         except OSError as error:
@@ -128,8 +169,9 @@ class Writer:
         ):
             copying = pool.submit(self._replicate, request, image)
             try:
-                chunks, finite = self._digest_and_write(request, data)
-                image.digested = Digested(request.num_bytes, chunks)
+                digested = self._digest_and_write(request, data, image.digested)
+                chunks, finite = digested.chunks, digested.finite
+                image.digested = digested
             finally:
                 outcomes = copying.result()
         failures = []
@@ -144,19 +186,40 @@ class Writer:
             num_copies = 0 if failures else 1
         return f.Written(chunks=chunks, finite=finite, num_copies=num_copies, failures=tuple(failures))
 
-    def _digest_and_write(self, request: f.Write, data: memoryview) -> tuple[tuple[str, ...], bool]:
-        """Return the digests, and whether all numbers are finite."""
+    def _digest_and_write(self, request: f.Write, data: memoryview, known: Digested | None) -> Digested:
+        """Return the digests, and whether all numbers are finite.
+
+        Args:
+            request: What is to be done.
+            data: The shard.
+            known: What another lane has found of the same shard; ``None`` = nothing yet.
+
+        Raises:
+            Corrupt: The shard has changed since.
+        """
         numbers, infinite = Numbers(request.numbers), threading.Event()
 
         def look(piece: memoryview, start: int) -> None:
             if not (infinite.is_set() or numbers.are_finite(piece, start)):
                 infinite.set()
 
+        if known is not None and known.num_bytes != len(data):
+            known = None
+        examine = look if known is None else None
         if request.path is None:
-            return digest_image(data, look=look), not infinite.is_set()
-        path = Path(request.path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return write_image(data, path, look=look), not infinite.is_set()
+            chunks = digest_image(data, look=examine)
+        else:
+            path = Path(request.path)
+            with self._calls.into(os.fspath(path.parent.parent), request.limit_s):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                chunks = write_image(data, path, look=examine)
+        if known is None:
+            return Digested(len(data), chunks, not infinite.is_set())
+        if changed := [index for index, chunk in enumerate(chunks) if known.chunks[index : index + 1] != (chunk,)]:
+            raise Corrupt(
+                f"chunk {changed[0]} of the staged copy has changed in memory since it was digested; it is not written"
+            )
+        return known
 
     def _replicate(self, request: f.Write, image: Image) -> tuple[CopyOutcome, ...]:
         with self._lock:

@@ -94,7 +94,7 @@ class CheckpointConfig:
     """Load an older generation rather than one that holds numbers that are infinite or NaN; a newer one that is
     skipped is named in the log. Off: always load the newest, for states that hold such numbers now and then."""
 
-    max_consecutive_save_failures: int = 5
+    max_consecutive_save_failures: int = 0
     """Failed saves in a row after which training stops with the last error; 0 = never."""
 
     save_timeout: float = 600.0

@@ -94,7 +94,8 @@ def assemble(
         source.check_unchanged(digested())
         return Assembled(num_bytes=len(source), chunks=source.digests(), finite=source.is_finite())
     except OSError as error:
-        return Assembled(error=f"{error.filename or request.name}: {error.strerror or error}")
+        where = error.filename or f"{request.url}/{request.folder}/{request.name}"
+        return Assembled(error=f"{where}: {error.strerror or error}")
     except (CheckpointError, MemoryError) as error:
         return Assembled(error=str(error) or type(error).__name__)
     finally:

@@ -43,7 +43,9 @@ MAX_REMOVED = 20_000
 """Objects of old generations that are deleted after one commit; more wait for the next one."""
 MAX_TRIES = 3
 _RECORD = re.compile(r"(\d+)\.json")
-_FILE = re.compile(r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)\.distcp")
+_FILE = re.compile(
+    r"__\d+_\d+\.(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)(?:r(?P<retry>\d+))?\.distcp"
+)
 
 
 def is_attempt_file(name: str) -> bool:
@@ -181,6 +183,9 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
                     found[path.relative_to(root).as_posix()] = path.stat().st_size
         return found
 
+    def temporary(self, iteration: int, attempt: SaveAttempt | str) -> Path:
+        return super().temporary(iteration, attempt.label if isinstance(attempt, SaveAttempt) else attempt)
+
     def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
         return self.temporary(iteration, attempt).name
 
@@ -247,7 +252,7 @@ class ObjectDirectory(GlobalDirectory):
         return self.folder(iteration)
 
     def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
-        return f"__{rank}_{index}.{attempt}.distcp"
+        return f"__{rank}_{index}.{attempt.label}.distcp"
 
     def commit(
         self,
@@ -282,7 +287,7 @@ class ObjectDirectory(GlobalDirectory):
 
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         folder = self.folder(iteration)
-        names = {name for name in self._store.sizes(folder) if name.endswith(f".{attempt}.distcp")}
+        names = {name for name in self._store.sizes(folder) if name.endswith(f".{attempt.label}.distcp")}
         if (committed := self._committed_files(folder)) is not None:  # a commit whose answer was lost is one
             self._remove(folder, names - committed)
 

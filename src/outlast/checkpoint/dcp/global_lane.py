@@ -1,4 +1,4 @@
-"""The lane to the global tier: its own thread and exchange, behind the near tiers' commit.
+"""The lane to the global tier: its own thread and exchange, behind the commit to memory.
 
 Every rank takes inventory of its image, rank 0 shares the writing out, every rank has its writer process put its files
 together, several at once, and rank 0 commits: data, ``.metadata``, manifest, tracker. All ranks get the same outcome.
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from outlast import clock
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, Range
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.items import Items, dump_metadata
@@ -38,21 +37,24 @@ from outlast.checkpoint.directory import DirectoryRefused
 from outlast.checkpoint.infinities import examined
 from outlast.checkpoint.lane import (
     GRACE_S,
-    Lane,
     RankAnswer,
     Reached,
+    RetryingLane,
     SaveOutcome,
+    Unstaged,
     check_answer,
     child_above,
     children,
 )
-from outlast.checkpoint.save import Save
+from outlast.checkpoint.save import Replaced, Save
 from outlast.checkpoint.shard import digests, pack_digests
 from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Tier
 
 log = logging.getLogger(__name__)
 NUM_FILES_AT_ONCE = 3
+STALE_S = 10.0
+"""A save for which the directory took longer than this to respond gives its turn to a newer one, if there is one."""
 ANSWER_S = 5.0
 """The writer has this much longer to answer than it has to write: it is not to be taken for dead."""
 
@@ -83,32 +85,41 @@ class _SharedWriting:
     duties: tuple[Duty, ...]
 
 
-class GlobalLane(Lane):
+class GlobalLane(RetryingLane):
     """Commit saves to the global tier."""
 
     name = "global"
     _tier = Tier.GLOBAL
+    tiers = frozenset({Tier.GLOBAL})
     file_bytes = FILE_BYTES
     """A file that has reached it is full."""
 
     def _commit(self, save: Save) -> Reached:
-        global_tier = frozenset({Tier.GLOBAL})
-        if save.is_repeated and not self._committed.missing(save.iteration, global_tier):
+        if not self._wanted(save):
+            self._committed.add(save.iteration, self.tiers)
             return Reached(frozenset())
-        self._end_ns = clock.now_ns() + int(self._timeout_s * 1e9)
-        assert self._places.directory is not None
-        directory = self._places.directory.suspects if save.suspect else self._places.directory
+        self._start_clock()
+        directory = self._directory.suspects if save.suspect else self._directory
         items, answer = self._look(save)
         plan = self._plan(save, answer)
         duty = self._take_order(save, plan)
         if duty is not None:
+            self._start_clock()
             self._report(save, directory, plan, self._write(save, directory, items, duty))
-        self._conclude(save, f"iteration {save.iteration} is not saved to {directory.url}")
+        self._conclude(save, f"iteration {save.iteration} is not saved to {directory.url}", is_limited=False)
         if not save.suspect:
-            self._committed.add(save.iteration, global_tier)
+            self._committed.add(save.iteration, self.tiers)
         if self._rank == 0:
             self._follow_up(save, directory)
-        return Reached(global_tier)
+        return Reached(self.tiers)
+
+    @property
+    def _directory(self) -> GlobalDirectory:
+        assert self._places.directory is not None  # else there is no such lane
+        return self._places.directory
+
+    def _where(self) -> str:
+        return f"the global tier ({self._directory.url})"
 
     def _clear_up(self, save: Save) -> None:
         """Rank 0 has done it before it posted the outcome."""
@@ -117,17 +128,22 @@ class GlobalLane(Lane):
 
     def _look(self, save: Save) -> tuple[Items | None, Inventoried]:
         """Return what this rank has, ``None`` when its image cannot be read, and what it sends of it."""
-        assert save.arena is not None
         try:
-            items = Items(save.arena.view(save.num_bytes), save.tensors, world_size=self._world_size)
+            items = Items(self._check_staged(save).view(save.num_bytes), save.tensors, world_size=self._world_size)
             mine = items.inventory
-            table, digests = self._share(save, mine.table), self._share(save, PartDigests(mine.digests))
+            table, digests = self._share(mine.table), self._share(PartDigests(mine.digests))
             root = InventoryRoot(table, digests, mine.offsets, mine.private)
             return items, Inventoried(iteration=save.iteration, inventory=root)
         except Exception as error:  # whatever it is: the others wait for this rank's answer
             if not isinstance(error, CheckpointError):
                 log.exception("what iteration %d consists of cannot be told", save.iteration)
-            return None, Inventoried(iteration=save.iteration, error=f"rank {self._rank}: {_text_of(error)}")
+            answer = Inventoried(
+                iteration=save.iteration,
+                error=f"{self._describe_rank(self._rank)}: {_text_of(error)}",
+                is_final=isinstance(error, Unstaged),
+                is_replaced=isinstance(error, Replaced),
+            )
+            return None, answer
 
     def _take_order(self, save: Save, plan: _SharedWriting | None) -> Duty | None:
         """Return what this rank is to write, after passing on the orders of those below it in the tree.
@@ -139,7 +155,7 @@ class GlobalLane(Lane):
             orders = {rank: Order.of(duty) for rank, duty in enumerate(plan.duties)}
         else:
             key, poll_s = f"order/{self._rank}", self._poll_s(self._world_size)
-            if self._wait_for(save, "outcome", key, grace_s=GRACE_S, poll_s=poll_s) == "outcome":
+            if self._wait_for(save, "outcome", key, grace_s=GRACE_S, poll_s=poll_s, is_limited=False) == "outcome":
                 return None
             orders = dict(self._receive(save, key, Orders).orders)
         mine = orders.pop(self._rank)
@@ -147,7 +163,7 @@ class GlobalLane(Lane):
         for rank, order in orders.items():
             below[child_above(rank, self._rank)].append((rank, order))
         for child, some in below.items():
-            self._post(save, f"order/{child}", Orders(some))
+            self._post(f"order/{child}", Orders(some))
         return mine.duty
 
     def _write(self, save: Save, directory: GlobalDirectory, items: Items | None, duty: Duty) -> Wrote:
@@ -158,7 +174,7 @@ class GlobalLane(Lane):
         except Exception as error:  # rank 0 waits for this rank's answer
             if not isinstance(error, CheckpointError):
                 log.exception("files of iteration %d cannot be written", save.iteration)
-            return Wrote(iteration=save.iteration, error=f"rank {self._rank}: {_text_of(error)}")
+            return Wrote(iteration=save.iteration, error=f"{self._describe_rank(self._rank)}: {_text_of(error)}")
 
     def _write_files(self, save: Save, directory: GlobalDirectory, items: Items, duty: Duty) -> WriteReport:
         values = [items.value(items.inventory.values[index].item) for index in duty.values]
@@ -200,10 +216,14 @@ class GlobalLane(Lane):
             self._gather_up(save, "has", answer, everyone)
             return None
         try:
+            self._outcomes.late.wait_for(self.name, f"{self._describe_rank(0)}, which looks into it")
             self._hold_claim()
+            if self.has_newer(save) and self._left_s() < self._timeout_s - STALE_S:
+                raise Replaced("the directory did not respond for a while, and a newer save has come")
         except (CheckpointError, OSError) as error:
-            self._post(save, "outcome", _failed_here(error))
+            self._post("outcome", self._failed_here(error))
             return None
+        self._start_clock()
         try:
             roots = []
             for rank, gathered in self._gather_up(save, "has", answer, everyone):
@@ -219,7 +239,7 @@ class GlobalLane(Lane):
             )
             return _SharedWriting(inventories, assign(inventories))
         except CheckpointError as error:
-            self._post(save, "outcome", SaveOutcome.of(error))
+            self._post("outcome", SaveOutcome.of(error))
             return None
 
     def _report(self, save: Save, directory: GlobalDirectory, plan: _SharedWriting | None, wrote: Wrote) -> None:
@@ -240,18 +260,19 @@ class GlobalLane(Lane):
             return
         if outcome.error is None:
             try:
+                self._outcomes.late.wait_for(self.name, f"{self._describe_rank(0)}, which commits it")
                 self._place(save, directory, plan, reports)
                 if not save.suspect:
                     self._outcomes.report_durable(save.iteration)  # first, as in the near lane
             except (CheckpointError, OSError) as failure:
-                outcome = _failed_here(failure)
+                outcome = self._failed_here(failure)
         if outcome.error is not None:
             self._must_sweep = True
             try:
                 directory.discard(save.iteration, save.attempt)
             except (CheckpointError, OSError) as failure:
                 log.warning("files of a failed save cannot be removed: %s", failure)
-        self._post(save, "outcome", outcome)
+        self._post("outcome", outcome)
 
     def _place(
         self, save: Save, directory: GlobalDirectory, plan: _SharedWriting, reports: Sequence[WriteReport]
@@ -290,11 +311,11 @@ class GlobalLane(Lane):
         if self._claim is not None:
             self._claim.hold()
 
+    def _failed_here(self, error: Exception) -> SaveOutcome:
+        """Return the outcome of a save that failed on rank 0."""
+        is_plain = isinstance(error, DirectoryRefused | Replaced)
+        return SaveOutcome.of(error, str(error) if is_plain else f"{self._describe_rank(0)}: {error}")
+
 
 def _text_of(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _failed_here(error: Exception) -> SaveOutcome:
-    """Return the outcome of a save that failed on rank 0."""
-    return SaveOutcome.of(error, str(error) if isinstance(error, DirectoryRefused) else f"rank 0: {error}")

@@ -1,0 +1,157 @@
+"""Tiers that are behind: one line each minute says which saves are not in a tier, and what the tier waits for.
+
+A tier that hangs reports nothing by itself, and one that fails would report every save. On rank 0 a thread of its own
+looks at what the lanes have noted; it takes no part in any save.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from outlast import clock
+from outlast.wording import count
+
+log = logging.getLogger(__name__)
+LATE_S = 30.0
+"""A save that has been under way in a tier for so long is reported."""
+INTERVAL_S = 60.0
+"""Between two lines about a tier."""
+LOOK_S = 1.0
+
+
+@dataclass(slots=True)
+class _Tier:
+    where: str
+    """Tier and path, for people."""
+    began_ns: int | None = None
+    """When the save that is under way began; ``None`` = there is none."""
+    iteration: int = 0
+    """Of the save that is under way, or was last."""
+    waits_for: str = ""
+    num_failed: int = 0
+    """Attempts that failed since the last line."""
+    num_replaced: int = 0
+    """Saves that newer ones have taken the place of since the last line."""
+    error: str = ""
+    """Of the last attempt; empty: it succeeded, or there was none."""
+    newest: tuple[int, int] | None = None
+    """Iteration of the newest commit, and when it was."""
+    reported_ns: int | None = None
+    """When the last line was logged; ``None`` = the tier is not behind."""
+    warned_ns: int | None = None
+    """When a failure was last logged by itself."""
+
+
+class LateTiers:
+    """Collect what becomes of saves in each tier, and report the tiers that are behind.
+
+    Thread: any. Without :meth:`start` nothing is reported.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tiers: dict[str, _Tier] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, places: dict[str, str]) -> None:
+        """Report from now on.
+
+        Args:
+            places: By lane, its tier and path, for people.
+        """
+        with self._lock:
+            self._tiers = {lane: _Tier(where) for lane, where in places.items()}
+        if self._tiers:
+            self._thread = threading.Thread(target=self._run, name="outlast-late-tiers", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the reports. Idempotent. Blocks: never."""
+        self._stop.set()
+
+    def begin(self, lane: str, iteration: int) -> None:
+        """An attempt to write a save to a tier begins."""
+        with self._lock:
+            if (tier := self._tiers.get(lane)) is not None:
+                tier.began_ns, tier.iteration, tier.waits_for = clock.now_ns(), iteration, ""
+
+    def wait_for(self, lane: str, what: str) -> None:
+        """The attempt that is under way waits for something; empty: no longer."""
+        with self._lock:
+            if (tier := self._tiers.get(lane)) is not None:
+                tier.waits_for = what
+
+    def commit(self, lane: str, iteration: int) -> None:
+        """A save was committed to a tier."""
+        with self._lock:
+            if (tier := self._tiers.get(lane)) is not None:
+                tier.began_ns, tier.error, tier.newest = None, "", (iteration, clock.now_ns())
+                if tier.reported_ns is not None:
+                    log.info("%s works again: it has the checkpoint of iteration %d", tier.where, iteration)
+                tier.reported_ns, tier.num_failed, tier.num_replaced = None, 0, 0
+
+    def fail(self, lane: str, error: str) -> None:
+        """An attempt failed."""
+        with self._lock:
+            if (tier := self._tiers.get(lane)) is not None:
+                tier.began_ns, tier.error = None, error
+                tier.num_failed += 1
+
+    def replace(self, lane: str) -> None:
+        """A save gave its place in a tier to a newer one."""
+        with self._lock:
+            if (tier := self._tiers.get(lane)) is not None:
+                tier.num_replaced += 1
+
+    def may_warn(self, lane: str) -> bool:
+        """Return whether a failure is to be logged by itself: the first one of a minute is."""
+        with self._lock:
+            tier = self._tiers.setdefault(lane, _Tier(lane))
+            now_ns = clock.now_ns()
+            if tier.warned_ns is not None and now_ns - tier.warned_ns < INTERVAL_S * 1e9:
+                return False
+            tier.warned_ns = now_ns
+            if tier.reported_ns is None:
+                tier.reported_ns = now_ns  # that line is the tier's first one
+            return True
+
+    def _run(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            with self._lock:
+                lines = [line for tier in self._tiers.values() if (line := _report(tier, clock.now_ns()))]
+            for line in lines:
+                log.warning("%s", line)
+
+
+def _report(tier: _Tier, now_ns: int) -> str:
+    """Return the line that is due about a tier; empty: none is."""
+    under_way_s = 0.0 if tier.began_ns is None else (now_ns - tier.began_ns) / 1e9
+    is_behind = under_way_s >= LATE_S or tier.error != "" or tier.num_replaced > 0
+    if not is_behind:
+        return ""
+    if tier.reported_ns is None and under_way_s < LATE_S:
+        tier.reported_ns = now_ns  # the minute begins with the first failure, which is logged by itself
+        return ""
+    if tier.reported_ns is not None and now_ns - tier.reported_ns < INTERVAL_S * 1e9:
+        return ""
+    tier.reported_ns = now_ns
+    parts = []
+    if under_way_s >= LATE_S:
+        waits = f" and waits for {tier.waits_for}" if tier.waits_for else ""
+        parts.append(f"the save of iteration {tier.iteration} has been under way for {under_way_s:.0f} s{waits}")
+    if tier.num_failed:
+        parts.append(f"{count(tier.num_failed, 'attempt')} failed")
+    if tier.num_replaced:
+        parts.append(f"{count(tier.num_replaced, 'save')} not written there, since newer ones took their place")
+    if tier.newest is None:
+        parts.append("no checkpoint was written there since this cycle began")
+    else:
+        iteration, at_ns = tier.newest
+        parts.append(f"its newest checkpoint is iteration {iteration}, {(now_ns - at_ns) / 1e9:.0f} s old")
+    if tier.error:
+        parts.append(f"last error: {tier.error}")
+    tier.num_failed = tier.num_replaced = 0
+    return f"{tier.where} is behind: {'; '.join(parts)}; training continues"
