@@ -12,7 +12,8 @@ from torch.distributed import HashStore
 
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.lane import SaveOutcome
-from outlast.checkpoint.near_lane import NearLane
+from outlast.checkpoint.late_tiers import LateTiers
+from outlast.checkpoint.near_lane import MemoryLane
 from outlast.checkpoint.save import Save, SaveHandle
 from outlast.policy.recovery_point import Tier
 
@@ -231,10 +232,11 @@ class _GoneStore(HashStore):
 def test_a_store_that_goes_after_the_outcome_changes_nothing(last: str) -> None:
     """What ranks say once they know the outcome, and what they delete, may fail: the outcome stays what it was."""
     store: Any = _GoneStore()
-    places: Any = SimpleNamespace(nodes=("a", "b"), token="test")
+    places: Any = SimpleNamespace(nodes=("a", "b"), token="test", local=None, tiers=frozenset({Tier.MEMORY}))
     unused: Any = None
-    lane = NearLane(
-        places, rank=0, store=store, writer=unused, timeout_s=60.0, claim=None, retention=unused, outcomes=unused
+    outcomes: Any = SimpleNamespace(late=LateTiers())
+    lane = MemoryLane(
+        places, rank=0, store=store, writer=unused, timeout_s=60.0, claim=None, retention=unused, outcomes=outcomes
     )
     attempt = SaveAttempt(job="job", cycle=0, token="test", ordinal=0)
     save = Save(
@@ -245,7 +247,7 @@ def test_a_store_that_goes_after_the_outcome_changes_nothing(last: str) -> None:
         stall_s=0.0,
         tiers=frozenset({Tier.LOCAL}),
     )
-    lane._post(save, "outcome", SaveOutcome())
+    lane._post("outcome", SaveOutcome())
     store.is_gone = True
     if last == "forget":
         lane._forget(1)

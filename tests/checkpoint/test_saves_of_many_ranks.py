@@ -213,7 +213,9 @@ def test_one_rank_that_has_nothing_fails_all(rank: int) -> None:
     with _ranks() as ranks:
         saves = {one: ranks.save(one, error="out of memory" if one == rank else None) for one in range(WORLD)}
         errors = ranks.commit(saves)
-        assert {f"rank {rank}: out of memory" in str(error) for error in errors} == {True}
+        assert {f"rank {rank} on node node-{rank // PER_NODE}: out of memory" in str(error) for error in errors} == {
+            True
+        }
         assert not any(writer.manifests or writer.kept for writer in ranks.writers)
         assert all(writer.discarded for writer in ranks.writers)
 

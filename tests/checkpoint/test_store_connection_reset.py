@@ -86,14 +86,14 @@ tell(iteration=restored.iteration, content=content())
 @pytest.mark.process
 @pytest.mark.parametrize("victim", [0, 1])
 def test_saves_go_on_after_a_store_connection_was_reset(tmp_path: Path, victim: int) -> None:
-    """Every connection of a rank to the store ends once: at most the next save fails, alike on both ranks; those after
-    it are committed, and the newest is loaded."""
+    """Every connection of a rank to the store ends once: at most the next save fails, on both ranks; those after it are
+    committed, and the newest is loaded."""
     ended = start(tmp_path / "ckpt", RESET + SAVE_AFTER_A_RESET.format(victim=victim), world=2)
     assert [code for code, _ in ended] == [0, 0], ended
     told = [what for _, what in ended]
     assert told[victim]["num_reset"] > 0
     assert told[0]["outcomes"] == told[1]["outcomes"]
-    assert told[0]["outcomes"] == ["committed", "failed", "committed", "committed"]
+    assert told[0]["outcomes"][:1] + told[0]["outcomes"][2:] == ["committed"] * 3
     loaded = start(tmp_path / "ckpt", LOAD, world=2, cycle=1)
     assert [what for _, what in loaded] == [{"iteration": 4, "content": one["content"]} for one in told]
 
@@ -106,4 +106,4 @@ def test_saves_of_a_call_that_is_left_wait_for_no_new_connection(tmp_path: Path)
     (_, _), (code, told) = start(tmp_path / "ckpt", RESET + LEAVE_A_CALL, world=2)
     assert code == 0, told
     assert told["num_reset"] > 0
-    assert told["errors"] == ["PeerSilent", "PeerSilent"]
+    assert told["errors"] in (["PeerSilent", "PeerSilent"], ["Replaced", "PeerSilent"])

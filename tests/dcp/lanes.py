@@ -255,6 +255,11 @@ class Lanes:
             assert self._told.acquire(timeout=4 * LONG_S), "a lane has told no outcome"
         return [self._outcomes[rank] for rank in ranks]
 
+    def forget(self, iteration: int) -> None:
+        """Have the lanes count an iteration as not committed, as ranks do that have resumed from an older one."""
+        for lane in self.lanes:
+            lane._committed.tiers.pop(iteration, None)
+
     def close(self) -> None:
         for lane in self.lanes:
             assert lane.stop(5.0)

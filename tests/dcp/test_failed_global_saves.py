@@ -53,7 +53,7 @@ def test_one_ranks_failure_fails_the_save_for_all(tmp_path: Path) -> None:
         full.set()
         errors = lanes.save([_flat(2.0)] * 3, 20)
         assert len({str(error) for error in errors}) == 1
-        assert "rank 2: __2_0.distcp: No space left on device" in str(errors[0])
+        assert "rank 2 on node node: __2_0.distcp: No space left on device" in str(errors[0])
         assert lanes.directory.generations() == [10]
         assert lanes.directory.latest() == 10
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run.json", "step-10"]
@@ -171,6 +171,7 @@ def test_a_generation_that_has_no_name_while_it_is_replaced_is_waited_for(
     with Lanes(str(tmp_path), 1) as lanes, ThreadPoolExecutor(3) as pool:
         assert lanes.save([_flat(1.0)], 8) == [None]
         assert lanes.save([_flat(2.0)], 9) == [None]
+        lanes.forget(9)
         with armed("checkpoint.nameless", stop):
             saved = pool.submit(lanes.save, [_flat(3.0)], 9)
             assert is_nameless.wait(LONG_S)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import hashlib
 import logging
 import threading
@@ -50,6 +51,8 @@ MAX_POLL_S = 1.0
 """Of a wait without a time limit, which looks less often the longer it lasts."""
 POLL_SHARE = 0.02
 """Of the time waited so far: the longest pause of such a wait."""
+RENEW_S = 10.0
+"""Seconds in which the ranks' store has to be reached again."""
 RETRY_S = 5.0
 """Before the first retry of a save; doubled from then on."""
 MAX_RETRY_S = 60.0
@@ -106,7 +109,7 @@ def _kind_of(answer: RankAnswer | SaveOutcome) -> type[CheckpointError]:
     return Unstaged if answer.is_final else Replaced if answer.is_replaced else CheckpointError
 
 
-class SaveOutcome(msgspec.Struct, frozen=True):
+class SaveOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """What became of a save, or of a node's part of it."""
 
     error: str | None = None
@@ -244,7 +247,7 @@ class Lane(ABC):
         self._turn = 0
         """Number of the turn, by which the ranks' messages are told apart."""
         self._stop = threading.Event()
-        self._store, self._is_store_lost = store, False
+        self._store, self._is_store_lost, self._was_unreachable = store, False, False
         self._posted: list[tuple[int, str]] = []
         """Keys of the store, by their turn."""
         self._open()
@@ -565,13 +568,23 @@ class Lane(ABC):
         """Connect to the ranks' store again if the last save lost the connection.
 
         Not while this rank leaves: the store may be gone, and then nothing can end the wait for a connection.
+
+        Blocks: up to :data:`RENEW_S`.
         """
         if not self._is_store_lost or self._stop.is_set() or self._outcomes.is_call_left:
             return
         try:
+            self._store.set_timeout(datetime.timedelta(seconds=min(RENEW_S, self._timeout_s)))
             self._store, self._is_store_lost = self._store.clone(), False
+            self._store.set_timeout(datetime.timedelta(seconds=self._timeout_s))
         except (AttributeError, RuntimeError) as error:
-            log.warning("the ranks' store cannot be reached again (%s); saves fail until it can", error)
+            what = (str(error).splitlines() or [type(error).__name__])[0]
+            log.log(
+                logging.DEBUG if self._was_unreachable else logging.WARNING,
+                "the ranks' store cannot be reached again (%s); saves fail until it can",
+                what,
+            )
+            self._was_unreachable = True
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
@@ -650,8 +663,9 @@ class RetryingLane(Lane):
 
     def submit(self, save: Save) -> None:
         with self._changed:
-            replaced = [other for other in self._waiting if other.suspect == save.suspect]
-            self._waiting = [other for other in self._waiting if other.suspect != save.suspect] + [save]
+            # What is not staged holds no memory, and the other ranks have to know why it is not saved.
+            replaced = [one for one in self._waiting if one.suspect == save.suspect and one.arena is not None]
+            self._waiting = [one for one in self._waiting if one not in replaced] + [save]
             self._newest, self._template = save.attempt.ordinal, save
             self._changed.notify_all()
         for other in replaced:
@@ -672,6 +686,7 @@ class RetryingLane(Lane):
         self._outcomes.failed(save, self.name, error)
 
     def _next(self) -> Save | None:
+        num_lost = 0
         while True:
             with self._changed:
                 while not self._stop.is_set() and (left_s := self._idle_s()) != 0.0:
@@ -683,8 +698,21 @@ class RetryingLane(Lane):
                 self._renew_store()
                 return self._begin_turn() if self._rank == 0 else self._join_turn()
             except CheckpointError as error:  # the ranks' store is gone, and the next look may find it again
-                log.debug("no turn of the %s lane begins: %s", self.name, error)
-                self._stop.wait(MAX_POLL_S)
+                if num_lost > 0 or self._outcomes.is_call_left:
+                    self._report_silence(error)
+                num_lost += 1
+                self._stop.wait(POLL_S)
+
+    def _report_silence(self, error: CheckpointError) -> None:
+        """Report that the saves that wait have failed for now; for ever if the call around them is left."""
+        if self._stop.is_set():
+            return
+        with self._changed:
+            failed = list(self._waiting)
+            if is_left := self._outcomes.is_call_left:
+                self._waiting = []
+        for save in failed:
+            self._outcomes.failed(save, self.name, error, is_retried=not is_left)
 
     def _abandon(self) -> None:
         """Report the saves that wait as failed."""
@@ -743,9 +771,11 @@ class RetryingLane(Lane):
     def _start(self, save: Save, retry: int) -> Save:
         """Take a save out of those that wait, unless a newer one has replaced it meanwhile."""
         with self._changed:
-            others = [other for other in self._waiting if other is not save]
-            is_there = len(others) < len(self._waiting)
-            self._waiting = others
+            is_there = any(one is save for one in self._waiting)
+            passed = [one for one in self._waiting if one.arena is None and one.attempt.ordinal < save.attempt.ordinal]
+            self._waiting = [one for one in self._waiting if one is not save and one not in passed]
+        for one in passed:
+            self._outcomes.failed(one, self.name, Unstaged(one.error or "nothing was staged", rank=self._rank))
         self._retry = (save.attempt.ordinal, retry)
         numbered = dataclasses.replace(save, attempt=dataclasses.replace(save.attempt, retry=retry))
         if not is_there:

@@ -260,7 +260,8 @@ class NearLane(Lane):
             forks=save.branch.forks,
             nodes=self._places.nodes,
             num_copies=tuple(one.num_copies for one in answers) if replicates else (),
-            parity=self._places.replication.parity if replicates else 0,
+            # Also in memory, where the local lane makes the parities: both manifests are of the same attempt.
+            parity=self._places.replication.parity if Tier.REPLICA in save.tiers and not save.suspect else 0,
             shards=tuple(one.shard for one in answers if one.shard is not None),  # there is one, or an error
         )
 
