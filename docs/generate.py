@@ -307,6 +307,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "status-budgets": lambda: fields_table(report.Budgets),
     "status-budget": lambda: fields_table(report.BudgetReport),
     "status-generation": lambda: fields_table(report.GenerationReport),
+    "status-durability": lambda: fields_table(report.DurabilityReport),
     "status-trouble": lambda: fields_table(report.Trouble),
     "top": lambda: fields_table(look.TopReport),
     "top-rank": lambda: fields_table(look.RankLine),

@@ -203,6 +203,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Nodes that get no slot in the next cycle: what went wrong there is replayed elsewhere."""
     replay: dict[str, Any] | None = None
     """What the next cycle replays before it continues: the fields of :class:`outlast.policy.rerun.Replay`."""
+    delay_s: float = 0.0
+    """Seconds until the next cycle starts, after repeated failures without progress."""
 
 
 class EventKind(StrEnum):
@@ -231,7 +233,7 @@ class EventKind(StrEnum):
     VERDICT = "verdict"
     """Coordinator: ``verdict`` (a Verdict), ``incident``."""
     WRITER_ENDED = "writer_ended"
-    """Agent: its checkpoint writer died by itself: ``summary``."""
+    """Agent: its checkpoint writer died by itself, or did not respond and was replaced: ``summary``."""
     EVENTS_LOST = "events_lost"
     """Whoever lost them: ``num`` events before this one could not be written: the disk was full, gone or hung."""
     CYCLE_ENDED = "cycle_ended"

@@ -76,7 +76,7 @@ class _Noted:
     def __init__(self) -> None:
         self.late = LateTiers()
 
-    def report_durable(self, iteration: int) -> None:
+    def report_committed(self, iteration: int, tiers: frozenset[Tier]) -> None:
         """The handle is enough."""
 
     def committed(self, save: Save, lane: str, tiers: object, failures: object = ()) -> None:

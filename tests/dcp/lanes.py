@@ -89,7 +89,7 @@ class Noted:
     def __init__(self, note: Callable[[CheckpointError | None], object]) -> None:
         self._note, self._noted, self.late = note, set[int](), LateTiers()
 
-    def report_durable(self, iteration: int) -> None:
+    def report_committed(self, iteration: int, tiers: frozenset[Tier]) -> None:
         """No launcher is notified."""
 
     def committed(self, save: Save, lane: str, tiers: frozenset[Tier], failures: object = ()) -> None:

@@ -69,6 +69,8 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "write", write)
     outcome = check(DiskCheck(path=str(tmp_path), min_free_bytes=1))
     assert (outcome.status, "is full" in outcome.reason) == (Status.FAILED, True)
+    assert str(tmp_path) in outcome.reason
+    assert f"{outcome.facts['free_bytes']} bytes free" in outcome.reason
     assert list(tmp_path.iterdir()) == []
 
 

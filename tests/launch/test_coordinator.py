@@ -556,6 +556,7 @@ def test_what_was_decided_survives_the_coordinators_machine() -> None:
         place=place,
     )
     job.fail("a")
+    job.pass_time(30)  # the delay of a fifth restart without progress
     assert job.running["a"].distrusted == (one,)
     decided = [message.ladder for message in job.said["a"] if isinstance(message, m.Decided)]
     assert (decided[-1].restarts_total, job.coordinator.stop) == (8, None)

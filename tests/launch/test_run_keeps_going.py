@@ -371,7 +371,7 @@ with outlast.init(outlast.Config(checkpoint=checkpoint)) as run:
         cluster.wait_for("a second signal ends them", timeout_s=300)
         cluster.agent(0).signal(signal.SIGTERM)
         assert cluster.wait(timeout_s=300) == [ExitReason.PREEMPTED]
-        assert "shutdown requested; a saved generation exists" in cluster.agent(0).output()
+        assert "shutdown requested; a saved checkpoint exists" in cluster.agent(0).output()
 
 
 def test_notice_before_the_workers_run_starts_none(tmp_path: Path) -> None:

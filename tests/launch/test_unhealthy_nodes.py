@@ -6,12 +6,16 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from outlast.config import HealthConfig
 from outlast.errors import ConfigError, ExitReason
-from outlast.incidents import EventKind, Rung
+from outlast.health.probing import CheckResult, Status
+from outlast.incidents import EventKind, Incident, Rung
+from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
 from outlast.launch.options import parse_options
 from outlast.testing import Cluster
 
@@ -308,3 +312,41 @@ def test_settings_come_from_the_file_that_the_doctor_reads(tmp_path: Path, monke
     (tmp_path / "bad.toml").write_text("[health]\nmin_free_disk = 1\n")
     with pytest.raises(ConfigError, match="min_free_disk_gib"):
         parse_options([f"--health-config={tmp_path / 'bad.toml'}", train])
+
+
+@pytest.mark.parametrize(
+    ("failed", "prevents"),
+    [
+        (("disk /local", Status.FAILED), False),
+        (("disk /local", Status.TIMED_OUT), False),
+        (("store s3://bucket", Status.FAILED), False),
+        (("disk /local", Status.FAILED, "store s3://bucket", Status.TIMED_OUT), True),
+        (("disk /run", Status.FAILED), False),
+        (("disk /local", Status.FAILED, "compute cpu", Status.FAILED), True),
+    ],
+)
+def test_a_full_or_hung_disk_prevents_training_only_if_no_tier_works(failed: tuple[Any, ...], prevents: bool) -> None:
+    """After a fault a node keeps its slot while a tier of its checkpoints works, and the log says what failed."""
+    checkups: Any = Mock(config=HealthConfig(before_joining=False))
+    others = {"client": Mock(), "journal": Mock(), "timers": Mock(), "mailbox": Mock()}
+    others["journal"].incident.side_effect = lambda kind, summary, **_: Incident(
+        kind=kind, evidence={"summary": summary}
+    )
+    health = NodeHealth(checkups, **others, is_alone=False, run_dir="/run")
+    statuses = dict(zip(failed[::2], failed[1::2], strict=True))
+    results = tuple(
+        CheckResult(
+            name=what.partition(" ")[0],
+            target=what.partition(" ")[2],
+            status=statuses.get(what, Status.OK),
+            reason="",
+            took_s=0.0,
+        )
+        for what in ("disk /run", "disk /local", "store s3://bucket", "compute cpu")
+    )
+    health.suspect()
+    health.note_cleared()
+    health.take(CheckedUp(Occasion.FAULT, results))
+    if checkups.begin.call_count > 1:  # a failure counts only if nothing of the workers is left
+        health.take(CheckedUp(Occasion.FAULT, results))
+    assert (health.refuse(1) is not None) is prevents

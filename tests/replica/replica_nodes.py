@@ -15,6 +15,8 @@ KEY = b"k" * 32
 class Memory:
     """Holdings that are a dictionary of memfds."""
 
+    place = "the memory"
+
     def __init__(self) -> None:
         self.parts: dict[CopyKey, bytes] = {}
         self.refusal: str | None = None

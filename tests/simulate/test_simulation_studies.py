@@ -93,7 +93,9 @@ def test_the_closed_form_knows_two_tiers() -> None:
         Scenario(num_ranks=131072),  # some 3,200 failures a run, and the ladder stops it twice
         one_tier(failure_every_s=600.0),
         one_tier(
-            failure_every_s=300.0, interval_iterations=20, limits=Limits(max_restarts=99, max_no_progress_cycles=99)
+            failure_every_s=300.0,
+            interval_iterations=20,
+            limits=Limits(max_restarts=99, max_no_progress_cycles=99, max_restart_delay_s=0.0),
         ),
         one_tier(failure_every_s=600.0, limits=Limits(max_restarts=2, max_no_progress_cycles=2)),
     ],

@@ -432,7 +432,7 @@ class _CommitEnds:
     def __init__(self) -> None:
         self.late = LateTiers()
 
-    def report_durable(self, iteration: int) -> None:
+    def report_committed(self, iteration: int, tiers: frozenset[Tier]) -> None:
         """No launcher is notified."""
 
     def committed(self, save: Save, lane: str, tiers: frozenset[Tier], failures: object = ()) -> None:

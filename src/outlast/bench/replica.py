@@ -121,6 +121,8 @@ def _get(fd: int, view: memoryview, tensors: list[torch.Tensor], rounds: int) ->
 class _OnePart:
     """Holdings of one part, in the memory that gloo sends from; what is received is thrown away."""
 
+    place = "the memory"
+
     def __init__(self, fd: int, num_bytes: int) -> None:
         self._fd, self._num_bytes = fd, num_bytes
 

@@ -30,6 +30,7 @@ from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError
 from outlast.policy.checkpoint_plan import RetentionRules
+from outlast.policy.durability import Durability
 from outlast.policy.lineage import Lineage, processes_of
 from outlast.policy.recovery_point import Tier, decode_distrusted
 from outlast.runtime.journal import Journal
@@ -92,6 +93,7 @@ class CheckpointManager:
             )
             self._outcomes = Outcomes(place, journal, self._arenas, suspect_window=config.suspect_window)
             opened.callback(self._outcomes.close)
+            self._outcomes.set_tiers(places.tiers, _lasting_place(places))
             self._lanes: tuple[Lane, ...] = ()
             """The first one gets every save and hands it on to the others."""
             opened.callback(self._stop_lanes, 0.2)
@@ -143,9 +145,27 @@ class CheckpointManager:
         )
 
     @property
+    def durability(self) -> Durability:
+        """The newest checkpoint that survives each failure, loaded or saved. Thread: any."""
+        return self._outcomes.durability
+
+    @property
     def durable_iteration(self) -> int | None:
-        """The newest generation known to be committed, loaded or saved; ``None`` = none yet. Thread: any."""
-        return self._outcomes.durable
+        """The newest checkpoint that survives the end of the job; ``None`` = none yet. Thread: any."""
+        return self._outcomes.durability.job
+
+    @property
+    def durable_lag_s(self) -> float:
+        """Seconds for which a commit that survives the end of the job has been due; 0 = none is. Thread: any.
+
+        It counts from the begin of the oldest save that is not covered by such a commit, also of earlier cycles of the
+        job under ``outlast run``. Without a tier that outlives the job nothing is due.
+        """
+        return self._outcomes.durable_lag_s
+
+    def describe_overdue(self, iteration: int) -> str:
+        """Return why training stops after ``max_durable_lag``, having done so many optimizer steps; for people."""
+        return self._outcomes.describe_overdue(self.config.max_durable_lag, iteration)
 
     @property
     def refusal(self) -> CheckpointError | None:
@@ -232,8 +252,6 @@ class CheckpointManager:
         if self._restored is not None:
             self._outcomes.report_origin(self._restored)
         self._start_from(committed, iteration)
-        if self.durable_iteration is not None:
-            self._outcomes.report_durable(self.durable_iteration)
         self._begin_saving(state)
 
     def load_suspect(self, state: Mapping[str, Any], iteration: int) -> Restored | None:
@@ -305,7 +323,7 @@ class CheckpointManager:
             handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
         if not suspect:
-            self._outcomes.saving(iteration)
+            self._outcomes.saving(iteration, wanted)
         attempt = self._attempt(self._ordinal)
         self._ordinal += 1  # failed ones count, so that the ranks' counts stay alike
         handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=str(attempt))
@@ -433,7 +451,7 @@ class CheckpointManager:
     def _start_from(self, committed: Committed, iteration: int) -> None:
         """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""
         self._restored_tiers = frozenset(committed.tiers.get(iteration, ()))
-        self._outcomes.durable = max(committed.tiers, default=None)
+        self._outcomes.start_from(committed.held)
         for lane in self._lanes:
             lane.start_from(committed)
 
@@ -565,6 +583,13 @@ class CheckpointManager:
         for lane in self._lanes:
             lane.stop(0.0)
         return [lane.stop(timeout_s) for lane in self._lanes].count(False) == 0
+
+
+def _lasting_place(places: Places) -> str:
+    """Return the tier that outlives the job, with its path, for people; empty = there is none."""
+    if places.directory is not None:
+        return f"the global directory {places.directory.url}"
+    return "" if places.local is None else f"the local directory {places.local.path}"
 
 
 class ReadingManager(CheckpointManager):

@@ -263,6 +263,10 @@ class Incoming(Protocol):
 class Holdings(Protocol):
     """A node's parts. Thread: any."""
 
+    @property
+    def place(self) -> str:
+        """Where parts from other nodes are stored, for people: a folder, or the memory."""
+
     def receive(self, key: CopyKey, num_bytes: int) -> Incoming:
         """Make room for a part; one that is there already is replaced once the new one is kept.
 

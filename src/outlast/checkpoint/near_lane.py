@@ -232,7 +232,7 @@ class NearLane(Lane):
             outcome = next((one for _, one in outcomes if one.error is not None), committed)
             if outcome.error is None and not save.suspect:
                 # First, as the call may be left, or this process be killed: the next one resumes from here.
-                self._outcomes.report_durable(save.iteration)
+                self._outcomes.report_committed(save.iteration, save.tiers & self.tiers - {Tier.REPLICA})
             self._post("outcome", outcome)
         return is_finite
 

@@ -727,6 +727,8 @@ class Committed:
 
     tiers: dict[int, set[Tier]] = field(default_factory=dict)
     """Each committed generation's tiers."""
+    held: dict[int, set[Tier]] = field(default_factory=dict)
+    """Tiers in which every rank has a copy of its part, of what was committed before these processes."""
     not_finite: set[int] = field(default_factory=set)
     """Generations that hold numbers that are infinite or NaN, committed here or newer."""
 
@@ -748,4 +750,5 @@ class Committed:
 
     def copy(self) -> Committed:
         """Return a copy that changes by itself."""
-        return Committed({generation: set(tiers) for generation, tiers in self.tiers.items()}, set(self.not_finite))
+        tiers = {generation: set(tiers) for generation, tiers in self.tiers.items()}
+        return Committed(tiers=tiers, held=self.held, not_finite=set(self.not_finite))

@@ -17,6 +17,10 @@ MAX_MESSAGE_BYTES = 1 << 28
 """A manifest of many tensors, or the description of a file that consists of many."""
 
 
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Respond at once, without a look at any directory or at what is held. Reply: :class:`Done`."""
+
+
 class Take(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Provide memory to stage a shard in. Reply: :class:`Done`, with its descriptor; without one all is in use, or
     there is no memory for more."""
@@ -126,6 +130,9 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What peers must prove to know."""
     folder: str | None
     """The node's folder; ``None`` = there is no local tier, copies are held in memory."""
+    port: int = 0
+    """Port at which peers know this node's writer from before; 0 = they know none. Another one is used if another
+    process has it."""
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -178,5 +185,7 @@ class WriterRefusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: str
 
 
-Request: TypeAlias = Take | Write | PreparePart | KeepPart | Discard | List | Open | Serve | Fetch | GetPart | Assemble
+Request: TypeAlias = (
+    Ping | Take | Write | PreparePart | KeepPart | Discard | List | Open | Serve | Fetch | GetPart | Assemble
+)
 Reply: TypeAlias = Written | Listed | Serving | Fetched | GotPart | Done | WriterRefusal | Assembled

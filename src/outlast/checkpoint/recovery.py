@@ -442,6 +442,14 @@ def _committed(table: Table, refused: dict[int, set[Copy]], newest: int) -> Comm
         for generation, _ in set.intersection(*held):
             if generation <= newest:
                 committed.add(generation, tiers)
+    for tier in Tier:
+        copies_there = [
+            {(c.generation, c.attempt) for c in copies - refused[rank] if c.tier == tier}
+            for rank, copies in enumerate(table.copies)
+        ]
+        for generation, _ in set.intersection(*copies_there):
+            if generation in committed.tiers:
+                committed.held.setdefault(generation, set()).add(tier)
     return committed
 
 

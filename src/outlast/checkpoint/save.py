@@ -26,6 +26,7 @@ from outlast.checkpoint.recovery import Restored
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, DeadlineExceeded
 from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.policy.durability import Durability, OwedSaves, describe_overdue, job_tier
 from outlast.policy.lineage import UNKNOWN_BRANCH, Branch
 from outlast.policy.recovery_point import Tier, tier_of_load
 from outlast.runtime.board import Board, LoadedCopy
@@ -251,8 +252,10 @@ class Outcomes:
         self._page = None if self._board is None else self._board.rank(place.local_rank)
         self._under_way: dict[int, _UnderWay] = {}
         """The saves that are under way, by their ordinal."""
-        self.durable: int | None = None
-        """The newest generation known to be committed, loaded or saved."""
+        self._tiers, self._where = frozenset[Tier](), ""
+        self._durability = Durability()
+        owed = None if self._page is None else self._page.owed
+        self._owed = OwedSaves() if owed is None else OwedSaves().add(owed[0], owed[1] / 1e9)
         self.num_failures = 0
         """Saves in a row that failed."""
         self.last_error: CheckpointError | None = None
@@ -262,6 +265,41 @@ class Outcomes:
         """Reports tiers that are behind."""
         self.is_left: Callable[[], bool] | None = None
         """Whether the call that saves is left, and with it what is not committed; ``None``: there is no call."""
+
+    def set_tiers(self, tiers: frozenset[Tier], where: str = "") -> None:
+        """Set which tiers are configured.
+
+        Args:
+            tiers: These.
+            where: The tier that outlives the job, with its path; for people.
+        """
+        self._tiers, self._where = tiers, where
+
+    @property
+    def durability(self) -> Durability:
+        """The newest checkpoints that survive each failure, saved or loaded. Thread: any."""
+        return self._durability
+
+    @property
+    def durable_lag_s(self) -> float:
+        """Seconds for which a commit to the tier that outlives the job has been due; 0 = none is. Thread: any."""
+        return self._owed.lag_s(clock.now_ns() / 1e9)
+
+    def describe_overdue(self, limit_s: float, done: int) -> str:
+        """Return why a run stops whose checkpoints have not survived the end of the job for too long.
+
+        Args:
+            limit_s: ``max_durable_lag``.
+            done: Number of optimizer steps done.
+        """
+        return describe_overdue(
+            where=self._where or "any tier that outlives the job",
+            lag_s=self.durable_lag_s,
+            limit_s=limit_s,
+            error=str(self.last_error or ""),
+            known=self._durability,
+            done=done,
+        )
 
     def check(self, limit: int, *, iteration: int) -> None:
         """Raise :class:`CheckpointError` when ``limit`` saves in a row have failed; 0 = never."""
@@ -286,10 +324,13 @@ class Outcomes:
 
     # -- saves -------------------------------------------------------------------------------------------------
 
-    def saving(self, iteration: int) -> None:
-        """A state of so many optimizer steps is being saved; its commit will be reported."""
+    def saving(self, iteration: int, tiers: frozenset[Tier]) -> None:
+        """A state of so many optimizer steps is being saved to these tiers; its commits will be reported."""
         with self._lock:
+            if job_tier(self._tiers) in tiers:
+                self._owed = self._owed.add(iteration, clock.now_ns() / 1e9)
             if self._page is not None:
+                self._page.set_owed(self._owed_words())
                 self._page.set_iteration(iteration)
                 self._page.report_progress()
 
@@ -322,10 +363,7 @@ class Outcomes:
                 log.debug("still no copy on node %s: %s", failure.node, failure.error)
         self.late.commit(lane, save.iteration)
         if tiers and not save.suspect:
-            with self._lock:
-                self.durable = durable = max(self.durable or 0, save.iteration)
-            result = save.result()
-            took = result.duration_s
+            took = save.result().duration_s
             log.debug("committed iteration %d, tiers %s, in %.2f s", save.iteration, _names(tiers), took)
             self._write(
                 EventKind.SAVE_COMMITTED,
@@ -335,7 +373,7 @@ class Outcomes:
                 num_bytes=save.num_bytes,
                 tiers=_list(tiers),
             )
-            self.report_durable(durable)
+            self.report_committed(save.iteration, tiers)
         self._advance(save, lane, tiers=tiers)
 
     def failed(self, save: Save, lane: str, error: CheckpointError, *, is_retried: bool = False) -> None:
@@ -484,7 +522,7 @@ class Outcomes:
             if self._page is None:
                 return
             self._page.set_iteration(restored.iteration)
-            self._page.set_durable_iteration(restored.generation)  # a state kept in memory is beyond it
+            self._page.set_durability(self._durability_of(restored))  # a state kept in memory is beyond it
             read = [tier for tier in restored.tiers if tier != "kept"]  # a kept state stayed in its process
             if read:
                 self._page.set_restored(
@@ -496,6 +534,11 @@ class Outcomes:
                     )
                 )
 
+    def _durability_of(self, restored: Restored) -> Durability:
+        """Return what a load shows to be committed; one that all ranks read from the global tier outlives the job."""
+        far = set(restored.tiers) == {str(Tier.GLOBAL)}
+        return Durability(restored.generation, *(2 * (restored.generation,) if far else ()))
+
     def leaving(self, iteration: int, exit_code: int) -> None:
         """Report to the agent that the process is about to end, after so many optimizer steps."""
         with self._lock:
@@ -503,11 +546,34 @@ class Outcomes:
                 self._page.set_iteration(iteration)
                 self._page.set_leaving(exit_code)
 
-    def report_durable(self, iteration: int) -> None:
-        """Report to the agent that a generation is committed, by this process or before it."""
+    def report_committed(self, iteration: int, tiers: frozenset[Tier]) -> None:
+        """Report to the agent that a checkpoint is in more tiers, by this process or before it.
+
+        Args:
+            iteration: Of the checkpoint.
+            tiers: The tiers that it has newly reached.
+
+        Thread: any.
+        """
         with self._lock:
+            self._durability = self._durability.reached(iteration, tiers, self._tiers)
+            self._owed = self._owed.cover(self._durability.job)
             if self._page is not None:
-                self._page.set_durable_iteration(iteration)
+                self._page.set_durability(self._durability)
+                self._page.set_owed(self._owed_words())
+
+    def start_from(self, held: Mapping[int, Collection[Tier]]) -> None:
+        """Count checkpoints that were committed before this process.
+
+        Args:
+            held: Iteration to the tiers in which every rank has its part.
+        """
+        for iteration, tiers in held.items():
+            self.report_committed(iteration, frozenset(tiers))
+
+    def _owed_words(self) -> tuple[int, int] | None:
+        oldest = self._owed.oldest
+        return None if oldest is None else (oldest[0], int(oldest[1] * 1e9))
 
     # -- the journal -------------------------------------------------------------------------------------------
 

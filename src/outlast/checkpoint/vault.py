@@ -251,6 +251,12 @@ class Vault:
         with self._lock:
             self._folder = Directory(path) if path is not None else None
 
+    @property
+    def place(self) -> str:
+        """Where parts from other nodes are stored, for people."""
+        with self._lock:
+            return "the memory" if self._folder is None else self._folder.url
+
     def receive(self, key: CopyKey, num_bytes: int) -> _IncomingFile | _IncomingMemory:
         """Make room for a part from another node; see :class:`~outlast.checkpoint.manifest.Holdings`."""
         if clean_name(key.attempt) != key.attempt:

@@ -110,6 +110,8 @@ class Writer:
         """Do what was asked; return the reply and a descriptor that goes with it."""
         try:
             match request:
+                case f.Ping():
+                    return f.Done(), None
                 case f.Take():
                     image = self._vault.take(
                         request.rank,
@@ -245,7 +247,7 @@ class Writer:
                 self._server.close()
                 self._server = None
             if self._server is None:
-                self._server = ReplicaServer(self._vault, host=request.host, key=request.secret)
+                self._server = ReplicaServer(self._vault, host=request.host, key=request.secret, port=request.port)
             self._server.key = request.secret
             return self._server.port
 

@@ -1,8 +1,9 @@
 """The writer process from outside: started, watched and replaced by its owner, and asked by a worker.
 
 The owner, the node's agent or a worker without one, also owns the listening socket, an abstract one that leaves no file
-behind. When a writer dies, whoever connects meanwhile waits in the socket's queue for the next one; what the dead one
-held in memory is lost.
+behind. A writer that dies is replaced, and one that stops responding (:mod:`outlast.checkpoint.writer_pings`) is killed
+and replaced: whoever connects meanwhile waits in the socket's queue for the next one. The checkpoints that the old one
+held in memory are lost; a restore takes them from replicas on other nodes, and the next save fills the memory again.
 """
 
 from __future__ import annotations
@@ -15,35 +16,43 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import TypeVar
 
 import msgspec
 
 from outlast import clock, env
 from outlast.checkpoint import protocol as f
+from outlast.checkpoint.writer_pings import SILENT_S, Silence, WriterPings
 from outlast.errors import CheckpointError
-from outlast.runtime.processes import ChildProcess, describe_exit
+from outlast.runtime.processes import ChildProcess, describe_exit, describe_stuck
 from outlast.runtime.wire import MessageChannel
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=msgspec.Struct)
 BACKLOG = 128
 MAX_DEATHS = 5
-"""Deaths within ``DEATHS_WITHIN_S`` after which no other writer is started: something else is wrong."""
+"""Replacements within ``DEATHS_WITHIN_S`` after which no other writer is started: something else is wrong."""
 DEATHS_WITHIN_S = 60.0
+HANGS_WITHIN_S = 600.0
+"""As :data:`DEATHS_WITHIN_S`, for writers that stopped responding: each costs at least ``SILENT_S``."""
+_END_S = 5.0
+"""Seconds in which a writer that was killed ends, unless it waits within the kernel."""
 _NAME_FREE_S = 10.0
 """Seconds in which the writer of an owner that is gone releases its name."""
 _AGAIN_S = 0.05
 
 
 class WriterProcess:
-    """One writer at a time, replaced when it dies.
+    """One writer at a time, replaced when it dies or stops responding.
 
     Args:
         address: Name of the socket, of one whose owner is gone; empty = the kernel draws one.
         owner: Whose writer this is, for its log; empty = this node's.
         node: Name of this node, for its log; empty = the one that the machine knows itself by.
-        on_death: Called with a line for people when a writer died by itself. Thread: one of its own.
+        on_death: Called with a line for people when a writer died by itself, or was replaced because it stopped
+            responding. Thread: one of its own.
+        silent_s: Seconds without a response after which a writer that does not run at all is replaced.
 
     Raises:
         OSError: The system gives no socket or starts no process.
@@ -56,14 +65,17 @@ class WriterProcess:
         owner: str = "",
         node: str = "",
         on_death: Callable[[str], None] | None = None,
+        silent_s: float = SILENT_S,
     ) -> None:
-        self._on_death = on_death
+        self._on_death, self._silent_s = on_death, silent_s
         node = node or env.node_name()
+        self._whose = owner or f"node {node}"
         self._names = ("--owner", owner or node, "--node", node)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._lock = threading.Lock()
         self._closed = False
-        self._deaths: list[int] = []
+        self._replaced_s: list[tuple[float, float]] = []
+        """When a writer died or stopped responding, and for how long that counts."""
         try:
             self._bind(address)
             self._socket.listen(BACKLOG)
@@ -127,15 +139,17 @@ class WriterProcess:
     def _watch(self) -> None:
         """Reap the writer and start the next. Thread: the watcher's."""
         while True:
-            code = self._process.wait()
+            silence = self._wait_for_end()
             with self._lock:
-                if self._closed:
+                process, is_closed = self._process, self._closed
+            what, within_s = self._end(process, silence), DEATHS_WITHIN_S if silence is None else HANGS_WITHIN_S
+            with self._lock:
+                if is_closed or self._closed:
                     return
-                now_ns = clock.now_ns()
-                self._deaths = [at_ns for at_ns in self._deaths if now_ns - at_ns < DEATHS_WITHIN_S * 1e9] + [now_ns]
-                what = f"the checkpoint writer (pid {self._process.pid}) ended: {describe_exit(code)}"
-                if len(self._deaths) >= MAX_DEATHS:
-                    log.error("%s; %d times within %g s: no new one is started", what, MAX_DEATHS, DEATHS_WITHIN_S)
+                now_s = clock.now_s()
+                self._replaced_s = [one for one in self._replaced_s if now_s - one[0] < one[1]] + [(now_s, within_s)]
+                if len(self._replaced_s) >= MAX_DEATHS:
+                    log.error("%s; %d times within %g s: no new one is started", what, MAX_DEATHS, within_s)
                     self._socket.close()  # whoever asks is refused at once
                     return
                 try:
@@ -144,9 +158,36 @@ class WriterProcess:
                     log.error("%s, and a new one cannot be started (%s)", what, error)
                     self._socket.close()
                     return
-            log.warning("%s; a new one runs (pid %d), and checkpoints in memory are lost", what, self._process.pid)
+            log.warning(
+                "%s; a new one runs (pid %d). The checkpoints in its memory are lost: a restore loads replicas, the "
+                "local disk or the global directory, and the next save fills the memory again",
+                what,
+                self._process.pid,
+            )
             if self._on_death is not None:
                 self._on_death(what)
+
+    def _wait_for_end(self) -> Silence | None:
+        """Wait until the writer has ended, or return how it stopped responding. Thread: the watcher's."""
+        try:
+            pings = WriterPings(self._process.pid, self.address, silent_s=self._silent_s)
+        except OSError as error:
+            if not self._closed and not isinstance(error, ProcessLookupError):
+                log.warning("the checkpoint writer (pid %d) cannot be pinged (%s)", self._process.pid, error)
+            self._process.wait()
+            return None
+        with closing(pings):
+            return pings.wait()
+
+    def _end(self, process: ChildProcess, silence: Silence | None) -> str:
+        """Reap a writer that ended, or kill one that does not respond; return a line for people."""
+        name = f"the checkpoint writer of {self._whose}"
+        if silence is None:
+            return f"{name} (pid {process.pid}) ended: {describe_exit(process.wait())}"
+        what = f"{name}, {silence.process}, did not respond for {silence.silent_s:.0f} s and was killed"
+        if process.close(end_s=_END_S) is None:
+            what += f", but has not ended after {_END_S:g} s: {describe_stuck(process.pid)}"
+        return what
 
 
 class WriterClient:
@@ -176,6 +217,9 @@ class WriterClient:
         self._busy: set[MessageChannel[f.Reply]] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self._serving: f.Serve | None = None
+        """The request to serve peers that a writer has granted, with the port that peers know: a writer that replaces
+        it receives it first."""
 
     @property
     def outlives_worker(self) -> bool:
@@ -219,8 +263,10 @@ class WriterClient:
 
         Blocks: up to ``timeout_s``.
         """
-        channel = self._connect(timeout_s)
+        channel, is_new = self._connect(timeout_s)
         try:
+            if is_new and self._serving is not None and not isinstance(request, f.Serve):
+                self._serve_again(channel, self._serving, timeout_s)
             channel.timeout_s = max(0.001, timeout_s)
             channel.send(request, () if fd is None else (fd,))
             received = channel.receive_with_fds()
@@ -247,6 +293,8 @@ class WriterClient:
                 self._idle.append(channel)
         answer, fds = received
         out = fds[0] if fds else None
+        if isinstance(request, f.Serve) and isinstance(answer, f.Serving):
+            self._serving = msgspec.structs.replace(request, port=answer.port)
         if isinstance(answer, reply):
             return answer, out
         if out is not None:
@@ -268,7 +316,26 @@ class WriterClient:
         if own is not None:
             own.close()
 
-    def _connect(self, timeout_s: float) -> MessageChannel[f.Reply]:
+    def _serve_again(self, channel: MessageChannel[f.Reply], serve: f.Serve, timeout_s: float) -> None:
+        """Have the writer at a new connection serve peers at the port that they know, if it does not yet."""
+        channel.timeout_s = max(0.001, timeout_s)
+        channel.send(serve)
+        match channel.receive():
+            case f.Serving() as serving if serving.port != serve.port:
+                log.warning(
+                    "the new checkpoint writer of this node listens at port %d, since %d is taken: other nodes send it "
+                    "no replicas until the next restart",
+                    serving.port,
+                    serve.port,
+                )
+                self._serving = msgspec.structs.replace(serve, port=serving.port)
+            case f.WriterRefusal() as refusal:
+                log.warning("the new checkpoint writer of this node cannot serve other nodes: %s", refusal.error)
+            case None:
+                raise ConnectionError("the connection ended")
+
+    def _connect(self, timeout_s: float) -> tuple[MessageChannel[f.Reply], bool]:
+        """Return a connection, and whether it is a new one."""
         self.start()
         with self._lock:
             while self._idle and not self._closed:
@@ -277,7 +344,7 @@ class WriterClient:
                 poll.register(channel, select.POLLIN)
                 if not poll.poll(0):
                     self._busy.add(channel)
-                    return channel
+                    return channel, False
                 channel.close()  # it has ended, or there is data that nobody asked for
             address = self._address if self._own is None else self._own.address
         end_s = clock.now_s() + (min(self._patience_s, timeout_s) if self._own is None else 0.0)
@@ -296,7 +363,7 @@ class WriterClient:
             with self._lock:
                 if not self._closed:
                     self._busy.add(channel)
-                    return channel
+                    return channel, True
             channel.close()
             raise CheckpointError("the checkpoint writer was ended")
 

@@ -100,6 +100,12 @@ class CheckpointConfig:
     save_timeout: float = 600.0
     """Seconds that a save may take from its copy to its commit before it counts as failed."""
 
+    max_durable_lag: float = 7200.0
+    """Seconds for which a commit that survives the end of the job may be due before all ranks exit with 93; 0 = no
+    limit. It goes to ``directory``, or without one to the local directory; commits to other tiers do not count. It is
+    due from the begin of the oldest save that it would cover, over restarts within the job. A final save is waited for
+    as long as is left of it."""
+
     save: str | None = None
     """Megatron's name of ``directory``."""
 
@@ -155,7 +161,9 @@ class CheckpointConfig:
         for name in ("most_recent_k", "local_most_recent_k"):
             value = getattr(self, name)
             require(value == -1 or value >= 2, f"{name}={value} must be at least 2, or -1 to keep all")
-        require_at_least(self, 0, "save_retain_interval", "suspect_window", "max_consecutive_save_failures")
+        require_at_least(
+            self, 0, "save_retain_interval", "suspect_window", "max_consecutive_save_failures", "max_durable_lag"
+        )
         require_above_zero(self, "save_timeout", "replication_timeout")
         require_above_zero(self, "rank_mttf_hours", what="")
         self._check_replication()

@@ -50,6 +50,7 @@ from outlast.launch.verdicts import (
     RestartReports,
     departure,
     describe_notice,
+    highest_committed,
     highest_durable,
     observations,
 )
@@ -151,6 +152,10 @@ class Coordinator:
         self._noticed: dict[str, int] = {}
         """Nodes whose agents received a signal that requests a shutdown, and which."""
         self._over_at_s: float | None = None
+        self._running_since_s: float | None = None
+        """When the newest cycle was started; ``None``: under another coordinator."""
+        self._restart_at_s: float | None = None
+        """When the next cycle may start, after repeated failures; ``None`` = as soon as its nodes are ready."""
         self._dropped: list[tuple[str, str]] = []
 
     @property
@@ -204,6 +209,7 @@ class Coordinator:
             lack=self._forming.lack(now_s) if is_forming else None,
             budgets=m.LiveBudgets.of(self.state, self.settings.limits),
             best_durable=self.state.best_durable,
+            best_committed=self.state.newest_iteration,
             quarantined=self.state.quarantined,
             held_back=self.state.held_back,
             exit_code=None if self.stop is None else self.stop.exit_code,
@@ -281,6 +287,12 @@ class Coordinator:
             self._lose(node, why, now_s)
         self._advance(now_s)
         return self.nodes.take_out()
+
+    @property
+    def restart_deadline_s(self) -> float | None:
+        """When to handle a :class:`~outlast.launch.protocol.CoordinatorTick` for a restart that waits; ``None``: none
+        does."""
+        return self._restart_at_s
 
     # -- restarts inside the processes -------------------------------------------------------------------------
 
@@ -570,6 +582,7 @@ class Coordinator:
             return
         master, self._master = self._master, None
         self._enter(m.JobPhase.RUNNING, now_s)
+        self._running_since_s = now_s
         self._restarts, self._started = RestartReports(), set()
         self._ranks.begin(self.cycle, self._term)
         self._forming.start(self._places, master.addr, master.port, self.state)
@@ -760,6 +773,7 @@ class Coordinator:
             incident=None,
             finished=True,
             durable_iteration=highest_durable(facts),
+            committed_iteration=highest_committed(facts),
             had_session=any(one.had_session for one in facts),
         )
         self._learn(self.cycle, observations(facts), None)
@@ -782,6 +796,7 @@ class Coordinator:
         # What they saved, and who owns the directories, is told apart by the number.
         self.cycle = max(self.cycle, self._newest_elsewhere) + 1
         self._forming.begin(self.state, verdict.quarantine)
+        self._restart_at_s = now_s + verdict.delay_s if verdict.delay_s else None
 
     def _stop_job(self, exit_code: int, reason: str, now_s: float) -> None:
         self.phase, self._over_at_s = m.JobPhase.OVER, now_s
@@ -794,6 +809,8 @@ class Coordinator:
 
     def _advance(self, now_s: float) -> None:
         """Go on to the next phase, when what it needs is there."""
+        if self._restart_at_s is not None and now_s >= self._restart_at_s:
+            self._restart_at_s = None
         if self._ending is not None and self._phase_since_s is None:
             self._phase_since_s = now_s
         self._lose_late(now_s)
@@ -825,10 +842,14 @@ class Coordinator:
                 may_shrink=self._forming.may_shrink(),
                 num_nodes=len(self.nodes.slots),
             )
+            began_s, self._running_since_s = self._running_since_s, None
+            end = replace(end, ran_s=0.0 if began_s is None else now_s - began_s)
             self._learn(self.cycle, observations(ending.facts), ending.exceeded())
             self._carry_out(self._ladder.rule(end), now_s)
             if self.stop is not None:
                 return
+        if self._restart_at_s is not None:  # nodes join meanwhile
+            return
         if self._forming.lacks_heir(self.state):
             self._ladder.drop_replay(f"no spare is left for the slot of node {', '.join(self.state.held_back)}")
         slots = self._forming.fill(self.cycle, now_s, barred=self.state.barred)

@@ -202,6 +202,8 @@ class CoordinatorServer:
             due.append(self._accepts_again_s)
         if self._coordinator.ranks_deadline_s is not None:
             due.append(self._coordinator.ranks_deadline_s)
+        if self._coordinator.restart_deadline_s is not None:
+            due.append(self._coordinator.restart_deadline_s)
         for key, events in self._selector.select(max(0.0, min(due) - clock.now_s())):
             key.data(events)
         now_s = clock.now_s()
@@ -217,6 +219,9 @@ class CoordinatorServer:
         ranks_due_s = self._coordinator.ranks_deadline_s
         if ranks_due_s is not None and now_s >= ranks_due_s:
             self._send_all(self._coordinator.look_at_ranks(now_s))
+        restart_s = self._coordinator.restart_deadline_s
+        if restart_s is not None and now_s >= restart_s:
+            self._handle(m.CoordinatorTick())
         if now_s >= self._next_tick_s:
             self._tick(now_s)
 

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +43,7 @@ from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts, describe_hangs
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Distrusted, Load, tier_of_load
 from outlast.policy.rerun import Diagnosis, Replay
-from outlast.runtime.board import Board, EndRequest
+from outlast.runtime.board import Board, EndRequest, KeptDurability
 from outlast.runtime.files import in_time, make_private_folder, open_private, write_optional
 from outlast.runtime.postmortem import Postmortem, read_diagnosis
 from outlast.runtime.zygote import Exited, Spawn, Started
@@ -185,7 +185,17 @@ class Cycle:
     # -- laying it out -----------------------------------------------------------------------------------------
 
     @classmethod
-    def prepare(cls, launch: WorkerLaunch, start: m.Start, *, job: str, node: str, writer: str, relay: str) -> Cycle:
+    def prepare(
+        cls,
+        launch: WorkerLaunch,
+        start: m.Start,
+        *,
+        job: str,
+        node: str,
+        writer: str,
+        relay: str,
+        kept: Sequence[KeptDurability] = (),
+    ) -> Cycle:
         """Lay out a cycle's environments, board and logs; nothing runs yet.
 
         Args:
@@ -195,6 +205,7 @@ class Cycle:
             node: Name of this node.
             writer: Address of the node's checkpoint writer; empty = there is none.
             relay: Address of the node's relay for restarts inside the processes; empty = there is none.
+            kept: What the workers of the job's cycle before recorded of their commits, by local rank.
 
         Raises:
             OSError: A file of it cannot be made.
@@ -206,7 +217,7 @@ class Cycle:
             for rank in range(nproc)
         }
         with ExitStack() as stack:
-            board = Board.create(num_ranks=nproc)
+            board = Board.create(num_ranks=nproc, kept=kept)
             stack.callback(board.close)
             envs = {rank: launch.ranks_env(start, rank) for rank in range(nproc)}
             in_process = InProcessRecovery(
@@ -679,6 +690,7 @@ class Cycle:
             incident=incident if incident is not None else self._describe_verdict(),
             load=self._load(),
             durable_iteration=self.durable_iteration,
+            committed_iteration=self.committed_iteration,
             progress_known=self.progress_known,
             had_session=self.had_session,
             has_trained=self.has_trained,
@@ -689,9 +701,20 @@ class Cycle:
 
     @property
     def durable_iteration(self) -> int | None:
-        """Highest iteration that a worker of this node knows to be durable; ``None`` = none yet."""
+        """Highest iteration that a worker of this node knows to survive the end of the job; ``None`` = none yet."""
         durable = [s.durable_iteration for s in self.board.read_all() if s.durable_iteration is not None]
         return max(durable, default=None)
+
+    @property
+    def committed_iteration(self) -> int | None:
+        """Highest iteration that a worker of this node knows to be committed in any tier; ``None`` = none yet."""
+        committed = [s.committed_iteration for s in self.board.read_all() if s.committed_iteration is not None]
+        return max(committed, default=None)
+
+    @property
+    def kept(self) -> tuple[KeptDurability, ...]:
+        """What the next cycle's workers continue from, by local rank."""
+        return tuple(state.kept for state in self.board.read_all())
 
     @property
     def progress_known(self) -> bool:

@@ -19,7 +19,7 @@ import platform
 import socketserver
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,6 +31,7 @@ from outlast.errors import ConfigError
 from outlast.incidents import Event, EventKind, Rung
 from outlast.journal import read_on
 from outlast.monitor.stacks import process_state
+from outlast.policy.durability import Level
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.injection import reach
 from outlast.version import __version__
@@ -82,7 +83,28 @@ METRICS = {
         AgentMetric(
             name="iterations_per_second", help=f"Mean of the last {RATE_WINDOW_S:g} s without a step back; 0 if none."
         ),
-        AgentMetric(name="durable_iteration", help="Highest iteration that a rank of this node knows to be durable."),
+        AgentMetric(
+            name="durable_iteration",
+            help="Highest iteration that a rank of this node knows to survive the end of the job.",
+        ),
+        AgentMetric(
+            name="checkpoint_iteration",
+            help="Newest checkpoint that survives a failure: of a worker, of a node, or the end of the job.",
+            labels=("survives",),
+        ),
+        AgentMetric(
+            name="checkpoint_lag_iterations",
+            help="Iterations done beyond the newest checkpoint that survives a failure; the failure loses them.",
+            labels=("survives",),
+        ),
+        AgentMetric(
+            name="durable_checkpoint_age_seconds",
+            help="Seconds since the newest checkpoint that survives the end of the job was committed, or loaded.",
+        ),
+        AgentMetric(
+            name="durable_checkpoint_due_seconds",
+            help="Seconds for which a commit that survives the end of the job has been due; 0 if none is.",
+        ),
         AgentMetric(name="rank_iteration", help="Optimizer steps that a rank has done.", labels=("rank",)),
         AgentMetric(
             name="rank_state",
@@ -236,14 +258,40 @@ class MetricsEndpoint:
         yield "spares", {}, outlook.num_spares
         if (farthest := _farthest(states)) is not None:
             yield "node_iteration", {}, farthest
-        durable = [state.durable_iteration for state in states if state.durable_iteration is not None]
-        if durable:
-            yield "durable_iteration", {}, max(durable)
+        yield from _show_durability(states, now_ns=clock.now_ns())
         exits = {worker.global_rank: worker.exit_code for worker in cycle.workers.values()} if cycle is not None else {}
         now_ns = clock.now_ns()
         for state in states:
             yield from _show_rank(state, has_ended=exits.get(state.global_rank) is not None, now_ns=now_ns)
         yield from self.history.show(is_host=outlook.is_host)
+
+
+def _show_durability(states: Sequence[RankState], *, now_ns: int) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield how far the checkpoints go that survive each failure."""
+    by_level = {
+        Level.WORKER: max(_known(one.committed_iteration for one in states), default=None),
+        # A rank whose copy is missing is lost with its node, whatever the others have.
+        Level.NODE: min(_known(one.node_durable_iteration for one in states), default=None),
+        Level.JOB: max(_known(one.durable_iteration for one in states), default=None),
+    }
+    done = _farthest(states)
+    for level, iteration in by_level.items():
+        if iteration is not None:
+            yield "checkpoint_iteration", {"survives": str(level)}, iteration
+        if done is not None and any(one.reports_progress for one in states):
+            yield "checkpoint_lag_iterations", {"survives": str(level)}, max(0, done - (iteration or 0))
+    if (durable := by_level[Level.JOB]) is not None:
+        yield "durable_iteration", {}, durable
+    committed_ns = [one.kept.durable_at_ns for one in states if one.kept.durable_at_ns > 0]
+    if committed_ns and durable is not None:
+        yield "durable_checkpoint_age_seconds", {}, max(0.0, (now_ns - max(committed_ns)) / 1e9)
+    due_ns = [one.kept.owed_since_ns for one in states if one.kept.owed_since_ns > 0]
+    if any(one.reports_progress for one in states):
+        yield "durable_checkpoint_due_seconds", {}, max(0.0, (now_ns - min(due_ns)) / 1e9) if due_ns else 0.0
+
+
+def _known(iterations: Iterable[int | None]) -> list[int]:
+    return [one for one in iterations if one is not None]
 
 
 class _Collector:
@@ -324,7 +372,7 @@ def _states(outlook: AgentOutlook) -> list[RankState]:
         return []
 
 
-def _farthest(states: list[RankState]) -> int | None:
+def _farthest(states: Sequence[RankState]) -> int | None:
     return max((state.iteration for state in states if state.reports_iteration), default=None)
 
 

@@ -67,7 +67,8 @@ from outlast.launch.verdicts import describe_notice, name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
 from outlast.policy.deadlines import NO_INIT, NO_SESSION, NOT_YET, Protection, describe_nodes
-from outlast.policy.ladder import describe_saved
+from outlast.policy.ladder import describe_next_job, describe_saved
+from outlast.runtime.board import KeptDurability
 from outlast.runtime.processes import describe_stuck
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
@@ -149,6 +150,7 @@ class NodeAgent(SimpleElasticAgent):
         )
         self._state = AgentState.OUTSIDE
         self._cycle: Cycle | None = None
+        self._kept: tuple[KeptDurability, ...] = ()
         """The newest cycle, also after its end."""
         self._failures: dict[int, ProcessFailure] = {}
         """Workers that failed by themselves in it, by global rank."""
@@ -384,6 +386,7 @@ class NodeAgent(SimpleElasticAgent):
         self._timers.cancel("answer")
         if (cycle := self._running) is not None:
             self._end_cycle(cycle, None, reason)
+        self._kept = ()
         self._journal.write(EventKind.JOB_ENDED, exit_code=ExitReason.FAILED, reason=reason)
 
     def _join(self, ended: m.CycleFacts | None) -> None:
@@ -428,6 +431,7 @@ class NodeAgent(SimpleElasticAgent):
                 node=self._client.node,
                 writer=self._writer_address(),
                 relay=self._relay.address if self._relay is not None else "",
+                kept=self._kept,
             )
         except (OSError, OutlastError) as error:
             incident = self._journal.incident(IncidentKind.CANNOT_START, str(error), cycle=start.cycle)
@@ -658,6 +662,7 @@ class NodeAgent(SimpleElasticAgent):
             self._timers.set("grace", grace_s, self._clear)
         elif not are_gone:
             self._timers.set("reap", REAP_S, self._on_unreapable)
+        self._kept = cycle.kept
         cycle.close()
         if facts is not None and facts.incident is not None:
             self._health.suspect()
@@ -734,6 +739,7 @@ class NodeAgent(SimpleElasticAgent):
                 restart_count=recovered.restart_count,
                 incident=incident,
                 durable_iteration=cycle.durable_iteration,
+                committed_iteration=cycle.committed_iteration,
                 progress_known=cycle.progress_known,
             )
         )
@@ -801,6 +807,9 @@ class NodeAgent(SimpleElasticAgent):
         self._failures = {}
         code = ExitReason.PREEMPTED if saved else 128 + (self._signal or signal.SIGTERM)
         what = describe_saved(saved, has_session=facts is None or facts.had_session)
+        if cycle is not None and facts is not None and facts.progress_known:
+            has_looked = facts.durable_iteration is not None or not cycle.start.has_checkpoint
+            what += f"; {describe_next_job(facts.committed_iteration, facts.durable_iteration)}" if has_looked else ""
         self.has_left = self._has_no_slot and cycle is None
         if self.has_left:
             what = "this node held no slot, and the job continues without it"
@@ -839,7 +848,7 @@ class NodeAgent(SimpleElasticAgent):
         reason = f"the coordinator gave no answer for {self.options.join_timeout_s:.0f} s (--rdzv-conf join_timeout=)"
         code = ExitReason.FAILED
         if self._client.has_saved:
-            code, reason = ExitReason.PREEMPTED, f"{reason}; a saved generation exists"
+            code, reason = ExitReason.PREEMPTED, f"{reason}; a saved checkpoint exists"
         self._finish(m.Stop(exit_code=code, reason=reason))
 
 

@@ -150,8 +150,14 @@ class Checkups:
 
 log = logging.getLogger(__name__)
 _OF_ARITHMETIC = ("compute", "device memory")
+_OF_PLACES = ("disk", "store")
 _UNREPORTED_S = 15.0
 """How long a node that stays outside tries to report to the coordinator why."""
+
+
+def _is_of_place(result: CheckResult) -> bool:
+    """Return whether a check failed because of a place that the run writes to; a clock is read from a file there."""
+    return result.name in _OF_PLACES or (result.name == "clock" and result.status == Status.TIMED_OUT)
 
 
 class NodeHealth:
@@ -351,13 +357,22 @@ class NodeHealth:
             self._client.send(m.Unhealthy(incident=self._incident(found), stays=True))
 
     def _prevents_training(self, found: CheckedUp) -> bool:
-        return any((one.name, one.target) != ("disk", self._run_dir) for one in found.failed)
+        """Return whether the workers cannot train here: a disk counts only if no tier of the run's checkpoints works.
+
+        The run directory decides nothing, and memory and replicas hold checkpoints while a disk is full or hangs.
+        """
+        tiers = {one.target for one in found.results if one.name in _OF_PLACES} - {self._run_dir}
+        failed = {one.target for one in found.failed if _is_of_place(one)} - {self._run_dir}
+        return (bool(failed) and failed >= tiers) or not all(_is_of_place(one) for one in found.failed)
 
     # -- what is reported --------------------------------------------------------------------------------------
 
     def _log(self, found: CheckedUp) -> None:
+        joins = found.occasion != Occasion.JOINING and not self._prevents_training(found)
+        what_follows = "; training continues on this node" if joins else ""
         for result in found.failed:
-            log.error("node %s is unhealthy (%s): %s", self._client.node, found.occasion, result.describe())
+            text = result.describe() + what_follows
+            log.error("node %s is unhealthy (%s): %s", self._client.node, found.occasion, text)
 
     def _incident(self, found: CheckedUp, *, cycle: int | None = None) -> Incident:
         failed = found.failed

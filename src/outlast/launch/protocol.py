@@ -109,6 +109,9 @@ class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     incident: Incident | None = None
     """What went wrong here; ``None`` when the node only followed the others."""
     durable_iteration: int | None = None
+    """The newest checkpoint that survives the end of the job."""
+    committed_iteration: int | None = None
+    """The newest one in any tier."""
     progress_known: bool = False
     had_session: bool = False
     """A worker of the node had a session, or a monitor."""
@@ -242,6 +245,7 @@ class Restarted(FromNode, frozen=True, kw_only=True, tag=True):
     incident: Incident
     """What the workers restarted after."""
     durable_iteration: int | None = None
+    committed_iteration: int | None = None
     progress_known: bool = False
 
 
@@ -543,6 +547,9 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """``None``: no node is waited for."""
     budgets: LiveBudgets = LiveBudgets()
     best_durable: int | None = None
+    """The newest checkpoint that survives the end of the job, when the coordinator last decided."""
+    best_committed: int | None = None
+    """The newest one in any tier, then."""
     quarantined: tuple[str, ...] = ()
     held_back: tuple[str, ...] = ()
     exit_code: int | None = None

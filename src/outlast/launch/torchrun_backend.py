@@ -79,7 +79,12 @@ class OutlastRendezvous(RendezvousHandler):
             job=params.run_id,
             num_slots=params.min_nodes,
             max_nodes=params.max_nodes,
-            limits=Limits(max_restarts=_UNLIMITED, max_no_progress_cycles=_UNLIMITED, max_node_faults=0),
+            limits=Limits(
+                max_restarts=_UNLIMITED,
+                max_no_progress_cycles=_UNLIMITED,
+                max_node_faults=0,
+                max_restart_delay_s=0.0,
+            ),
             join_timeout_s=self._join_timeout_s,
             node_timeout_s=node_timeout_s,
             beat_interval_s=node_timeout_s / 5,

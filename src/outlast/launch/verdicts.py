@@ -88,6 +88,7 @@ class CycleEnding:
             cycle=self.cycle,
             incident=cause,
             durable_iteration=highest_durable(self.facts),
+            committed_iteration=highest_committed(self.facts),
             progress_known=any(facts.progress_known for facts in self.facts),
             had_session=any(facts.had_session for facts in self.facts),
             num_spares=num_heirs(diagnosis.node if diagnosis is not None and diagnosis.node else cause.node),
@@ -129,8 +130,13 @@ class CycleEnding:
 
 
 def highest_durable(facts: Iterable[m.CycleFacts | m.Restarted]) -> int | None:
-    """Return the highest iteration that any node knows to be durable; ``None`` = none."""
+    """Return the highest iteration that any node knows to survive the end of the job; ``None`` = none."""
     return max((one.durable_iteration for one in facts if one.durable_iteration is not None), default=None)
+
+
+def highest_committed(facts: Iterable[m.CycleFacts | m.Restarted]) -> int | None:
+    """Return the highest iteration that any node knows to be committed in any tier; ``None`` = none."""
+    return max((one.committed_iteration for one in facts if one.committed_iteration is not None), default=None)
 
 
 @dataclass(slots=True)
@@ -183,6 +189,7 @@ class RestartReports:
             incident=first.incident,
             recovered_in_process=True,
             durable_iteration=highest_durable(reports),
+            committed_iteration=highest_committed(reports),
             progress_known=any(one.progress_known for one in reports),
         )
 
@@ -205,6 +212,7 @@ def departure(cycle: int, leave: m.Leave) -> CycleEnd:
         preempted=True,
         preempted_saved=leave.saved,
         durable_iteration=facts.durable_iteration if facts else None,
+        committed_iteration=facts.committed_iteration if facts else None,
         progress_known=facts.progress_known if facts else False,
         had_session=facts.had_session if facts else False,
     )

@@ -4,12 +4,16 @@
 (:class:`LadderState`, kept in ``ladder.json`` across jobs), what just happened (:class:`CycleEnd`) and what
 is allowed (:class:`Limits`).
 
-Budgets reset on progress, never on time; progress is a durable generation at a higher iteration than before.
+Budgets reset on progress, never on time; progress is a committed checkpoint at a higher iteration than before. Within a
+job any tier counts, since a restart resumes from there. A new job begins at what survived the end of the last one, so
+that only a checkpoint beyond that is progress in the requeue policy.
 
 * ``restarts_without_progress`` counts restarts since the last progress; ``max_restarts`` bounds it.
 * ``cycles_without_progress`` counts ended cycles that made none; ``max_no_progress_cycles`` bounds it. It
   grows only where progress can be known, and outlives the job, so that re-queueing cannot continue forever.
 * ``restarts_total`` counts all of a run's restarts; ``max_restarts_total`` bounds it, progress or not.
+
+Restarts without progress in a row wait, each longer than the one before (:mod:`outlast.policy.backoff`).
 
 A script that does not save through outlast reports no progress. Unknown is not none: its restarts are bounded
 by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it. One exception: the same
@@ -68,13 +72,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeGuard
 
 import msgspec
 
 from outlast.decoding import convert
 from outlast.errors import ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
+from outlast.policy.backoff import DELAYS_S, restart_delay_s
 from outlast.policy.causes import is_deterministic
 from outlast.policy.recovery_point import Distrusted, Judgement, Load, exclude_after_failure, judge, settle
 from outlast.policy.rerun import Diagnosis, Finding, InvalidResultCase, Replay
@@ -106,6 +111,9 @@ class Limits:
     """Restarts on the same devices for the same exit code 16, where its worker left no diagnosis, which has a limit of
     its own."""
 
+    max_restart_delay_s: float = DELAYS_S[-1]
+    """Longest time that a restart waits after repeated failures without progress; 0 = none waits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CycleEnd:
@@ -128,7 +136,10 @@ class CycleEnd:
     """The workers saved what they had before they left."""
 
     durable_iteration: int | None = None
-    """Highest iteration that any rank knows to be committed; ``None`` = none yet."""
+    """Highest iteration that any rank knows to survive the end of the job; ``None`` = none yet."""
+
+    committed_iteration: int | None = None
+    """Highest iteration that any rank knows to be committed in any tier; ``None`` = none beyond the above."""
 
     progress_known: bool = False
     """A worker reports its saves to us, so that no new one means no progress."""
@@ -148,6 +159,9 @@ class CycleEnd:
     has_trained: bool = True
     """A rank may have completed a step."""
 
+    ran_s: float = 0.0
+    """Seconds from the cycle's start to its end; 0 = not known."""
+
     load: Load | None = None
     """What the workers had loaded; ``None`` = nothing, or it is not known."""
 
@@ -160,6 +174,11 @@ class CycleEnd:
 
     def __post_init__(self) -> None:
         assert self.incident is not None or self.finished or self.preempted, "a failed cycle needs its incident"
+
+    @property
+    def newest_iteration(self) -> int | None:
+        """Highest iteration from which a restart within the job can resume; ``None`` = none yet."""
+        return max(filter(_is_known, (self.durable_iteration, self.committed_iteration)), default=None)
 
     @property
     def exit_code(self) -> int | None:
@@ -189,6 +208,7 @@ class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rung: Rung
     reason: str
     durable_iteration: int | None = None
+    committed_iteration: int | None = None
     failure: str = ""
     """Exception and line of code, where the same start always brings the same one; see :func:`repeats_failure`."""
     time: str = ""
@@ -202,7 +222,7 @@ class FailedCycle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The kind of failure, the exit code, and the exception's type and line."""
     iteration: int
     load: Load | None = None
-    durable_iteration: int | None = None
+    committed_iteration: int | None = None
 
 
 class LadderState(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,7 +236,9 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     restarts_total: Number = 0
     cycles_without_progress: Number = 0
     best_durable: int | None = None
-    """Highest durable iteration ever seen; never falls."""
+    """Highest iteration ever seen that survives the end of the job; never falls."""
+    best_committed: int | None = None
+    """Highest iteration that this job has committed in any tier; what a restart within the job resumes from."""
     progress_known: bool = False
     """Some cycle of this run reported its saves; one that reports nothing has then made no progress."""
     had_session: bool = False
@@ -250,6 +272,11 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Exit code of the stop that ended the last job; ``None`` while one runs or when it was re-queued."""
     history: tuple[LadderStep, ...] = ()
     """The newest decisions, oldest first."""
+
+    @property
+    def newest_iteration(self) -> int | None:
+        """Highest iteration from which a restart within the job can resume; ``None`` = none."""
+        return max(filter(_is_known, (self.best_durable, self.best_committed)), default=None)
 
     @property
     def is_over(self) -> bool:
@@ -287,6 +314,7 @@ def begin_job(state: LadderState) -> LadderState:
     cases = tuple(case for case in state.cases if case.iteration is not None)  # others may be another job's
     state = msgspec.structs.replace(
         state,
+        best_committed=state.best_durable,
         restarts_without_progress=0,
         node_faults={},
         recent_faults={},
@@ -606,10 +634,10 @@ def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
     loads = state.loads if end.load is None else (*state.loads, end.load)[-MAX_HISTORY:]
     distrusted = state.distrusted
     if distrusted and not end.is_invalid_result:
-        distrusted = settle(distrusted, end.durable_iteration)
-    durable = end.durable_iteration
-    blamed = () if _is_beyond(durable, state.best_durable) else state.blamed
-    cases = open_cases(state.cases, durable) if state.cases else ()
+        distrusted = settle(distrusted, end.newest_iteration)
+    committed = end.newest_iteration
+    blamed = () if _is_beyond(committed, state.newest_iteration) else state.blamed
+    cases = open_cases(state.cases, committed) if state.cases else ()
     state = msgspec.structs.replace(
         state,
         loads=loads,
@@ -618,19 +646,22 @@ def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
         blamed=blamed,
         had_session=state.had_session or end.had_session,
     )
-    if state.replay is not None and durable is not None and durable > state.replay.iteration:
+    if state.replay is not None and committed is not None and committed > state.replay.iteration:
         state = drop_replay(state)  # the result was a valid one this time, and training continued
     return state
 
 
 def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple[LadderState, bool]:
-    known = state.progress_known or end.progress_known or end.durable_iteration is not None
-    # What was saved on top of a copy that proved bad is no progress.
-    progressed = trusted and _is_beyond(end.durable_iteration, state.best_durable)
+    newest = end.newest_iteration
+    known = state.progress_known or end.progress_known or newest is not None
+    # What was saved on top of a copy that proved bad is not progress.
+    progressed = trusted and _is_beyond(newest, state.newest_iteration)
+    if trusted and _is_beyond(end.durable_iteration, state.best_durable):
+        state = msgspec.structs.replace(state, best_durable=end.durable_iteration)
     if progressed:
         state = msgspec.structs.replace(
             state,
-            best_durable=end.durable_iteration,
+            best_committed=newest,
             restarts_without_progress=0,
             cycles_without_progress=0,
             recent_faults={},
@@ -639,8 +670,12 @@ def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple
     return msgspec.structs.replace(state, progress_known=known), progressed
 
 
-def _is_beyond(durable: int | None, best: int | None) -> bool:
-    return durable is not None and (best is None or durable > best)
+def _is_beyond(newest: int | None, best: int | None) -> bool:
+    return newest is not None and (best is None or newest > best)
+
+
+def _is_known(iteration: int | None) -> TypeGuard[int]:
+    return iteration is not None
 
 
 def _count_failure(state: LadderState, faulty_node: str, *, in_vain: bool) -> LadderState:
@@ -658,16 +693,21 @@ def _count_failure(state: LadderState, faulty_node: str, *, in_vain: bool) -> La
 
 
 def describe_saved(saved: bool, *, has_session: bool = True) -> str:
-    """Return what is known of the saves of a job that was shut down, for people."""
+    """Return what is known of the saves of a job that was shut down, for people.
+
+    Args:
+        saved: There is a checkpoint that survives the end of the job.
+        has_session: A worker had a session.
+    """
     if saved:
-        return "a saved generation exists"
+        return "a saved checkpoint exists"
     return (
         "nothing was saved" if has_session else "whether the script has saved anything is unknown (no session reported)"
     )
 
 
 def _leave(end: CycleEnd, state: LadderState) -> Verdict:
-    following = f"; the next job resumes {resume_point(state)}" if state.progress_known else ""
+    following = f"; {describe_next_job(state.newest_iteration, state.best_durable)}" if state.progress_known else ""
     if end.preempted_saved or not end.preempted:
         what, exit_code = describe_saved(True), ExitReason.PREEMPTED
     else:
@@ -705,17 +745,22 @@ def _judge(
         reason = "; ".join(filter(None, (what, spent, source)))
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=exit_code)
     rung, action, quarantine = _remedy(state, end, incident, limits)
+    delay_s, wait = 0.0, ""
+    if rung != Rung.RESTART_IN_PROCESS:
+        num, max_s = state.restarts_without_progress, limits.max_restart_delay_s
+        delay_s = restart_delay_s(num, ran_s=end.ran_s, max_s=max_s)
+        wait = f"; restarting in {delay_s:g} s" if delay_s else ""
     if excluded is not None:
         reason = (
             f"{what}; this is the same failure at the same iteration after the same copy was loaded: the node-local "
             f"copies of generation {excluded.generation} are excluded, {action}; the workers load another copy "
-            f"({count_of_restart(state, limits)})"
+            f"({count_of_restart(state, limits)}){wait}"
         )
-        return Verdict(rung=rung, reason=reason, quarantine=quarantine)
+        return Verdict(rung=rung, reason=reason, quarantine=quarantine, delay_s=delay_s)
     restores = state.progress_known and not end.recovered_in_process  # else the state may have been kept in memory
     where = f", resuming {resume_point(state)}" if restores else ""
-    reason = f"{what}; {action}{where} ({count_of_restart(state, limits)})"
-    return Verdict(rung=rung, reason=reason, quarantine=quarantine)
+    reason = f"{what}; {action}{where} ({count_of_restart(state, limits)}){wait}"
+    return Verdict(rung=rung, reason=reason, quarantine=quarantine, delay_s=delay_s)
 
 
 def _failure_of(end: CycleEnd) -> FailedCycle | None:
@@ -728,7 +773,7 @@ def _failure_of(end: CycleEnd) -> FailedCycle | None:
     if cause is not None:
         what += [cause.type, cause.frame]
     return FailedCycle(
-        what=" ".join(what), iteration=incident.iteration, load=end.load, durable_iteration=end.durable_iteration
+        what=" ".join(what), iteration=incident.iteration, load=end.load, committed_iteration=end.newest_iteration
     )
 
 
@@ -746,7 +791,7 @@ def _exclude_copy(state: LadderState, end: CycleEnd, limits: Limits) -> Distrust
     if before.load is not None and before.load.attempt == load.attempt:
         is_same_copy = before.load.tier != _GLOBAL
     else:
-        is_same_copy = before.durable_iteration == load.generation
+        is_same_copy = before.committed_iteration == load.generation
     if not is_same_copy or not is_last_restart(state, limits):
         return None
     return exclude_after_failure(load, now.iteration, known=state.distrusted)
@@ -919,8 +964,22 @@ def count_of_restart(state: LadderState, limits: Limits) -> str:
 
 
 def resume_point(state: LadderState) -> str:
-    """Return from where a restarted run resumes, for people."""
-    return "from the start" if state.best_durable is None else f"from iteration {state.best_durable}"
+    """Return from where a restart within the job resumes, for people."""
+    newest = state.newest_iteration
+    return "from the start" if newest is None else f"from iteration {newest}"
+
+
+def describe_next_job(newest: int | None, durable: int | None) -> str:
+    """Return from where the next job resumes, and what is lost with this one, for people.
+
+    Args:
+        newest: The newest iteration that is committed in any tier; ``None`` = none.
+        durable: The newest one that survives the end of the job; ``None`` = none.
+    """
+    following = "the next job resumes " + ("from the start" if durable is None else f"from iteration {durable}")
+    if newest is None or newest <= (durable or 0):
+        return following
+    return f"{following}; iteration {newest} was in node-local tiers only and is lost"
 
 
 def _remember(state: LadderState, end: CycleEnd, verdict: Verdict) -> LadderState:
@@ -931,6 +990,7 @@ def _remember(state: LadderState, end: CycleEnd, verdict: Verdict) -> LadderStat
         rung=verdict.rung,
         reason=verdict.reason,
         durable_iteration=end.durable_iteration,
+        committed_iteration=end.newest_iteration,
         failure=_deterministic_failure(end),
     )
     return msgspec.structs.replace(state, history=(*state.history, step)[-MAX_HISTORY:])

@@ -164,11 +164,13 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
             log.error("attempt %d: %s", self._attempt, incident.describe())
         if failure_decision.name != "RETRY" or self._is_preempting:
             return
-        known = [one.durable_iteration for one in found if one.durable_iteration is not None]
+        durable = [one.durable_iteration for one in found if one.durable_iteration is not None]
+        committed = [one.committed_iteration for one in found if one.committed_iteration is not None]
         end = CycleEnd(
             cycle=self._attempt,
             incident=incident or Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._attempt),
-            durable_iteration=max(known, default=None),
+            durable_iteration=max(durable, default=None),
+            committed_iteration=max(committed, default=None),
             progress_known=any(one.progress_known for one in found),
         )
         limits = Limits(

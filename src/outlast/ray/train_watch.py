@@ -58,7 +58,9 @@ class AttemptFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a watch knows of an attempt."""
 
     durable_iteration: int | None = None
-    """Newest generation that a worker knows to be committed; ``None`` = none yet."""
+    """Newest checkpoint that a worker knows to survive the end of the job; ``None`` = none yet."""
+    committed_iteration: int | None = None
+    """Newest checkpoint that a worker knows to be committed in any tier; ``None`` = none yet."""
     progress_known: bool = False
     """The workers report what they save."""
     incident: Incident | None = None
@@ -202,6 +204,9 @@ class TrainWatch:
             return AttemptFacts(
                 durable_iteration=max(
                     (s.durable_iteration for s in states if s.durable_iteration is not None), default=None
+                ),
+                committed_iteration=max(
+                    (s.committed_iteration for s in states if s.committed_iteration is not None), default=None
                 ),
                 progress_known=any(state.reports_progress for state in states),
                 incident=self._incident,

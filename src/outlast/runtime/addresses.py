@@ -260,17 +260,24 @@ def parse_port_range(text: str, *, where: str = "--port-range", needed: int = 1)
     return ports
 
 
-def listen_at(host: str, *, backlog: int) -> socket.socket:
+def listen_at(host: str, *, backlog: int, port: int = 0) -> socket.socket:
     """Return a socket that listens at one address, at a free port, of ``--port-range`` where there is one.
 
     Args:
         host: An address of this machine.
         backlog: How many connections may wait.
+        port: The port to use if it is free; 0 = any.
 
     Raises:
         ConfigError: The range is not one.
         OSError: The address is not this machine's, or no port of the range is free.
     """
+    if port:
+        try:
+            return socket.create_server((host, port), family=Endpoint(host, 0).family, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
     text = env.port_range()
     ports: Sequence[int] = (0,) if text is None else parse_port_range(text, where=env.PORT_RANGE)
     first = secrets.randbelow(len(ports))  # processes that start together try different ones

@@ -40,6 +40,7 @@ from outlast.clock import now_ns
 from outlast.errors import ConfigError, OutlastError
 from outlast.incidents import IncidentKind
 from outlast.policy.deadlines import BoardSection, RankFacts
+from outlast.policy.durability import Durability
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.files import memory_file
@@ -55,7 +56,7 @@ OTHER = "(other)"
 PAGE_BYTES = 8192
 
 MAGIC = int.from_bytes(b"OUTLBRD1", "little")
-VERSION = 6
+VERSION = 7
 # Words of the header page.
 H_MAGIC, H_VERSION, H_RANKS, H_TOKEN = range(4)
 # Words of a rank's page.
@@ -74,9 +75,13 @@ LOAD_GENERATION = NAMES + SLOT_WORDS * (MAX_NAMES + 1)
 LOAD_TIER, LOAD_WINDOW, LOAD_ATTEMPT = range(LOAD_GENERATION + 1, LOAD_GENERATION + 4)
 ATTEMPT_WORDS = 32
 MAX_ATTEMPT_BYTES = 8 * ATTEMPT_WORDS - 1
+# What is committed in any tier, and what survives the loss of a node (DURABLE survives the end of the job); when
+# DURABLE was committed, and its iteration then; the save that is due in the tier that outlives the job, and since when.
+COMMITTED = LOAD_ATTEMPT + ATTEMPT_WORDS
+COMMITTED_NODE, DURABLE_AT, DURABLE_AT_ITERATION, OWED_ITERATION, OWED_SINCE = range(COMMITTED + 1, COMMITTED + 6)
 # How the worker stands with restarts inside its process; written by :class:`InProcessMark`. These words
 # belong to the process, and outlive each attachment of it.
-IN_PROCESS = LOAD_ATTEMPT + ATTEMPT_WORDS
+IN_PROCESS = OWED_SINCE + 1
 IN_PROCESS_RESTART_COUNT, IN_PROCESS_CALL, IN_PROCESS_SINCE, IN_PROCESS_PATIENCE = range(IN_PROCESS + 1, IN_PROCESS + 5)
 # What the worker's own config sets, as text: its length is written last.
 SETTINGS_LENGTH = IN_PROCESS_PATIENCE + 1
@@ -124,6 +129,21 @@ class LoadedCopy:
     """The tier by which the load of all ranks is judged."""
     suspect_window: int
     """Iterations after it in which an invalid result casts doubt on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptDurability:
+    """What a worker of the next cycle has to know of the commits of this one. Times are monotonic nanoseconds."""
+
+    durable_at_ns: int = 0
+    """When the newest checkpoint that survives the end of the job was committed, or, where an earlier job committed
+    it, loaded; 0 = there is none."""
+    durable_iteration: int = -1
+    """The iteration of that checkpoint."""
+    owed_iteration: int = 0
+    """The oldest save that is due in the tier that outlives the job."""
+    owed_since_ns: int = 0
+    """When it began; 0 = none is due."""
 
 
 class RankPage:
@@ -344,9 +364,32 @@ class RankPage:
             self._words[ITERATION] = iteration
 
     def set_durable_iteration(self, iteration: int) -> None:
-        """Record that a checkpoint of this iteration is committed; a lower one than before changes nothing."""
-        self._words[DURABLE] = max(iteration, self._words[DURABLE])
-        self._words[REPORTS] = 1
+        """Record that a checkpoint of this iteration survives the end of the job; a lower one changes nothing."""
+        self.set_durability(Durability(iteration, iteration, iteration))
+
+    def set_durability(self, known: Durability) -> None:
+        """Record the newest checkpoints that survive each failure; lower iterations than before change nothing."""
+        words = self._words
+        for at, iteration in ((COMMITTED, known.worker), (COMMITTED_NODE, known.node), (DURABLE, known.job)):
+            if iteration is not None and iteration > words[at]:
+                words[at] = iteration
+        if words[DURABLE] > words[DURABLE_AT_ITERATION]:
+            words[DURABLE_AT], words[DURABLE_AT_ITERATION] = now_ns(), words[DURABLE]
+        words[REPORTS] = 1
+
+    def set_owed(self, owed: tuple[int, int] | None) -> None:
+        """Record the oldest save that is due in the tier that outlives the job.
+
+        Args:
+            owed: Its iteration, and the monotonic nanoseconds at which it began; ``None`` = none is due.
+        """
+        self._words[OWED_ITERATION], self._words[OWED_SINCE] = owed or (0, 0)
+
+    @property
+    def owed(self) -> tuple[int, int] | None:
+        """What :meth:`set_owed` recorded, in this cycle of the job or in an earlier one."""
+        since_ns = self._words[OWED_SINCE]
+        return (self._words[OWED_ITERATION], since_ns) if since_ns > 0 else None
 
     def report_progress(self) -> None:
         """Say that this worker will report what is durable, though nothing is yet."""
@@ -402,7 +445,13 @@ class RankState(RankFacts):
 
     cycle: int = 0
     durable_iteration: int | None = None
-    """Highest iteration known to be saved for good."""
+    """Highest iteration whose checkpoint survives the end of the job."""
+    committed_iteration: int | None = None
+    """Highest iteration that is committed in any tier."""
+    node_durable_iteration: int | None = None
+    """Highest iteration whose checkpoint survives the loss of a node."""
+    kept: KeptDurability = KeptDurability()
+    """What the next cycle of the job continues from."""
     reports_progress: bool = False
     """``durable_iteration`` means something, even while it is ``None``."""
     restored: bool = False
@@ -461,10 +510,14 @@ class Board:
         self._words = memoryview(self._map).cast("q")
 
     @classmethod
-    def create(cls, *, num_ranks: int = 1) -> Board:
+    def create(cls, *, num_ranks: int = 1, kept: Sequence[KeptDurability] = ()) -> Board:
         """Make a board without a file, which therefore cannot be left behind; it lives as long as its users.
 
         Other processes of the user open it at :attr:`path` while this one lives, or inherit its descriptor.
+
+        Args:
+            num_ranks: Workers of the node.
+            kept: What the pages of the cycle before recorded, by local rank.
         """
         fd = memory_file("outlast-board")
         try:
@@ -477,7 +530,14 @@ class Board:
         words = board._words
         for local_rank in range(num_ranks):
             page = PAGE_WORDS * (local_rank + 1)
-            words[page + RANK] = words[page + DURABLE] = words[page + COLLECTIVES] = -1
+            words[page + RANK] = words[page + COLLECTIVES] = -1
+            words[page + DURABLE] = words[page + COMMITTED] = words[page + COMMITTED_NODE] = -1
+            before = kept[local_rank] if local_rank < len(kept) else KeptDurability()
+            words[page + DURABLE_AT], words[page + DURABLE_AT_ITERATION] = (
+                before.durable_at_ns,
+                before.durable_iteration,
+            )
+            words[page + OWED_ITERATION], words[page + OWED_SINCE] = before.owed_iteration, before.owed_since_ns
         words[H_VERSION], words[H_RANKS] = VERSION, num_ranks
         words[H_TOKEN] = secrets.randbits(62)
         words[H_MAGIC] = MAGIC
@@ -654,6 +714,14 @@ def _decode(local_rank: int, words: tuple[int, ...], whole: bytes, *, torn: bool
         finished=bool(words[FINISHED]),
         iteration=words[ITERATION],
         durable_iteration=words[DURABLE] if words[DURABLE] >= 0 else None,
+        committed_iteration=words[COMMITTED] if words[COMMITTED] >= 0 else None,
+        node_durable_iteration=words[COMMITTED_NODE] if words[COMMITTED_NODE] >= 0 else None,
+        kept=KeptDurability(
+            durable_at_ns=words[DURABLE_AT],
+            durable_iteration=words[DURABLE_AT_ITERATION],
+            owed_iteration=words[OWED_ITERATION],
+            owed_since_ns=words[OWED_SINCE],
+        ),
         reports_progress=bool(words[REPORTS]),
         restored=bool(words[RESTORED]),
         loaded=loaded,

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,37 @@ def describe_stuck(pid: int) -> str:
     except OSError:
         return f"pid {pid} (gone)"
     return f"pid {pid} (state {state}{f', in {waits_in}' if waits_in not in ('', '0') else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a process does at a moment, as far as ``/proc`` shows it."""
+
+    cpu_ticks: int
+    """Clock ticks of processor time that it has used."""
+    is_stopped: bool
+    """A signal or a debugger has stopped it."""
+    is_active: bool
+    """A thread is ready to run, or waits within the kernel, as for a disk."""
+
+    def is_idle_since(self, before: Activity | None) -> bool:
+        """Return whether the process has not run since an earlier moment, and is not about to run."""
+        has_run = before is None or before.cpu_ticks != self.cpu_ticks
+        return not (has_run or self.is_active)
+
+
+def read_activity(pid: int) -> Activity | None:
+    """Return what a process does; ``None``: it is gone, or ``/proc`` does not show it."""
+    try:
+        fields = _stat(str(pid))
+        states = [_stat(f"{pid}/task/{task}")[0] for task in os.listdir(f"/proc/{pid}/task")]
+    except (OSError, IndexError):
+        return None
+    return Activity(
+        cpu_ticks=int(fields[11]) + int(fields[12]),  # utime and stime, fields 14 and 15 of proc(5)
+        is_stopped=fields[0] in (b"T", b"t"),
+        is_active=any(state in (b"R", b"D") for state in states),
+    )
 
 
 def describe_exit(exit_code: int) -> str:

@@ -13,6 +13,7 @@ from outlast.env import WorkerEnv, environ
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.monitor.rank_monitor import PlacedRankMonitor
+from outlast.policy.durability import Durability, describe_end
 from outlast.preemption.listener import (
     EndTime,
     Notice,
@@ -99,7 +100,7 @@ class Preemption:
         return self._listener.wait_to_give_up(timeout_s)
 
     def exit_code(self) -> int:
-        """Return the exit code to leave with: 75 if there is a generation to resume from, else 128 + the signal."""
+        """Return the exit code to leave with: 75 if a checkpoint survives the end of the job, else 128 + the signal."""
         return int(ExitReason.PREEMPTED) if self._saved_iteration is not None else 128 + self._number()
 
     def log_exit(self) -> int:
@@ -111,15 +112,9 @@ class Preemption:
         return code
 
     def describe_loss(self) -> str:
-        """Return which iterations are lost when this process ends now; one line for people."""
-        saved, done = self._saved_iteration, self._monitor.board_state.iteration
-        if saved is not None and saved >= done:
-            return f"iteration {saved} is saved, nothing is lost"
-        first = (saved or 0) + 1
-        lost = f"iteration {done} is lost" if first >= done else f"iterations {first} to {done} are lost"
-        if saved is None:
-            return f"{lost}: there is no saved generation" if done else "nothing was done yet"
-        return f"{lost}: the newest saved generation is that of iteration {saved}"
+        """Return which iterations are lost when the job ends now; one line for people."""
+        known = Durability() if self.manager is None else self.manager.durability
+        return describe_end(known, self._monitor.board_state.iteration)
 
     def outlive_session(self) -> None:
         """Keep the signals and the deadline beyond :meth:`close`: the process is about to end by itself.

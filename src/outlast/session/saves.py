@@ -11,20 +11,21 @@ from the step's reduction.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from outlast import clock
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError, Untrusted
+from outlast.errors import CheckpointError, DeadlineExceeded, Untrusted
 from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
 from outlast.policy.recovery_point import Origin
 from outlast.runtime.journal import Journal
 from outlast.session.environment import has_near_tier
 from outlast.session.inprocess_scope import InProcessScope
-from outlast.wording import count
+from outlast.wording import count, duration
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,6 +39,10 @@ NEAR_TIERS = ("memory", "local", "replica")
 """The tiers of a save that nothing outside the nodes takes part in."""
 MIN_TIMED_STEPS = 3
 """Steps to time before the first automatic save, which measures what one costs."""
+WAIT_SLICE_S = 1.0
+"""A long wait for a commit is made of waits of this length, each in a section of its own."""
+REPORT_S = 60.0
+"""A wait for a commit is reported at most this often."""
 STEP_WEIGHT = 0.1
 """Of the newest step in the mean of what steps take."""
 
@@ -186,6 +191,49 @@ class Saves:
     def refusal(self) -> CheckpointError | None:
         """Why no save can succeed any more: a directory is another run's; ``None``: they can. Thread: any."""
         return self.manager.refusal
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a commit that survives the end of the job has been due for ``max_durable_lag``. Thread: any."""
+        return 0 < self.manager.config.max_durable_lag <= self.manager.durable_lag_s
+
+    def wait(self, timeout_s: float, begin_wait: Callable[[], AbstractContextManager[None]]) -> None:
+        """Wait until what was saved is committed to all of its tiers, with a line each minute.
+
+        Args:
+            timeout_s: Seconds after which the wait ends.
+            begin_wait: Opens the section of one of the short waits that this is made of.
+
+        Raises:
+            CheckpointError: The newest save failed.
+            DeadlineExceeded: Something is still not committed.
+
+        Blocks: up to ``timeout_s``.
+        """
+        began_ns, reported_s = clock.now_ns(), 0.0
+        while True:
+            waited_s = (clock.now_ns() - began_ns) / 1e9
+            try:
+                with begin_wait():
+                    return self.manager.wait(max(0.0, min(WAIT_SLICE_S, timeout_s - waited_s)))
+            except DeadlineExceeded:
+                if waited_s >= timeout_s:
+                    raise
+            if waited_s - reported_s >= REPORT_S:
+                reported_s = waited_s
+                log.log(
+                    logging.WARNING if self._place.global_rank == 0 else logging.DEBUG,
+                    "training is complete, and its last save is not committed after %s; waiting up to %s for it",
+                    duration(waited_s),
+                    duration(timeout_s),
+                )
+
+    @property
+    def final_wait_s(self) -> float:
+        """Seconds for which the end of training waits for what was saved."""
+        config = self.manager.config
+        left_s = max(0.0, config.max_durable_lag - self.manager.durable_lag_s)
+        return max(2 * config.save_timeout, left_s)
 
     def load(self, state: dict[str, Any], *, suspect_iteration: int | None) -> Restored | None:
         """Load the newest generation into what is saved; return ``None`` if there is nothing to load.

@@ -173,7 +173,9 @@ class Session:
             self._faults = arm_configured(config, self._monitor.config, place, self._journal)
             for name in () if self._faults is None else self._faults.sections:
                 self._monitor.call_in(name, partial(self._inject_faults, name))
-            self._step_consensus = StepConsensus(self._consensus, self._preemption, self._saves, self._slow_ranks)
+            self._step_consensus = StepConsensus(
+                self._consensus, self._preemption, self._saves, self._slow_ranks, decides=place.global_rank == 0
+            )
             self._attempts = Attempts(
                 config.rerun_state_machine,
                 place,
@@ -249,7 +251,8 @@ class Session:
         ``SystemExit(17)`` (``ExitReason.FAILED_VALIDATION``) says that every generation led to invalid results, or that
         weights are NaN or infinite after the last iteration.
         ``SystemExit(93)`` (``ExitReason.NO_PROGRESS``) says that a checkpoint directory is another run's, and
-        nothing can be saved there.
+        nothing can be saved there, or that no checkpoint that survives the end of the job was committed for
+        ``checkpoint.max_durable_lag``.
         ``SystemExit(18)`` (``ExitReason.STRAGGLER``) says that a rank is so slow that its node is to be replaced, with
         ``straggler_detection.stop_if_detected``; the state is saved as for a notice.
         Before the first iteration a notice waits for that one's end; after the last, a signal ends the process.
@@ -342,7 +345,7 @@ class Session:
                 )
             except Untrusted as error:
                 if self._refusal is not None:
-                    self._leave_refused()
+                    self._leave_unsaved()
                 if all(one.is_last_resort for one in decode_distrusted(self._place.untrusted)):
                     raise
                 self._log(logging.ERROR, "no trusted generation is left: %s", error)
@@ -430,6 +433,8 @@ class Session:
         elif agreed["stop"] and not is_last:
             self._preemption.start_leaving()
             reason = ExitReason.PREEMPTED
+        elif agreed["overdue"] and not is_last:  # after the last step finish() waits for what is due
+            reason = ExitReason.NO_PROGRESS
         elif agreed["report"]:
             if self._slow_ranks is None:
                 raise OutlastError("straggler_detection is on for another rank, off for this one; give all the same")
@@ -517,11 +522,12 @@ class Session:
             OutlastError: It is not the time for it; the message names what to call instead.
             CheckpointError: The state could not be saved.
             PeerLost: A peer left.
-            SystemExit: All ranks agreed to stop, replicas differ, a directory is another run's, or weights are NaN or
-                infinite (17).
+            SystemExit: All ranks agreed to stop, replicas differ, a directory is another run's, nothing was committed
+                for ``max_durable_lag`` (93), or weights are NaN or infinite (17).
 
         Collective: all ranks, after the same iteration.
-        Blocks: until what was saved is committed, up to ``checkpoint.save_timeout``.
+        Blocks: until what was saved is committed, up to what is left of ``checkpoint.max_durable_lag``, or twice
+            ``checkpoint.save_timeout`` if that is longer.
         """
         if self._phase == _Phase.STOPPING:
             self.leave(state)
@@ -537,12 +543,11 @@ class Session:
                     self._exit(differ)
                 self._save(state)
             try:
-                with self._section("checkpointing"):
-                    self._saves.manager.wait()
+                self._wait_for_commits(self._saves)
             except Untrusted:
                 if self._refusal is None:
                     raise
-                self._leave_refused()
+                self._leave_unsaved()
         if broken is not None:
             leave_diagnosis(self._place, broken, self._journal)
             self._exit(ExitReason.FAILED_VALIDATION)
@@ -566,7 +571,7 @@ class Session:
         if decision is None or decision.reason is None or self._phase != _Phase.STOPPING:
             raise OutlastError("leave() without an agreement to stop; call finish(state), or begin_step() to continue")
         if decision.reason == ExitReason.NO_PROGRESS:
-            self._leave_refused()
+            self._leave_unsaved()
         if decision.reason not in (ExitReason.PREEMPTED, ExitReason.STRAGGLER):
             self._exit(decision.reason)
         self._save_to_leave(state)
@@ -664,14 +669,13 @@ class Session:
             SystemExit: The loop ended without :meth:`finish`, and this rank's weights are NaN or infinite (17).
 
         Collective: all ranks, if something was saved that is not committed.
-        Blocks: until what was saved is committed, up to ``checkpoint.save_timeout``.
+        Blocks: until what was saved is committed, as in :meth:`finish`.
         Thread: the main thread.
         """
         if self._is_closed:
             return
         if self._saves is not None:
-            with self._section("checkpointing"):
-                self._saves.manager.wait()
+            self._wait_for_commits(self._saves)
             with self._scope.undivided():
                 self._saves.manager.close()
         broken_off = None if self._has_ended else self._finite_end
@@ -805,7 +809,7 @@ class Session:
             return
         if section is not None:
             return self._faults.enter_section(section, self._iteration)
-        has_durable = self._saves is None or self._saves.manager.durable_iteration is not None
+        has_durable = self._saves is None or self._saves.manager.durability.worker is not None
         if self._decision is not None:
             self._faults.after_step(self._iteration, self._state, has_durable=has_durable)
         if not is_last:
@@ -853,11 +857,35 @@ class Session:
         """Why no save can succeed any more: a directory is another run's; ``None``: they can."""
         return None if self._saves is None else self._saves.refusal
 
-    def _leave_refused(self) -> NoReturn:
-        """Leave, with all ranks, since nothing can be saved; a restart would only resume from the other run's state."""
-        what = self._refusal or "nothing can be saved: a directory is another run's; another rank's log names it"
+    def _leave_unsaved(self) -> NoReturn:
+        """Exit, with all ranks, since nothing can be saved that survives the end of the job.
+
+        A directory is another run's, and a restart would only resume from that run's state; or no commit succeeded for
+        ``max_durable_lag``.
+        """
+        why = self._refusal
+        if why is None and self._saves is not None and self._saves.manager.durable_lag_s > 0:
+            why = CheckpointError(self._saves.manager.describe_overdue(self._iteration))
+        what = why or "nothing can be saved; another rank's log has the reason"
         log.log(logging.ERROR if self._place.local_rank == 0 else logging.DEBUG, "%s", what)
-        self._exit(ExitReason.NO_PROGRESS, self._refusal)
+        self._exit(ExitReason.NO_PROGRESS, why)
+
+    def _wait_for_commits(self, saves: Saves) -> None:
+        """Wait until what was saved is committed; exit if no commit succeeded for ``max_durable_lag``.
+
+        Raises: CheckpointError, DeadlineExceeded. Blocks: up to :attr:`Saves.final_wait_s`.
+        """
+
+        def begin_wait() -> AbstractContextManager[None]:
+            self.heartbeat()
+            return self._section("checkpointing")
+
+        try:
+            saves.wait(saves.final_wait_s, begin_wait)
+        except DeadlineExceeded:
+            if not saves.is_overdue:
+                raise
+            self._leave_unsaved()
 
     def _leave_invalid(self, code: int, *, must_save: bool) -> NoReturn:
         """Save the state of before the step for diagnosis, if there is where to, and leave."""

@@ -269,9 +269,10 @@ def _read_earlier(run_dir: Path, rank: int) -> tuple[Counter[str], int | None]:
     return counts, min(began, default=None)
 
 
-QUESTIONS = ("stop", "save", "report", "refused")
+QUESTIONS = ("stop", "save", "report", "refused", "overdue")
 """What all ranks are asked once a step: to leave on a notice, to save after the step, to compare the ranks, to leave
-because nothing can be saved any more."""
+because nothing can be saved any more, and because nothing that survives the end of the job was for too long (rank 0's
+clock decides)."""
 
 
 class StepConsensus:
@@ -282,13 +283,21 @@ class StepConsensus:
         preemption: Whether this rank has to leave.
         saves: What this rank wants saved; ``None`` = nothing is.
         slow_ranks: Times the step, and whether a report is due; ``None`` = there is none.
+        decides: Whether this rank's clock decides for all; that of one rank does.
 
     Thread: that of the training loop.
     """
 
     def __init__(
-        self, consensus: Consensus, preemption: Preemption, saves: Saves | None, slow_ranks: SlowRanks | None
+        self,
+        consensus: Consensus,
+        preemption: Preemption,
+        saves: Saves | None,
+        slow_ranks: SlowRanks | None,
+        *,
+        decides: bool,
     ) -> None:
+        self._decides = decides
         self._consensus, self._preemption, self._saves, self._slow_ranks = consensus, preemption, saves, slow_ranks
         self._iteration = 0
         self._agreed: dict[str, int] | None = None
@@ -355,6 +364,7 @@ class StepConsensus:
             "save": wanted,
             "report": 0 if slow_ranks is None else int(slow_ranks.detector.wants_report()),
             "refused": int(saves is not None and saves.refusal is not None),
+            "overdue": int(self._decides and saves is not None and saves.is_overdue),
         }
 
 
@@ -369,7 +379,8 @@ class StepDecision:
     reason: ExitReason | None = None
     """Why all ranks stop now; ``None`` = they continue. ``PREEMPTED``: a shutdown was requested. ``STRAGGLER``: a rank
     is so slow that its node is to be replaced. ``NO_PROGRESS``: nothing can be saved any more, as a directory is
-    another run's. ``FAILED_VALIDATION`` and ``RESUME_TO_DISAMBIGUATE``: replicas differ."""
+    another run's, or nothing that survives the end of the job was committed for ``checkpoint.max_durable_lag``.
+    ``FAILED_VALIDATION`` and ``RESUME_TO_DISAMBIGUATE``: replicas differ."""
     signal: int | None = None
     """Number of the signal that requested the shutdown, SIGTERM for other notices; ``None`` = none did."""
 

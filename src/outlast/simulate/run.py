@@ -441,6 +441,7 @@ class _World:
                 progress_known=self._saves,
                 had_session=True,
                 num_spares=self._spares,
+                ran_s=max(0.0, at_s - self._formed_s),
             )
         )
         if verdict.rung == Rung.STOP:
@@ -449,7 +450,7 @@ class _World:
             return
         if verdict.rung == Rung.REPLACE_NODE and is_process:  # it failed too often, and a spare takes its slot
             self._lose([slot], noticed_s + repair_s)
-        self._begin_recovery(at_s, noticed_s - at_s, self._costs.restart_s)
+        self._begin_recovery(at_s, noticed_s - at_s, self._costs.restart_s + verdict.delay_s)
 
     def _ask(self, end: CycleEnd) -> Verdict:
         self._state, verdict = decide(self._state, end, self._scenario.limits)

@@ -20,12 +20,15 @@ from outlast.decoding import convert
 from outlast.env import clean_name
 from outlast.incidents import CYCLE_ENDING, Event, EventKind, Incident, IncidentKind, Rung
 from outlast.launch.protocol import LiveBudgets, LiveNode, LiveStatus
+from outlast.policy.durability import Durability, job_tier
 from outlast.policy.ladder import LadderState, Limits, begin_job, begin_run
+from outlast.policy.recovery_point import Tier
 from outlast.status.evidence import Evidence
 from outlast.status.report import (
     SCHEMA,
     BudgetReport,
     Budgets,
+    DurabilityReport,
     GenerationReport,
     NodeReport,
     NodeState,
@@ -358,6 +361,7 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
         excluded=[node.name for node in nodes if node.state == NodeState.EXCLUDED],
         budgets=_budgets(job, live, ladder, [one for one in generations if one.job == evidence.job]),
         generations=generations,
+        durability=_durability(job, generations, None if track is None else track.iteration),
         directory=job.directory,
         local_directory=job.local_directory,
         incidents=troubles,
@@ -560,7 +564,10 @@ def _budgets(
             max_no_progress_cycles=next(filter(None, cycles), None) or limits.get("max_no_progress_cycles") or 0,
         )
         told = LiveBudgets.of(ladder, allowed)
-    known = live.best_durable if live is not None else ladder.best_durable if ladder is not None else None
+    if live is not None:
+        known = live.best_durable if live.best_committed is None else live.best_committed
+    else:
+        known = ladder.newest_iteration if ladder is not None else None
     if any(known is None or one.iteration > known for one in generations):
         told = msgspec.structs.replace(told, restarts_without_progress=0, cycles_without_progress=0)
     return Budgets(
@@ -611,6 +618,28 @@ def _generations(
         for tier in _TIERS
         if tier in newest
     ]
+
+
+def _durability(
+    job: JobEvents, generations: Sequence[GenerationReport], iteration: int | None
+) -> DurabilityReport | None:
+    """Return the newest checkpoints that survive each failure, as far as the journal has them."""
+    if not generations and not (job.directory or job.local_directory):
+        return None
+    places = ((Tier.GLOBAL, job.directory), (Tier.LOCAL, job.local_directory))
+    configured = {tier for tier, place in places if place}
+    known = Durability()
+    for one in generations:
+        known = known.reached(one.iteration, {Tier[one.tier.upper()]}, configured)
+    lasting = job_tier(configured)
+    age_s = next((one.age_s for one in generations if lasting is not None and one.tier == str(lasting)), None)
+    return DurabilityReport(
+        worker=known.worker,
+        node=known.node,
+        job=known.job,
+        job_age_s=age_s,
+        lag_iterations=None if iteration is None else max(0, iteration - (known.job or 0)),
+    )
 
 
 def _is_loss(event: Event) -> bool:

@@ -116,6 +116,21 @@ class GenerationReport(msgspec.Struct, frozen=True, kw_only=True):
     """The job that saved it."""
 
 
+class DurabilityReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest checkpoint that survives each failure."""
+
+    worker: int | None
+    """Iteration of the newest one in any tier; it survives the failure of workers. `null`: none."""
+    node: int | None
+    """Iteration of the newest one that survives the loss of a node."""
+    job: int | None
+    """Iteration of the newest one that survives the end of the job; the next job resumes from it."""
+    job_age_s: float | None
+    """Seconds since that one was committed."""
+    lag_iterations: int | None
+    """Iterations done beyond it, which are lost if the job ends now; `null`: not known."""
+
+
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """An incident, with what followed."""
 
@@ -215,6 +230,8 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """`null`: nothing of ours restarts the workers, or it is not known."""
     generations: list[GenerationReport]
     """The newest of each tier, nearest tier first."""
+    durability: DurabilityReport | None
+    """`null`: nothing is known of saves."""
     directory: str | None
     """Global tier."""
     local_directory: str | None
@@ -281,12 +298,38 @@ def _entries(report: StatusReport) -> Iterator[tuple[str, str]]:
     saved = [f"{one.tier} {one.iteration} ({duration(one.age_s)} ago)" for one in report.generations]
     if saved or report.directory or report.local_directory:
         yield "saved", ", ".join(saved) or "nothing yet"
+    if text := describe_durability(report):
+        yield "durable", text
     places = [f"{tier} {place}" for tier, place in (("local", report.local_directory), ("global", report.directory))]
     if any((report.local_directory, report.directory)):
         yield "", "in " + ", ".join(place for place in places if not place.endswith("None"))
     yield from _incidents(report)
     for problem in report.problems:
         yield "problem", problem
+
+
+def describe_durability(report: StatusReport) -> str:
+    """Return which work survives the end of the job, for people; empty = nothing is known of saves."""
+    known = report.durability
+    if known is None:
+        return ""
+    if report.state in (RunState.OVER, RunState.NO_PROCESS):
+        if report.exit_code == 0:
+            return ""
+        following = "the next job resumes " + ("from the start" if known.job is None else f"from iteration {known.job}")
+        first, done = (known.job or 0) + 1, report.iteration
+        if not known.lag_iterations or done is None:
+            return following
+        lost = f"iteration {done} is lost" if first >= done else f"iterations {first} to {done} are lost"
+        return f"{following}; {lost}"
+    if known.job is None:
+        return "no checkpoint survives the end of the job yet"
+    text = f"iteration {known.job} survives the end of the job"
+    if known.node is None or known.node < known.job:
+        text += ", but not the loss of a node"
+    elif known.node > known.job:
+        text += f", iteration {known.node} the loss of a node"
+    return f"{text}; {count(known.lag_iterations, 'iteration')} behind" if known.lag_iterations else text
 
 
 def _nodes(nodes: Sequence[NodeReport]) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from outlast.status.report import BudgetReport, NodeState, RunState, StatusReport
+from outlast.status.report import BudgetReport, NodeState, RunState, StatusReport, describe_durability
 from outlast.top.look import RankLine, TopReport
 from outlast.wording import count, duration, number_ranges, one_line
 
@@ -106,6 +106,8 @@ def _describe_run(report: TopReport) -> Iterator[Text]:
     saved = ", ".join(f"{one.tier} {one.iteration} ({duration(one.age_s)} ago)" for one in status.generations)
     if saved or status.directory or status.local_directory:
         yield _entry("saved", saved or "nothing yet")
+    if text := describe_durability(status):
+        yield _entry("durable", text)
     for problem in status.problems:
         yield _entry("problem", problem, "yellow")
 

@@ -263,7 +263,9 @@ class GlobalLane(RetryingLane):
                 self._outcomes.late.wait_for(self.name, f"{self._describe_rank(0)}, which commits it")
                 self._place(save, directory, plan, reports)
                 if not save.suspect:
-                    self._outcomes.report_durable(save.iteration)  # first, as in the near lane
+                    self._outcomes.report_committed(
+                        save.iteration, frozenset({Tier.GLOBAL})
+                    )  # first, as in the near lane
             except (CheckpointError, OSError) as failure:
                 outcome = self._failed_here(failure)
         if outcome.error is not None:

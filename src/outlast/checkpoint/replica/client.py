@@ -5,7 +5,8 @@ pages ahead of what is being received, many at a time; where it is late, or the 
 call maps them itself.
 
 A node that failed costs its timeout once: :class:`Replicator` leaves it out from then on, until a probe in the
-background finds that it answers again. Nothing here imports torch.
+background finds that it takes parts again. A node refuses probes while its disk does not respond. If a node responds to
+probes and then fails again, the probes come at growing intervals (:data:`RETRY_AFTER_S`). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from functools import partial
 
 import msgspec
 
+from outlast import clock
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.parity import PARITY_PART, blocks_of, holders_of, xor_into
 from outlast.checkpoint.replica.protocol import (
@@ -56,6 +58,12 @@ CHUNKS_AHEAD = 2
 """Chunks of a shard that is rebuilt whose pieces are asked for at a time."""
 PROBE_INTERVAL_S = 2.0
 PROBE_TIMEOUT_S = 2.0
+RETRY_AFTER_S = (0.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Seconds until the first probe of a node, by the number of its failures in a row; the last one repeats."""
+KEEP_FACTOR = 3
+"""So many times the timeout without progress may pass until a node has made a small part durable."""
+MIN_DISK_BYTES_PER_S = 100 << 20
+"""A large part may take as much longer as a disk of this rate needs for it."""
 MAX_TARGETS_AT_ONCE = 8
 
 
@@ -138,7 +146,7 @@ def push(
         fd: File or memfd that holds the whole part.
         chunks: Numbers of the chunks to give.
         num_bytes: Of the whole part.
-        timeout_s: Seconds without progress.
+        timeout_s: Seconds without progress; also how long the node may take to make room for the part.
         contributor: Rank whose block of a shard this is, to be XORed into the parity ``copy``; -1: no parity.
         num_contributors: Blocks that make the parity whole.
 
@@ -148,10 +156,11 @@ def push(
     Blocks: until the node has made it durable, as far as its place is.
     """
     begin, end = chunks.start * CHUNK_BYTES, min(num_bytes, chunks.stop * CHUNK_BYTES)
+    keep_s = KEEP_FACTOR * timeout_s + max(0, end - begin) / MIN_DISK_BYTES_PER_S
     digests: list[str] = []
     with connect(target, key, timeout_s=timeout_s) as channel:
         channel.send(Put(copy, max(0, end - begin), contributor, num_contributors))
-        channel.expect(Proceed)
+        channel.expect(Proceed, disk_s=timeout_s)
         for number, offset in enumerate(range(begin, end, CHUNK_BYTES)):
             channel.send_file(fd, offset, min(CHUNK_BYTES, end - offset))
             if number >= CHUNKS_IN_FLIGHT:
@@ -159,7 +168,7 @@ def push(
         while len(digests) < len(chunks):
             digests.append(channel.expect(Chunk).digest)
         channel.send(Keep())
-        channel.expect(Kept)
+        channel.expect(Kept, disk_s=keep_s)
     return tuple(digests)
 
 
@@ -423,6 +432,14 @@ class Holder(msgspec.Struct, frozen=True):
     target: Target
 
 
+class _Failure(msgspec.Struct, frozen=True):
+    """Why a target is left out."""
+
+    reason: str
+    retry_s: float
+    """When it is probed first, by the monotonic clock."""
+
+
 class Replicator:
     """Copy parts to other nodes' writers.
 
@@ -436,10 +453,10 @@ class Replicator:
     def __init__(self, key: bytes, *, probe_interval_s: float = PROBE_INTERVAL_S) -> None:
         self._key, self._probe_interval_s = key, probe_interval_s
         self._lock = threading.Lock()
-        self._failed: dict[Target, str] = {}
-        """Left out until a probe is answered, and why."""
-        self._in_trouble: set[Target] = set()
-        """Took no copy when last asked."""
+        self._failed: dict[Target, _Failure] = {}
+        """Left out until a probe finds that they take parts again."""
+        self._num_failures: dict[Target, int] = {}
+        """Failures in a row of those that took no copy when last asked."""
         self._prober: threading.Thread | None = None
         self._stopping = threading.Event()
 
@@ -488,32 +505,35 @@ class Replicator:
         with self._lock:
             known = self._failed.get(target)
         if known is not None:
-            return CopyOutcome(target.node, None, f"left out until it answers again, since: {known}", False)
+            return CopyOutcome(target.node, None, f"left out until it answers again, since: {known.reason}", False)
         try:
             chunks = push_to(target)
         except ReplicaError as error:
             with self._lock:
-                is_new = target not in self._in_trouble
-                self._in_trouble.add(target)
-                if not isinstance(error, ReplicaRefused):  # who refuses at once need not be left out
-                    self._failed[target] = str(error)
+                num = self._num_failures.get(target, 0)
+                is_new = num == 0
+                self._num_failures[target] = num + 1
+                if not isinstance(error, ReplicaRefused):  # a node that refuses at once need not be left out
+                    after_s = RETRY_AFTER_S[min(num, len(RETRY_AFTER_S) - 1)]
+                    self._failed[target] = _Failure(str(error), clock.now_s() + after_s)
                     if self._prober is None and not self._stopping.is_set():
                         self._prober = threading.Thread(target=self._probe, name="outlast-probe", daemon=True)
                         self._prober.start()
             return CopyOutcome(target.node, None, str(error), is_new)
         with self._lock:
-            self._in_trouble.discard(target)
+            self._num_failures.pop(target, None)
         return CopyOutcome(target.node, chunks, None, False)
 
     def _probe(self) -> None:
         """Ask the failed targets again and again until all answer. Thread: the prober's."""
         while not self._stopping.wait(self._probe_interval_s):
+            now_s = clock.now_s()
             with self._lock:
-                failed = list(self._failed)
-                if not failed:
+                if not self._failed:
                     self._prober = None
                     return
-            for target in failed:
+                due = [target for target, failure in self._failed.items() if now_s >= failure.retry_s]
+            for target in due:
                 if self._stopping.is_set():
                     return
                 try:

@@ -7,6 +7,7 @@ signed nor encrypted: digests show whether they are right. Nothing here imports 
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 import xxhash
 
+from outlast import clock
 from outlast.checkpoint.manifest import CopyKey
 from outlast.runtime.wire import Handshake, MessageChannel, ProtocolError
 
@@ -24,12 +26,15 @@ MAX_SHARD_BYTES = 1 << 46
 MAX_NAME_CHARS = 200
 SLICE_BYTES = 1 << 18
 """Received and digested at a time: small enough to be in the processor's cache still when it is digested."""
+MAX_PLACE_CHARS = 300
+"""Of the name of a folder in a message; the rest is cut."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 M = TypeVar("M")
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Do you answer? Reply: :class:`Proceed`."""
+    """Respond if you take parts. Reply: :class:`Proceed`, or :class:`Failed` while the place for parts does not
+    respond."""
 
 
 class Put(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -72,7 +77,10 @@ class Kept(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Working(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Still at it: a disk takes its time."""
+    """Still waiting for a disk."""
+
+    place: str = ""
+    """The folder that has not responded yet."""
 
 
 class Data(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -140,14 +148,23 @@ class ReplicaChannel(MessageChannel[Message]):
                 _check(0 <= message.num_bytes <= message.total <= MAX_SHARD_BYTES, "num_bytes")
         return message
 
-    def expect(self, kind: type[M]) -> M:
+    def expect(self, kind: type[M], *, disk_s: float = math.inf) -> M:
         """Wait for a message of a kind, past all :class:`Working`.
+
+        Args:
+            kind: The message.
+            disk_s: Seconds that the other side may wait for a disk.
 
         Raises:
             RefusedByPeer: The other side could not do what it was asked.
+            TimeoutError: The other side waits for a disk for longer.
         """
+        end_s = clock.now_s() + disk_s
         while True:
             message = self.receive()
+            if isinstance(message, Working) and clock.now_s() >= end_s:
+                place = message.place or "its disk"
+                raise TimeoutError(f"{place} has not responded for {disk_s:.3g} s on that node")
             if isinstance(message, kind):
                 return message
             if message is None:

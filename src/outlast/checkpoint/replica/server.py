@@ -7,6 +7,7 @@ next), and each address is reported once. Nothing here imports torch.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -20,6 +21,7 @@ from outlast import clock
 from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError, Incoming
 from outlast.checkpoint.replica.parity import Block, Parities, write_all
 from outlast.checkpoint.replica.protocol import (
+    MAX_PLACE_CHARS,
     SLICE_BYTES,
     Chunk,
     Data,
@@ -40,7 +42,41 @@ from outlast.runtime.wire import ProtocolError
 WORKING_S = 1.0
 """Seconds after which a peer that waits for a disk gets a :class:`Working`."""
 MAX_WORK_S = 120.0
+HUNG_S = 10.0
+"""Seconds that work at the disk may take before no other part is taken until it ends: each would wait as long."""
 T = TypeVar("T")
+
+
+class DiskWork:
+    """The work at the disk of a node that has begun and not ended. Thread: any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since_s: dict[int, float] = {}
+        self._numbers = itertools.count()
+
+    def begin(self, work: Callable[[], T]) -> Future[T]:
+        """Begin work in a thread of its own; return its outcome."""
+        number = next(self._numbers)
+        with self._lock:
+            self._since_s[number] = clock.now_s()
+
+        def run() -> T:
+            try:
+                return work()
+            finally:
+                with self._lock:
+                    del self._since_s[number]
+
+        return begin(run)
+
+    def hung_s(self) -> float | None:
+        """Return for how long the oldest work has not ended; ``None``: none takes longer than :data:`HUNG_S`."""
+        with self._lock:
+            oldest_s = min(self._since_s.values(), default=None)
+        if oldest_s is None or (passed_s := clock.now_s() - oldest_s) < HUNG_S:
+            return None
+        return passed_s
 
 
 def _drop_later(begun: Future[Incoming | Block]) -> None:
@@ -60,12 +96,14 @@ class Service:
         channel: Authenticated; its user closes it.
         holdings: What this node keeps.
         parities: The parities that it is making.
+        disk_work: What it does at its disk.
 
     Thread: one.
     """
 
-    def __init__(self, channel: ReplicaChannel, holdings: Holdings, parities: Parities) -> None:
+    def __init__(self, channel: ReplicaChannel, holdings: Holdings, parities: Parities, disk_work: DiskWork) -> None:
         self._channel, self._holdings, self._parities = channel, holdings, parities
+        self._disk_work = disk_work
         self._scratch = memoryview(bytearray(SLICE_BYTES))
         self._open: tuple[CopyKey, int, int] | None = None
 
@@ -79,6 +117,8 @@ class Service:
         try:
             while (request := self._channel.receive()) is not None:
                 match request:
+                    case Ping() | Put() if (hung_s := self._disk_work.hung_s()) is not None:
+                        self._channel.refuse(f"{self._place} has not responded for {hung_s:.0f} s; it takes no replica")
                     case Ping():
                         self._channel.send(Proceed())
                     case Put():
@@ -158,7 +198,7 @@ class Service:
             ConnectionError: The peer broke off.
             TimeoutError: The disk does not answer.
         """
-        future = begin(work)
+        future = self._disk_work.begin(work)
         try:
             for _ in range(round(MAX_WORK_S / WORKING_S)):
                 try:
@@ -166,13 +206,17 @@ class Service:
                 except NotYet:
                     if future.done():
                         raise
-                    self._channel.send(Working())
+                    self._channel.send(Working(self._place))
         except (ConnectionError, TimeoutError):
             if not future.done():
                 leave(future)
             raise
         leave(future)
         raise TimeoutError(f"the disk has not answered for {MAX_WORK_S:g} s")
+
+    @property
+    def _place(self) -> str:
+        return self._holdings.place[:MAX_PLACE_CHARS]
 
     # -- giving out --------------------------------------------------------------------------------------------
 
@@ -229,6 +273,7 @@ class ReplicaServer:
         holdings: What this node keeps.
         host: Address of the interface to listen on.
         key: The run's key; ``None`` while there is none: nobody is accepted then. May be set later, and anew.
+        port: The port to listen at if it is free; 0 = any.
         on_refused: Called once for each source address that was refused, with the address and the reason; logs them.
             Thread: the connection's.
 
@@ -242,17 +287,18 @@ class ReplicaServer:
         *,
         host: str,
         key: bytes | None,
+        port: int = 0,
         on_refused: Callable[[str, str], None] = _warn_of_refused,
     ) -> None:
         self.host, self.key = host, key
         self._holdings, self._on_refused = holdings, on_refused
-        self._parities = Parities(holdings)
+        self._parities, self._disk_work = Parities(holdings), DiskWork()
         self._lock = threading.Lock()
         self._strangers: dict[ReplicaChannel, threading.Thread] = {}
         self._peers: dict[ReplicaChannel, threading.Thread] = {}
         self._reported: set[str] = set()
         self._stopping = threading.Event()
-        self._socket = listen_at(host, backlog=BACKLOG)
+        self._socket = listen_at(host, backlog=BACKLOG, port=port)
         self._acceptor = threading.Thread(target=self._accept, name="outlast-replica-port", daemon=True)
         self._acceptor.start()
 
@@ -314,7 +360,7 @@ class ReplicaServer:
             if not self._admit(channel, source):
                 return
             channel.timeout_s = IDLE_S
-            Service(channel, self._holdings, self._parities).run()
+            Service(channel, self._holdings, self._parities, self._disk_work).run()
         except ProtocolError as error:
             self._refuse(source, str(error))
         except OSError as error:

@@ -1,0 +1,163 @@
+"""Detect a checkpoint writer that runs and does not respond, from its owner's side.
+
+The owner keeps one connection to the writer, and sends a :class:`~outlast.checkpoint.protocol.Ping` on it every
+:data:`PING_EVERY_S`. A thread of the writer that waits for nothing else responds, so that a writer whose other threads
+all wait for a hung directory still does. A stopped (``SIGSTOP``), deadlocked or frozen writer does not.
+
+A writer that is slow must not be lost, since the checkpoints in its memory are lost with it. So the limit is
+:data:`SILENT_S` only if the process has used no processor time meanwhile and has no thread that is ready to run or
+waits within the kernel; else :data:`BUSY_S`. Time in which the owner itself did not run does not count.
+
+Rejected: judging by the time that requests take. A hung directory makes requests slow, and a new writer would hang in
+the same directory.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from dataclasses import dataclass
+
+from outlast import clock
+from outlast.checkpoint import protocol as f
+from outlast.runtime.processes import Activity, describe_stuck, open_pidfd, read_activity
+from outlast.runtime.wire import MessageChannel
+
+PING_EVERY_S = 5.0
+"""Seconds between a response and the next ping."""
+SILENT_S = 20.0
+"""Seconds without a response after which a writer that does not run at all is replaced."""
+BUSY_S = 60.0
+"""Seconds without a response after which a writer that seems to be busy is replaced."""
+START_S = 120.0
+"""Seconds that a writer that is not stopped may take until its first response: its interpreter and imports."""
+_SLICE_S = 1.0
+"""Seconds between two looks at the process; if more have passed, the owner did not run, and two of these count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """A writer does not respond."""
+
+    silent_s: float
+    process: str
+    """The process and its state."""
+
+
+class WriterPings:
+    """Wait until one writer process ends or stops responding.
+
+    Args:
+        pid: The writer.
+        address: Name of its abstract socket.
+        silent_s: Seconds without a response after which a writer that does not run at all counts as hung.
+
+    Raises:
+        OSError: The process cannot be watched, such as for lack of descriptors.
+
+    Thread: one.
+    """
+
+    def __init__(self, pid: int, address: str, *, silent_s: float = SILENT_S) -> None:
+        self._pid, self._address, self._silent_s = pid, address, silent_s
+        self._every_s = min(PING_EVERY_S, silent_s / 4)
+        self._ended = open_pidfd(pid)
+        self._channel: MessageChannel[f.Reply] | None = None
+        self._has_responded = False
+
+    def close(self) -> None:
+        """Close the connection and the descriptors."""
+        os.close(self._ended)
+        self._disconnect()
+
+    def wait(self) -> Silence | None:
+        """Return how the writer stopped responding; ``None``: the process has ended.
+
+        Blocks: as long as the writer responds.
+        """
+        while True:
+            if (outcome := self._ping()) is not True:
+                return outcome or None
+            if self._wait_readable(self._every_s, self._ended):
+                return None
+
+    def _ping(self) -> Silence | bool:
+        """Send a ping and wait for the response; return whether the process still runs, or its silence."""
+        silent_s = idle_s = 0.0
+        activity = read_activity(self._pid)
+        is_sent = False
+        while True:
+            began_s = clock.now_s()
+            if not is_sent:
+                is_sent = self._send()
+            sources = [self._ended]
+            if is_sent and self._channel is not None:
+                sources.append(self._channel.fileno())
+            readable = self._wait_readable(_SLICE_S, *sources)
+            if self._ended in readable:
+                return False
+            if readable and self._receive():
+                self._has_responded = True
+                return True
+            if readable:  # the connection ended, and the process has not
+                is_sent = False
+                if self._wait_readable(_SLICE_S, self._ended):
+                    return False
+            passed_s = min(clock.now_s() - began_s, 2 * _SLICE_S)
+            silent_s += passed_s
+            before, activity = activity, read_activity(self._pid)
+            idle_s = idle_s + passed_s if self._is_idle(before, activity) else 0.0
+            if self._is_too_long(silent_s, idle_s):
+                return Silence(silent_s, describe_stuck(self._pid))
+
+    def _is_idle(self, before: Activity | None, activity: Activity | None) -> bool:
+        """Return whether the process does not run; one that starts may wait for a disk with its modules."""
+        if activity is None:
+            return False
+        return activity.is_stopped or (self._has_responded and activity.is_idle_since(before))
+
+    def _is_too_long(self, silent_s: float, idle_s: float) -> bool:
+        if silent_s >= self._silent_s and idle_s >= self._silent_s / 2:
+            return True
+        return silent_s >= (BUSY_S if self._has_responded else START_S)
+
+    def _send(self) -> bool:
+        try:
+            if self._channel is None:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                try:
+                    connection.settimeout(_SLICE_S)
+                    connection.connect(b"\0" + self._address.encode())
+                except OSError:
+                    connection.close()
+                    raise
+                self._channel = MessageChannel(connection, f.Reply, timeout_s=_SLICE_S)
+            self._channel.send(f.Ping())
+        except OSError:
+            self._disconnect()
+            return False
+        return True
+
+    def _receive(self) -> bool:
+        """Take the response; return whether there is one."""
+        assert self._channel is not None
+        try:
+            if self._channel.receive() is not None:
+                return True
+        except OSError:
+            pass
+        self._disconnect()
+        return False
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    @staticmethod
+    def _wait_readable(timeout_s: float, *fds: int) -> list[int]:
+        poll = select.poll()  # select() knows no descriptors beyond 1023
+        for fd in fds:
+            poll.register(fd, select.POLLIN)
+        return [fd for fd, _ in poll.poll(timeout_s * 1e3)]

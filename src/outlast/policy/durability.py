@@ -1,0 +1,180 @@
+"""Which failures a checkpoint survives, and for how long a commit that survives the job has been due.
+
+A checkpoint survives a failure if a tier that holds it does:
+
+* the failure of *workers*: any tier; the node's checkpoint writer keeps what is in memory;
+* the loss of a *node*: a replica, or the global directory. A file on the lost node's own disk does not;
+* the end of the *job*: the global directory, or, where none is configured, the local directory, in which the next job
+  finds its checkpoints if it gets the same nodes.
+
+Where a global directory is configured, a checkpoint that survives the end of the job survives the loss of a node, too.
+With a local directory alone the two are independent of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import IntEnum
+
+from outlast.policy.recovery_point import Tier
+from outlast.wording import count, duration
+
+_MAX_OWED = 256
+"""Saves that are remembered until a commit covers them; of more, every second one is dropped, never the oldest."""
+
+
+class Level(IntEnum):
+    """A failure that a checkpoint survives, the smallest first."""
+
+    WORKER = 0
+    NODE = 1
+    JOB = 2
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+TEXTS = {
+    Level.WORKER: "survives only the failure of workers",
+    Level.NODE: "survives the loss of a node",
+    Level.JOB: "survives the end of the job",
+}
+"""What a level means, for people; the largest one that holds is the one to show."""
+
+
+def job_tier(configured: Collection[Tier]) -> Tier | None:
+    """Return the tier that outlives the job; ``None``: none of those that are configured does."""
+    return next((tier for tier in (Tier.GLOBAL, Tier.LOCAL) if tier in configured), None)
+
+
+def levels_of(tiers: Collection[Tier], configured: Collection[Tier]) -> frozenset[Level]:
+    """Return which failures a checkpoint survives.
+
+    Args:
+        tiers: The tiers that hold it.
+        configured: The tiers that the run saves to.
+    """
+    holding = frozenset(tiers)
+    found = {Level.WORKER} if holding else set()
+    if holding & {Tier.REPLICA, Tier.GLOBAL}:
+        found.add(Level.NODE)
+    if job_tier(configured) in holding:
+        found.add(Level.JOB)
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Durability:
+    """The newest iteration whose checkpoint survives each failure; ``None`` = there is none."""
+
+    worker: int | None = None
+    node: int | None = None
+    job: int | None = None
+
+    def reached(self, iteration: int, tiers: Collection[Tier], configured: Collection[Tier]) -> Durability:
+        """Return what is known once a checkpoint is in more tiers.
+
+        Args:
+            iteration: Of the checkpoint.
+            tiers: The tiers that it is in.
+            configured: The tiers that the run saves to.
+        """
+        levels = levels_of(tiers, configured)
+
+        def newest(level: Level, known: int | None) -> int | None:
+            return known if level not in levels else iteration if known is None else max(known, iteration)
+
+        return Durability(newest(Level.WORKER, self.worker), newest(Level.NODE, self.node), newest(Level.JOB, self.job))
+
+    def highest_level(self, iteration: int) -> Level | None:
+        """Return the largest failure that work up to an iteration survives; ``None``: none."""
+        by_level = {Level.JOB: self.job, Level.NODE: self.node, Level.WORKER: self.worker}
+        return next((level for level, known in by_level.items() if known is not None and known >= iteration), None)
+
+
+def describe_end(known: Durability, done: int) -> str:
+    """Return what is lost if the job ends now; one sentence for people.
+
+    Args:
+        known: What is committed.
+        done: Number of optimizer steps done.
+    """
+    kept = known.job
+    if kept is not None and kept >= done:
+        return f"iteration {kept} is saved, nothing is lost"
+    if not done and known.worker is None:
+        return "no iteration was completed; nothing is lost"
+    first = (kept or 0) + 1
+    lost = f"iteration {done} is lost" if first >= done else f"iterations {first} to {done} are lost"
+    if kept is None:
+        newest = f"no checkpoint {TEXTS[Level.JOB]}"
+    else:
+        newest = f"the newest checkpoint that {TEXTS[Level.JOB]} is iteration {kept}"
+    ahead = known.worker if known.worker is not None and known.worker > (kept or 0) else None
+    if ahead is None:
+        return f"{newest}: {lost}"
+    return f"iteration {ahead} is in node-local tiers only and is lost when this job ends; {newest}: {lost}"
+
+
+@dataclass(frozen=True, slots=True)
+class OwedSaves:
+    """Saves that were to survive the end of the job, and are not covered by such a commit yet.
+
+    A save is covered by the commit of its own iteration or of a newer one. Commits to the other tiers cover nothing.
+    """
+
+    saves: tuple[tuple[int, float], ...] = ()
+    """Iteration, and the monotonic seconds at which the save began."""
+
+    def add(self, iteration: int, now_s: float) -> OwedSaves:
+        """Return what is owed once a save to the tier that outlives the job has begun."""
+        if any(known == iteration for known, _ in self.saves):
+            return self
+        saves = (*self.saves, (iteration, now_s))
+        if len(saves) > _MAX_OWED:
+            oldest = min(saves, key=lambda save: save[1])
+            saves = (oldest, *(save for save in saves[1::2] if save != oldest))
+        return OwedSaves(saves)
+
+    def cover(self, iteration: int | None) -> OwedSaves:
+        """Return what is still owed once an iteration survives the end of the job; ``None`` = none does."""
+        if iteration is None:
+            return self
+        return OwedSaves(tuple(save for save in self.saves if save[0] > iteration))
+
+    @property
+    def oldest(self) -> tuple[int, float] | None:
+        """Iteration of the save that has been owed for the longest time, and when it began; ``None`` = none is."""
+        return min(self.saves, key=lambda save: (save[1], save[0]), default=None)
+
+    def lag_s(self, now_s: float) -> float:
+        """Return for how many seconds a commit has been due; 0 = nothing is owed."""
+        oldest = self.oldest
+        return 0.0 if oldest is None else max(0.0, now_s - oldest[1])
+
+
+def describe_overdue(*, where: str, lag_s: float, limit_s: float, error: str, known: Durability, done: int) -> str:
+    """Return why a run stops whose checkpoints have not survived the end of the job for too long.
+
+    Args:
+        where: The tier and its path, for people.
+        lag_s: For how long a commit there has been due.
+        limit_s: ``max_durable_lag``.
+        error: What went wrong last; empty = not known.
+        known: What is committed.
+        done: Number of optimizer steps done.
+    """
+    why = f", the last error: {error.rstrip('.')}" if error else ""
+    return (
+        f"no checkpoint was committed to {where} for {duration(lag_s)} although saves were due "
+        f"(max_durable_lag={limit_s:g} s){why}; {describe_end(known, done)}; repair {where}, then start the run again"
+    )
+
+
+def describe_lag(known: Durability, done: int) -> str:
+    """Return how far the checkpoints that survive the end of the job are behind; empty = they are not."""
+    if known.worker is None or (known.job is not None and known.job >= known.worker):
+        return ""
+    behind = count(max(0, done - (known.job or 0)), "iteration")
+    return f"{behind} behind" if known.job is not None else "no checkpoint survives the end of the job"

@@ -1,0 +1,116 @@
+"""A checkpoint writer that stops responding is replaced; one whose directory hangs is not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outlast.checkpoint import protocol
+from outlast.checkpoint.manifest import CopyKey
+from outlast.checkpoint.replica.client import ReplicaError, Target, ping
+from outlast.checkpoint.writer_client import WriterClient, WriterProcess
+from outlast.errors import CheckpointError
+from outlast.runtime.files import memory_file
+
+KEY = b"k" * 32
+LONG_S = 300.0
+SILENT_S = 2.0
+pytestmark = [pytest.mark.process]
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + LONG_S
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+@contextmanager
+def _hung(source: Path, mounted: Path) -> Iterator[None]:
+    """Mount a directory whose file system does not respond."""
+    mounted.mkdir()
+    daemon = subprocess.Popen(["bindfs", "-f", source, mounted])
+    try:
+        _wait_until(lambda: os.path.ismount(mounted))
+        daemon.send_signal(signal.SIGSTOP)
+        yield
+    finally:
+        daemon.kill()
+        daemon.wait()
+        subprocess.run(["umount", "-l", mounted], check=True)
+
+
+def test_a_stopped_writer_is_killed_and_replaced() -> None:
+    """A pending request fails at once when the writer is killed, the next one is served by the new writer, and the
+    owner is notified with the process, its state and the time."""
+    lines: list[str] = []
+    made = WriterProcess(node="a", on_death=lines.append, silent_s=SILENT_S)
+    with closing(made) as writer, closing(WriterClient(writer.address)) as client, ThreadPoolExecutor() as pool:
+        client.ask(protocol.List(), protocol.Listed, timeout_s=LONG_S)
+        first = writer.pid
+        psutil.Process(first).suspend()
+        pending = pool.submit(client.ask, protocol.List(), protocol.Listed, timeout_s=LONG_S)
+        with pytest.raises(CheckpointError, match="the checkpoint writer is gone"):
+            pending.result(LONG_S)
+        client.ask(protocol.List(), protocol.Listed, timeout_s=LONG_S)
+        _wait_until(lambda: bool(lines))
+        assert writer.pid != first
+        assert f"the checkpoint writer of node a, pid {first} (state T" in lines[0]
+        assert "did not respond for " in lines[0]
+
+
+def test_a_replaced_writer_serves_other_nodes_at_the_same_port() -> None:
+    """Other nodes need not learn a new address: a request of any kind has the new writer serve them there."""
+    with closing(WriterProcess()) as writer, closing(WriterClient(writer.address)) as client:
+        serve = protocol.Serve(host="127.0.0.1", secret=KEY, folder=None)
+        served, _ = client.ask(serve, protocol.Serving, timeout_s=LONG_S)
+        target = Target("here", "127.0.0.1", served.port)
+        ping(target, KEY, timeout_s=LONG_S)
+        first = writer.pid
+        os.kill(first, signal.SIGKILL)
+        _wait_until(lambda: writer.pid != first)
+        with pytest.raises(ReplicaError):
+            ping(target, KEY, timeout_s=LONG_S)
+        client.ask(protocol.List(), protocol.Listed, timeout_s=LONG_S)
+        ping(target, KEY, timeout_s=LONG_S)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bindfs") is None or os.getuid() != 0, reason="needs bindfs, and to be root")
+def test_a_writer_whose_directory_hangs_is_not_replaced(tmp_path: Path) -> None:
+    """Writes wait in a directory that does not respond, for several times the limit; the writer serves other requests
+    all the time and is the same process at the end."""
+    (source := tmp_path / "source").mkdir()
+    made = WriterProcess(silent_s=SILENT_S)
+    with closing(made) as writer, closing(WriterClient(writer.address)) as client, ThreadPoolExecutor(4) as pool:
+        client.ask(protocol.Ping(), protocol.Done, timeout_s=LONG_S)
+        first = writer.pid
+        with _hung(source, tmp_path / "mounted"):
+            fd = memory_file("shard")
+            os.ftruncate(fd, 1 << 16)
+            path = os.fspath(tmp_path / "mounted" / "folder" / "shard")
+            writes = [
+                protocol.Write(key=CopyKey(1, f"a{number}", 0), num_bytes=1 << 16, path=path) for number in range(4)
+            ]
+            pending = [pool.submit(client.ask, one, protocol.Written, timeout_s=LONG_S, fd=fd) for one in writes]
+            end_s = time.monotonic() + 8 * SILENT_S
+            while time.monotonic() < end_s:
+                client.ask(protocol.Ping(), protocol.Done, timeout_s=LONG_S)
+                time.sleep(0.1)
+            assert writer.pid == first
+            assert not any(one.done() for one in pending)
+        for one in pending:  # the directory is away now
+            with pytest.raises(CheckpointError):
+                one.result(LONG_S)
+        assert writer.pid == first
+        os.close(fd)

@@ -1,0 +1,104 @@
+"""What happens while a restart waits: nodes join and are lost, a shutdown is obeyed at once, the budget is kept."""
+
+from __future__ import annotations
+
+import signal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_coordinator import Job, ranks
+
+from outlast import clock
+from outlast.errors import ExitReason
+from outlast.incidents import EventKind
+from outlast.launch import protocol as m
+from outlast.testing import Cluster
+
+WITHIN_S = 300.0
+SCRIPT = """
+import os, sys
+print("cycle", os.environ["OUTLAST_CYCLE"], "began", flush=True)
+sys.exit(7)
+"""
+
+
+def _waiting_job() -> Job:
+    """Return a job of two nodes whose fourth cycle waits for 5 s."""
+    job = Job(join_timeout_s=60.0)
+    for name in ("a", "b"):
+        job.join(name)
+    job.fail("a")
+    assert ranks(job) == {"a": 0, "b": 1}, "the first restart does not wait"
+    job.fail("a")
+    job.pass_time(1)
+    job.fail("a")
+    assert not job.running
+    return job
+
+
+def test_a_restart_waits_until_its_deadline() -> None:
+    """The cycle starts when its deadline has come, not before; nothing is sent meanwhile."""
+    job = _waiting_job()
+    job.pass_time(4)
+    assert not job.running
+    assert job.coordinator.restart_deadline_s == job.now_s + 1.0
+    job.pass_time(1)
+    assert {start.cycle for start in job.running.values()} == {3}
+    assert job.coordinator.restart_deadline_s is None
+
+
+def test_a_spare_that_joins_meanwhile_takes_the_slot_of_a_node_that_is_lost() -> None:
+    """A node dies while the restart waits, and a new one joins: the cycle starts with it at the deadline."""
+    job = _waiting_job()
+    job.die("b")
+    job.join("s")
+    job.pass_time(30)
+    assert set(job.running) == {"a", "s"}
+
+
+def test_a_shutdown_request_is_obeyed_while_a_restart_waits() -> None:
+    """The job stops at once, and no cycle starts any more."""
+    job = _waiting_job()
+    job.say(m.Leave(node="a", epoch="a-1", saved=False, signal=signal.SIGTERM, facts=None, whole_job=True))
+    assert job.coordinator.stop is not None
+    job.pass_time(10)
+    assert not job.running
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_script_that_fails_at_once_restarts_at_growing_intervals(tmp_path: Path) -> None:
+    """Three restarts take six seconds and not a fraction of one; each delay is in the log and in the journal."""
+    (script := tmp_path / "train.py").write_text(SCRIPT)
+    with Cluster(
+        script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=["--max-restarts=3"]
+    ) as cluster:
+        assert cluster.wait(WITHIN_S) == [ExitReason.FAILED], cluster.tails()
+        output = cluster.agent(0).output()
+        verdicts = [event for event in cluster.events() if event.kind == EventKind.VERDICT]
+    delays = [event.data["verdict"].get("delay_s", 0.0) for event in verdicts]
+    assert delays == [0.0, 1.0, 5.0, 0.0]
+    assert "restarting in 5 s" in output
+    starts = [event for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED]
+    assert len(starts) == 4
+    for (before, after), delay_s in zip(pairwise(starts), delays, strict=False):
+        assert (after.mono_ns - before.mono_ns) / 1e9 >= delay_s
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_sigterm_ends_a_job_whose_restart_waits(tmp_path: Path) -> None:
+    """An agent that receives SIGTERM while the job waits for 15 s exits within that time."""
+    (script := tmp_path / "train.py").write_text(SCRIPT)
+    options: dict[str, Any] = {"num_nodes": 1, "nproc_per_node": 1, "options": ["--max-restarts=9"]}
+    with Cluster(script, run_dir=tmp_path / "run", **options) as cluster:
+        cluster.wait_for("restarting in 15 s", timeout_s=WITHIN_S)
+        cluster.agent(0).signal(signal.SIGTERM)
+        cluster.wait_for("received SIGTERM: shutting down", timeout_s=WITHIN_S)
+        asked_s = clock.now_s()
+        assert cluster.wait(WITHIN_S) == [128 + signal.SIGTERM]
+        took_s = clock.now_s() - asked_s
+        assert "cycle 5 began" not in cluster.agent(0).output()
+        assert took_s < 60.0, took_s
