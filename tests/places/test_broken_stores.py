@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "available"),
 ]
 
-SAMPLE = {"hung-s3-all-nodes-in-save", "error-403-s3-all-nodes-in-save", "gone-s3-one-node-in-restore"}
+SAMPLE = {"hung-s3-all-nodes-in-restore", "error-403-s3-all-nodes-in-save", "gone-s3-one-node-in-restore"}
 """Cells that every run of the tests plays; the others belong to the long campaigns."""
 
 
