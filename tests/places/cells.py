@@ -33,7 +33,7 @@ INTERVAL, NEAR_INTERVAL = 20, 10
 TRAINS_S = 60.0
 """Longest time for training to advance while a tier is broken."""
 LOGGED_S = 100.0
-"""Longest time until a first line about the fault: a tier that fails is logged at once, one that hangs after a while."""
+"""Longest time until a first line about the fault; a tier that hangs is logged after a while."""
 RECOVERS_S = 90.0
 
 
