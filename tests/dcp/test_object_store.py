@@ -234,14 +234,14 @@ def test_a_silent_server_is_not_waited_for(server: S3Server, url: str) -> None:
     store = ObjectStore(url, timeout_s=1.0)
     server.stop()
     try:
-        with pytest.raises(CheckpointError, match=f"{url}/there: the store did not answer within 1 s"):
+        with pytest.raises(CheckpointError, match=f"{url}/there: the object store did not respond within 1 s"):
             store.read("there")
-        with pytest.raises(CheckpointError, match="did not answer within 1 s"):
+        with pytest.raises(CheckpointError, match="did not respond within 1 s"):
             store.write("more", b"y")
         request = Assemble(url=url, folder="step-1", name="f", pieces=(bytes(40 << 20),), timeout_s=1.0)
         done = assemble(request, memoryview(b""))
         assert done.error is not None
-        assert "did not answer within 1 s" in done.error
+        assert "did not respond within 1 s" in done.error
     finally:
         server.go_on()
     assert patient.read("there") == b"x"

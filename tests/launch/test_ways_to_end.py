@@ -25,6 +25,10 @@ if what == "is killed":
 if what == "fails":
     raise ValueError("no such model")
 checkpoint = outlast.CheckpointConfig(directory=folder, save_interval=1) if folder else None
+if what == "finds no store":
+    os.environ |= {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1", "AWS_DEFAULT_REGION": "us-east-1"}
+    os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    checkpoint = outlast.CheckpointConfig(directory="s3://bucket/run", restore_timeout=1)
 run = outlast.init(outlast.Config(checkpoint=checkpoint) if checkpoint else outlast.Config())
 model = torch.nn.Linear(2, 2)
 optim = torch.optim.SGD(model.parameters(), 0.1)
@@ -58,6 +62,7 @@ WAYS: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "a result stays invalid": ("is invalid", True, ()),
     "a worker exits with 93": ("gives up", False, ()),
     "the checkpoint directory holds another run's checkpoints": ("trains", True, ()),
+    "the checkpoint directory or object store does not respond for `restore_timeout`": ("finds no store", False, ()),
     "the node fails its health check": ("ends", False, ("--config={config}",)),
     "nodes are missing for `join_timeout`": ("ends", False, ("--rdzv-conf=join_timeout=2", "--nnodes=2")),
     "the command line is wrong": ("ends", False, ("--ft-max-node-faults=-1",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import shutil
@@ -19,7 +20,7 @@ import torch
 from scenes import Proof, Scene, differs
 
 import outlast
-from outlast.checkpoint import manager
+from outlast.checkpoint import manager, places
 from outlast.checkpoint.places import plan_replication
 from outlast.checkpoint.replica.client import Target
 from outlast.config import (
@@ -34,7 +35,7 @@ from outlast.config import (
     StragglerDetectionConfig,
 )
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError, ConfigError, ExitReason, NotFinite
+from outlast.errors import CheckpointError, ConfigError, ExitReason, NotFinite, Unavailable
 from outlast.inprocess import Wrapper
 from outlast.journal import read
 from outlast.numerics.validation import ErrorInjector, StepValidation
@@ -107,6 +108,34 @@ def refuses_copies_that_nothing_can_hold(scene: Scene) -> None:
     assert scene.saved(total=2) == [2]
     with pytest.raises(ConfigError, match="nothing outlives a worker here"):
         scene.saved(total=2, replication=True)
+
+
+def bounds_a_call(scene: Scene) -> None:
+    """A listing that does not return is abandoned once response_timeout is over."""
+    is_over = threading.Event()
+    scene.patch.setattr(places, "look_at", lambda _: is_over.wait())
+    for timeout in (0.1, 1.5):
+        config = CheckpointConfig(
+            directory=str(scene.folder / str(timeout)), response_timeout=timeout, restore_timeout=0.0
+        )
+        began_s = time.monotonic()
+        with pytest.raises(Unavailable, match=f"has not responded for {timeout:.0f} s"):
+            manager.CheckpointManager(config)
+        assert time.monotonic() - began_s >= timeout
+    is_over.set()
+
+
+def bounds_a_wait(scene: Scene) -> None:
+    """Within restore_timeout a directory that cannot be listed is listed again; without it there is one attempt."""
+    fails = Mock(side_effect=OSError(errno.EIO, "the disk fails"))
+    scene.patch.setattr(places, "look_at", fails)
+    counts = []
+    for timeout in (0.0, 1.5):
+        fails.reset_mock()
+        with pytest.raises(Unavailable, match="the disk fails"):
+            manager.CheckpointManager(CheckpointConfig(directory=str(scene.folder / "x"), restore_timeout=timeout))
+        counts.append(fails.call_count)
+    assert counts[0] == 1 < counts[1]
 
 
 def copies(config: CheckpointConfig) -> Any:
@@ -264,6 +293,8 @@ CHECKPOINT: dict[str, Proof] = {
     "save_retain_interval": keeps_multiples,
     "suspect_window": keeps_one_that_is_beyond_doubt,
     "max_consecutive_save_failures": stops_after_failed_saves,
+    "response_timeout": bounds_a_call,
+    "restore_timeout": bounds_a_wait,
     "save_timeout": gives_a_save_its_time,
     "save": saves_where_it_is_told("save"),
     "load": loads_from_elsewhere,

@@ -45,6 +45,7 @@ from outlast.policy.lease import ClaimStep, DirectoryRun, LeaseOwner, find_owner
 from outlast.runtime.files import check_folder, create_atomically, exchange, fsync_folder, write_atomically
 from outlast.runtime.injection import reach
 from outlast.runtime.lease import FOLDER, FolderRecords, InUse, Lease, Records
+from outlast.runtime.storage_calls import is_outage
 
 log = logging.getLogger(__name__)
 RUN = "run.json"
@@ -141,10 +142,16 @@ class ClaimedPlace(ABC):
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def hint(self) -> str | None:
-        """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read."""
+        """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read.
+
+        Raises:
+            OSError: The place does not respond, so that its run is unknown.
+        """
         try:
             return decode_hint(self.read(RUN))
-        except OSError:
+        except OSError as error:
+            if is_outage(error):
+                raise
             return None  # manifests name it too; a disk that fails makes the save fail
 
     def named_runs(self) -> Iterator[str]:
@@ -153,7 +160,9 @@ class ClaimedPlace(ABC):
             for iteration in place.generations():
                 try:
                     run = run_of(place.read(f"step-{iteration}/{MANIFEST}"), iteration)
-                except OSError:
+                except OSError as error:
+                    if is_outage(error):
+                        raise
                     continue
                 if run is not None:
                     yield run
@@ -245,6 +254,9 @@ class Claim:
         self._own, self._may_resume_other = own, may_resume_other
         self._lease = Lease(place.owners, own, follow=self._follow, on_lost=lambda lost: on_lost(self._refused(lost)))
         self._left: Counter[str] | None = None
+        self.url = place.url
+        self.progress = self._lease.progress
+        """Changes while :meth:`acquire` waits for an owner that may live."""
         self.is_held = False
         """Whether the directory was this run's when it was last looked at."""
 

@@ -20,7 +20,15 @@ from outlast.checkpoint.directory import Claim, DirectoryRefused, SaveAttempt
 from outlast.checkpoint.infinities import infinite_buffers
 from outlast.checkpoint.lane import GRACE_S, Lane
 from outlast.checkpoint.near_lane import LocalLane, MemoryLane
-from outlast.checkpoint.places import Claims, Committed, Peers, Places, agree_places, warn_of_copies
+from outlast.checkpoint.places import (
+    Claims,
+    Committed,
+    Peers,
+    Places,
+    agree_places,
+    agreement_timeout_s,
+    warn_of_copies,
+)
 from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration, Restored
 from outlast.checkpoint.save import Outcomes, Save, SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.shard import Identity
@@ -79,7 +87,12 @@ class CheckpointManager:
                 place.writer, owner=f"rank {place.global_rank}", node=place.node, patience_s=patience_s
             )
             opened.callback(self._writer.close)
-            self._peers = Peers(place.global_rank, place.world_size, timeout_s=config.save_timeout)
+            self._peers = Peers(
+                place.global_rank,
+                place.world_size,
+                timeout_s=config.save_timeout,
+                gather_timeout_s=agreement_timeout_s(config),
+            )
             opened.callback(self._peers.close)
             self._places = places = agree_places(config, place, self._peers, self._writer)
             self._claims = Claims(config, place, places, on_lost=self._note_refused)
@@ -111,7 +124,10 @@ class CheckpointManager:
             opened.pop_all()
         if place.is_first:
             warn_of_copies(config, places)
-        self._recovery = CheckpointRecovery(config, places, self._peers, self._writer, self._arenas)
+        self._has_claimed = False
+        self._recovery = CheckpointRecovery(
+            config, places, self._peers, self._writer, self._arenas, reclaim=self._reclaim
+        )
         self._guard = CopyGuard()
         self._ordinal = 0
         self._may_save = not places.generations and places.global_error is None
@@ -194,7 +210,16 @@ class CheckpointManager:
         Collective: all ranks, before they load.
         Blocks: where only time can tell whether an owner on another machine lives, 10 s; 50 s in an object store.
         """
-        refused = self._claims.acquire()
+        self._claim(again=False)
+
+    def _reclaim(self) -> None:
+        """Take directories that did not respond when the others were taken. Raises, collective: as :meth:`claim`."""
+        if self._has_claimed:
+            self._claim(again=True)
+
+    def _claim(self, *, again: bool) -> None:
+        self._has_claimed = True
+        refused = self._claims.acquire(again=again)
         if text := self._peers.find_first(str(refused or "")):
             error = DirectoryRefused(text)
             self._note_refused(error)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import hashlib
 import logging
 import os
+import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -28,6 +31,15 @@ from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.store import is_remote
 from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryRefused, look_at
 from outlast.checkpoint.manifest import MANIFEST, decode_manifest, run_of, topology_digest
+from outlast.checkpoint.outage import (
+    AT_FAULT_FIRST_S,
+    MIN_AGREEMENT_S,
+    Outage,
+    OutageWait,
+    UnavailableToPeer,
+    describe_outage,
+    pause,
+)
 from outlast.checkpoint.replica.client import Holder, Target
 from outlast.checkpoint.replica.parity import holders_of
 from outlast.checkpoint.writer_client import WriterClient
@@ -42,6 +54,7 @@ from outlast.runtime.addresses import own_address
 from outlast.runtime.process_groups import Group, find_first, gather_bytes
 from outlast.runtime.processes import this_process, this_program
 from outlast.runtime.run_key import accept_offer, make_offer
+from outlast.runtime.storage_calls import StorageCalls, is_blocked, is_outage
 from outlast.wording import count
 
 if TYPE_CHECKING:
@@ -55,6 +68,11 @@ _MAX_KEY_BYTES = 1 << 16
 SAME_VIEW_S = 10.0
 """Seconds in which every node has to see what another node wrote to the global tier: a mount may come late."""
 _LOOK_S = 0.1
+_OF_JOB = re.compile(r"\d+-[0-9a-f]+\.\d+")
+"""What follows the job in the name of a save attempt."""
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_UNWRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
+"""Errors of a directory that can be read, but not written."""
 MAX_NAMED = 3
 """Nodes that an error names."""
 
@@ -65,14 +83,16 @@ class Peers:
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        timeout_s: Longest time that a gather, or a request to the ranks' store, waits.
+        timeout_s: Longest time that a request to the ranks' store waits.
+        gather_timeout_s: Longest time that a gather waits; ``None`` = the same.
 
     Collective: all ranks.
     """
 
-    def __init__(self, rank: int, world_size: int, *, timeout_s: float) -> None:
+    def __init__(self, rank: int, world_size: int, *, timeout_s: float, gather_timeout_s: float | None = None) -> None:
         self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
-        self._group = Group.share(timeout_s=timeout_s) if world_size > 1 else None
+        self._gather_timeout_s = timeout_s if gather_timeout_s is None else gather_timeout_s
+        self._group = Group.share(timeout_s=self._gather_timeout_s) if world_size > 1 else None
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return what every rank gave, by rank.
@@ -101,8 +121,14 @@ class Peers:
         try:
             found = exchange(self._group.open_group, data)
         except RuntimeError as error:
+            if _TIMED_OUT.search(str(error)):
+                raise PeerLost(
+                    f"the ranks could not agree on a checkpoint: a rank did not respond for "
+                    f"{self._gather_timeout_s:.0f} s ({error}); see the logs of the ranks for the one that waits"
+                ) from error
             raise PeerLost(
-                f"a peer left while the ranks agreed on a checkpoint ({error}); see the log of the rank that left"
+                f"the connection to a peer ended while the ranks agreed on a checkpoint ({error}); see the log of the "
+                "rank that exited"
             ) from error
         if self._group is None or self._group.is_cut:
             raise PeerLost("this rank left while the ranks agreed on a checkpoint; its log says why")
@@ -172,7 +198,13 @@ class Places:
     generations: frozenset[int]
     """Generations that some rank sees in some tier, whole or not."""
     global_error: str | None
-    """Why rank 0 could not look into the global tier; ``None``: it could, or there is none."""
+    """Why the global tier could not be listed at the start; ``None`` = it could, or there is none."""
+    local_error: str | None = None
+    """Why this node's folder could not be listed at the start; ``None`` = it could, or there is none."""
+    job: str = ""
+    """The job, as the names of save attempts have it."""
+    waited_s: float = 0.0
+    """Seconds that the start has waited for a directory that did not respond."""
     replication: Replication
     """What leaves this rank's node with each save."""
     seen_local: DirectoryContent | None
@@ -210,32 +242,61 @@ class _RankView(msgspec.Struct, kw_only=True):
 
     node: str
     ranks: list[int]
-    """The ranks that see the same local folder."""
+    """The ranks that see the same local folder; empty = it cannot be written or listed."""
     near: list[RunEvidence] = []
     """Of this node's memory, and, for the lowest of these ranks, its folder."""
+    of_job: bool = False
+    """This node's memory or folder holds a checkpoint that this job saved."""
     far: RunEvidence | None = None
     """Of the global tier, on rank 0."""
     generations: set[int] = set()
     host: str = ""
     port: int = 0
     error: str | None = None
+    looks: bool = False
+    """This rank looks into the global tier: rank 0, and the first rank of each node."""
     global_error: str | None = None
     """Why this rank could not look into the global tier."""
+    is_global_away: bool = False
+    """Its content is unknown, as it does not respond."""
+    global_unwritable: str | None = None
+    """Why rank 0 cannot write to the global tier, which it can list; ``None`` = it can."""
+    local_error: str | None = None
+    """Why this rank could not list its node's folder."""
+    is_local_away: bool = False
+    """Its content is unknown, as it does not respond."""
+    local_unwritable: str | None = None
+    """Why this rank cannot write to its node's folder, which it can list; ``None`` = it can."""
     lacks_probe: bool = False
     """This node does not see the file that rank 0 has written to the global tier."""
     newest: tuple[int, str] | None = None
-    """Of an object store, on the first rank of each node; see :func:`_find_newest`."""
+    """On the first rank of each node, where no file of rank 0 shows that the nodes see one place; see
+    :func:`_find_newest`."""
+
+
+def storage_calls(config: CheckpointConfig, *, rank: int, node: str) -> StorageCalls:
+    """Return what runs a rank's calls on checkpoint directories and object stores."""
+    return StorageCalls(f"rank {rank} on node {node}", timeout_s=config.response_timeout)
+
+
+def agreement_timeout_s(config: CheckpointConfig) -> float:
+    """Return the time limit of an agreement while a job starts: longer than each rank's own waits, all of which end."""
+    return max(config.save_timeout, config.restore_timeout + 4 * config.response_timeout, MIN_AGREEMENT_S)
 
 
 def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, writer: WriterClient) -> Places:
     """Make the folders, find out which ranks share a node, and have the writers know each other.
 
+    Where the content of the global tier is unknown, as it does not respond, and the node-local tiers hold no checkpoint
+    that this job has saved, all ranks wait for it together: which run this is must not be decided by a failed look.
+
     Raises:
-        CheckpointError: A rank cannot use its folder.
+        CheckpointError: A rank cannot use any of its folders, or a place did not respond for ``restore_timeout``.
         ConfigError: ``replication`` is asked for where nothing can hold a copy.
-        PeerLost: A peer left.
+        PeerLost: A peer is gone.
 
     Collective: all ranks.
+    Blocks: up to ``restore_timeout`` where a place does not respond.
     """
     directory = GlobalDirectory.open(config.directory) if config.directory is not None else None
     local = None
@@ -250,38 +311,38 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
             "replication=true, but nothing outlives a worker here: set local_directory, or start with outlast run"
         )
     (token, _, home, _), secret = drawn[0], _replication_key(config, [offer for _, offer, _, _ in drawn])
-    probe = local.path / f".probe-{token}-{peers.rank}" if local is not None else None
-    shared = Path(directory.url) / f".probe-{token}" if directory is not None and not directory.is_remote else None
     replicates = config.replication is not False and can_hold and peers.world_size > 1
-    problem, global_error = "", None
+    look = _PlacesLook(
+        directory=directory,
+        local=local,
+        token=token,
+        home=home,
+        place=place,
+        peers=peers,
+        writer=writer,
+        secret=secret if replicates else None,
+        calls=storage_calls(config, rank=peers.rank, node=place.node),
+    )
+    wait = OutageWait(peers, limit_s=config.restore_timeout)
     try:
-        try:
-            if local is not None and probe is not None:
-                _write_probe(probe)
-        except OSError as error:
-            problem = f"local_directory={config.local_directory}: {error.strerror or error}"
-        try:
-            if shared is not None and peers.rank == 0:
-                _write_probe(shared)
-        except OSError as error:
-            global_error = str(error)
-        _raise(peers.find_first(problem))
-        key = secret if replicates else None
-        seen, seen_local, seen_global = _look(directory, local, token, home, place, peers, writer, key, global_error)
-        seen.lacks_probe = shared is not None and place.local_rank == 0 and not os.path.exists(shared)
-        everyone = [from_json(data, _RankView) for data in peers.gather(msgspec.json.encode(seen))]
-        if shared is not None and everyone[0].global_error is None and any(one.lacks_probe for one in everyone):
-            looks = partial(os.path.exists, shared) if place.local_rank == 0 else None
-            _agree_view(f"directory={config.directory}", os.fspath(shared.parent), peers, looks, node=place.node)
-        if directory is not None and directory.is_remote:
-            views = {one.newest for one in everyone}
-            _agree_newest(f"directory={config.directory}", directory, peers, seen.newest, views, node=place.node)
+        while True:
+            everyone = look.gather_views()
+            _raise(next((one.error for one in everyone if one.error), ""))
+            problem, blamed = _find_outage(everyone, directory)
+            if not problem or any(one.of_job for one in everyone):
+                break
+            if wait.pause(problem, limit_s=config.response_timeout if blamed else None):
+                continue
+            if blamed or directory is None or not any(one.near for one in everyone):
+                raise_outage(problem, wait.waited_s, blamed, rank=peers.rank, node=place.node)
+            if peers.rank == 0:
+                log.warning("%s; the start continues with the checkpoints of the node-local tiers", problem)
+            break
+        if not problem and directory is not None:
+            look.agree_view(config.directory, everyone)
     finally:
-        for path in (probe, shared if peers.rank == 0 else None):
-            if path is not None:
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
-    _raise(next((one.error for one in everyone if one.error), ""))
+        look.remove_probes()
+    look.warn()
     nodes = _name_nodes(everyone, by_folder=local is not None)
     leaders = tuple(_firsts(nodes))
     targets = {}
@@ -290,12 +351,10 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
             nodes[rank]: Target(node=nodes[rank], host=everyone[rank].host, port=everyone[rank].port)
             for rank in leaders
         }
-    why = next((one.global_error for one in everyone if one.global_error is not None), None)
-    if why is not None and place.cycle == 0 and not any(one.near for one in everyone):
-        is_store = directory is not None and directory.is_remote
-        remedy = "check its address and credentials" if is_store else "make it writable, or name another"
-        raise Unavailable(f"directory={config.directory} cannot be used: {why}; {remedy}")
+    if place.cycle == 0 and not any(one.near for one in everyone):
+        _check_usable(config, everyone, is_remote=directory is not None and directory.is_remote)
     known_run = choose_run(everyone[0].far, [place for one in everyone for place in one.near])
+    mine = everyone[peers.rank]
     return Places(
         directory=directory,
         local=local,
@@ -308,63 +367,315 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         leaders=leaders,
         targets=targets,
         generations=frozenset(generation for one in everyone for generation in one.generations),
-        global_error=everyone[0].global_error,
+        global_error=next((one.global_error for one in everyone if one.global_error is not None), None),
+        local_error=mine.local_error,
+        job=clean_name(place.job),
+        waited_s=wait.waited_s,
         replication=plan_replication(config, nodes, targets, peers.rank),
-        seen_local=seen_local,
-        seen_global=seen_global,
+        seen_local=look.seen_local,
+        seen_global=look.seen_global,
     )
 
 
-def _look(
-    directory: GlobalDirectory | None,
-    local: Directory | None,
-    token: str,
-    home: str,
-    place: WorkerEnv,
-    peers: Peers,
-    writer: WriterClient,
-    secret: bytes | None,
-    global_error: str | None,
-) -> tuple[_RankView, DirectoryContent | None, DirectoryContent | None]:
-    """Return what all ranks have to know of what this one sees, and what lies in the local and the global tier."""
-    view = _RankView(node=place.node, ranks=[peers.rank], global_error=global_error)
-    seen_local, seen_global = None, None
-    if directory is not None and peers.rank == 0 and global_error is None:
+def _find_outage(everyone: Sequence[_RankView], directory: GlobalDirectory | None) -> tuple[str, list[int]]:
+    """Return why the checkpoints of a start are unknown, if they are, and the ranks concerned if others are not.
+
+    A node's folder that does not respond leaves nothing unknown where the global tier responds: the node continues
+    without it.
+    """
+    if directory is not None:
+        looked = [rank for rank, one in enumerate(everyone) if one.looks]
+        away = [rank for rank, one in enumerate(everyone) if one.is_global_away]
+        texts = [everyone[rank].global_error for rank in away]
+    else:
+        looked = list(range(len(everyone)))
+        away = [rank for rank, one in enumerate(everyone) if one.is_local_away]
+        texts = [everyone[rank].local_error for rank in away]
+    if not away:
+        return "", []
+    return str(texts[0]), [] if set(looked) <= set(away) else away
+
+
+def raise_outage(
+    problem: str, waited_s: float, blamed: Sequence[int], *, rank: int, node: str, what: str = ""
+) -> NoReturn:
+    """Raise, on all ranks, that a place does not respond.
+
+    Args:
+        problem: Which, for whom, and since when; the same on all ranks.
+        waited_s: Seconds that the start has waited.
+        blamed: The ranks for which it does not respond while it responds for others; empty = for no rank.
+        rank: This rank.
+        node: This rank's node.
+        what: What the text begins with instead of the wait's length.
+
+    Raises:
+        Outage: It responds for no rank.
+        Unavailable: It does not respond for this rank.
+        UnavailableToPeer: It does not respond for another rank.
+
+    Blocks: on ranks for which it responds, for 5 s.
+    """
+    if not blamed:
+        raise Outage(describe_outage(problem, waited_s))
+    text = (
+        f"{what}{problem}; it responds for other ranks: check the mount or the network of that node; no checkpoint was "
+        "changed"
+    )
+    if rank in blamed:
+        raise Unavailable(text, rank=rank, node=node)
+    # The first report ends the cycle, and its node is at fault for the recovery policy: that has to be the rank's node.
+    pause(AT_FAULT_FIRST_S)
+    raise UnavailableToPeer(text, rank=blamed[0])
+
+
+def _check_usable(config: CheckpointConfig, everyone: Sequence[_RankView], *, is_remote: bool) -> None:
+    """Check, where nothing was ever saved, that each rank has a directory that can be used.
+
+    Raises:
+        Unavailable: A directory is none, or a rank has no directory that can be written.
+    """
+    of_local = [one.local_unwritable or one.local_error for one in everyone]
+    why = next((one.global_error for one in everyone if one.global_error is not None), None)
+    if why is None and config.directory is not None and (config.local_directory is None or any(of_local)):
+        why = everyone[0].global_unwritable
+    if why is not None:
+        remedy = "check its address and credentials" if is_remote else "make it writable, or name another"
+        raise Unavailable(f"directory={config.directory} cannot be used: {why}; {remedy}")
+    if config.directory is None:
+        _raise(next(filter(None, of_local), ""))
+    _raise(next((one.local_error for one in everyone if one.local_error and not one.is_local_away), ""))
+
+
+@dataclass(slots=True, kw_only=True)
+class _PlacesLook:
+    """Look, on all ranks, into the places that they save to and load from."""
+
+    directory: GlobalDirectory | None
+    local: Directory | None
+    token: str
+    home: str
+    place: WorkerEnv
+    peers: Peers
+    writer: WriterClient
+    secret: bytes | None
+    """Of the port at which copies are taken; ``None``: nothing is replicated."""
+    calls: StorageCalls
+    seen_local: DirectoryContent | None = None
+    """What this node's folder held at the newest look; ``None``: it could not be listed, or there is none."""
+    seen_global: DirectoryContent | None = None
+    """The same of the global tier, on rank 0."""
+    _view: _RankView | None = None
+    _is_probed: bool = False
+    """Rank 0 has written its file to the global tier; the same on all ranks."""
+    _has_probe: bool = False
+    """This rank has written its file to its node's folder."""
+
+    @property
+    def _probe(self) -> Path | None:
+        return None if self.local is None else self.local.path / f".probe-{self.token}-{self.peers.rank}"
+
+    @property
+    def _shared(self) -> Path | None:
+        is_folder = self.directory is not None and not self.directory.is_remote
+        return Path(self.directory.url) / f".probe-{self.token}" if is_folder and self.directory is not None else None
+
+    @property
+    def _looks(self) -> bool:
+        return self.directory is not None and (self.peers.rank == 0 or self.place.local_rank == 0)
+
+    def gather_views(self) -> list[_RankView]:
+        """Return what every rank sees.
+
+        Raises:
+            PeerLost: A peer is gone.
+
+        Collective: all ranks.
+        Blocks: up to ``response_timeout`` for each place.
+        """
+        self._view = view = _RankView(node=self.place.node, ranks=[self.peers.rank], looks=self._looks)
+        if self.local is not None and self._probe is not None:
+            problem = self._write(self.local.url, self._probe)
+            self._has_probe = problem is None
+            self._note_local(view, problem, is_written=True)
+        if self.peers.rank == 0 and self._shared is not None and not self._is_probed:
+            problem = self._write(str(self._shared.parent), self._shared)
+            self._is_probed = problem is None
+            self._note_global(view, problem, is_written=True)
+        self._is_probed = self.peers.gather(b"1" if self._is_probed else b"")[0] == b"1"
+        self._look_global(view)
+        self._look_local(view)
+        self._look_at_writer(view)
+        return [from_json(data, _RankView) for data in self.peers.gather(msgspec.json.encode(view))]
+
+    def _write(self, url: str, probe: Path) -> CheckpointError | OSError | None:
+        """Write a file that shows whether a folder can be written; return the error if it cannot."""
         try:
-            looked = look_at(directory)
-            view.far = _evidence(looked, directory.named_runs())
-            view.generations.update(looked.generations)
-            seen_global = looked
+            self.calls.run(
+                url,
+                partial(_write_probe, probe),
+                operation="write",
+                discard=lambda _: probe.unlink(missing_ok=True),
+            )
         except (CheckpointError, OSError) as error:
-            view.global_error = str(error)
-    try:
-        if directory is not None and directory.is_remote and place.local_rank == 0 and view.global_error is None:
-            view.newest = _find_newest(directory)
-    except (CheckpointError, OSError) as error:
-        view.global_error = f"node {place.node}: {error}"
-    try:
-        if local is not None:
-            prefix = f".probe-{token}-"
-            view.ranks = sorted(int(n.removeprefix(prefix)) for n in os.listdir(local.path) if n.startswith(prefix))
-            seen_local = look_at(local)
-            view.generations.update(seen_local.generations)
-            if peers.rank == min(view.ranks):
-                view.near.append(_evidence(seen_local, local.named_runs()))
-        if writer.outlives_worker:
-            held, _ = writer.ask(f.List(), f.Listed, timeout_s=SERVE_TIMEOUT_S)
-            manifests = [found for one in held.generations if (found := decode_manifest(one.manifest)[0]).home == home]
-            view.generations.update(manifest.iteration for manifest in manifests)
-            view.near += [RunEvidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
-        if secret is not None:
-            view.host = own_address(place.master_addr)
-            request = f.Serve(host=view.host, secret=secret, folder=None if local is None else local.url)
-            view.port = writer.ask(request, f.Serving, timeout_s=SERVE_TIMEOUT_S)[0].port
-    except (OSError, OutlastError) as error:
-        view.error = f"rank {peers.rank}: {error}"  # which ends the start on all ranks
-    return view, seen_local, seen_global
+            return error
+        return None
+
+    def _note_local(self, view: _RankView, error: Exception | None, *, is_written: bool = False) -> None:
+        if error is None:
+            return
+        text = f"local_directory={self._local_directory}: {_reason(error)}"
+        if is_written and isinstance(error, OSError) and error.errno in _UNWRITABLE:
+            view.local_unwritable = text
+        elif view.local_error is None:
+            view.local_error, view.is_local_away = f"node {self.place.node}: {text}", is_outage(error)
+
+    @property
+    def _local_directory(self) -> str:
+        return "" if self.local is None else os.fspath(self.local.path.parent)
+
+    def _note_global(self, view: _RankView, error: Exception | None, *, is_written: bool = False) -> None:
+        if error is None:
+            return
+        if is_written and isinstance(error, OSError) and error.errno in _UNWRITABLE:
+            view.global_unwritable = str(error)
+        elif view.global_error is None:
+            prefix = "" if self.peers.rank == 0 else f"node {self.place.node}: "
+            view.global_error, view.is_global_away = f"{prefix}{error}", is_outage(error)
+
+    def _look_global(self, view: _RankView) -> None:
+        directory, shared = self.directory, self._shared
+        if directory is None or not self._looks or view.global_error is not None:
+            return
+
+        def look() -> tuple[RunEvidence, DirectoryContent] | None:
+            if self.peers.rank != 0:
+                return None
+            seen = look_at(directory)
+            return _evidence(seen, directory.named_runs()), seen
+
+        def compare() -> tuple[bool, tuple[int, str] | None]:
+            if self._is_probed and shared is not None:
+                return not os.path.exists(shared), None
+            return False, _find_newest(directory)
+
+        try:
+            if (found := self.calls.run(directory.url, look, operation="list")) is not None:
+                view.far, self.seen_global = found
+                view.generations.update(self.seen_global.generations)
+            if self.place.local_rank == 0:
+                view.lacks_probe, view.newest = self.calls.run(directory.url, compare, operation="list")
+        except (CheckpointError, OSError) as error:
+            self._note_global(view, error)
+
+    def _look_local(self, view: _RankView) -> None:
+        local = self.local
+        if local is None or view.local_error is not None:
+            return
+        prefix = f".probe-{self.token}-"
+
+        def look() -> tuple[list[int], DirectoryContent, RunEvidence, bool]:
+            names = local.names()
+            seen = look_at(local)
+            ranks = sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix))
+            of_job = False
+            for newest in seen.generations[:1]:
+                with contextlib.suppress(CheckpointError):
+                    of_job = is_of_job(local.manifest(newest)[0].attempt, clean_name(self.place.job))
+            return ranks, seen, _evidence(seen, local.named_runs()), of_job
+
+        try:
+            view.ranks, self.seen_local, evidence, view.of_job = self.calls.run(local.url, look, operation="list")
+        except (CheckpointError, OSError) as error:
+            self._note_local(view, error)
+            view.ranks = []
+            return
+        view.generations.update(self.seen_local.generations)
+        if self.peers.rank not in view.ranks:
+            view.ranks = []
+        if self.peers.rank == min(view.ranks) if view.ranks else self.place.local_rank == 0:
+            view.near.append(evidence)
+
+    def _look_at_writer(self, view: _RankView) -> None:
+        """Look at what the node's writer holds, and have it serve other nodes; an error ends the start on all ranks."""
+        writer = self.writer
+        try:
+            if writer.outlives_worker:
+                held, _ = writer.ask(f.List(), f.Listed, timeout_s=SERVE_TIMEOUT_S)
+                found = [decode_manifest(one.manifest)[0] for one in held.generations]
+                manifests = [manifest for manifest in found if manifest.home == self.home]
+                view.generations.update(manifest.iteration for manifest in manifests)
+                view.near += [RunEvidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
+                view.of_job |= any(is_of_job(one.attempt, clean_name(self.place.job)) for one in manifests[-1:])
+            if self.secret is not None:
+                view.host = own_address(self.place.master_addr)
+                folder = None if self.local is None else self.local.url
+                request = f.Serve(host=view.host, secret=self.secret, folder=folder)
+                view.port = writer.ask(request, f.Serving, timeout_s=SERVE_TIMEOUT_S)[0].port
+        except (OSError, OutlastError) as error:
+            view.error = f"rank {self.peers.rank}: {error}"
+
+    def agree_view(self, setting: str | None, everyone: Sequence[_RankView]) -> None:
+        """Check that all nodes see the same global tier. Raises, blocks: as :func:`_agree_view`. Collective."""
+        assert self.directory is not None
+        setting, node = f"directory={setting}", self.place.node
+        shared = self._shared
+        if shared is not None and self._is_probed:
+            if any(one.lacks_probe for one in everyone):
+                sees = partial(os.path.exists, shared) if self.place.local_rank == 0 else None
+                _agree_view(setting, os.fspath(shared.parent), self.peers, sees, node=node, calls=self.calls)
+        elif everyone[0].global_error is None:
+            mine = everyone[self.peers.rank].newest
+            views = {one.newest for one in everyone}
+            _agree_newest(setting, self.directory, self.peers, mine, views, node=node, calls=self.calls)
+
+    def remove_probes(self) -> None:
+        """Remove the files that were written; those of a folder that does not respond, once it does."""
+        for probe in (self._probe, self._shared if self.peers.rank == 0 else None):
+            if probe is None:
+                continue
+            remove = partial(probe.unlink, missing_ok=True)
+            url = str(probe.parent)
+            if is_blocked(url):
+                threading.Thread(target=_try, args=(remove,), name="outlast-storage", daemon=True).start()
+            else:
+                with contextlib.suppress(CheckpointError, OSError):
+                    self.calls.run(url, remove, operation="remove a file")
+
+    def warn(self) -> None:
+        """Log which folders cannot be used, once a node."""
+        view, node = self._view, self.place.node
+        if view is None:
+            return
+        if self.place.local_rank == 0 and (why := view.local_error or view.local_unwritable) is not None:
+            log.warning(
+                "node %s: the local tier cannot be used at present (%s); training continues with the other tiers",
+                *(node, why.removeprefix(f"node {node}: ")),
+            )
+        if self.peers.rank == 0 and view.global_unwritable is not None:
+            log.warning(
+                "node %s: the global tier cannot be written at present (%s); training continues with the other tiers",
+                *(node, view.global_unwritable),
+            )
 
 
-def _agree_view(setting: str, url: str, peers: Peers, sees: Callable[[], bool] | None, *, node: str) -> None:
+def is_of_job(attempt: str, job: str) -> bool:
+    """Return whether a save attempt is of a job, by the attempt's name."""
+    return bool(job) and _OF_JOB.fullmatch(attempt.removeprefix(f"{job}-")) is not None and attempt.startswith(job)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def _try(work: Callable[[], object]) -> None:
+    with contextlib.suppress(OSError):
+        work()
+
+
+def _agree_view(
+    setting: str, url: str, peers: Peers, sees: Callable[[], bool] | None, *, node: str, calls: StorageCalls
+) -> None:
     """Wait until all nodes see the same directory.
 
     A mount that is missing on one node leaves an empty directory there. If rank 0 saw that one, training would begin
@@ -376,20 +687,31 @@ def _agree_view(setting: str, url: str, peers: Peers, sees: Callable[[], bool] |
         peers: The ranks.
         sees: Returns whether this node sees what another node sees there; ``None`` = another rank of the node does.
         node: This node.
+        calls: Runs what looks into the directory.
 
     Raises:
         ConfigError: A node has another directory of that name.
-        PeerLost: A peer left.
+        Unavailable: The directory stopped responding.
+        PeerLost: A peer is gone.
 
     Collective: all ranks.
     Blocks: up to :data:`SAME_VIEW_S`, plus the time of a look into the directory.
     """
-    end_ns, view = clock.now_ns() + int(SAME_VIEW_S * 1e9), ("", True)
+    end_ns, view, problem = clock.now_ns() + int(SAME_VIEW_S * 1e9), ("", True), ""
     if sees is not None:
-        while not (is_same := sees()) and clock.now_ns() < end_ns:
-            time.sleep(_LOOK_S)
-        view = f"node {node} sees {_describe_content(url)} in {url}", is_same
-    views = [from_json(data, tuple[str, bool]) for data in peers.gather(msgspec.json.encode(view))]
+        try:
+            while not (is_same := calls.run(url, sees, operation="list")) and clock.now_ns() < end_ns:
+                time.sleep(_LOOK_S)
+            content = calls.run(url, partial(_describe_content, url), operation="list")
+            view = f"node {node} sees {content} in {url}", is_same
+        except (CheckpointError, OSError) as error:
+            problem = f"node {node}: {error}"
+    everyone = [from_json(data, tuple[str, bool, str]) for data in peers.gather(msgspec.json.encode((*view, problem)))]
+    views = [(text, is_same) for text, is_same, _ in everyone]
+    if away := [rank for rank, one in enumerate(everyone) if one[2]]:
+        looked = [rank for rank, one in enumerate(everyone) if one[0] or one[2]]
+        blamed = [] if looked == away else away
+        raise_outage(everyone[away[0]][2], 0.0, blamed, rank=peers.rank, node=node)
     others = [text for text, is_same in views if not is_same]
     if others:
         more = f"; and {count(len(others) - MAX_NAMED, 'more node')}" if len(others) > MAX_NAMED else ""
@@ -404,24 +726,57 @@ def _agree_view(setting: str, url: str, peers: Peers, sees: Callable[[], bool] |
         )
 
 
-def agree_source(url: str, directory: GlobalDirectory, places: Places, peers: Peers) -> None:
+def agree_source(
+    url: str, directory: GlobalDirectory, places: Places, peers: Peers, *, calls: StorageCalls, limit_s: float
+) -> str:
     """Check that a directory that this run only loads from holds the same checkpoints on all nodes.
+
+    Args:
+        url: The directory, for people.
+        directory: The directory.
+        places: Where this run saves.
+        peers: The ranks.
+        calls: Runs what looks into the directory.
+        limit_s: Seconds that the ranks wait for a directory that does not respond.
+
+    Returns:
+        The run that it belongs to; empty = it is not known.
 
     Raises:
         ConfigError: Some nodes see another newest checkpoint there, or none.
-        PeerLost: A peer left.
+        Unavailable: The directory does not respond.
+        PeerLost: A peer is gone.
 
     Collective: all ranks.
-    Blocks: up to :data:`SAME_VIEW_S` where the nodes differ.
+    Blocks: up to :data:`SAME_VIEW_S` where the nodes differ, and up to ``limit_s``.
     """
-    newest = None
-    if places.is_leader(peers.rank):
-        try:
-            newest = _find_newest(directory)
-        except (CheckpointError, OSError):
-            newest = _NOTHING
-    views = {from_json(data, tuple[int, str] | None) for data in peers.gather(msgspec.json.encode(newest))}
-    _agree_newest(f"load={url}", directory, peers, newest, views, node=places.node)
+    looks, wait = places.is_leader(peers.rank), OutageWait(peers, limit_s=limit_s)
+
+    def look() -> tuple[tuple[int, str], str]:
+        newest = _find_newest(directory)
+        return newest, (directory.run() or "") if peers.rank == 0 else ""
+
+    while True:
+        newest, run, problem, is_away = None, "", "", False
+        if looks:
+            try:
+                newest, run = calls.run(directory.url, look, operation="list")
+            except (CheckpointError, OSError) as error:
+                newest, problem, is_away = _NOTHING, f"load={url}: {error}", is_outage(error)
+                log.debug("%s cannot be read: %s", url, error)
+        found = msgspec.json.encode((newest, run, problem if is_away else ""))
+        everyone = [from_json(data, tuple[tuple[int, str] | None, str, str]) for data in peers.gather(found)]
+        if not (away := [rank for rank, one in enumerate(everyone) if one[2]]):
+            break
+        blamed = [] if [rank for rank, one in enumerate(everyone) if one[0] is not None] == away else away
+        text = everyone[away[0]][2]
+        if not wait.pause(text, limit_s=calls.timeout_s if blamed else None):
+            raise_outage(text, wait.waited_s, blamed, rank=peers.rank, node=places.node)
+    if problem and peers.rank == 0:
+        log.warning("%s cannot be read: %s", url, problem)
+    views = {one[0] for one in everyone}
+    _agree_newest(f"load={url}", directory, peers, newest, views, node=places.node, calls=calls)
+    return everyone[0][1]
 
 
 _NOTHING = (-1, "")
@@ -451,6 +806,7 @@ def _agree_newest(
     views: AbstractSet[tuple[int, str] | None],
     *,
     node: str,
+    calls: StorageCalls,
 ) -> None:
     """Wait until all nodes see the newest checkpoint that one of them sees, or a newer one: a run may be saving there.
 
@@ -461,6 +817,7 @@ def _agree_newest(
         mine: What this rank sees; ``None`` = another rank of the node looks, or the directory cannot be read.
         views: What all ranks see.
         node: This node.
+        calls: Runs what looks into the directory.
 
     Raises: as :func:`_agree_view`.
 
@@ -474,11 +831,13 @@ def _agree_newest(
     def sees_newest() -> bool:
         try:
             found = _find_newest(directory)
-        except (CheckpointError, OSError):
+        except (CheckpointError, OSError) as error:
+            if is_outage(error):
+                raise
             return False
         return found[0] >= iteration and run in ("", found[1])
 
-    _agree_view(setting, directory.url, peers, None if mine is None else sees_newest, node=node)
+    _agree_view(setting, directory.url, peers, None if mine is None else sees_newest, node=node, calls=calls)
 
 
 def _describe_content(url: str) -> str:
@@ -486,6 +845,8 @@ def _describe_content(url: str) -> str:
     try:
         iterations = GlobalDirectory.open(url).generations()
     except (CheckpointError, OSError) as error:
+        if is_outage(error):
+            raise
         return f"no directory ({error})"
     if not iterations:
         return "no checkpoint"
@@ -529,8 +890,9 @@ def _name_nodes(everyone: list[_RankView], *, by_folder: bool) -> tuple[str, ...
         return tuple(one.node for one in everyone)
     firsts: dict[str, int] = {}
     names = []
-    for one in everyone:
-        first = min(one.ranks)
+    for rank, one in enumerate(everyone):
+        # Where a folder shows nothing, as it cannot be written, the node's name has to do.
+        first = min(one.ranks) if one.ranks else firsts.get(one.node, rank)
         same = firsts.setdefault(one.node, first) == first
         names.append(one.node if same else f"{one.node}.{first}")
     return tuple(names)
@@ -586,7 +948,8 @@ def _write_probe(path: Path) -> None:
             os.fsync(file.fileno())
             file.truncate(0)
     except OSError:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a full disk an empty file shows which ranks see the same folder
+            path.touch()
         raise
 
 
@@ -630,23 +993,35 @@ class Claims:
         """To this node's folder."""
         self.far = claim(places.directory, places.seen_global, leads=place.global_rank == 0)
         """To the global tier."""
+        self._calls = storage_calls(config, rank=place.global_rank, node=places.node)
+        self._is_near_reachable = places.local_error is None
         self._is_far_reachable = places.global_error is None
 
-    def acquire(self) -> DirectoryRefused | None:
+    def acquire(self, *, again: bool = False) -> DirectoryRefused | None:
         """Take the leases on this rank's directories; return why that is refused.
 
         One that cannot be written to may be loaded from all the same: its saves are going to fail with that error.
 
-        Blocks: where only time can tell whether an owner on another machine lives: 10 s, 50 s in an object store.
+        Args:
+            again: Also try those that did not respond at the start.
+
+        Blocks: where only time can tell whether an owner on another machine lives: 10 s, 50 s in an object store; up to
+            ``response_timeout`` longer for each directory that does not respond.
         """
-        for claim, is_reachable in ((self.near, True), (self.far, self._is_far_reachable)):
+        is_near_due, is_far_due = again or self._is_near_reachable, again or self._is_far_reachable
+        for claim, is_due in ((self.near, is_near_due), (self.far, is_far_due)):
+            if claim is None or not is_due:
+                continue
             try:
-                if claim is not None and is_reachable:
-                    claim.acquire()
+                self._calls.run(claim.url, claim.acquire, operation="take the lease", progress=claim.progress)
             except DirectoryRefused as error:
                 return error
             except (CheckpointError, OSError) as error:
-                log.debug("a directory cannot be taken yet: %s", error)
+                log.log(
+                    logging.WARNING if is_outage(error) else logging.DEBUG,
+                    "the lease on a directory cannot be taken yet: %s",
+                    error,
+                )
         return None
 
     def release(self, *, is_idle: bool) -> None:

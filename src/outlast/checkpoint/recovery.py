@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,32 @@ from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.manifest import CopyKey
-from outlast.checkpoint.places import Committed, Peers, Places, agree_source
+from outlast.checkpoint.outage import OutageWait
+from outlast.checkpoint.places import (
+    Committed,
+    Peers,
+    Places,
+    agree_source,
+    is_of_job,
+    raise_outage,
+    storage_calls,
+)
 from outlast.checkpoint.restore import OPEN_TIMEOUT_S, CopyProver, ProvenCopy
 from outlast.checkpoint.state import OtherLayout
-from outlast.checkpoint.tiers import PARITY, Rejection, Table, gather_copies, reject
+from outlast.checkpoint.tiers import PARITY, UNLISTED, Rejection, Table, gather_copies, reject
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
-from outlast.errors import CheckpointError, Corrupt, Incomplete, Mismatch, NotFinite, OutlastError, Untrusted
+from outlast.errors import (
+    CheckpointError,
+    Corrupt,
+    Incomplete,
+    Mismatch,
+    NotFinite,
+    OutlastError,
+    Unavailable,
+    Untrusted,
+)
 from outlast.policy.lineage import Lineage
 from outlast.policy.recovery_point import (
     Copy,
@@ -45,6 +63,7 @@ from outlast.policy.recovery_point import (
     is_last_resort,
 )
 from outlast.runtime.random_numbers import restore_random
+from outlast.runtime.storage_calls import is_outage
 
 log = logging.getLogger(__name__)
 _LIVE_STATE = ""
@@ -138,13 +157,23 @@ class CheckpointRecovery:
         peers: The ranks.
         writer: Holds memory and communicates with other nodes.
         arenas: Where copies from other nodes go.
+        reclaim: Takes the leases on directories that did not respond before, as soon as they do, on all ranks.
     """
 
     def __init__(
-        self, config: CheckpointConfig, places: Places, peers: Peers, writer: WriterClient, arenas: ArenaPool
+        self,
+        config: CheckpointConfig,
+        places: Places,
+        peers: Peers,
+        writer: WriterClient,
+        arenas: ArenaPool,
+        *,
+        reclaim: Callable[[], None] = lambda: None,
     ) -> None:
         self._config, self._places, self._peers = config, places, peers
-        self._writer, self._arenas = writer, arenas
+        self._writer, self._arenas, self._reclaim = writer, arenas, reclaim
+        self._calls = storage_calls(config, rank=peers.rank, node=places.node)
+        self._is_global_known = places.global_error is None
         self.branches = Lineage()
         """The branches of the checkpoints that the ranks found where this run saves."""
 
@@ -155,7 +184,10 @@ class CheckpointRecovery:
 
         Where nothing can be loaded, but a save into memory was cut short (by a restart before all ranks had it, or by
         the loss of a node that had the only copy) and nothing was ever committed to a directory, nothing that was
-        promised is lost: the run begins anew.
+        promised is lost: the run starts from scratch.
+
+        Where a place does not respond, the ranks load from the others if those hold the newest checkpoint that this
+        job has saved. Otherwise they wait, up to ``restore_timeout``.
 
         Args:
             state: The live state, for which it must fit.
@@ -167,19 +199,39 @@ class CheckpointRecovery:
 
         Raises:
             CheckpointError: There are generations, but none that all ranks can load, or it does not fit.
-            PeerLost: A peer left.
+            Unavailable: A place did not respond, and no other has what all ranks can load.
+            PeerLost: A peer is gone.
 
         Collective: all ranks.
+        Blocks: until all ranks have read their copies; up to ``restore_timeout`` longer where a place does not respond.
         """
-        table = self._gather(self._places)
-        self.branches = table.branches
-        kept = gather_kept(has, table, self._peers)
-        if table.seen:
+        places = self._places
+        wait = OutageWait(self._peers, limit_s=max(0.0, self._config.restore_timeout - places.waited_s))
+        while True:
+            table = self._gather(places)
+            self.branches = table.branches
+            kept = gather_kept(has, table, self._peers)
+            if (away := self._unlisted(table)) and not self._holds_newest(table, kept, distrusted):
+                if wait.pause(str(away[0])):
+                    continue
+                if self._peers.rank == 0:
+                    log.warning("%s; the start continues with what the other tiers hold", away[0])
+            elif not away and not self._is_global_known:
+                self._is_global_known = True
+                self._reclaim()
+                continue  # an earlier owner may have committed until now
+            if not table.seen:
+                break
             rejected = list(table.rejected)
-            proven = self._agree(table, self._places, state, distrusted, rejected, kept)
+            proven = self._agree(table, places, state, distrusted, rejected, kept)
             if proven is not None:
                 self._settle_memory(proven.point)
                 return proven, True
+            if blocked := _blocked(rejected):
+                if self._is_new(table):
+                    break
+                self._wait_or_raise(wait, blocked)
+                continue
             harmless = (Incomplete.__name__, "Superseded")
             if table.is_durable or any(rejection.kind not in harmless for rejection in rejected):
                 raise _nothing_left(self._places, rejected)
@@ -189,11 +241,80 @@ class CheckpointRecovery:
                     "not whole: %s",
                     _reasons(rejected),
                 )
+            break
         if self._config.load is None:
             return None, True
-        other = self._other_place(self._config.load)
-        table = self._gather(other)
-        return self._prove(table, other, state, distrusted), False
+        wait = OutageWait(self._peers, limit_s=self._config.restore_timeout)
+        while True:
+            other = self._other_place(self._config.load)
+            table = self._gather(other)
+            rejected = list(table.rejected)
+            proven = self._agree(table, other, state, distrusted, rejected)
+            if proven is None and (blocked := _blocked(rejected)):
+                self._wait_or_raise(wait, blocked)
+                continue
+            if proven is None and table.seen:
+                raise _nothing_left(other, rejected)
+            return proven, False
+
+    def _unlisted(self, table: Table) -> list[Rejection]:
+        """Return the places that did not respond to a listing and may hold a newer checkpoint than the others.
+
+        That is the global tier; without one, any node's folder.
+        """
+        away = [one for one in table.rejected if one.generation == UNLISTED and one.kind == Unavailable.__name__]
+        if self._places.directory is not None:
+            return [one for one in away if one.tier == str(Tier.GLOBAL)]
+        return away
+
+    def _holds_newest(self, table: Table, kept: Sequence[Copy | None], distrusted: Sequence[Distrusted]) -> bool:
+        """Return whether all ranks can load the newest checkpoint that any rank sees, and this job has saved it.
+
+        A job saves to the node-local tiers first. So the global tier holds nothing newer than what the job's newest
+        checkpoint there is; what another job has saved in the meantime is unknown.
+        """
+        held = [
+            {copy for copy in copies if copy.tier != Tier.GLOBAL} | ({own} if own is not None else set())
+            for copies, own in zip(table.copies, kept or [None] * len(table.copies), strict=True)
+        ]
+        refused = _distrusted_copies(dataclasses.replace(table, copies=held), distrusted)
+        point = choose_recovery_point(held, refused)
+        if point is None or not is_of_job(point.attempt, self._places.job):
+            return False
+        return point.generation >= max(table.seen, default=UNLISTED)
+
+    def _is_new(self, table: Table) -> bool:
+        """Return whether nothing was ever committed, although a node's folder could not be listed.
+
+        The global tier was listed and holds nothing.
+        """
+        is_listed = self._places.directory is not None and not any(
+            one.tier == str(Tier.GLOBAL) for one in table.rejected
+        )
+        return (
+            is_listed
+            and all(one.generation == UNLISTED and one.tier == str(Tier.LOCAL) for one in _blocked(table.rejected))
+            and not any(table.copies)
+            and table.seen <= {UNLISTED}
+        )
+
+    def _wait_or_raise(self, wait: OutageWait, blocked: list[Rejection]) -> None:
+        """Wait before another attempt, or raise that places did not respond.
+
+        A place that does not respond for one rank while it responds for others is not waited for again: that rank's
+        node is at fault.
+        """
+        first = blocked[0]
+        ranks = sorted({one.rank for one in blocked if one.tier == first.tier and one.generation != UNLISTED})
+        blamed = [] if not ranks or len(ranks) == self._peers.world_size else ranks
+        problem = str(first)
+        if blamed:
+            first = next(one for one in blocked if one.rank == blamed[0])
+            problem = f"rank {first.rank} on node {first.node} cannot load {first.file} ({first.reason})"
+        elif wait.pause(problem):
+            return
+        waited_s = self._places.waited_s + wait.waited_s
+        raise_outage(problem, waited_s, blamed, rank=self._peers.rank, node=self._places.node)
 
     def _settle_memory(self, point: RecoveryPoint) -> None:
         """Have the node's writer count the generation as committed, and drop what was only prepared beside it."""
@@ -223,7 +344,7 @@ class CheckpointRecovery:
         local = Directory(places.local.path / SUSPECT) if places.local is not None else None
         directory = places.directory.suspects if places.directory is not None else None
         places = dataclasses.replace(places, directory=directory, local=local, memory=False, targets={})
-        table = gather_copies(places, self._peers, self._writer)  # of whichever branch
+        table = gather_copies(places, self._peers, self._writer, self._calls)  # of whichever branch
         table.not_finite.clear()  # that is what it was saved for
         for copies in table.copies:
             copies.intersection_update([copy for copy in copies if copy.generation == iteration])
@@ -247,21 +368,14 @@ class CheckpointRecovery:
         return _committed(table, _distrusted_copies(table, distrusted), newest)
 
     def _gather(self, places: Places) -> Table:
-        table = gather_copies(places, self._peers, self._writer)
+        table = gather_copies(places, self._peers, self._writer, self._calls)
         table.exclude_superseded()
         return table
 
     def _other_place(self, url: str) -> Places:
         """Return the places with another run's global tier, and nothing else, to load from."""
-        directory = GlobalDirectory.open(url)
-        agree_source(url, directory, self._places, self._peers)
-        run = ""
-        if self._peers.rank == 0:
-            try:
-                run = directory.run() or ""
-            except (CheckpointError, OSError) as error:
-                log.warning("%s cannot be read: %s", url, error)
-        run = self._peers.find_first(run)
+        directory, limit_s = GlobalDirectory.open(url), self._config.restore_timeout
+        run = agree_source(url, directory, self._places, self._peers, calls=self._calls, limit_s=limit_s)
         return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)
 
     def _prove(
@@ -316,6 +430,7 @@ class CheckpointRecovery:
             writer=self._writer,
             arenas=self._arenas,
             table=committed,
+            calls=self._calls,
             state=state,
         )
         resharded: set[str] = set()
@@ -354,6 +469,10 @@ class CheckpointRecovery:
                 rejected.append(rejection)
                 if not has_other_layout:
                     refused[rank].add(point.copies[rank])
+                    if rejection.kind == Unavailable.__name__ and point.copies[rank].tier in (Tier.LOCAL, Tier.GLOBAL):
+                        # The rank would wait as long for each older copy in the same place.
+                        tier = point.copies[rank].tier
+                        refused[rank] |= {copy for copy in table.copies[rank] if copy.tier == tier}
             if has_other_layout:
                 # All ranks load their parts of the global copy together, or none does.
                 is_tried = point.attempt in resharded
@@ -373,13 +492,16 @@ class CheckpointRecovery:
         copy = point.copies[rank]
 
         def no(error: CheckpointError) -> Rejection:
-            return reject(error, copy.generation, copy.tier, rank, _where(copy, rank))
+            node = self._places.node
+            return reject(error, copy.generation, copy.tier, rank, _where(copy, rank), node=node)
 
         try:
             proven = ProvenCopy() if is_kept(copy) else prover.prove(copy, reshard)
         except CheckpointError as error:
             return None, _Vote(no(error), other_layout=isinstance(error, OtherLayout))
         except (OSError, MemoryError, RuntimeError, ValueError) as error:  # torch's lack of memory is a RuntimeError
+            if is_outage(error):
+                return None, _Vote(no(Unavailable(f"cannot be read ({error})")))
             return None, _Vote(no(CheckpointError(f"cannot be read ({error})")))
         except OutlastError:  # such as PeerLost: there is no vote
             raise
@@ -498,6 +620,11 @@ def _reasons(rejected: list[Rejection]) -> str:
     for rejection in rejected:
         first.setdefault(rejection.generation, rejection)
     return "; ".join(str(first[generation]) for generation in sorted(first, reverse=True))
+
+
+def _blocked(rejected: Sequence[Rejection]) -> list[Rejection]:
+    """Return the rejections whose place did not respond."""
+    return [one for one in rejected if one.kind == Unavailable.__name__]
 
 
 def _nothing_left(places: Places, rejected: list[Rejection]) -> CheckpointError:

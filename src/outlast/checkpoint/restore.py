@@ -9,8 +9,10 @@ What is going to lie on a device is copied there while it is proven, into memory
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +26,7 @@ from outlast.checkpoint.dcp.items import TORCH_TYPES
 from outlast.checkpoint.dcp.reader import bytes_of, read_rank
 from outlast.checkpoint.dcp.reshard import Resharded, load_resharded
 from outlast.checkpoint.landing import Landing
-from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey, Manifest, decode_manifest
+from outlast.checkpoint.manifest import MANIFEST, MANIFEST_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.places import Peers, Places, group_of
 from outlast.checkpoint.replica.client import ParityMember, Target
 from outlast.checkpoint.shard import DTYPE_NAMES, TREE, TensorSpan, shard_name
@@ -40,13 +42,14 @@ from outlast.checkpoint.state import (
     restore_into,
 )
 from outlast.checkpoint.tiers import PARITY, Table, check_manifest
-from outlast.checkpoint.verification import Proof, VerifiedFiles, prove_shard, read_shard
+from outlast.checkpoint.verification import BoundedReading, Proof, VerifiedFiles, prove_shard, read_shard
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import open_file
-from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
+from outlast.errors import CheckpointError, Corrupt, Incomplete, Unavailable, Untrusted
 from outlast.policy.recovery_point import Copy, Tier
 from outlast.runtime.device import empty_cache
+from outlast.runtime.storage_calls import StorageCalls, is_blocked, is_outage
 
 log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 30.0
@@ -82,6 +85,7 @@ class _ShardCopy(ProvenCopy):
         state: The live state that it is for; nothing of it is touched.
         in_memory: It lies in shared memory that may be longer than the shard.
         on_close: Is called when it is released after all.
+        bound: Ends a reading that makes no progress; ``None``: it may take any time.
     """
 
     def __init__(
@@ -93,8 +97,10 @@ class _ShardCopy(ProvenCopy):
         *,
         in_memory: bool,
         on_close: Callable[[], None] | None = None,
+        bound: BoundedReading | None = None,
     ) -> None:
         self._fd, self._manifest, self._rank, self._on_close = fd, manifest, rank, on_close
+        self._bound = bound
         self._landing: Landing | None = None
 
         def land(spans: Mapping[str, TensorSpan]) -> Landing | None:
@@ -103,10 +109,10 @@ class _ShardCopy(ProvenCopy):
             return self._landing
 
         try:
-            self._proof = prove_shard(fd, manifest, rank, in_memory=in_memory, open_reader=land)
+            self._proof = prove_shard(fd, manifest, rank, in_memory=in_memory, open_reader=land, bound=bound)
         except BaseException:
             self._release()
-            os.close(fd)  # and nothing else: what was refused is not held
+            self._close(fd)  # and nothing else: what was refused is not held
             raise
         self.num_bytes_read = manifest.shards[rank].num_bytes
 
@@ -124,7 +130,7 @@ class _ShardCopy(ProvenCopy):
             if span is not None and _takes(named.tensor, span.shape, span.dtype):
                 into[named.name] = named.tensor
         landed = {} if self._landing is None else self._landing.tensors
-        tensors = read_tensors(self._fd, self._manifest, self._rank, self._proof, into, landed)
+        tensors = read_tensors(self._fd, self._manifest, self._rank, self._proof, into, landed, bound=self._bound)
         saved = decode(self._proof.tree, partial(_present, tensors), meshes_of(live))
         restore_into(state, saved["state"])
         tensors.clear()  # what has decoded them refers to itself, and is freed when garbage is next collected
@@ -140,10 +146,19 @@ class _ShardCopy(ProvenCopy):
     def close(self) -> None:
         self._release()
         if self._fd >= 0:
-            os.close(self._fd)
+            self._close(self._fd)
             self._fd = -1
             if self._on_close is not None:
                 self._on_close()
+
+    def _close(self, fd: int) -> None:
+        if self._bound is None:
+            os.close(fd)
+        elif is_blocked(self._bound.place):  # this would block, too, and the threads that read still need the number
+            threading.Thread(target=os.close, args=(fd,), name="outlast-storage", daemon=True).start()
+        else:
+            with contextlib.suppress(Unavailable):
+                self._bound.run(partial(os.close, fd))
 
     def _placeholder(self, name: str) -> torch.Tensor:
         """Return a tensor of the right type and shape that takes no memory."""
@@ -207,6 +222,8 @@ class CopyProver:
     """Where copies from other nodes go."""
     table: Table
     """What all ranks could load."""
+    calls: StorageCalls
+    """Ends calls on directories that do not respond."""
     state: Mapping[str, Any]
     """The live state."""
 
@@ -248,11 +265,23 @@ class CopyProver:
         raise Incomplete("the writer does not hold it any more")
 
     def _from_disk(self, copy: Copy) -> _ShardCopy:
-        assert self.places.local is not None
-        manifest = self._checked(self.places.local.manifest(copy.generation)[0], copy)
-        path = self.places.local.generation(copy.generation) / shard_name(self.peers.rank)
-        fd = open_file(path)
-        return _ShardCopy(fd, manifest, self.peers.rank, self.state, in_memory=False)
+        local = self.places.local
+        assert local is not None
+        path = local.generation(copy.generation) / shard_name(self.peers.rank)
+        bound = BoundedReading(self.calls, local.url, os.fspath(path))
+
+        def open_copy() -> tuple[Manifest, int]:
+            manifest = self._checked(local.manifest(copy.generation)[0], copy)
+            return manifest, open_file(path)
+
+        manifest, fd = self.calls.run(
+            local.url,
+            open_copy,
+            operation="open",
+            target=lambda: bound.path,
+            discard=lambda late: os.close(late[1]),
+        )
+        return _ShardCopy(fd, manifest, self.peers.rank, self.state, in_memory=False, bound=bound)
 
     def _from_node(self, copy: Copy) -> _ShardCopy:
         target = self.places.targets[copy.holder]
@@ -335,20 +364,28 @@ class CopyProver:
         same = self.table.world_sizes.get(copy.attempt) == self.peers.world_size and not reshard
         files, problem = None, ""
         try:
-            manifest = directory.manifest(copy.generation)
+            folder = directory.folder(copy.generation)
+            manifest = self.calls.run(
+                directory.url,
+                lambda: directory.manifest(copy.generation),
+                operation="read",
+                target=lambda: f"{directory.url}/{folder}/{MANIFEST}",
+            )
             if manifest.attempt != copy.attempt:
                 raise Untrusted(f"belongs to attempt {manifest.attempt} instead of {copy.attempt}")
-            files = VerifiedFiles(directory, manifest, directory.folder(copy.generation))
+            files = VerifiedFiles(directory, manifest, folder, calls=self.calls)
         except (CheckpointError, OSError) as error:
             if same:
                 raise
-            problem = f"rank {self.peers.rank}: {error}"
+            problem = f"{Unavailable.__name__ if is_outage(error) else ''}\0rank {self.peers.rank}: {error}"
         # All ranks load together: if one cannot even begin, none may.
         if not same and (text := self.peers.find_first(problem)):
-            raise CheckpointError(text)
+            kind, _, text = text.partition("\0")
+            raise Unavailable(text) if kind else CheckpointError(text)
         assert files is not None
         if self.peers.rank == 0:
-            files.warn_of_metadata()
+            with contextlib.suppress(Unavailable):  # the reading below finds out, too
+                files.bounded(files.warn_of_metadata)
         if same:
             return _GlobalCopy(files, self.peers.rank, self.state)
         return _ReshardedCopy(load_resharded(files, self.state))
@@ -370,6 +407,8 @@ def read_tensors(
     proof: Proof,
     into: Mapping[str, torch.Tensor],
     landed: Mapping[str, torch.Tensor] | None = None,
+    *,
+    bound: BoundedReading | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read a proven shard's tensors.
 
@@ -380,6 +419,7 @@ def read_tensors(
         proof: What ``prove_shard`` returned.
         into: Contiguous CPU tensors of the right type and shape that take their bytes, by name; others are new.
         landed: Tensors that have their bytes already, by name; they are not read again.
+        bound: Ends a reading that makes no progress; ``None``: it may take any time.
 
     Returns:
         All tensors but the tree, by name; those of ``into`` and ``landed`` are the given ones.
@@ -396,7 +436,8 @@ def read_tensors(
         for name, span in proof.spans.items()
         if name not in landed
     }
-    read_shard(fd, manifest, rank, proof, {name: bytes_of(tensor) for name, tensor in tensors.items()})
+    parts = {name: bytes_of(tensor) for name, tensor in tensors.items()}
+    read_shard(fd, manifest, rank, proof, parts, bound=bound)
     del tensors[TREE]
     return {**tensors, **landed}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -19,12 +19,15 @@ from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.verification import check_origin, check_shard
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
-from outlast.errors import CheckpointError, Incomplete, Untrusted
+from outlast.errors import CheckpointError, Incomplete, Unavailable, Untrusted
 from outlast.policy.lineage import Branch, Lineage, SavedPoint, branch_of
 from outlast.policy.recovery_point import Copy, Tier
+from outlast.runtime.storage_calls import CallProgress, StorageCalls, in_threads, is_outage
 
 LIST_TIMEOUT_S = 30.0
 NUM_LISTERS = 8
+UNLISTED = -1
+"""In place of an iteration: the place could not be listed."""
 PARITY = "parity"
 """In place of the holder's name: the copy has to be rebuilt from the shards and parities of several nodes."""
 
@@ -38,11 +41,15 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     reason: str
     kind: str
-    """Name of the error: ``Incomplete``, ``Corrupt``, ``Untrusted`` or ``CheckpointError``; ``NotFinite``: it is whole,
-    but holds numbers that are infinite or NaN, and an older generation holds none; ``Superseded``: training has
-    abandoned its branch."""
+    """Name of the error: ``Incomplete``, ``Corrupt``, ``Untrusted`` or ``CheckpointError``; ``Unavailable``: its place
+    does not respond; ``NotFinite``: it is whole, but holds numbers that are infinite or NaN, and an older generation
+    holds none; ``Superseded``: training has abandoned its branch."""
+    node: str = ""
+    """The rank's node, where its place does not respond."""
 
     def __str__(self) -> str:
+        if self.generation == UNLISTED:
+            return f"tier {self.tier}, rank {self.rank}, {self.file} cannot be listed: {self.reason}"
         return f"generation {self.generation}, tier {self.tier}, rank {self.rank}, {self.file}: {self.reason}"
 
 
@@ -78,11 +85,22 @@ class _Listing(msgspec.Struct):
     def note_saved(self, manifest: Manifest | GlobalManifest, *, is_global: bool = False) -> None:
         """Add a checkpoint to :attr:`saved`."""
         point = SavedPoint(manifest.iteration, manifest.attempt, manifest.era, is_global)
+        self._note(point, branch_of(manifest))
+
+    def _note(self, point: SavedPoint, branch: Branch | None) -> None:
         if self.saved and point.age_key <= self.saved[0].age_key:
             self.saved.append(point)
         else:
             self.saved.insert(0, point)
-            self.branch = branch_of(manifest)
+            self.branch = branch
+
+    def add(self, other: _Listing) -> None:
+        """Add what was found in another place."""
+        self.held += other.held
+        self.rejected += other.rejected
+        self.is_durable |= other.is_durable
+        for number, point in enumerate(other.saved):
+            self._note(point, other.branch if number == 0 else None)
 
 
 @dataclass(slots=True)
@@ -140,19 +158,25 @@ class Table:
         ]
 
 
-def gather_copies(places: Places, peers: Peers, writer: WriterClient) -> Table:
+def gather_copies(places: Places, peers: Peers, writer: WriterClient, calls: StorageCalls) -> Table:
     """List what this rank's node and, rank 0, the global tier hold; return what all ranks found.
 
+    A place that does not respond leaves a rejection of kind ``Unavailable``.
+
     Raises:
-        PeerLost: A peer left.
+        PeerLost: A peer is gone.
 
     Collective: all ranks.
+    Blocks: up to the calls' timeout where a place does not respond.
     """
     mine = _Listing()
     _list_memory(mine, places, writer, leads=places.is_leader(peers.rank))
-    _list_local(mine, places, peers.rank)
+    if places.local is not None:
+        url = places.local.url
+        mine.add(_list(calls, url, Tier.LOCAL, places, peers.rank, partial(_list_local, places=places, own=peers.rank)))
     if peers.rank == 0 and places.directory is not None:
-        _list_global(mine, places.directory, places)
+        url, work = places.directory.url, partial(_list_global, directory=places.directory, places=places)
+        mine.add(_list(calls, url, Tier.GLOBAL, places, 0, work))
     listings = [from_json(data, _Listing) for data in peers.gather(msgspec.json.encode(mine))]
     table = Table(
         copies=[set() for _ in listings],
@@ -234,18 +258,30 @@ def _list_memory(mine: _Listing, places: Places, writer: WriterClient, *, leads:
         mine.held.append(_held(manifest, Tier.MEMORY, ranks, parities))
 
 
-def _list_local(mine: _Listing, places: Places, own: int) -> None:
-    if places.local is None:
-        return
-    leads = places.is_leader(own)
+def _list(
+    calls: StorageCalls,
+    url: str,
+    tier: Tier,
+    places: Places,
+    own: int,
+    work: Callable[[_Listing, CallProgress], None],
+) -> _Listing:
+    """List a directory; an error of all of it leaves one rejection, and its content counts as unknown."""
+    found, progress = _Listing(), CallProgress()
     try:
-        mine.is_durable = (places.local.path / TRACKER).exists()
-        generations = places.local.generations()
-    except OSError as error:  # this rank's disk: the others wait for what this one lists
-        mine.is_durable = True  # for all that is known
-        mine.rejected.append(reject(error, -1, Tier.LOCAL, own, places.local.url))
-        return
-    for generation in generations:
+        calls.run(url, partial(work, found, progress), operation="list", progress=progress)
+        return found
+    except (CheckpointError, OSError) as error:
+        rejection = reject(error, UNLISTED, tier, own, url, node=places.nodes[own])
+        return _Listing(is_durable=True, rejected=[rejection])  # for all that is known
+
+
+def _list_local(mine: _Listing, progress: CallProgress, *, places: Places, own: int) -> None:
+    assert places.local is not None
+    leads, node = places.is_leader(own), places.nodes[own]
+    mine.is_durable = (places.local.path / TRACKER).exists()
+    for generation in places.local.generations():
+        progress.add()
         file = f"step-{generation}/manifest.json"
         try:
             manifest, _ = places.local.manifest(generation)
@@ -254,20 +290,21 @@ def _list_local(mine: _Listing, places: Places, own: int) -> None:
                 mine.note_saved(manifest)
             check_manifest(manifest, places)
         except CheckpointError as error:
-            mine.rejected.append(reject(error, generation, Tier.LOCAL, own, file))
+            mine.rejected.append(reject(error, generation, Tier.LOCAL, own, file, node=node))
             continue
         folder = places.local.generation(generation)
         is_own_here = not manifest.nodes or manifest.nodes[own] == places.node
         present = []
         for rank in range(manifest.world_size) if leads else [own]:
             path = folder / shard_name(rank)
+            progress.add()
             try:
                 check_shard(path, manifest, rank)
                 present.append(rank)
             except CheckpointError as error:
                 if rank == own and (is_own_here or not isinstance(error, Incomplete) or path.exists()):
                     file = f"step-{generation}/{shard_name(rank)}"
-                    mine.rejected.append(reject(error, generation, Tier.LOCAL, rank, file))
+                    mine.rejected.append(reject(error, generation, Tier.LOCAL, rank, file, node=node))
         parities = []
         if leads and manifest.parity:
             keys = [CopyKey(generation, manifest.attempt, rank, PARITY_PART) for rank in range(manifest.world_size)]
@@ -275,29 +312,26 @@ def _list_local(mine: _Listing, places: Places, own: int) -> None:
         mine.held.append(_held(manifest, Tier.LOCAL, tuple(present), parities))
 
 
-def _list_global(mine: _Listing, directory: GlobalDirectory, places: Places) -> None:
+def _list_global(mine: _Listing, progress: CallProgress, *, directory: GlobalDirectory, places: Places) -> None:
     def look(generation: int) -> GlobalManifest | Rejection:
+        progress.add()
         try:
             manifest = directory.manifest(generation)
             check_origin(manifest, iteration=generation, run=places.run)
             return manifest
         except (CheckpointError, OSError) as error:
+            if is_outage(error):
+                raise  # an older checkpoint must not be loaded because the newest one cannot be read now
             return reject(error, generation, Tier.GLOBAL, 0, f"step-{generation}/manifest.json")
 
-    try:
-        generations = directory.generations()
-        mine.is_durable |= bool(generations) or TRACKER in directory.names()
-    except (CheckpointError, OSError) as error:
-        mine.is_durable = True  # for all that is known
-        mine.rejected.append(reject(error, -1, Tier.GLOBAL, 0, directory.url))
-        return
-    with ThreadPoolExecutor(NUM_LISTERS, thread_name_prefix="outlast-list") as pool:
-        for found in pool.map(look, generations):
-            if isinstance(found, Rejection):
-                mine.rejected.append(found)
-            else:
-                mine.held.append(_held(found, Tier.GLOBAL))
-                mine.note_saved(found, is_global=True)
+    generations = directory.generations()
+    mine.is_durable |= bool(generations) or TRACKER in directory.names()
+    for found in in_threads(look, generations, num_threads=NUM_LISTERS, name="outlast-list"):
+        if isinstance(found, Rejection):
+            mine.rejected.append(found)
+        else:
+            mine.held.append(_held(found, Tier.GLOBAL))
+            mine.note_saved(found, is_global=True)
 
 
 def check_manifest(manifest: Manifest, places: Places) -> None:
@@ -318,10 +352,14 @@ def check_manifest(manifest: Manifest, places: Places) -> None:
         raise Untrusted(f"was saved by ranks of topology {manifest.topology}, these have {places.topology}")
 
 
-def reject(error: Exception, generation: int, tier: Tier, rank: int, file: str) -> Rejection:
+def reject(error: Exception, generation: int, tier: Tier, rank: int, file: str, *, node: str = "") -> Rejection:
     """Return the rejection that an error means."""
     kind = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
-    return Rejection(generation=generation, tier=str(tier), rank=rank, file=file, reason=str(error), kind=kind)
+    if is_outage(error):
+        kind = Unavailable.__name__
+    return Rejection(
+        generation=generation, tier=str(tier), rank=rank, file=file, reason=str(error), kind=kind, node=node
+    )
 
 
 def _held(

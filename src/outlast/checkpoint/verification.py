@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import xxhash
 
@@ -43,9 +43,11 @@ from outlast.checkpoint.shard import (
     read_header,
 )
 from outlast.decoding import open_file
-from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
+from outlast.errors import CheckpointError, Corrupt, Incomplete, Unavailable, Untrusted
+from outlast.runtime.storage_calls import CallProgress, StorageCalls
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 PIECE_BYTES = 1 << 20
 """Read at once from a disk: small enough to be digested from the cache."""
 NUM_LOAD_THREADS = 2
@@ -342,6 +344,7 @@ def prove_shard(
     *,
     in_memory: bool = False,
     open_reader: Callable[[Mapping[str, TensorSpan]], ShardReader | None] | None = None,
+    bound: BoundedReading | None = None,
 ) -> Proof:
     """Compare every byte of a rank's shard with its digest.
 
@@ -351,15 +354,18 @@ def prove_shard(
         rank: Whose shard it should be.
         in_memory: It lies in shared memory that may be longer than the shard.
         open_reader: Gets what lies where, and returns what reads the shard from ``fd``; ``None``: nothing special.
+        bound: Ends a reading that makes no progress; ``None``: it may take any time.
 
     Raises:
         CheckpointError: The shard is torn, changed, or another one.
+        Unavailable: The reading made no progress.
         OSError: It cannot be read.
 
     Blocks: while all of it is read, by two threads, or as many as the reader wants.
     """
     entry = manifest.shards[rank]
-    head, spans = _prove_head(fd, manifest, rank, in_memory=in_memory)
+    prove_head = partial(_prove_head, fd, manifest, rank, in_memory=in_memory)
+    head, spans = prove_head() if bound is None else bound.run(prove_head)
     _check_spans(spans, start=len(head), size=entry.num_bytes)
     _check_table(head, manifest, rank)
     again, tree = bytearray(len(head)), bytearray(spans[TREE].num_bytes)
@@ -374,7 +380,7 @@ def prove_shard(
     reader = None if open_reader is None else open_reader(spans)
     if reader is not None:
         file = shard_file(entry, reader.read, spans=spans, takes=reader.takes)
-        _verify_shard(file, copy_out, num_threads=reader.num_threads)
+        _verify_shard(file, copy_out, num_threads=reader.num_threads, bound=bound)
         if differing := {chunk for chunk, found in reader.finish().items() if found != file.chunks[chunk]}:
             stored = shard_file(entry, partial(_read_fd, fd), room_bytes=PIECE_BYTES, spans=spans)
             _verify_shard(stored, chunks=differing.__contains__)  # says what lies there
@@ -405,7 +411,15 @@ class _Unread:
         return memoryview(bytearray(len(range(self._num_bytes)[where])))
 
 
-def read_shard(fd: int, manifest: Manifest, rank: int, proof: Proof, parts: Mapping[str, memoryview]) -> None:
+def read_shard(
+    fd: int,
+    manifest: Manifest,
+    rank: int,
+    proof: Proof,
+    parts: Mapping[str, memoryview],
+    *,
+    bound: BoundedReading | None = None,
+) -> None:
     """Read a proven shard; chunks of which no tensor is wanted are left out.
 
     Args:
@@ -414,9 +428,10 @@ def read_shard(fd: int, manifest: Manifest, rank: int, proof: Proof, parts: Mapp
         rank: Whose it is.
         proof: What :func:`prove_shard` returned.
         parts: What takes the bytes of each of its tensors, by name; those that are left out are not wanted.
+        bound: Ends a reading that makes no progress; ``None``: it may take any time.
 
     Raises:
-        CheckpointError: It is not what was proven; what ``parts`` hold is unusable.
+        CheckpointError: It is not what was proven, or makes no progress; what ``parts`` hold is unusable.
         OSError: It cannot be read.
 
     Blocks: while all of it is read, by two threads.
@@ -451,7 +466,20 @@ def read_shard(fd: int, manifest: Manifest, rank: int, proof: Proof, parts: Mapp
                 yield buffer[:left]
                 left -= min(left, len(buffer))
 
-    _verify_shard(shard_file(manifest.shards[rank], read, spans=proof.spans), chunks=has_wanted)
+    _verify_shard(shard_file(manifest.shards[rank], read, spans=proof.spans), chunks=has_wanted, bound=bound)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedReading:
+    """Bound how long the reading of a file may make no progress."""
+
+    calls: StorageCalls
+    place: str
+    path: str
+
+    def run(self, work: Callable[[], R], *, progress: CallProgress | None = None) -> R:
+        """Return what ``work()`` returns. Raises, blocks: as :meth:`StorageCalls.run`."""
+        return self.calls.run(self.place, work, operation="read", target=lambda: self.path, progress=progress)
 
 
 def _verify_shard(
@@ -460,8 +488,18 @@ def _verify_shard(
     *,
     num_threads: int = NUM_LOAD_THREADS,
     chunks: Callable[[int], bool] | None = None,
+    bound: BoundedReading | None = None,
 ) -> None:
-    for flaw in verify([file], num_threads=num_threads, on_piece=on_piece, until_flaw=True, chunks=chunks):
+    progress = CallProgress()
+
+    def take(piece: memoryview, offset: int) -> None:
+        progress.add()
+        if on_piece is not None:
+            on_piece(piece, offset)
+
+    on_each = on_piece if bound is None else take
+    work = partial(verify, [file], num_threads=num_threads, on_piece=on_each, until_flaw=True, chunks=chunks)
+    for flaw in work() if bound is None else bound.run(work, progress=progress):
         raise flaw.error
 
 
@@ -546,10 +584,19 @@ class VerifiedFiles:
         directory: Where the generation lies.
         manifest: Of the generation.
         folder: Its folder in the directory; ``None``: that of its iteration.
+        calls: Ends a reading that makes no progress; ``None``: it may take any time.
     """
 
-    def __init__(self, directory: GlobalDirectory, manifest: GlobalManifest, folder: str | None = None) -> None:
-        self.directory, self.manifest = directory, manifest
+    def __init__(
+        self,
+        directory: GlobalDirectory,
+        manifest: GlobalManifest,
+        folder: str | None = None,
+        *,
+        calls: StorageCalls | None = None,
+    ) -> None:
+        self.directory, self.manifest, self._calls = directory, manifest, calls
+        self._reading, self._progress = "", CallProgress()
         self.folder = directory.folder(manifest.iteration) if folder is None else folder
         self._lock = threading.Lock()
         self.num_bytes_read = 0
@@ -574,6 +621,19 @@ class VerifiedFiles:
     def open(self, index: int) -> VerifiedFile:
         """Return a reader of a file, for one thread."""
         return VerifiedFile(self.stored(self.manifest.files[index], index))
+
+    def bounded(self, work: Callable[[], R]) -> R:
+        """Return what ``work()`` returns, which reads these files.
+
+        Raises:
+            Unavailable: No byte arrived within the calls' timeout.
+        """
+        if self._calls is None:
+            return work()
+        url = self.directory.url
+        return self._calls.run(
+            url, work, operation="read", target=lambda: f"{url}/{self._reading or self.folder}", progress=self._progress
+        )
 
     def warn_of_metadata(self) -> None:
         """Log it if what other readers of the format read is not what was saved; outlast itself does not read it.
@@ -602,10 +662,13 @@ class VerifiedFiles:
         name = f"{self.folder}/{entry.name}"
         while start < end:
             asked = min(len(room), end - start)
+            self._reading = name
             try:
                 count = self.directory.read_into(name, start, room[:asked])
             except FileNotFoundError:
                 raise Incomplete("is missing") from None
+            except Unavailable:
+                raise
             except CheckpointError:
                 # A store refuses to give bytes from beyond an object's end.
                 if (size := self._size(entry.name)) is not None and size < end:
@@ -613,6 +676,7 @@ class VerifiedFiles:
                 raise
             with self._lock:
                 self.num_bytes_read += count
+            self._progress.add()
             yield room[:count]
             if count < asked:
                 return

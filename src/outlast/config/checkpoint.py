@@ -95,16 +95,26 @@ class CheckpointConfig:
     skipped is named in the log. Off: always load the newest, for states that hold such numbers now and then."""
 
     max_consecutive_save_failures: int = 0
-    """Failed saves in a row after which training stops with the last error; 0 = never."""
+    """Saves in a row that reached no tier at all after which training stops with the last error; 0 = never:
+    ``max_durable_lag`` is the limit."""
 
     save_timeout: float = 600.0
-    """Seconds that a save may take from its copy to its commit before it counts as failed."""
+    """Seconds that an attempt to commit a save to a tier may take before it counts as failed; to the local and the
+    global tier it is then retried, until a newer save takes its place."""
 
     max_durable_lag: float = 7200.0
     """Seconds for which a commit that survives the end of the job may be due before all ranks exit with 93; 0 = no
     limit. It goes to ``directory``, or without one to the local directory; commits to other tiers do not count. It is
     due from the begin of the oldest save that it would cover, over restarts within the job. A final save is waited for
     as long as is left of it."""
+
+    restore_timeout: float = 900.0
+    """Seconds that a start waits for a checkpoint directory or an object store that does not respond, where the
+    node-local tiers hold no checkpoint that this job has saved; 0 = do not wait."""
+
+    response_timeout: float = 60.0
+    """Seconds without progress after which a call on a checkpoint directory or object store counts as failed while a
+    job starts or loads. It must be above 0: a call on a mount that hangs would never return."""
 
     save: str | None = None
     """Megatron's name of ``directory``."""
@@ -164,7 +174,8 @@ class CheckpointConfig:
         require_at_least(
             self, 0, "save_retain_interval", "suspect_window", "max_consecutive_save_failures", "max_durable_lag"
         )
-        require_above_zero(self, "save_timeout", "replication_timeout")
+        require_at_least(self, 0, "restore_timeout", what=" seconds")
+        require_above_zero(self, "save_timeout", "replication_timeout", "response_timeout")
         require_above_zero(self, "rank_mttf_hours", what="")
         self._check_replication()
         self._check_megatrons_choices()

@@ -465,15 +465,15 @@ def root_cause(incidents: Sequence[Incident]) -> Incident | None:
     """Return the cause among the incidents of one cycle, in the order of their arrival.
 
     One fault shows in many places: peers of a lost node or of a killed rank fail in their collectives. What
-    cannot be an effect comes first, then what was seen first. Where all ranks leave because of one invalid result, the
-    cause is the rank that saw it; because of a slow rank, that rank.
+    cannot be an effect comes first, then a failure that is not recorded as a peer's, then what was seen first. Where
+    all ranks leave because of one invalid result, the cause is the rank that saw it; because of a slow rank, that rank.
     """
     ranked = [
-        (_gravity(incident), _distance(incident), order)
+        (_gravity(incident), is_consequence(incident.cause), _distance(incident), order)
         for order, incident in enumerate(incidents)
         if incident.kind in _GRAVITY
     ]
-    return incidents[min(ranked)[2]] if ranked else None
+    return incidents[min(ranked)[-1]] if ranked else None
 
 
 def _gravity(incident: Incident) -> int:

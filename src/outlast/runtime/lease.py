@@ -29,6 +29,7 @@ from outlast.errors import OutlastError
 from outlast.policy.lease import LeaseOwner, LeaseStep, OwnerStanding, Process, Silence, find_life, judge_owner
 from outlast.runtime.files import PRIVATE, check_folder, create_atomically, make_private_folder
 from outlast.runtime.processes import is_alive
+from outlast.runtime.storage_calls import CallProgress
 
 log = logging.getLogger(__name__)
 FOLDER = "owner"
@@ -203,6 +204,8 @@ class Lease:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self.progress = CallProgress()
+        """Counts the looks of :meth:`acquire`, which may wait for an owner."""
 
     @property
     def is_held(self) -> bool:
@@ -295,6 +298,7 @@ class Lease:
             if self._is_over:
                 raise OutlastError(f"{self._records.url} is not taken: this process is leaving")
             newest = _newest_of(self._records)
+            self.progress.count += 1
             if newest.number != watched:
                 silence, watched = Silence(), newest.number
             standing = self._judge_life(newest, silence)

@@ -37,9 +37,19 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from outlast import env, logs
 from outlast.chaos.armed import arm_configured
+from outlast.checkpoint.outage import is_run_ending
 from outlast.config import Config
 from outlast.config.sources import load_config
-from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded, ExitReason, OutlastError, PeerLost, Untrusted
+from outlast.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    ExitReason,
+    OutlastError,
+    PeerLost,
+    Unavailable,
+    Untrusted,
+)
 from outlast.incidents import EventKind
 from outlast.monitor.rank_monitor import PlacedRankMonitor, SectionTimer
 from outlast.policy.causes import OWN_VERDICTS
@@ -187,6 +197,11 @@ class Session:
             self._scope.on_leave(self._attempts.close)
             watches_signals = self._preemption.watches_signals
             announce_session(config, place, self._scope, self._journal, self._monitor, watches_signals=watches_signals)
+        except Unavailable as error:
+            if is_run_ending(error):
+                self._end_in_outage(error)
+            self._abort(error)
+            raise
         except BaseException as error:
             self._abort(error)
             raise
@@ -343,6 +358,10 @@ class Session:
                     place=self._place,
                     journal=self._journal,
                 )
+            except Unavailable as error:
+                if is_run_ending(error):
+                    self._end_in_outage(error)
+                raise
             except Untrusted as error:
                 if self._refusal is not None:
                     self._leave_unsaved()
@@ -886,6 +905,11 @@ class Session:
             if not saves.is_overdue:
                 raise
             self._leave_unsaved()
+
+    def _end_in_outage(self, error: Unavailable) -> NoReturn:
+        """Exit on all ranks, since no checkpoint can be looked up; a restart would only wait again."""
+        log.log(logging.ERROR if self._place.local_rank == 0 else logging.DEBUG, "%s", error)
+        self._exit(ExitReason.NO_PROGRESS, error)
 
     def _leave_invalid(self, code: int, *, must_save: bool) -> NoReturn:
         """Save the state of before the step for diagnosis, if there is where to, and leave."""

@@ -14,7 +14,6 @@ import io
 import math
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -32,6 +31,7 @@ from outlast.checkpoint.dcp.items import TORCH_TYPES, make_metadata, named_tenso
 from outlast.checkpoint.dcp.manifest import GlobalManifest, Item, TensorPiece, Where
 from outlast.checkpoint.verification import VerifiedFile, VerifiedFiles
 from outlast.errors import CheckpointError, Incomplete, Untrusted
+from outlast.runtime.storage_calls import in_threads
 
 __all__ = ["VerifiedReader"]
 
@@ -57,14 +57,8 @@ def _read_in_order(files: VerifiedFiles, jobs: Iterable[tuple[Where, Callable[[V
         for _, job in sorted(by_file[index], key=itemgetter(0)):
             job(file)
 
-    if len(by_file) < 2:
-        for index in by_file:
-            read(index)
-        return
     num_threads = NUM_REMOTE if files.directory.is_remote else NUM_LOCAL
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="outlast-global") as pool:
-        for _ in pool.map(read, sorted(by_file)):  # once one fails, what has not begun does not begin
-            pass
+    files.bounded(lambda: in_threads(read, sorted(by_file), num_threads=num_threads, name="outlast-global"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +157,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def read_tree(files: VerifiedFiles, rank: int) -> bytes:
     """Read a rank's plain values and structure. Raises: CheckpointError."""
     where = files.manifest.ranks[rank].tree
-    return files.open(where.file).read(where.start, where.num_bytes)
+    return files.bounded(lambda: files.open(where.file).read(where.start, where.num_bytes))
 
 
 def tensors_of(manifest: GlobalManifest, rank: int, tree: bytes) -> dict[str, Item]:

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from outlast.decoding import MAX_FILE_BYTES
-from outlast.errors import CheckpointError
+from outlast.errors import CheckpointError, Unavailable
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
@@ -32,6 +32,9 @@ _CONDITIONAL = ("s3", "s3a", "gs", "gcs", "memory")
 """Protocols in which fsspec makes an object only if there is none, in one step."""
 _REFUSED = frozenset({errno.EINVAL, errno.EBUSY})
 """What s3fs makes of the codes 412 and 409: a condition was not met, or another request was quicker."""
+
+_NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "NoRegionError"})
+"""Errors of botocore that the object store has no part in."""
 
 _stores: dict[str, ObjectStore] = {}
 _lock = threading.Lock()
@@ -347,7 +350,7 @@ class ObjectStore:
                 raise
             raise CheckpointError(f"{where}: {error}; make the place first") from error
         except (TimeoutError, FutureTimeout) as error:
-            raise CheckpointError(f"{where}: the store did not answer within {limit_s:.3g} s") from error
+            raise Unavailable(f"{where}: the object store did not respond within {limit_s:.3g} s") from error
         except ImportError as error:
             raise CheckpointError(f"{where}: {error}; install the package that reaches this store") from error
         except Exception as error:  # each store's library has errors of its own
@@ -356,7 +359,17 @@ class ObjectStore:
             if not (isinstance(error, OSError) and error.errno in _REFUSED):
                 self._opened = None  # its connections may be broken for good: the next call makes new ones
             text = str(error).strip().splitlines()
-            raise CheckpointError(f"{where}: {type(error).__name__}: {text[0][:300] if text else ''}") from error
+            line = f"{where}: {type(error).__name__}: {text[0][:300] if text else ''}"
+            if _is_usage_error(error):
+                raise CheckpointError(line) from error
+            raise Unavailable(line) from error
+
+
+def _is_usage_error(error: Exception) -> bool:
+    """Return whether an error of a store's library says something about the call and not about the object store."""
+    if isinstance(error, TypeError | ValueError | NotImplementedError | AttributeError | KeyError):
+        return True
+    return type(error).__name__ in _NO_CREDENTIALS or (isinstance(error, OSError) and error.errno in _REFUSED)
 
 
 def _is_unknown(error: CheckpointError) -> bool:
