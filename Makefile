@@ -8,13 +8,14 @@ CODE := src tests examples docs
 PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup slurm chromium wheel soak test test-torch test-faults test-gpu bench-gpu lint types collected unit docs demo demo-ray bench bench-peers bench-results format clean
+.PHONY: help setup slurm chromium wheel soak test test-torch test-faults test-outage test-gpu bench-gpu lint types collected unit docs demo demo-ray bench bench-peers bench-results format clean
 
 help:
 	@echo "make demo    train through slow, hung and killed ranks, lost nodes and a preemption, and prove the result"
 	@echo "make demo-ray    train actors on Ray through killed, stopped and raising ones, and prove the result"
 	@echo "make test    lint, types, docs, tests: some ten minutes on two cores"
 	@echo "make test-faults    the long campaigns of faults that make test runs samples of: before a release"
+	@echo "make test-outage MINUTES=15    training while its directory, or its object store, hangs for so long"
 	@echo "make soak    ten minutes of training under a fault every five seconds, and the proof that nothing changed"
 	@echo "make test-integrations    the adapters on packages that clash with the pinned ones, each extra alone"
 	@echo "make test-torch TORCH=2.8.0    launcher, checkpoints, sessions, restarts in process on another torch (gigabytes)"
@@ -93,6 +94,11 @@ soak: setup
 test-faults: setup slurm
 	@$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest -m campaign -n 2 --dist loadscope --no-loadscope-reorder --durations=10
+
+# A directory and an object store at once; needs root, bindfs and a few minutes more than MINUTES.
+MINUTES ?= 15
+test-outage: setup
+	$(BIN)/python tests/places/outage.py --minutes $(MINUTES)
 
 # Packages that clash with the pinned ones lie in an environment over $(VENV), which sees that one's packages, too. NVIDIA's
 # extension lies apart: tests that compare with it put the folder on their path.

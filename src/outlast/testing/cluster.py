@@ -133,20 +133,28 @@ class Cluster:
     ) -> None:
         self.close()
 
-    def add_node(self, name: str | None = None, *, options: Sequence[str] = (), device: str | None = None) -> Agent:
+    def add_node(
+        self,
+        name: str | None = None,
+        *,
+        options: Sequence[str] = (),
+        device: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Agent:
         """Start one more agent, as another node or as one that returns.
 
         Args:
             name: The node's name; a new one when not given.
             options: More options of ``outlast run`` for this agent alone.
             device: Name of the hardware that it computes on; by default as in ``devices``, else the node's name.
+            environment: Variables to add for this agent alone.
         """
         name = name or f"node-{len(self.agents)}"
         command = [*_COMMAND, *self._options, f"--node-name={name}", *options, *self._script]
-        environment = dict(self._environment)
+        variables = {**self._environment, **(environment or {})}
         if (device := device or self._devices.get(name)) is not None:
-            environment[DEVICE] = device
-        agent = Agent(name, command, environment, self.run_dir / "agents" / f"{name}.log")
+            variables[DEVICE] = device
+        agent = Agent(name, command, variables, self.run_dir / "agents" / f"{name}.log")
         self.agents.append(agent)
         return agent
 

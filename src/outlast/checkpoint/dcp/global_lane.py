@@ -106,7 +106,9 @@ class GlobalLane(RetryingLane):
         if duty is not None:
             self._start_clock()
             self._report(save, directory, plan, self._write(save, directory, items, duty))
-        self._conclude(save, f"iteration {save.iteration} is not saved to {directory.url}", is_limited=False)
+        self._conclude(
+            save, f"iteration {save.iteration} is not saved to the global tier ({directory.url})", is_limited=False
+        )
         if not save.suspect:
             self._committed.add(save.iteration, self.tiers)
         if self._rank == 0:

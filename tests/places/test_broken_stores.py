@@ -1,0 +1,42 @@
+"""An object store that hangs, is slow, is away or refuses: the cells of the matrix for S3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from broken_places import start_store, why_unavailable
+from cells import Cell, check_cell, store_cells
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "available"),
+]
+
+SAMPLE = {"hung-s3-all-nodes-in-restore", "error-403-s3-all-nodes-in-save", "gone-s3-one-node-in-restore"}
+"""Cells that every run of the tests plays; the others belong to the long campaigns."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An S3 server."""
+    running = start_store(tmp_path_factory.mktemp("s3") / "record")
+    try:
+        yield running
+    finally:
+        running.kill()
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=str(cell), marks=() if str(cell) in SAMPLE else pytest.mark.campaign)
+        for cell in store_cells()
+    ],
+)
+def test_a_broken_object_store_stops_no_training(cell: Cell, server: Any, tmp_path: Path) -> None:
+    """Training continues, a line names tier, node and URL, and the store is used again once it responds."""
+    check_cell(cell, tmp_path, server)

@@ -1,0 +1,85 @@
+"""A job that starts while the only place of its checkpoints hangs waits for it, loads them, or says what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from broken_places import Bucket, Disk, Fault, start_store, why_unavailable
+from trained_nodes import LIMIT_S, NODES, TrainedNodes, newest_checkpoint
+
+from outlast.errors import ExitReason
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "available"),
+]
+INTERVAL = 20
+NEVER_S = 20.0
+"""``restore_timeout`` of a job whose place does not come back."""
+
+
+@contextlib.contextmanager
+def opened(kind: str, folder: Path) -> Iterator[tuple[Any, dict[str, Any], dict[str, dict[str, str]], Any]]:
+    """Yield a place, its path for each node, the agents' variables, and what returns the newest checkpoint."""
+    if kind == "directory":
+        with Disk(folder / "shared", NODES) as disk:
+            paths = {node: str(disk.path(node) / "run") for node in NODES}
+            yield disk, paths, {}, lambda: newest_checkpoint(disk.files / "run")
+        return
+    server = start_store(folder / "record")
+    try:
+        with Bucket(server, NODES) as bucket:
+            url = f"s3://{server.bucket}/run"
+            variables = {node: bucket.environment(node) for node in NODES}
+            yield bucket, dict.fromkeys(NODES, url), variables, lambda: bucket.newest_checkpoint(url)
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("kind", ["directory", "store"])
+@pytest.mark.parametrize("back_s", [5, pytest.param(200, marks=pytest.mark.campaign), None], ids=str)
+def test_a_start_waits_for_its_checkpoints(tmp_path: Path, kind: str, back_s: int | None) -> None:
+    """A directory or object store that hangs while the job starts is waited for, with a line that names it. Once it
+    works, the job continues from its newest checkpoint; after ``restore_timeout`` the job ends with one line that says
+    what to do, and never refuses or replaces the checkpoints."""
+    with opened(kind, tmp_path) as (place, paths, environments, newest):
+
+        def job() -> TrainedNodes:
+            settings: dict[str, dict[str, Any]] = {}
+            for node in NODES:
+                settings[node] = {"directory": paths[node], "save_interval": INTERVAL}
+                if back_s is None:
+                    settings[node] |= {"restore_timeout": NEVER_S, "response_timeout": 5.0}
+            return TrainedNodes(tmp_path, settings, environments=environments)
+
+        with job() as run:
+            run.wait_until("a checkpoint", lambda: newest() >= INTERVAL)
+            run.stop()
+        held = newest()
+        place.break_(Fault.HUNG)
+        begun_s = time.monotonic()
+        with job() as run:
+            if back_s is None:
+                codes = run.cluster.wait(LIMIT_S)
+                assert set(codes) <= {ExitReason.PREEMPTED, ExitReason.NO_PROGRESS}, run.shown()
+                (line,) = {text.partition("exit code")[2] for text in run.lines("job over", paths[NODES[0]])}
+                assert "scratch" not in line, line
+                place.lift()
+                assert newest() == held
+                return
+            run.wait_until("the time of the outage", lambda: time.monotonic() >= begun_s + back_s)
+            if back_s > 60:
+                assert run.lines("WARNING", paths[NODES[0]]), run.shown()
+            place.lift()
+            run.wait_for_iteration(held + 2 * INTERVAL)
+            assert run.new_steps[0].iteration == held + 1, run.shown()
+            run.wait_until("a new checkpoint", lambda: newest() > held)
+            assert run.cycle == 0, run.shown()
+            assert not run.lines("belongs to run"), run.shown()
+            run.check_weights()
