@@ -124,7 +124,7 @@ class SaveHandle:
         if not self._finished.wait(left_s if timeout_s is None else timeout_s):
             text = f"the save of iteration {self.iteration} is neither committed nor failed"
             if timeout_s is None:
-                raise DeadlineExceeded(f"{text} at its deadline; is rank 0, which hosts the store, stopped?")
+                raise DeadlineExceeded(f"{text} at its deadline; does a directory, or rank 0, not respond?")
             raise DeadlineExceeded(f"{text} after {timeout_s} s; wait longer", iteration=self.iteration)
         if self._error is not None:
             raise self._error
