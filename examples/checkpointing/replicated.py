@@ -21,9 +21,15 @@ from torch import nn
 
 import outlast
 from outlast.incidents import EventKind
+from outlast.journal import Event
 from outlast.testing import Cluster
 
 ITERATIONS, SAVE_INTERVAL, WIDTH = 1000, 20, 256
+
+
+def _is_replicated(event: Event) -> bool:
+    """Return whether the checkpoint of iteration 40 is on a second node."""
+    return event.kind == EventKind.SAVE_COMMITTED and event.iteration == 40 and "replica" in event.data["tiers"]
 
 
 def train(local_directory: str) -> None:
@@ -49,7 +55,7 @@ def lose_a_node(folder: Path) -> int:
     disks = folder / "disks"
     script = (__file__, "--train", str(disks))
     with Cluster(*script, run_dir=folder / "run", num_nodes=2, num_spares=1, nproc_per_node=1) as cluster:
-        cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED and event.iteration == 40, timeout_s=60)
+        cluster.wait_for(_is_replicated, timeout_s=60)
         lost = next(e.node for e in cluster.events() if e.kind == EventKind.CYCLE_STARTED and 1 in e.data["ranks"])
         cluster.agent(lost).kill()
         shutil.rmtree(disks / lost)

@@ -207,6 +207,8 @@ class Lanes:
     """In place of ``assemble``: rank, request, image."""
     ordinal: int = 0
     run: str = "r"
+    retry_s: float = 600.0
+    """Before a save that failed is tried again: no test sees it by chance."""
     leased: str | None = None
     """A machine: rank 0 has a lease on the place, as a process of it."""
     lanes: list[GlobalLane] = field(default_factory=list)
@@ -236,6 +238,8 @@ class Lanes:
             )
             for rank in range(self.world)
         ]
+        for lane in self.lanes:
+            lane.retry_s = self.retry_s
 
     def save(
         self, flats: Sequence[FlatState], iteration: int, *, suspect: bool = False, leave_out: Sequence[int] = ()

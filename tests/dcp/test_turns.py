@@ -9,7 +9,6 @@ import pytest
 import torch
 from lanes import Lanes, flat_state, stage, staged_save
 
-from outlast.checkpoint import lane as lane_module
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.save import Replaced, Save
@@ -94,7 +93,6 @@ def test_a_save_that_some_ranks_have_replaced_is_written_by_none(tmp_path: Path)
 
 def test_a_save_that_failed_is_retried_with_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing newer comes, so the same save is tried again until the place takes it; each try writes to other names."""
-    monkeypatch.setattr(lane_module, "RETRY_S", 0.01)
     folders: list[str] = []
 
     def write(rank: int, request: Assemble, image: memoryview) -> Assembled:
@@ -105,7 +103,7 @@ def test_a_save_that_failed_is_retried_with_files_of_its_own(tmp_path: Path, mon
         return assemble(request, image)
 
     committed = threading.Event()
-    with Lanes(str(tmp_path), WORLD, writer=write) as lanes:
+    with Lanes(str(tmp_path), WORLD, writer=write, retry_s=0.01) as lanes:
         monkeypatch.setattr(
             lanes.lanes[0]._outcomes, "committed", lambda save, lane, tiers, failures=(): committed.set()
         )

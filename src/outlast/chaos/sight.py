@@ -127,7 +127,8 @@ class Sight:
         elif event.kind == EventKind.SAVE_COMMITTED and (generation := generation_of(event)) is not None:
             self.committed_now.add(generation)
             if FaultTier.GLOBAL in event.data.get("tiers", ()):
-                self.awaits_global.discard((event.rank, generation))
+                # One that a newer save has taken the place of is not written any more.
+                self.awaits_global = {one for one in self.awaits_global if one[0] != event.rank or one[1] > generation}
         elif event.kind == EventKind.SAVE_SCHEDULED and FaultTier.GLOBAL in event.data.get("tiers", ()):
             self.awaits_global.add((event.rank, event.iteration or 0))
         elif event.kind == EventKind.INCIDENT and event.data["incident"].get("kind") == IncidentKind.SAVE_FAILED:

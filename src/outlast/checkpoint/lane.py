@@ -643,6 +643,9 @@ class RetryingLane(Lane):
     Thread: the lane's has ``_turn`` and what is below; what waits is shared under ``_changed``.
     """
 
+    retry_s = RETRY_S
+    """Before the first retry of a save."""
+
     def _open(self) -> None:
         self._changed = threading.Condition()
         self._waiting: list[Save] = []
@@ -806,7 +809,7 @@ class RetryingLane(Lane):
         with self._changed:
             is_newest = not any(not other.suspect for other in self._waiting)
             if is_newest:
-                self._pause_s = min(MAX_RETRY_S, max(RETRY_S, 2 * self._pause_s))
+                self._pause_s = max(self.retry_s, min(MAX_RETRY_S, 2 * self._pause_s))
                 self._retry_ns = clock.now_ns() + int(self._pause_s * 1e9)
                 self._waiting.insert(0, save)
         self._outcomes.failed(save, self.name, error, is_retried=is_newest)

@@ -436,8 +436,7 @@ class CheckpointManager:
         self._writer.close()
         if not (ended := ended or self._stop_lanes(2.0)):
             log.warning(
-                "a checkpoint directory, or the ranks' store, does not respond: its thread ends with the "
-                "process"
+                "a checkpoint directory, or the ranks' store, does not respond: its thread ends with the process"
             )
         self._claims.release(is_idle=ended)
         self._peers.close()
