@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from outlast.policy.recovery_point import Tier
-from outlast.wording import count, duration
+from outlast.wording import duration
 
 _MAX_OWED = 256
 """Saves that are remembered until a commit covers them; of more, every second one is dropped, never the oldest."""
@@ -105,16 +105,20 @@ def describe_end(known: Durability, done: int) -> str:
         return f"iteration {kept} is saved, nothing is lost"
     if not done and known.worker is None:
         return "no iteration was completed; nothing is lost"
+    lost = _describe_lost(known, done)
+    ahead = known.worker if known.worker is not None and known.worker > (kept or 0) else None
+    if ahead is None:
+        return lost
+    return f"iteration {ahead} is in node-local tiers only and is lost when this job ends; {lost}"
+
+
+def _describe_lost(known: Durability, done: int) -> str:
+    kept = known.job
     first = (kept or 0) + 1
     lost = f"iteration {done} is lost" if first >= done else f"iterations {first} to {done} are lost"
     if kept is None:
-        newest = f"no checkpoint {TEXTS[Level.JOB]}"
-    else:
-        newest = f"the newest checkpoint that {TEXTS[Level.JOB]} is iteration {kept}"
-    ahead = known.worker if known.worker is not None and known.worker > (kept or 0) else None
-    if ahead is None:
-        return f"{newest}: {lost}"
-    return f"iteration {ahead} is in node-local tiers only and is lost when this job ends; {newest}: {lost}"
+        return f"no checkpoint {TEXTS[Level.JOB]}: {lost}"
+    return f"the newest checkpoint that {TEXTS[Level.JOB]} is iteration {kept}: {lost}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +169,8 @@ def describe_overdue(*, where: str, lag_s: float, limit_s: float, error: str, kn
         known: What is committed.
         done: Number of optimizer steps done.
     """
-    why = f", the last error: {error.rstrip('.')}" if error else ""
+    why = f"; the last error: {error}" if error else ""
     return (
         f"no checkpoint was committed to {where} for {duration(lag_s)} although saves were due "
-        f"(max_durable_lag={limit_s:g} s){why}; {describe_end(known, done)}; repair {where}, then start the run again"
+        f"(max_durable_lag={limit_s:g} s); {_describe_lost(known, done)}; repair it, then start the run again{why}"
     )
-
-
-def describe_lag(known: Durability, done: int) -> str:
-    """Return how far the checkpoints that survive the end of the job are behind; empty = they are not."""
-    if known.worker is None or (known.job is not None and known.job >= known.worker):
-        return ""
-    behind = count(max(0, done - (known.job or 0)), "iteration")
-    return f"{behind} behind" if known.job is not None else "no checkpoint survives the end of the job"
