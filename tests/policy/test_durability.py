@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from outlast.policy.durability import (
     Durability,
-    Level,
     OwedSaves,
+    SurvivalLevel,
     describe_end,
     describe_overdue,
     job_tier,
@@ -24,17 +24,21 @@ COMMITS = st.lists(st.tuples(st.integers(0, 50), TIERS))
 @pytest.mark.parametrize(
     ("configured", "tiers", "levels"),
     [
-        ({Tier.MEMORY}, {Tier.MEMORY}, {Level.WORKER}),
-        ({Tier.MEMORY, Tier.GLOBAL}, {Tier.MEMORY}, {Level.WORKER}),
-        ({Tier.MEMORY, Tier.GLOBAL}, {Tier.GLOBAL}, set(Level)),
-        ({Tier.MEMORY, Tier.REPLICA, Tier.GLOBAL}, {Tier.MEMORY, Tier.REPLICA}, {Level.WORKER, Level.NODE}),
-        ({Tier.LOCAL, Tier.GLOBAL}, {Tier.LOCAL}, {Level.WORKER}),
-        ({Tier.LOCAL}, {Tier.LOCAL}, {Level.WORKER, Level.JOB}),
-        ({Tier.LOCAL, Tier.REPLICA}, {Tier.LOCAL, Tier.REPLICA}, set(Level)),
+        ({Tier.MEMORY}, {Tier.MEMORY}, {SurvivalLevel.WORKER}),
+        ({Tier.MEMORY, Tier.GLOBAL}, {Tier.MEMORY}, {SurvivalLevel.WORKER}),
+        ({Tier.MEMORY, Tier.GLOBAL}, {Tier.GLOBAL}, set(SurvivalLevel)),
+        (
+            {Tier.MEMORY, Tier.REPLICA, Tier.GLOBAL},
+            {Tier.MEMORY, Tier.REPLICA},
+            {SurvivalLevel.WORKER, SurvivalLevel.NODE},
+        ),
+        ({Tier.LOCAL, Tier.GLOBAL}, {Tier.LOCAL}, {SurvivalLevel.WORKER}),
+        ({Tier.LOCAL}, {Tier.LOCAL}, {SurvivalLevel.WORKER, SurvivalLevel.JOB}),
+        ({Tier.LOCAL, Tier.REPLICA}, {Tier.LOCAL, Tier.REPLICA}, set(SurvivalLevel)),
         ({Tier.LOCAL}, set(), set()),
     ],
 )
-def test_what_a_checkpoint_survives(configured: set[Tier], tiers: set[Tier], levels: set[Level]) -> None:
+def test_what_a_checkpoint_survives(configured: set[Tier], tiers: set[Tier], levels: set[SurvivalLevel]) -> None:
     """The table of the page on checkpoints."""
     assert levels_of(tiers, configured) == levels
 
@@ -51,7 +55,11 @@ def test_each_level_has_the_newest_commit_that_survives_it(
             before, now = getattr(known, level), getattr(after, level)
             assert before is None or now >= before
         known = after
-    for level, value in ((Level.WORKER, known.worker), (Level.NODE, known.node), (Level.JOB, known.job)):
+    for level, value in (
+        (SurvivalLevel.WORKER, known.worker),
+        (SurvivalLevel.NODE, known.node),
+        (SurvivalLevel.JOB, known.job),
+    ):
         expected = [iteration for iteration, tiers in commits if level in levels_of(tiers, configured)]
         assert value == max(expected, default=None)
         assert value is None or (known.worker is not None and known.worker >= value)

@@ -24,7 +24,7 @@ _MAX_OWED = 256
 """Saves that are remembered until a commit covers them; of more, every second one is dropped, never the oldest."""
 
 
-class Level(IntEnum):
+class SurvivalLevel(IntEnum):
     """A failure that a checkpoint survives, the smallest first."""
 
     WORKER = 0
@@ -36,9 +36,9 @@ class Level(IntEnum):
 
 
 TEXTS = {
-    Level.WORKER: "survives only the failure of workers",
-    Level.NODE: "survives the loss of a node",
-    Level.JOB: "survives the end of the job",
+    SurvivalLevel.WORKER: "survives only the failure of workers",
+    SurvivalLevel.NODE: "survives the loss of a node",
+    SurvivalLevel.JOB: "survives the end of the job",
 }
 """What a level means, for people; the largest one that holds is the one to show."""
 
@@ -48,7 +48,7 @@ def job_tier(configured: Collection[Tier]) -> Tier | None:
     return next((tier for tier in (Tier.GLOBAL, Tier.LOCAL) if tier in configured), None)
 
 
-def levels_of(tiers: Collection[Tier], configured: Collection[Tier]) -> frozenset[Level]:
+def levels_of(tiers: Collection[Tier], configured: Collection[Tier]) -> frozenset[SurvivalLevel]:
     """Return which failures a checkpoint survives.
 
     Args:
@@ -56,11 +56,11 @@ def levels_of(tiers: Collection[Tier], configured: Collection[Tier]) -> frozense
         configured: The tiers that the run saves to.
     """
     holding = frozenset(tiers)
-    found = {Level.WORKER} if holding else set()
+    found = {SurvivalLevel.WORKER} if holding else set()
     if holding & {Tier.REPLICA, Tier.GLOBAL}:
-        found.add(Level.NODE)
+        found.add(SurvivalLevel.NODE)
     if job_tier(configured) in holding:
-        found.add(Level.JOB)
+        found.add(SurvivalLevel.JOB)
     return frozenset(found)
 
 
@@ -82,14 +82,18 @@ class Durability:
         """
         levels = levels_of(tiers, configured)
 
-        def newest(level: Level, known: int | None) -> int | None:
+        def newest(level: SurvivalLevel, known: int | None) -> int | None:
             return known if level not in levels else iteration if known is None else max(known, iteration)
 
-        return Durability(newest(Level.WORKER, self.worker), newest(Level.NODE, self.node), newest(Level.JOB, self.job))
+        return Durability(
+            newest(SurvivalLevel.WORKER, self.worker),
+            newest(SurvivalLevel.NODE, self.node),
+            newest(SurvivalLevel.JOB, self.job),
+        )
 
-    def highest_level(self, iteration: int) -> Level | None:
+    def highest_level(self, iteration: int) -> SurvivalLevel | None:
         """Return the largest failure that work up to an iteration survives; ``None``: none."""
-        by_level = {Level.JOB: self.job, Level.NODE: self.node, Level.WORKER: self.worker}
+        by_level = {SurvivalLevel.JOB: self.job, SurvivalLevel.NODE: self.node, SurvivalLevel.WORKER: self.worker}
         return next((level for level, known in by_level.items() if known is not None and known >= iteration), None)
 
 
@@ -117,8 +121,8 @@ def _describe_lost(known: Durability, done: int) -> str:
     first = (kept or 0) + 1
     lost = f"iteration {done} is lost" if first >= done else f"iterations {first} to {done} are lost"
     if kept is None:
-        return f"no checkpoint {TEXTS[Level.JOB]}: {lost}"
-    return f"the newest checkpoint that {TEXTS[Level.JOB]} is iteration {kept}: {lost}"
+        return f"no checkpoint {TEXTS[SurvivalLevel.JOB]}: {lost}"
+    return f"the newest checkpoint that {TEXTS[SurvivalLevel.JOB]} is iteration {kept}: {lost}"
 
 
 @dataclass(frozen=True, slots=True)
