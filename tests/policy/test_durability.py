@@ -14,6 +14,7 @@ from outlast.policy.durability import (
     describe_overdue,
     job_tier,
     levels_of,
+    with_commit,
 )
 from outlast.policy.recovery_point import Tier
 
@@ -50,7 +51,7 @@ def test_each_level_has_the_newest_commit_that_survives_it(
     """The order of commits does not matter, nothing falls, and no level is ahead of that of workers."""
     known = Durability()
     for iteration, tiers in commits:
-        after = known.reached(iteration, tiers, configured)
+        after = with_commit(known, iteration, tiers, configured)
         for level in ("worker", "node", "job"):
             before, now = getattr(known, level), getattr(after, level)
             assert before is None or now >= before
@@ -68,7 +69,7 @@ def test_each_level_has_the_newest_commit_that_survives_it(
         assert known.node >= known.job
     backwards = Durability()
     for iteration, tiers in reversed(commits):
-        backwards = backwards.reached(iteration, tiers, configured)
+        backwards = with_commit(backwards, iteration, tiers, configured)
     assert backwards == known
 
 

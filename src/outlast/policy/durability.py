@@ -69,32 +69,32 @@ class Durability:
     """The newest iteration whose checkpoint survives each failure; ``None`` = there is none."""
 
     worker: int | None = None
+    """Survives the failure of workers: the newest one in any tier."""
     node: int | None = None
+    """Survives the loss of a node."""
     job: int | None = None
+    """Survives the end of the job."""
 
-    def reached(self, iteration: int, tiers: Collection[Tier], configured: Collection[Tier]) -> Durability:
-        """Return what is known once a checkpoint is in more tiers.
 
-        Args:
-            iteration: Of the checkpoint.
-            tiers: The tiers that it is in.
-            configured: The tiers that the run saves to.
-        """
-        levels = levels_of(tiers, configured)
+def with_commit(known: Durability, iteration: int, tiers: Collection[Tier], configured: Collection[Tier]) -> Durability:
+    """Return what is known once a checkpoint is in more tiers.
 
-        def newest(level: SurvivalLevel, known: int | None) -> int | None:
-            return known if level not in levels else iteration if known is None else max(known, iteration)
+    Args:
+        known: What is known before.
+        iteration: Of the checkpoint.
+        tiers: The tiers that it is in.
+        configured: The tiers that the run saves to.
+    """
+    levels = levels_of(tiers, configured)
 
-        return Durability(
-            newest(SurvivalLevel.WORKER, self.worker),
-            newest(SurvivalLevel.NODE, self.node),
-            newest(SurvivalLevel.JOB, self.job),
-        )
+    def newest(level: SurvivalLevel, before: int | None) -> int | None:
+        return before if level not in levels else iteration if before is None else max(before, iteration)
 
-    def highest_level(self, iteration: int) -> SurvivalLevel | None:
-        """Return the largest failure that work up to an iteration survives; ``None``: none."""
-        by_level = {SurvivalLevel.JOB: self.job, SurvivalLevel.NODE: self.node, SurvivalLevel.WORKER: self.worker}
-        return next((level for level, known in by_level.items() if known is not None and known >= iteration), None)
+    return Durability(
+        worker=newest(SurvivalLevel.WORKER, known.worker),
+        node=newest(SurvivalLevel.NODE, known.node),
+        job=newest(SurvivalLevel.JOB, known.job),
+    )
 
 
 def describe_end(known: Durability, done: int) -> str:
