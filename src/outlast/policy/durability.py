@@ -35,14 +35,6 @@ class SurvivalLevel(IntEnum):
         return self.name.lower()
 
 
-TEXTS = {
-    SurvivalLevel.WORKER: "survives only the failure of workers",
-    SurvivalLevel.NODE: "survives the loss of a node",
-    SurvivalLevel.JOB: "survives the end of the job",
-}
-"""What a level means, for people; the largest one that holds is the one to show."""
-
-
 def job_tier(configured: Collection[Tier]) -> Tier | None:
     """Return the tier that outlives the job; ``None``: none of those that are configured does."""
     return next((tier for tier in (Tier.GLOBAL, Tier.LOCAL) if tier in configured), None)
@@ -121,8 +113,8 @@ def _describe_lost(known: Durability, done: int) -> str:
     first = (kept or 0) + 1
     lost = f"iteration {done} is lost" if first >= done else f"iterations {first} to {done} are lost"
     if kept is None:
-        return f"no checkpoint {TEXTS[SurvivalLevel.JOB]}: {lost}"
-    return f"the newest checkpoint that {TEXTS[SurvivalLevel.JOB]} is iteration {kept}: {lost}"
+        return f"no checkpoint survives the end of the job: {lost}"
+    return f"the newest checkpoint that survives the end of the job is iteration {kept}: {lost}"
 
 
 @dataclass(frozen=True, slots=True)
