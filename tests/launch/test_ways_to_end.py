@@ -12,6 +12,7 @@ from outlast.testing import Cluster
 
 SCRIPT = """
 import os, signal, sys, time
+from pathlib import Path
 import torch
 import outlast
 
@@ -24,7 +25,8 @@ if what == "is killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if what == "fails":
     raise ValueError("no such model")
-checkpoint = outlast.CheckpointConfig(directory=folder, save_interval=1) if folder else None
+limits = {"max_durable_lag": 2, "max_consecutive_save_failures": 0} if what == "is not saved" else {}
+checkpoint = outlast.CheckpointConfig(directory=folder, save_interval=1, **limits) if folder else None
 if what == "finds no store":
     os.environ |= {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1", "AWS_DEFAULT_REGION": "us-east-1"}
     os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
@@ -37,6 +39,9 @@ if what == "cannot start":
 for iteration in run.steps({"model": model, "optim": optim}, total=5 if what == "trains" else 10**9):
     if what == "waits" and iteration == 4:
         print("waits", flush=True)
+    if what == "is not saved" and iteration == 4:
+        os.rename(folder, folder + ".away")
+        Path(folder).touch()
     if what == "fails later" and iteration == 3:
         raise RuntimeError("at three")
     if what == "hangs" and iteration == 3:
@@ -63,6 +68,7 @@ WAYS: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "a worker exits with 93": ("gives up", False, ()),
     "the checkpoint directory holds another run's checkpoints": ("trains", True, ()),
     "the checkpoint directory or object store does not respond for `restore_timeout`": ("finds no store", False, ()),
+    "no commit to the global directory succeeds for `max_durable_lag`": ("is not saved", True, ()),
     "the node fails its health check": ("ends", False, ("--config={config}",)),
     "nodes are missing for `join_timeout`": ("ends", False, ("--rdzv-conf=join_timeout=2", "--nnodes=2")),
     "the command line is wrong": ("ends", False, ("--ft-max-node-faults=-1",)),

@@ -498,3 +498,29 @@ def test_same_failure_at_the_same_place_is_not_repeated(
         if verdict.rung == Rung.STOP:
             break
         last = cause
+
+
+def test_commits_to_memory_are_progress_within_the_job_alone() -> None:
+    """Restarts resume from memory, the next job from what outlived this one; only beyond that is progress there."""
+    first = CycleEnd(cycle=0, incident=died(), durable_iteration=40, committed_iteration=165, progress_known=True)
+    state, verdict = decide(LadderState(), first, Limits())
+    assert "resuming from iteration 165" in verdict.reason
+    assert (state.best_durable, state.newest_iteration, state.cycles_without_progress) == (40, 165, 0)
+    leaving = CycleEnd(
+        cycle=1,
+        incident=None,
+        preempted=True,
+        preempted_saved=True,
+        durable_iteration=40,
+        committed_iteration=166,
+        progress_known=True,
+    )
+    state, verdict = decide(state, leaving, Limits())
+    assert "the next job resumes from iteration 40; iteration 166 was in node-local tiers only" in verdict.reason
+    state = begin_job(state)
+    assert (state.best_durable, state.newest_iteration) == (40, 40)
+    again = CycleEnd(cycle=0, incident=died(), durable_iteration=40, committed_iteration=60, progress_known=True)
+    state, verdict = decide(state, again, Limits())
+    assert "resuming from iteration 60" in verdict.reason
+    state, verdict = decide(state, again, Limits())
+    assert state.cycles_without_progress == 1

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from outlast.errors import ConfigError, OutlastError
+from outlast.policy.durability import Durability
 from outlast.policy.recovery_point import Tier
 from outlast.runtime import board as layout
 from outlast.runtime.board import MAX_DEPTH, MAX_NAMES, OTHER, Board, EndRequest, LoadedCopy, RankPage
@@ -343,3 +344,28 @@ def test_calculated_timeouts_and_requests_are_read_until_the_worker_attaches_aga
     page.attach(pid=os.getpid(), global_rank=5, cycle=1)
     assert board.timeouts(1) == ""
     assert board.read(1).requested == EndRequest.NONE
+
+
+def test_commits_are_kept_by_level_and_over_cycles() -> None:
+    """A commit in memory does not count as durable; what is due, and since when, goes to the next cycle's board."""
+    first = Board.create(num_ranks=2)
+    page = first.rank(1)
+    page.set_durability(Durability(40, 40, 40))
+    committed_ns = first.read(1).kept.durable_at_ns
+    page.set_durability(Durability(166, 120, 40))
+    page.set_durability(Durability(80, None, None))
+    page.set_owed((50, 12345))
+    state = first.read(1)
+    assert (state.committed_iteration, state.node_durable_iteration, state.durable_iteration) == (166, 120, 40)
+    second = Board.create(num_ranks=3, kept=[one.kept for one in first.read_all()])
+    state = second.read(1)
+    assert (state.committed_iteration, state.durable_iteration, state.reports_progress) == (None, None, False)
+    page = second.rank(1)
+    assert page.owed == (50, 12345)
+    assert (second.rank(0).owed, second.rank(2).owed) == (None, None)
+    page.set_durability(Durability(166, None, 40))
+    assert second.read(1).kept.durable_at_ns == committed_ns
+    page.set_durability(Durability(170, None, 170))
+    page.set_owed(None)
+    assert second.read(1).kept.durable_at_ns > committed_ns
+    assert page.owed is None

@@ -20,6 +20,7 @@ import torch
 from scenes import Proof, Scene, differs
 
 import outlast
+from outlast import clock
 from outlast.checkpoint import manager, places
 from outlast.checkpoint.places import plan_replication
 from outlast.checkpoint.replica.client import Target
@@ -39,6 +40,7 @@ from outlast.errors import CheckpointError, ConfigError, ExitReason, NotFinite, 
 from outlast.inprocess import Wrapper
 from outlast.journal import read
 from outlast.numerics.validation import ErrorInjector, StepValidation
+from outlast.policy.durability import OwedSaves
 from outlast.policy.rerun import StepRun
 from outlast.runtime.postmortem import read_diagnosis
 from outlast.session import preemption
@@ -202,6 +204,23 @@ def stops_after_failed_saves(scene: Scene) -> None:
                 break
 
 
+def stops_when_commits_are_overdue(scene: Scene) -> None:
+    """A commit that was due for longer than the limit stops training with 93, and never with 0."""
+    for limit_s in (60.0, 0.0):
+        config = CheckpointConfig(directory=str(scene.folder / str(limit_s)), max_durable_lag=limit_s)
+        with scene.session(Config(checkpoint=config)) as run:
+            assert run._saves is not None
+            run._saves.manager._outcomes._owed = OwedSaves().add(99, clock.now_s() - 1000)
+            steps = run.steps({"weight": torch.zeros(1)}, total=3)
+            next(steps)
+            if limit_s:
+                with pytest.raises(SystemExit, match="93"):
+                    next(steps)
+            else:
+                next(steps)
+                steps.close()
+
+
 def gives_a_save_its_time(scene: Scene) -> None:
     """A save that takes longer than save_timeout counts as failed."""
     limits = []
@@ -295,6 +314,7 @@ CHECKPOINT: dict[str, Proof] = {
     "max_consecutive_save_failures": stops_after_failed_saves,
     "response_timeout": bounds_a_call,
     "restore_timeout": bounds_a_wait,
+    "max_durable_lag": stops_when_commits_are_overdue,
     "save_timeout": gives_a_save_its_time,
     "save": saves_where_it_is_told("save"),
     "load": loads_from_elsewhere,

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from outlast.checkpoint.recovery import Restored
     from outlast.checkpoint.save import SaveHandle, SaveResult
     from outlast.checkpoint.tiers import Rejection
+    from outlast.policy.durability import Durability
 
 _HOMES = {
     "outlast.checkpoint.manager": ("CheckpointManager",),
     "outlast.checkpoint.recovery": ("Restored",),
     "outlast.checkpoint.save": ("SaveHandle", "SaveResult"),
     "outlast.checkpoint.tiers": ("Rejection",),
+    "outlast.policy.durability": ("Durability",),
 }
 
-__all__ = ["CheckpointManager", "Rejection", "Restored", "SaveHandle", "SaveResult"]
+__all__ = ["CheckpointManager", "Durability", "Rejection", "Restored", "SaveHandle", "SaveResult"]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -26,7 +26,7 @@ from outlast.checkpoint.recovery import Restored
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, DeadlineExceeded
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.policy.durability import Durability, OwedSaves, describe_overdue, job_tier
+from outlast.policy.durability import Durability, OwedSaves, describe_overdue, job_tier, with_commit
 from outlast.policy.lineage import UNKNOWN_BRANCH, Branch
 from outlast.policy.recovery_point import Tier, tier_of_load
 from outlast.runtime.board import Board, LoadedCopy
@@ -556,7 +556,7 @@ class Outcomes:
         Thread: any.
         """
         with self._lock:
-            self._durability = self._durability.reached(iteration, tiers, self._tiers)
+            self._durability = with_commit(self._durability, iteration, tiers, self._tiers)
             self._owed = self._owed.cover(self._durability.job)
             if self._page is not None:
                 self._page.set_durability(self._durability)

@@ -31,7 +31,7 @@ from outlast.errors import ConfigError
 from outlast.incidents import Event, EventKind, Rung
 from outlast.journal import read_on
 from outlast.monitor.stacks import process_state
-from outlast.policy.durability import Level
+from outlast.policy.durability import SurvivalLevel
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.injection import reach
 from outlast.version import __version__
@@ -88,14 +88,9 @@ METRICS = {
             help="Highest iteration that a rank of this node knows to survive the end of the job.",
         ),
         AgentMetric(
-            name="checkpoint_iteration",
-            help="Newest checkpoint that survives a failure: of a worker, of a node, or the end of the job.",
-            labels=("survives",),
-        ),
-        AgentMetric(
             name="checkpoint_lag_iterations",
-            help="Iterations done beyond the newest checkpoint that survives a failure; the failure loses them.",
-            labels=("survives",),
+            help="Iterations that the failure of a worker, the loss of a node, or the end of the job would lose now.",
+            labels=("failure",),
         ),
         AgentMetric(
             name="durable_checkpoint_age_seconds",
@@ -269,18 +264,16 @@ class MetricsEndpoint:
 def _show_durability(states: Sequence[RankState], *, now_ns: int) -> Iterator[tuple[str, dict[str, str], float]]:
     """Yield how far the checkpoints go that survive each failure."""
     by_level = {
-        Level.WORKER: max(_known(one.committed_iteration for one in states), default=None),
+        SurvivalLevel.WORKER: max(_known(one.committed_iteration for one in states), default=None),
         # A rank whose copy is missing is lost with its node, whatever the others have.
-        Level.NODE: min(_known(one.node_durable_iteration for one in states), default=None),
-        Level.JOB: max(_known(one.durable_iteration for one in states), default=None),
+        SurvivalLevel.NODE: min(_known(one.node_durable_iteration for one in states), default=None),
+        SurvivalLevel.JOB: max(_known(one.durable_iteration for one in states), default=None),
     }
     done = _farthest(states)
     for level, iteration in by_level.items():
-        if iteration is not None:
-            yield "checkpoint_iteration", {"survives": str(level)}, iteration
         if done is not None and any(one.reports_progress for one in states):
-            yield "checkpoint_lag_iterations", {"survives": str(level)}, max(0, done - (iteration or 0))
-    if (durable := by_level[Level.JOB]) is not None:
+            yield "checkpoint_lag_iterations", {"failure": str(level)}, max(0, done - (iteration or 0))
+    if (durable := by_level[SurvivalLevel.JOB]) is not None:
         yield "durable_iteration", {}, durable
     committed_ns = [one.kept.durable_at_ns for one in states if one.kept.durable_at_ns > 0]
     if committed_ns and durable is not None:

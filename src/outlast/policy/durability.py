@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from outlast.policy.recovery_point import Tier
-from outlast.wording import count, duration
+from outlast.wording import duration
 
 _MAX_OWED = 256
 """Saves that are remembered until a commit covers them; of more, every second one is dropped, never the oldest."""
 
 
-class Level(IntEnum):
+class SurvivalLevel(IntEnum):
     """A failure that a checkpoint survives, the smallest first."""
 
     WORKER = 0
@@ -35,20 +35,12 @@ class Level(IntEnum):
         return self.name.lower()
 
 
-TEXTS = {
-    Level.WORKER: "survives only the failure of workers",
-    Level.NODE: "survives the loss of a node",
-    Level.JOB: "survives the end of the job",
-}
-"""What a level means, for people; the largest one that holds is the one to show."""
-
-
 def job_tier(configured: Collection[Tier]) -> Tier | None:
     """Return the tier that outlives the job; ``None``: none of those that are configured does."""
     return next((tier for tier in (Tier.GLOBAL, Tier.LOCAL) if tier in configured), None)
 
 
-def levels_of(tiers: Collection[Tier], configured: Collection[Tier]) -> frozenset[Level]:
+def levels_of(tiers: Collection[Tier], configured: Collection[Tier]) -> frozenset[SurvivalLevel]:
     """Return which failures a checkpoint survives.
 
     Args:
@@ -56,11 +48,11 @@ def levels_of(tiers: Collection[Tier], configured: Collection[Tier]) -> frozense
         configured: The tiers that the run saves to.
     """
     holding = frozenset(tiers)
-    found = {Level.WORKER} if holding else set()
+    found = {SurvivalLevel.WORKER} if holding else set()
     if holding & {Tier.REPLICA, Tier.GLOBAL}:
-        found.add(Level.NODE)
+        found.add(SurvivalLevel.NODE)
     if job_tier(configured) in holding:
-        found.add(Level.JOB)
+        found.add(SurvivalLevel.JOB)
     return frozenset(found)
 
 
@@ -69,28 +61,32 @@ class Durability:
     """The newest iteration whose checkpoint survives each failure; ``None`` = there is none."""
 
     worker: int | None = None
+    """Survives the failure of workers: the newest one in any tier."""
     node: int | None = None
+    """Survives the loss of a node."""
     job: int | None = None
+    """Survives the end of the job."""
 
-    def reached(self, iteration: int, tiers: Collection[Tier], configured: Collection[Tier]) -> Durability:
-        """Return what is known once a checkpoint is in more tiers.
 
-        Args:
-            iteration: Of the checkpoint.
-            tiers: The tiers that it is in.
-            configured: The tiers that the run saves to.
-        """
-        levels = levels_of(tiers, configured)
+def with_commit(known: Durability, iteration: int, tiers: Collection[Tier], configured: Collection[Tier]) -> Durability:
+    """Return what is known once a checkpoint is in more tiers.
 
-        def newest(level: Level, known: int | None) -> int | None:
-            return known if level not in levels else iteration if known is None else max(known, iteration)
+    Args:
+        known: What is known before.
+        iteration: Of the checkpoint.
+        tiers: The tiers that it is in.
+        configured: The tiers that the run saves to.
+    """
+    levels = levels_of(tiers, configured)
 
-        return Durability(newest(Level.WORKER, self.worker), newest(Level.NODE, self.node), newest(Level.JOB, self.job))
+    def newest(level: SurvivalLevel, before: int | None) -> int | None:
+        return before if level not in levels else iteration if before is None else max(before, iteration)
 
-    def highest_level(self, iteration: int) -> Level | None:
-        """Return the largest failure that work up to an iteration survives; ``None``: none."""
-        by_level = {Level.JOB: self.job, Level.NODE: self.node, Level.WORKER: self.worker}
-        return next((level for level, known in by_level.items() if known is not None and known >= iteration), None)
+    return Durability(
+        worker=newest(SurvivalLevel.WORKER, known.worker),
+        node=newest(SurvivalLevel.NODE, known.node),
+        job=newest(SurvivalLevel.JOB, known.job),
+    )
 
 
 def describe_end(known: Durability, done: int) -> str:
@@ -105,16 +101,20 @@ def describe_end(known: Durability, done: int) -> str:
         return f"iteration {kept} is saved, nothing is lost"
     if not done and known.worker is None:
         return "no iteration was completed; nothing is lost"
+    lost = _describe_lost(known, done)
+    ahead = known.worker if known.worker is not None and known.worker > (kept or 0) else None
+    if ahead is None:
+        return lost
+    return f"iteration {ahead} is in node-local tiers only and is lost when this job ends; {lost}"
+
+
+def _describe_lost(known: Durability, done: int) -> str:
+    kept = known.job
     first = (kept or 0) + 1
     lost = f"iteration {done} is lost" if first >= done else f"iterations {first} to {done} are lost"
     if kept is None:
-        newest = f"no checkpoint {TEXTS[Level.JOB]}"
-    else:
-        newest = f"the newest checkpoint that {TEXTS[Level.JOB]} is iteration {kept}"
-    ahead = known.worker if known.worker is not None and known.worker > (kept or 0) else None
-    if ahead is None:
-        return f"{newest}: {lost}"
-    return f"iteration {ahead} is in node-local tiers only and is lost when this job ends; {newest}: {lost}"
+        return f"no checkpoint survives the end of the job: {lost}"
+    return f"the newest checkpoint that survives the end of the job is iteration {kept}: {lost}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +165,8 @@ def describe_overdue(*, where: str, lag_s: float, limit_s: float, error: str, kn
         known: What is committed.
         done: Number of optimizer steps done.
     """
-    why = f", the last error: {error.rstrip('.')}" if error else ""
+    why = f"; the last error: {error}" if error else ""
     return (
         f"no checkpoint was committed to {where} for {duration(lag_s)} although saves were due "
-        f"(max_durable_lag={limit_s:g} s){why}; {describe_end(known, done)}; repair {where}, then start the run again"
+        f"(max_durable_lag={limit_s:g} s); {_describe_lost(known, done)}; repair it, then start the run again{why}"
     )
-
-
-def describe_lag(known: Durability, done: int) -> str:
-    """Return how far the checkpoints that survive the end of the job are behind; empty = they are not."""
-    if known.worker is None or (known.job is not None and known.job >= known.worker):
-        return ""
-    behind = count(max(0, done - (known.job or 0)), "iteration")
-    return f"{behind} behind" if known.job is not None else "no checkpoint survives the end of the job"

@@ -20,7 +20,7 @@ from outlast.decoding import convert
 from outlast.env import clean_name
 from outlast.incidents import CYCLE_ENDING, Event, EventKind, Incident, IncidentKind, Rung
 from outlast.launch.protocol import LiveBudgets, LiveNode, LiveStatus
-from outlast.policy.durability import Durability, job_tier
+from outlast.policy.durability import Durability, job_tier, with_commit
 from outlast.policy.ladder import LadderState, Limits, begin_job, begin_run
 from outlast.policy.recovery_point import Tier
 from outlast.status.evidence import Evidence
@@ -630,7 +630,7 @@ def _durability(
     configured = {tier for tier, place in places if place}
     known = Durability()
     for one in generations:
-        known = known.reached(one.iteration, {Tier[one.tier.upper()]}, configured)
+        known = with_commit(known, one.iteration, {Tier[one.tier.upper()]}, configured)
     lasting = job_tier(configured)
     age_s = next((one.age_s for one in generations if lasting is not None and one.tier == str(lasting)), None)
     return DurabilityReport(

@@ -1,0 +1,70 @@
+"""What is announced about a job whose global directory is behind is what the next start finds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from behind_tier import FOREVER, SCRIPT, ReadOnlyDisk, commits, end_behind, mounted
+
+from outlast.incidents import EventKind
+from outlast.testing import Cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[ReadOnlyDisk]:
+    """A small disk; the test is skipped where mounting is not permitted."""
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(mounted(tmp_path / "disk"))
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"a disk of its own needs the right to mount one ({error})")
+        yield made
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["first-cycle", "after-a-restart"])
+@pytest.mark.parametrize(("kills", "num_ahead"), [(False, 3), (False, 17), (True, 9), (True, 24)])
+def test_the_next_start_loads_what_was_announced(
+    kills: bool, num_ahead: int, restarts: bool, tmp_path: Path, disk: ReadOnlyDisk
+) -> None:
+    """SIGTERM: the last line; SIGKILL of everything: ``outlast status``. Both announce what the next start loads."""
+    moment = end_behind(tmp_path, disk, num_ahead=num_ahead, kills=kills, restarts=restarts)
+    assert moment.announced == moment.loaded, moment
+    assert moment.announced + num_ahead <= moment.done, moment
+    if not kills:
+        assert moment.exit_code == 75, moment
+        assert "was in node-local tiers only and is lost" in moment.last_line
+        assert moment.lost == moment.done - moment.loaded, moment
+
+
+def test_a_run_whose_commits_are_overdue_stops(tmp_path: Path, disk: ReadOnlyDisk) -> None:
+    """After ``max_durable_lag``, over a restart: exit code 93, and a sentence with directory, error and what is lost.
+
+    Commits to memory do not count, and neither restart nor requeue continues the run.
+    """
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    directory = str(disk.path / "checkpoints")
+    with Cluster(
+        script, directory, str(FOREVER), "6", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2
+    ) as cluster:
+        kept = cluster.wait_for(lambda one: commits(one, "global"), timeout_s=300)
+        assert kept is not None
+        disk.fail()
+        cluster.wait_for(lambda one: commits(one, "memory") and (one.iteration or 0) > (kept.iteration or 0) + 5, 300)
+        os.kill(cluster.worker_pid(1), signal.SIGKILL)
+        assert cluster.wait(timeout_s=300) == [93], cluster.tails()
+        last_line = cluster.agent(0).output().strip().splitlines()[-1]
+        done = max(one.iteration or 0 for one in cluster.events() if one.kind == EventKind.SESSION_ENDED)
+        durable = max(one.iteration or 0 for one in cluster.events() if commits(one, "global"))
+    assert f"no checkpoint was committed to the global directory {directory} for" in last_line
+    assert "max_durable_lag=6 s" in last_line
+    assert "Read-only file system" in last_line
+    assert f"is iteration {durable}: iterations {durable + 1} to {done} are lost" in last_line
