@@ -76,7 +76,7 @@ class Writer:
         """Do what was asked; return the reply and a descriptor that goes with it."""
         try:
             match request:
-                case f.Ping():
+                case f.PingWriter():
                     return f.Done(), None
                 case f.Take():
                     image = self._vault.take(request.rank, request.num_bytes, request.busy, may_steal=request.may_steal)
