@@ -93,7 +93,7 @@ def test_a_writer_whose_directory_hangs_is_not_replaced(tmp_path: Path) -> None:
     (source := tmp_path / "source").mkdir()
     made = WriterProcess(silent_s=SILENT_S)
     with closing(made) as writer, closing(WriterClient(writer.address)) as client, ThreadPoolExecutor(4) as pool:
-        client.ask(protocol.Ping(), protocol.Done, timeout_s=LONG_S)
+        client.ask(protocol.PingWriter(), protocol.Done, timeout_s=LONG_S)
         first = writer.pid
         with _hung(source, tmp_path / "mounted"):
             fd = memory_file("shard")
@@ -105,7 +105,7 @@ def test_a_writer_whose_directory_hangs_is_not_replaced(tmp_path: Path) -> None:
             pending = [pool.submit(client.ask, one, protocol.Written, timeout_s=LONG_S, fd=fd) for one in writes]
             end_s = time.monotonic() + 8 * SILENT_S
             while time.monotonic() < end_s:
-                client.ask(protocol.Ping(), protocol.Done, timeout_s=LONG_S)
+                client.ask(protocol.PingWriter(), protocol.Done, timeout_s=LONG_S)
                 time.sleep(0.1)
             assert writer.pid == first
             assert not any(one.done() for one in pending)

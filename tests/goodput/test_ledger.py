@@ -107,6 +107,24 @@ def test_time_between_two_jobs_is_queued_and_a_wait_for_nodes_idle() -> None:
     assert ledger.statistics.mtbf_s["all"] == pytest.approx(4250.0 - 3600.0)
 
 
+@pytest.mark.parametrize(("starts_s", "restart_s", "rendezvous_s"), [(75.0, 16.0, 9.0), (61.0, 11.0, 0.0)])
+def test_the_delay_of_a_restart_is_restart_time(starts_s: float, restart_s: float, rendezvous_s: float) -> None:
+    """A restart that waits for 15 s costs restart time until its deadline, or until another coordinator starts the
+    next cycle."""
+    run = WrittenRun()
+    run.start_job(0.0)
+    run.start_cycle(0.0, 0)
+    run.on_ranks(0.0, EventKind.STEPS_STARTED, cycle=0, iteration=0)
+    run.on_ranks(1.0, EventKind.PROGRESS, cycle=0, iteration=1)
+    run.kill(50.0, 0, 50, decided_s=51.0, delay_s=15.0)
+    run.start_cycle(starts_s, 1)
+    run.on_ranks(starts_s, EventKind.STEPS_STARTED, cycle=1, iteration=50)
+    run.on_ranks(100.0, EventKind.SESSION_ENDED, cycle=1, iteration=80, exit_code=0)
+    run.end_job(100.0)
+    partition = read(run).partition
+    assert (partition["restart"], partition["rendezvous"]) == pytest.approx((restart_s, rendezvous_s))
+
+
 def test_what_was_done_beyond_an_older_generation_is_lost_once() -> None:
     """A later restart that goes further back takes away what earlier lives had done, and nothing twice."""
     run = WrittenRun()

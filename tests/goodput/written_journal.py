@@ -57,14 +57,24 @@ class WrittenRun:
             self.write(at_s, EventKind.CYCLE_STARTED, node=node, job=job, cycle=cycle, **data)
         self.on_ranks(at_s, EventKind.SESSION_STARTED, job=job, cycle=cycle, launcher="outlast run", world_size=size)
 
-    def kill(self, at_s: float, cycle: int, reached: int, *, decided_s: float, rung: int = 2, job: str = "j") -> None:
+    def kill(
+        self,
+        at_s: float,
+        cycle: int,
+        reached: int,
+        *,
+        decided_s: float,
+        rung: int = 2,
+        job: str = "j",
+        delay_s: float = 0.0,
+    ) -> None:
         """Let rank 1 die, noticed at once and decided upon later."""
         incident = {"kind": "worker_died", "job": job, "cycle": cycle, "node": "n1", "rank": 1, "exit_code": -9}
         self.write(at_s, EventKind.INCIDENT, node="n1", job=job, cycle=cycle, rank=1, incident=incident)
         for node, ranks in self.nodes.items():
             iterations = {str(rank): reached for rank in ranks}
             self.write(at_s, EventKind.CYCLE_ENDED, node=node, job=job, cycle=cycle, reason="x", iterations=iterations)
-        verdict = {"rung": rung, "reason": "restarting the workers"}
+        verdict = {"rung": rung, "reason": "restarting the workers", "delay_s": delay_s}
         data = {"verdict": verdict, "incident": incident}
         self.write(decided_s, EventKind.VERDICT, proc="coordinator", job=job, cycle=cycle, **data)
 

@@ -26,6 +26,7 @@ OTHERS: dict[str, Any] = {
     "rank_termination_signal": "SIGTERM",
     "max_no_progress_cycles": 2,
     "max_node_faults": 1,
+    "max_restart_delay": 1.0,
     "min_nodes": 1,
     "node_heartbeat_timeout": 2.0,
     "shutdown_grace": 3.0,

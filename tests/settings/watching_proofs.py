@@ -135,6 +135,17 @@ def verdicts(config: FaultToleranceConfig) -> list[Rung]:
     return rungs
 
 
+def delays(config: FaultToleranceConfig) -> list[float]:
+    """Return how long the restarts wait after cycles that end without progress."""
+    state, waits = LadderState(), []
+    for cycle in range(3):
+        incident = Incident(kind=IncidentKind.WORKER_FAILED, cycle=cycle, node="a", rank=0, exit_code=1)
+        end = CycleEnd(cycle=cycle, incident=incident, progress_known=True)
+        state, verdict = ladder.decide(state, end, settled(config).limits)
+        waits.append(verdict.delay_s)
+    return waits
+
+
 def may_shrink(config: FaultToleranceConfig) -> int | None:
     return settled(config).min_nodes
 
@@ -217,6 +228,7 @@ FAULT_TOLERANCE: dict[str, Proof] = {
     "num_warmup_iterations": differs(overdue, F, {"rank_section_timeouts": {"step": 3.0}}, num_warmup_iterations=0),
     "rank_termination_signal": ends_a_hung_rank_with_the_signal,
     "max_no_progress_cycles": differs(verdicts, F, {"max_node_faults": 0}, max_no_progress_cycles=2),
+    "max_restart_delay": differs(delays, F, max_restart_delay=0.0),
     "max_node_faults": differs(verdicts, F, max_node_faults=1),
     "min_nodes": differs(may_shrink, F, min_nodes=2),
     "node_heartbeat_timeout": beats_as_often_as_told,

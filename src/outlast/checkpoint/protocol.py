@@ -17,7 +17,7 @@ MAX_MESSAGE_BYTES = 1 << 28
 """A manifest of many tensors, or the description of a file that consists of many."""
 
 
-class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PingWriter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Respond at once, without a look at any directory or at what is held. Reply: :class:`Done`."""
 
 
@@ -186,6 +186,6 @@ class WriterRefusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request: TypeAlias = (
-    Ping | Take | Write | PreparePart | KeepPart | Discard | List | Open | Serve | Fetch | GetPart | Assemble
+    PingWriter | Take | Write | PreparePart | KeepPart | Discard | List | Open | Serve | Fetch | GetPart | Assemble
 )
 Reply: TypeAlias = Written | Listed | Serving | Fetched | GotPart | Done | WriterRefusal | Assembled

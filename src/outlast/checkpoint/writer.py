@@ -110,7 +110,7 @@ class Writer:
         """Do what was asked; return the reply and a descriptor that goes with it."""
         try:
             match request:
-                case f.Ping():
+                case f.PingWriter():
                     return f.Done(), None
                 case f.Take():
                     image = self._vault.take(

@@ -23,7 +23,7 @@ import msgspec
 
 from outlast import clock, env
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.writer_pings import SILENT_S, Silence, WriterPings
+from outlast.checkpoint.writer_pings import SILENT_S, WriterPings, WriterSilence
 from outlast.errors import CheckpointError
 from outlast.runtime.processes import ChildProcess, describe_exit, describe_stuck
 from outlast.runtime.wire import MessageChannel
@@ -167,7 +167,7 @@ class WriterProcess:
             if self._on_death is not None:
                 self._on_death(what)
 
-    def _wait_for_end(self) -> Silence | None:
+    def _wait_for_end(self) -> WriterSilence | None:
         """Wait until the writer has ended, or return how it stopped responding. Thread: the watcher's."""
         try:
             pings = WriterPings(self._process.pid, self.address, silent_s=self._silent_s)
@@ -179,7 +179,7 @@ class WriterProcess:
         with closing(pings):
             return pings.wait()
 
-    def _end(self, process: ChildProcess, silence: Silence | None) -> str:
+    def _end(self, process: ChildProcess, silence: WriterSilence | None) -> str:
         """Reap a writer that ended, or kill one that does not respond; return a line for people."""
         name = f"the checkpoint writer of {self._whose}"
         if silence is None:

@@ -1,6 +1,6 @@
 """Detect a checkpoint writer that runs and does not respond, from its owner's side.
 
-The owner keeps one connection to the writer, and sends a :class:`~outlast.checkpoint.protocol.Ping` on it every
+The owner keeps one connection to the writer, and sends a :class:`~outlast.checkpoint.protocol.PingWriter` on it every
 :data:`PING_EVERY_S`. A thread of the writer that waits for nothing else responds, so that a writer whose other threads
 all wait for a hung directory still does. A stopped (``SIGSTOP``), deadlocked or frozen writer does not.
 
@@ -37,7 +37,7 @@ _SLICE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Silence:
+class WriterSilence:
     """A writer does not respond."""
 
     silent_s: float
@@ -71,7 +71,7 @@ class WriterPings:
         os.close(self._ended)
         self._disconnect()
 
-    def wait(self) -> Silence | None:
+    def wait(self) -> WriterSilence | None:
         """Return how the writer stopped responding; ``None``: the process has ended.
 
         Blocks: as long as the writer responds.
@@ -82,7 +82,7 @@ class WriterPings:
             if self._wait_readable(self._every_s, self._ended):
                 return None
 
-    def _ping(self) -> Silence | bool:
+    def _ping(self) -> WriterSilence | bool:
         """Send a ping and wait for the response; return whether the process still runs, or its silence."""
         silent_s = idle_s = 0.0
         activity = read_activity(self._pid)
@@ -109,7 +109,7 @@ class WriterPings:
             before, activity = activity, read_activity(self._pid)
             idle_s = idle_s + passed_s if self._is_idle(before, activity) else 0.0
             if self._is_too_long(silent_s, idle_s):
-                return Silence(silent_s, describe_stuck(self._pid))
+                return WriterSilence(silent_s, describe_stuck(self._pid))
 
     def _is_idle(self, before: Activity | None, activity: Activity | None) -> bool:
         """Return whether the process does not run; one that starts may wait for a disk with its modules."""
@@ -133,7 +133,7 @@ class WriterPings:
                     connection.close()
                     raise
                 self._channel = MessageChannel(connection, f.Reply, timeout_s=_SLICE_S)
-            self._channel.send(f.Ping())
+            self._channel.send(f.PingWriter())
         except OSError:
             self._disconnect()
             return False

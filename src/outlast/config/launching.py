@@ -24,7 +24,7 @@ AGENTS_OWN = (
 )
 """Fields that agents need before the script runs: they have no effect in a script's own config."""
 LAUNCHERS_OWN = (
-    *("max_no_progress_cycles", "max_node_faults", "min_nodes", "shutdown_grace", "exit_timeout"),
+    *("max_no_progress_cycles", "max_restart_delay", "max_node_faults", "min_nodes", "shutdown_grace", "exit_timeout"),
     *AGENTS_OWN,
 )
 """Fields for a launcher: they have no effect without ``outlast run``."""
@@ -89,6 +89,10 @@ class FaultToleranceConfig(Partial):
     """Cycles in a row that may end without a new durable generation, where progress can be known; then the
     job stops with exit code 93."""
 
+    max_restart_delay: float = 60.0
+    """Longest time in seconds that a restart waits. Without progress, restarts in a row wait 0, 1, 5, 15, 30, then 60
+    seconds, so that a disk or file server that fails for a while does not use all of them; 0 = no restart waits."""
+
     max_node_faults: int = 3
     """Faults after which a node gives its slot to a spare, where there is one; 0 = never. A node on which two or more
     failures in a row began, all without progress, gives its slot to a spare before the last restart of a budget."""
@@ -140,7 +144,7 @@ class FaultToleranceConfig(Partial):
             )
             require(0 < len(name.encode()) <= 39, f"section name {name!r} must have 1 to 39 bytes; shorten it")
         require_at_least(self, 1, "safety_factor", "max_no_progress_cycles", "min_nodes")
-        require_at_least(self, 0, "num_warmup_iterations", "max_node_faults", "shutdown_grace")
+        require_at_least(self, 0, "max_restart_delay", "num_warmup_iterations", "max_node_faults", "shutdown_grace")
         require_at_least(self, 0, "simulated_fault_rank", "simulated_fault_base_delay")
         require(
             self.rank_termination_signal in signal.Signals.__members__,

@@ -315,9 +315,8 @@ class _Walk:
         if trouble is not None:
             self._begin(caused)
             self._spend(trouble.at_s, Part.DETECTION, job, number, on=caused)
-            self._spend(
-                life.back_s if life.back_s is not None else trouble.decided_s, Part.RESTART, job, number, on=caused
-            )
+            back_s = life.back_s if life.back_s is not None else _until_restart(job, cycle, trouble)
+            self._spend(back_s, Part.RESTART, job, number, on=caused)
         elif life.back_s is not None:
             self._spend(life.back_s, Part.RESTART, job, number)
         elif _is_over(job, cycle):
@@ -511,6 +510,15 @@ def _known(causes: dict[int, int], job: JobHistory, troubles: Sequence[Episode])
 
 def _is_stop(trouble: Episode) -> bool:
     return trouble.verdict is not None and trouble.verdict.rung in (Rung.STOP, Rung.REQUEUE_JOB)
+
+
+def _until_restart(job: JobHistory, cycle: CycleHistory, trouble: Episode) -> float:
+    """Return when the next cycle could begin: the decision's time and its delay, unless it began or ended before."""
+    delay_s = trouble.verdict.delay_s if trouble.verdict is not None else 0.0
+    following = job.cycles.get(cycle.number + 1)
+    started_s = following.started_s if following is not None else None
+    end_s = job.end_s if started_s is None else started_s
+    return max(trouble.decided_s, min(trouble.decided_s + delay_s, end_s))
 
 
 def _is_over(job: JobHistory, cycle: CycleHistory) -> bool:

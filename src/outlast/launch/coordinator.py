@@ -55,7 +55,7 @@ from outlast.launch.verdicts import (
     observations,
 )
 from outlast.policy.deadlines import Expired, Observation
-from outlast.policy.ladder import CycleEnd, LadderState
+from outlast.policy.ladder import CycleEnd, LadderState, Limits
 from outlast.policy.leadership import Leadership
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,12 @@ class _Members:
 
     def __post_init__(self) -> None:
         self.num_spares = next((place.num_spares for place in self.places.values()), 0)
+
+
+def _limits(settings: JobSettings) -> Limits:
+    """Return the limits of a job; agents wait for a cycle no longer than for nodes."""
+    delay_s = min(settings.limits.max_restart_delay_s, settings.join_timeout_s)
+    return replace(settings.limits, max_restart_delay_s=delay_s)
 
 
 class Coordinator:
@@ -110,7 +116,7 @@ class Coordinator:
             decided = m.Decided(ladder=state)
             self.nodes.out += [(node.name, node.epoch, decided) for node in self.nodes]
 
-        self._ladder = LadderClient(state, settings.limits, record=record, remember=keep, tell_time=tell_time)
+        self._ladder = LadderClient(state, _limits(settings), record=record, remember=keep, tell_time=tell_time)
         self.cycle = 0
         """The cycle that forms or runs."""
         self._newest_elsewhere = -1
@@ -219,7 +225,7 @@ class Coordinator:
     def resettle(self, settings: JobSettings) -> None:
         """Go on with other settings of the same job."""
         self.settings = self._forming.settings = settings
-        self._ladder.limits = settings.limits
+        self._ladder.limits = _limits(settings)
 
     # -- what comes in -----------------------------------------------------------------------------------------
 

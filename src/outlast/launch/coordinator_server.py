@@ -458,6 +458,7 @@ class CoordinatorServer:
             settings.limits,
             max_no_progress_cycles=config.max_no_progress_cycles,
             max_node_faults=config.max_node_faults,
+            max_restart_delay_s=config.max_restart_delay,
         )
         self._coordinator.resettle(dataclasses.replace(settings, limits=limits, min_nodes=least))
 

@@ -36,7 +36,6 @@ from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.protocol import Stop
 from outlast.launch.rank_relay import RankRelay
 from outlast.launch.verdicts import load_ladder
-from outlast.policy.backoff import DELAYS_S
 from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
 from outlast.runtime.addresses import Endpoint, address_for_peers, is_loopback, parse_endpoints
@@ -497,7 +496,7 @@ def _make_client(
             max_restarts_total=args.max_restarts_total,
             max_no_progress_cycles=ft.max_no_progress_cycles,
             max_node_faults=ft.max_node_faults,
-            max_restart_delay_s=min(DELAYS_S[-1], options.join_timeout_s),  # agents wait no longer for a cycle
+            max_restart_delay_s=ft.max_restart_delay,
         ),
         join_timeout_s=options.join_timeout_s,
         is_named=options.is_named,

@@ -255,6 +255,7 @@ _FT_GROUPS = {
     "max_node_faults": _NODES,
     "node_heartbeat_timeout": _NODES,
     "max_no_progress_cycles": _RESTARTS,
+    "max_restart_delay": _RESTARTS,
     "shutdown_grace": _RESTARTS,
     "gpu_memory_reclaim_timeout": _RESTARTS,
     "gpu_memory_tolerance_mb": _RESTARTS,

@@ -108,7 +108,15 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
             not self._fault_tolerance.calc_ft_timeouts,
             "calc_ft_timeouts is not for Ray Train, where timeouts are not learned; name them in rank_section_timeouts",
         )
-        own = ("safety_factor", "state_directory", "exit_timeout", "max_node_faults", "min_nodes", *AGENTS_OWN)
+        own = (
+            "safety_factor",
+            "state_directory",
+            "exit_timeout",
+            "max_node_faults",
+            "max_restart_delay",
+            "min_nodes",
+            *AGENTS_OWN,
+        )
         for name in own:
             require(
                 name not in self._fault_tolerance.given,
