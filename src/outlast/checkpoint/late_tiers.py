@@ -22,7 +22,7 @@ LOOK_S = 1.0
 
 
 @dataclass(slots=True)
-class _Tier:
+class _TierProgress:
     where: str
     """Tier and path, for people."""
     began_ns: int | None = None
@@ -52,7 +52,7 @@ class LateTiers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tiers: dict[str, _Tier] = {}
+        self._tiers: dict[str, _TierProgress] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -63,7 +63,7 @@ class LateTiers:
             places: By lane, its tier and path, for people.
         """
         with self._lock:
-            self._tiers = {lane: _Tier(where) for lane, where in places.items()}
+            self._tiers = {lane: _TierProgress(where) for lane, where in places.items()}
         if self._tiers:
             self._thread = threading.Thread(target=self._run, name="outlast-late-tiers", daemon=True)
             self._thread.start()
@@ -109,7 +109,7 @@ class LateTiers:
     def may_warn(self, lane: str) -> bool:
         """Return whether a failure is to be logged by itself: the first one of a minute is."""
         with self._lock:
-            tier = self._tiers.setdefault(lane, _Tier(lane))
+            tier = self._tiers.setdefault(lane, _TierProgress(lane))
             now_ns = clock.now_ns()
             if tier.warned_ns is not None and now_ns - tier.warned_ns < INTERVAL_S * 1e9:
                 return False
@@ -126,7 +126,7 @@ class LateTiers:
                 log.warning("%s", line)
 
 
-def _report(tier: _Tier, now_ns: int) -> str:
+def _report(tier: _TierProgress, now_ns: int) -> str:
     """Return the line that is due about a tier; empty: none is."""
     under_way_s = 0.0 if tier.began_ns is None else (now_ns - tier.began_ns) / 1e9
     is_behind = under_way_s >= LATE_S or tier.error != "" or tier.num_replaced > 0

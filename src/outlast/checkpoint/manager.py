@@ -36,7 +36,7 @@ from outlast.checkpoint.state import FlatState, capture, flatten, without_collec
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError, ConfigError
+from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded
 from outlast.policy.checkpoint_plan import RetentionRules
 from outlast.policy.durability import Durability
 from outlast.policy.lineage import Lineage, processes_of
@@ -333,8 +333,8 @@ class CheckpointManager:
             ConfigError: ``iteration`` is not a number of steps, or there is no such tier.
 
         Collective: all ranks, with the same iterations and tiers in the same order.
-        Blocks: while the state is copied, and while two earlier saves are under way; with ``async_save`` off, until
-            the save is committed or has failed.
+        Blocks: while the state is copied, and while earlier saves are being committed to memory; never for a tier that
+            is behind. With ``async_save`` off, until the save is committed or has failed, up to ``save_timeout``.
         """
         started_ns = clock.now_ns()
         iteration = _checked_iteration(iteration)
@@ -381,7 +381,8 @@ class CheckpointManager:
         if save.error is None:
             self._cost_s = save.stall_s + COST_WEIGHT * (self._cost_s - save.stall_s) if self._cost_s else save.stall_s
         if not self.config.async_save:
-            wait_for_all([handle], self._limit_s)
+            with contextlib.suppress(DeadlineExceeded):  # a tier that hangs; the save is reported once it is decided
+                wait_for_all([handle], self.config.save_timeout + GRACE_S)
         elif save.attempt.ordinal == 0 and save.arena is not None:
             self._arenas.prepare(save.arena.num_bytes, device)
         if self.refusal is not None:  # only now: other ranks may not know it yet, and count on this one
@@ -403,7 +404,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: The newest save is not in all of its tiers; older ones are what they were.
-            DeadlineExceeded: Something still is under way.
+            DeadlineExceeded: Something still is under way, or is retried after it failed.
 
         Blocks: up to ``timeout_s``, while a save that failed in a tier is retried there, too; ``None``: up to the
             saves' own deadlines, and up to ``save_timeout`` for retries.
@@ -411,10 +412,13 @@ class CheckpointManager:
         self.finish_staging()
         end_ns = clock.now_ns() + int((self.config.save_timeout if timeout_s is None else timeout_s) * 1e9)
         wait_for_all(self._pending, self._limit_s if timeout_s is None else timeout_s)
-        if self._newest is not None:
-            self._newest.wait_settled(max(0.0, (end_ns - clock.now_ns()) / 1e9))
-            if self._newest.error is not None:
-                raise self._newest.error
+        if self._newest is None:
+            return
+        is_settled = self._newest.wait_settled(max(0.0, (end_ns - clock.now_ns()) / 1e9))
+        if (error := self._newest.error) is not None:
+            if is_settled or timeout_s is None:
+                raise error
+            raise DeadlineExceeded(f"{error}; it is retried", iteration=self._newest.iteration)
 
     def close(self) -> None:
         """End the threads, and a writer process of our own; what is not committed yet is given up. Idempotent.
@@ -427,11 +431,14 @@ class CheckpointManager:
         atexit.unregister(self._at_exit)
         self._guard.close()
         self._arenas.stop()
-        is_idle = all(handle.done for handle in self._pending)
+        is_idle = all(handle.is_settled for handle in self._pending)
         ended = self._stop_lanes(0.5 if is_idle else 0.2)
         self._writer.close()
         if not (ended := ended or self._stop_lanes(2.0)):
-            log.warning("the store does not answer, so a checkpoint thread still runs; it ends with the process")
+            log.warning(
+                "a checkpoint directory, or the ranks' store, does not respond: its thread ends with the "
+                "process"
+            )
         self._claims.release(is_idle=ended)
         self._peers.close()
         self._stager.close()

@@ -124,7 +124,7 @@ class SaveHandle:
         if not self._finished.wait(left_s if timeout_s is None else timeout_s):
             text = f"the save of iteration {self.iteration} is neither committed nor failed"
             if timeout_s is None:
-                raise DeadlineExceeded(f"{text} at its deadline; is rank 0, which hosts the store, stopped?")
+                raise DeadlineExceeded(f"{text} at its deadline; does a directory, or rank 0, not respond?")
             raise DeadlineExceeded(f"{text} after {timeout_s} s; wait longer", iteration=self.iteration)
         if self._error is not None:
             raise self._error
@@ -213,7 +213,7 @@ class Save:
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _SaveUnderWay:
     """What the lanes have made of a save so far."""
 
     undecided: set[str]
@@ -250,7 +250,7 @@ class Outcomes:
         self._lock = threading.Lock()
         self._board = None if place.board is None else Board.open(place.board)
         self._page = None if self._board is None else self._board.rank(place.local_rank)
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, _SaveUnderWay] = {}
         """The saves that are under way, by their ordinal."""
         self._tiers, self._where = frozenset[Tier](), ""
         self._durability = Durability()
@@ -343,7 +343,7 @@ class Outcomes:
     def begin(self, save: Save, lanes: Collection[str]) -> None:
         """A save is handed to these lanes, each of which reports what becomes of it there."""
         with self._lock:
-            self._under_way[save.attempt.ordinal] = _UnderWay(set(lanes), set(lanes))
+            self._under_way[save.attempt.ordinal] = _SaveUnderWay(set(lanes), set(lanes))
 
     def committed(self, save: Save, lane: str, tiers: frozenset[Tier], failures: tuple[CopyFailure, ...] = ()) -> None:
         """A lane has done its part of a save.
@@ -425,7 +425,7 @@ class Outcomes:
             if under_way is None:
                 if save.handle.is_settled:
                     return  # a lane is late to learn of it
-                under_way = self._under_way[save.attempt.ordinal] = _UnderWay({lane}, {lane})
+                under_way = self._under_way[save.attempt.ordinal] = _SaveUnderWay({lane}, {lane})
             was_undecided = bool(under_way.undecided)
             under_way.undecided.discard(lane)
             if error is None:

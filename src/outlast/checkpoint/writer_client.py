@@ -273,9 +273,7 @@ class WriterClient:
             if received is None:
                 raise ConnectionError("it ended the connection")
         except TimeoutError:
-            self._drop(channel)
-            if self._own is not None:
-                self._own.replace()
+            self._drop(channel)  # its owner replaces a writer that does not respond to pings, and no other
             raise CheckpointError(
                 f"the checkpoint writer did not answer within {timeout_s:.3g} s; is the disk stuck?"
             ) from None
