@@ -30,8 +30,10 @@ __all__ = ["Cell", "Tier", "When", "check_cell", "disk_cells", "store_cells", "w
 
 INTERVAL, NEAR_INTERVAL = 20, 10
 """Iterations between two saves to all tiers, and to the node-local tiers."""
-TRAINS_S = 60.0
+TRAINS_S = 120.0
 """Longest time for training to advance while a tier is broken."""
+RESPONSE_S, CHECK_S = 15.0, 5.0
+"""After which calls on a place that hangs count as failed: those of a start or a load, and those of health checks."""
 LOGGED_S = 100.0
 """Longest time until a first line about the fault; a tier that hangs is logged after a while."""
 RECOVERS_S = 90.0
@@ -170,10 +172,12 @@ class _World:
                 "local_directory": str(self.locals.disks[node].path(node)),
                 "save_interval": INTERVAL,
                 "non_persistent_save_interval": NEAR_INTERVAL,
+                "response_timeout": RESPONSE_S,
             }
         bucket = self.bucket
         environments = {} if bucket is None else {node: bucket.environment(node) for node in NODES}
-        return TrainedNodes(self.folder, settings, environments=environments)
+        sections = f"[health]\ncheck_timeout = {CHECK_S}"
+        return TrainedNodes(self.folder, settings, environments=environments, sections=sections)
 
     def place(self, tier: Tier) -> _Place:
         """Return what a cell breaks."""
@@ -281,12 +285,14 @@ def _held_elsewhere(cell: Cell, run: TrainedNodes) -> int:
 def _check_end(cell: Cell, world: _World, run: TrainedNodes, *, cycle: int, least: int) -> None:
     """Check the log, lift the fault, and check that its tier recovers."""
     affected = cell.nodes or NODES
+    # A node reports a shared directory that hangs on another one by its own path, which is the same one elsewhere.
+    paths = [world.path(cell.tier, node) for node in (affected if cell.tier == Tier.LOCAL else NODES)]
     word = "global" if cell.tier == Tier.STORE else str(cell.tier)
     # An empty folder looks like a new one, and a slow disk is no error; one line is awaited for each fault and tier.
     is_named = cell.when != When.SAVE or cell.fault in (Fault.UNMOUNTED, Fault.SLOW)
     end_s = time.monotonic() + LOGGED_S
     while not is_named and time.monotonic() < end_s:
-        is_named = any(_names(run, word, node, world.path(cell.tier, node)) for node in affected)
+        is_named = any(_names(run, word, node, path) for node in affected for path in paths)
         time.sleep(0.1)
     world.place(cell.tier).lift()
     lifted = run.iteration

@@ -81,6 +81,13 @@ class Result:
     """The same without the steps that follow the begin and the end of the outage."""
     ratio_before: float
     """The same before the outage: what this machine does without a fault."""
+    num_slow: int
+    """Steps that took longer than the limit, from the begin of the outage to the end of the run."""
+    num_slow_at_saves: int
+    """Those of them that follow a save within three steps."""
+    late_s: float
+    """How late this program, which does nothing, woke from a sleep: with a large value the machine was busy, and the
+    slowest step says little."""
     oldest_lag: int
     """Iterations that the newest durable checkpoint was behind at the end of the outage."""
     durable_s: float
@@ -102,6 +109,7 @@ class Measured:
     def __init__(self, place: str, folder: Path, minutes: float) -> None:
         self._place, self._folder, self._outage_s = place, folder, minutes * 60
         self._parts: dict[str, Memory] = {}
+        self._late_s = 0.0
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[tuple[TrainedNodes, Any, Callable[[], int]]]:
@@ -134,6 +142,8 @@ class Measured:
             held = newest()
             place.break_(Fault.HUNG)
             broken_s = time.monotonic()
+            early_s = broken_s + self._outage_s / 4
+            self._sample(run, "during, first quarter", lambda: time.monotonic() >= early_s, self._outage_s + LIMIT_S)
             self._sample(run, "during", lambda: time.monotonic() >= broken_s + self._outage_s, self._outage_s + LIMIT_S)
             due = run.iteration // INTERVAL * INTERVAL
             lag = run.iteration - held
@@ -163,7 +173,9 @@ class Measured:
             if time.monotonic() >= next_s:
                 memory.add(_memory(run))
                 next_s = time.monotonic() + SAMPLE_S
+            slept_s = time.monotonic()
             time.sleep(0.2)
+            self._late_s = max(self._late_s, time.monotonic() - slept_s - 0.2)
 
     def _judge(
         self,
@@ -184,6 +196,8 @@ class Measured:
             for at in [at for at in later if at > begin_s][:NUM_STEPS_AFTER]:
                 apart.pop(at, None)
         before = [duration for at, duration in took.items() if at <= broken_s][INTERVAL:]
+        slow = [at for at, duration in later.items() if duration > MAX_RATIO * median_s]
+        iterations = {step.end_s: step.iteration for step in steps}
         cycles = {event.cycle for event in run.events(EventKind.CYCLE_STARTED)}
         durable_s, durable_saves = durable or (float("inf"), float("inf"))
         result = Result(
@@ -197,6 +211,9 @@ class Measured:
             ratio=round(max(later.values()) / median_s, 2),
             ratio_apart=round(max(apart.values()) / median_s, 2),
             ratio_before=round(max(before) / median_s, 2),
+            num_slow=len(slow),
+            num_slow_at_saves=sum(iterations[at] % INTERVAL in (1, 2, 3) for at in slow),
+            late_s=round(self._late_s, 3),
             oldest_lag=lag,
             durable_s=round(durable_s, 2),
             durable_saves=round(durable_saves, 2),

@@ -50,21 +50,21 @@ def test_a_start_waits_for_its_checkpoints(tmp_path: Path, kind: str, back_s: in
     what to do, and never refuses or replaces the checkpoints."""
     with opened(kind, tmp_path) as (place, paths, environments, newest):
 
-        def job() -> TrainedNodes:
+        def job(*, is_second: bool) -> TrainedNodes:
             settings: dict[str, dict[str, Any]] = {}
             for node in NODES:
                 settings[node] = {"directory": paths[node], "save_interval": INTERVAL}
-                if back_s is None:
-                    settings[node] |= {"restore_timeout": NEVER_S, "response_timeout": 5.0}
+                if is_second and back_s is None:
+                    settings[node] |= {"restore_timeout": NEVER_S, "response_timeout": 15.0}
             return TrainedNodes(tmp_path, settings, environments=environments)
 
-        with job() as run:
+        with job(is_second=False) as run:
             run.wait_until("a checkpoint", lambda: newest() >= INTERVAL)
             run.stop()
         held = newest()
         place.break_(Fault.HUNG)
         begun_s = time.monotonic()
-        with job() as run:
+        with job(is_second=True) as run:
             if back_s is None:
                 codes = run.cluster.wait(LIMIT_S)
                 assert set(codes) <= {ExitReason.PREEMPTED, ExitReason.NO_PROGRESS}, run.shown()

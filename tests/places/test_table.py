@@ -1,0 +1,11 @@
+"""The documentation lists every cell of the matrix."""
+
+from __future__ import annotations
+
+from table import PAGE, render
+
+
+def test_the_page_lists_every_cell() -> None:
+    """The table of docs/broken-tiers.md is the one that tests/places/table.py writes."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == render(text), "run: python tests/places/table.py"
