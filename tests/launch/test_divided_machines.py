@@ -135,7 +135,8 @@ class Machines:
             *("ip", "netns", "exec", self.names[number], *MAIN, "run", f"--nnodes={nnodes}", "--nproc-per-node=1"),
             *("--rdzv-id=divided", f"--rdzv-endpoint={endpoints}", f"--node-name={name}"),
             *(f"--run-dir={self.folder / 'run'}", f"--ft-node-heartbeat-timeout={SILENCE_S}", "--no-health-check"),
-            *("--max-restarts=1000", "--ft-max-no-progress-cycles=1000", *options, "train.py"),
+            *("--max-restarts=1000", "--ft-max-no-progress-cycles=1000", "--ft-max-restart-delay=0"),
+            *(*options, "train.py"),
         ]
         with open(self.folder / f"{log or name}.log", "wb") as output:
             agent = subprocess.Popen(
