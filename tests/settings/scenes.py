@@ -78,7 +78,8 @@ class Scene:
 
     def saved(self, total: int = 9, *, at: str = "", **settings: Any) -> list[int]:
         """Train with these settings of checkpoints, and return the generations that a folder holds then."""
-        settings = {"directory": str(self.folder / "global"), "save_interval": 2, **settings}
+        # Each save is awaited: the next one, a few milliseconds later, would take the place of one that waits.
+        settings = {"directory": str(self.folder / "global"), "save_interval": 2, "async_save": False, **settings}
         assert self.train(Config(checkpoint=CheckpointConfig(**settings)), total=total).exit_code is None
         place = at or settings["directory"] or settings["local_directory"]
         return sorted({found.entry.iteration for found in look_into(str(place)).found})

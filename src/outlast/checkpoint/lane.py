@@ -7,7 +7,8 @@ directory, the outcome that is the same on all ranks, and what follows a commit 
 
 The latter two are :class:`RetryingLane`: their tier may be slow, full or away for hours, and training must not wait for
 it. Such a lane writes one save at a time, in turns that rank 0 begins, and holds at most one more, the newest: a save
-that is still waiting when a newer one comes is replaced by that one. A save that fails is retried until a newer one
+that is still waiting when a newer one comes is replaced by that one (one that ``save_retain_interval`` keeps for ever
+only by another of these). A save that fails is retried until a newer one
 takes its place. A turn has no time limit on the other ranks: they wait for what rank 0 decides, since a rank that
 decided by itself could count a save as failed that rank 0 commits. Rejected: a queue of all saves, which needs memory
 for each of them; and a time limit after which a turn is given up everywhere, which needs the ranks' clocks to agree.
@@ -667,12 +668,18 @@ class RetryingLane(Lane):
     def submit(self, save: Save) -> None:
         with self._changed:
             # What is not staged holds no memory, and the other ranks have to know why it is not saved.
-            replaced = [one for one in self._waiting if one.suspect == save.suspect and one.arena is not None]
+            staged = [one for one in self._waiting if one.suspect == save.suspect and one.arena is not None]
+            replaced = [one for one in staged if self._is_retained(save) or not self._is_retained(one)]
             self._waiting = [one for one in self._waiting if one not in replaced] + [save]
             self._newest, self._template = save.attempt.ordinal, save
             self._changed.notify_all()
         for other in replaced:
             self._report_replaced(other, save.iteration)
+
+    def _is_retained(self, save: Save) -> bool:
+        """Return whether a save's checkpoint is kept for ever: only another one of these takes its place."""
+        interval = self._retention.retain_interval
+        return interval > 0 and save.iteration % interval == 0
 
     def _wake(self) -> None:
         with self._changed:
@@ -807,7 +814,7 @@ class RetryingLane(Lane):
             self._outcomes.failed(save, self.name, error)
             return
         with self._changed:
-            is_newest = not any(not other.suspect for other in self._waiting)
+            is_newest = self._is_retained(save) or all(other.suspect for other in self._waiting)
             if is_newest:
                 self._pause_s = max(self.retry_s, min(MAX_RETRY_S, 2 * self._pause_s))
                 self._retry_ns = clock.now_ns() + int(self._pause_s * 1e9)
