@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -113,3 +114,19 @@ def test_a_save_that_failed_is_retried_with_files_of_its_own(tmp_path: Path, mon
         assert lanes.directory.manifest(10).attempt == str(saves[0].attempt)
     assert len(folders) == len(set(folders)) == 4
     assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_a_checkpoint_that_is_kept_for_ever_is_not_replaced(tmp_path: Path) -> None:
+    """A multiple of save_retain_interval that waits is written before the newest save, which replaces only the others."""
+    gate = _Gate()
+    with Lanes(str(tmp_path), WORLD, writer=gate.write, most_recent_k=-1) as lanes:
+        for lane in lanes.lanes:
+            lane._retention = dataclasses.replace(lane._retention, retain_interval=40)
+        for ordinal, iteration in enumerate((10, 30, 40, 50, 60)):
+            _submit(lanes, iteration, range(WORLD), ordinal)
+            if iteration == 10:
+                assert gate.is_reached.wait(LONG_S)
+        gate.is_open.set()
+        for _ in range(5 * WORLD):
+            assert lanes._told.acquire(timeout=LONG_S)
+        assert lanes.directory.generations() == [60, 40, 10]

@@ -669,7 +669,7 @@ class RetryingLane(Lane):
         with self._changed:
             # What is not staged holds no memory, and the other ranks have to know why it is not saved.
             staged = [one for one in self._waiting if one.suspect == save.suspect and one.arena is not None]
-            replaced = [one for one in staged if self._is_retained(save) or not self._is_retained(one)]
+            replaced = [one for one in staged if self._is_retained(save) or not self._has_precedence(one)]
             self._waiting = [one for one in self._waiting if one not in replaced] + [save]
             self._newest, self._template = save.attempt.ordinal, save
             self._changed.notify_all()
@@ -677,9 +677,13 @@ class RetryingLane(Lane):
             self._report_replaced(other, save.iteration)
 
     def _is_retained(self, save: Save) -> bool:
-        """Return whether a save's checkpoint is kept for ever: only another one of these takes its place."""
+        """Return whether a save's checkpoint is kept for ever."""
         interval = self._retention.retain_interval
         return interval > 0 and save.iteration % interval == 0
+
+    def _has_precedence(self, save: Save) -> bool:
+        """Return whether a save that waits is written before a newer one; one that has failed is not."""
+        return self._is_retained(save) and save.attempt.ordinal != self._retry[0]
 
     def _wake(self) -> None:
         with self._changed:
@@ -814,7 +818,7 @@ class RetryingLane(Lane):
             self._outcomes.failed(save, self.name, error)
             return
         with self._changed:
-            is_newest = self._is_retained(save) or all(other.suspect for other in self._waiting)
+            is_newest = all(other.suspect for other in self._waiting)
             if is_newest:
                 self._pause_s = max(self.retry_s, min(MAX_RETRY_S, 2 * self._pause_s))
                 self._retry_ns = clock.now_ns() + int(self._pause_s * 1e9)
