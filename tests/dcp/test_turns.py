@@ -117,7 +117,7 @@ def test_a_save_that_failed_is_retried_with_files_of_its_own(tmp_path: Path, mon
 
 
 def test_a_checkpoint_that_is_kept_for_ever_is_not_replaced(tmp_path: Path) -> None:
-    """A multiple of save_retain_interval that waits is written before the newest save, which replaces only the others."""
+    """A multiple of save_retain_interval that waits is written before the newest save, which replaces the others."""
     gate = _Gate()
     with Lanes(str(tmp_path), WORLD, writer=gate.write, most_recent_k=-1) as lanes:
         for lane in lanes.lanes:

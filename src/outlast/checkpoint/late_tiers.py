@@ -38,8 +38,10 @@ class _TierProgress:
     """Of the last attempt; empty: it succeeded, or there was none."""
     newest: tuple[int, int] | None = None
     """Iteration of the newest commit, and when it was."""
+    behind_ns: int | None = None
+    """Since when a save has failed or was replaced; ``None`` = none has since the last commit."""
     reported_ns: int | None = None
-    """When the last line was logged; ``None`` = the tier is not behind."""
+    """When the last line was logged; ``None`` = none since the tier worked."""
     warned_ns: int | None = None
     """When a failure was last logged by itself."""
 
@@ -91,7 +93,8 @@ class LateTiers:
                 tier.began_ns, tier.error, tier.newest = None, "", (iteration, clock.now_ns())
                 if tier.reported_ns is not None:
                     log.info("%s works again: it has the checkpoint of iteration %d", tier.where, iteration)
-                tier.reported_ns, tier.num_failed, tier.num_replaced = None, 0, 0
+                tier.behind_ns = tier.reported_ns = None
+                tier.num_failed = tier.num_replaced = 0
 
     def fail(self, lane: str, error: str) -> None:
         """An attempt failed."""
@@ -114,8 +117,7 @@ class LateTiers:
             if tier.warned_ns is not None and now_ns - tier.warned_ns < INTERVAL_S * 1e9:
                 return False
             tier.warned_ns = now_ns
-            if tier.reported_ns is None:
-                tier.reported_ns = now_ns  # that line is the tier's first one
+            tier.reported_ns = now_ns
             return True
 
     def _run(self) -> None:
@@ -129,17 +131,19 @@ class LateTiers:
 def _report(tier: _TierProgress, now_ns: int) -> str:
     """Return the line that is due about a tier; empty: none is."""
     under_way_s = 0.0 if tier.began_ns is None else (now_ns - tier.began_ns) / 1e9
-    is_behind = under_way_s >= LATE_S or tier.error != "" or tier.num_replaced > 0
-    if not is_behind:
+    is_late = under_way_s >= LATE_S
+    if not (is_late or tier.error or tier.num_replaced):
         return ""
-    if tier.reported_ns is None and under_way_s < LATE_S:
-        tier.reported_ns = now_ns  # the minute begins with the first failure, which is logged by itself
-        return ""
-    if tier.reported_ns is not None and now_ns - tier.reported_ns < INTERVAL_S * 1e9:
+    if tier.behind_ns is None:
+        tier.behind_ns = now_ns
+    since_ns = tier.reported_ns
+    if since_ns is None and not is_late:
+        since_ns = tier.behind_ns
+    if since_ns is not None and now_ns - since_ns < INTERVAL_S * 1e9:
         return ""
     tier.reported_ns = now_ns
     parts = []
-    if under_way_s >= LATE_S:
+    if is_late:
         waits = f" and waits for {tier.waits_for}" if tier.waits_for else ""
         parts.append(f"the save of iteration {tier.iteration} has been under way for {under_way_s:.0f} s{waits}")
     if tier.num_failed:

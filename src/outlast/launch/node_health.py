@@ -1,6 +1,7 @@
 """Whether this node may take part, by what the health checks of its agent found.
 
-A node that fails before it joins stays outside: its agent reports why, and ends. If it hosts the coordinator it stays
+A node that fails before it joins stays outside: its agent reports why, and ends. A checkpoint directory or object store
+that does not respond is no such failure: the start waits for it. If it hosts the coordinator it stays
 for the others' sake, without a slot; with ``retry_interval`` it is checked again.
 
 After a fault the next slot is requested at once, while the node is checked; only the start of workers waits for the
@@ -90,20 +91,21 @@ class Checkups:
         self.config = config
         self._places, self._node, self._network = tuple(places), node, network
         self._deliver = deliver
-        self._asked: queue.SimpleQueue[tuple[Occasion, bool, bool] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Occasion, bool, bool, bool] | None] = queue.SimpleQueue()
         self._probers = (Prober(), Prober())
         self._thread = threading.Thread(target=self._run, name="outlast-checkups", daemon=True)
         self._thread.start()
 
-    def begin(self, occasion: Occasion, *, gpus: bool, computes: bool = True) -> None:
+    def begin(self, occasion: Occasion, *, gpus: bool, computes: bool = True, places: bool = True) -> None:
         """Begin a check; one :class:`CheckedUp` will be delivered. Blocks: never.
 
         Args:
             occasion: Why.
             gpus: Check its GPUs as well, if it has any.
             computes: Let its processor compute something, which takes longer than all the rest.
+            places: Check the folders and URLs that the run writes to; one that hangs takes ``check_timeout``.
         """
-        self._asked.put((occasion, gpus, computes))
+        self._asked.put((occasion, gpus, computes, places))
 
     def abandon(self) -> None:
         """Give up what is under way, and end its processes. Blocks: hardly."""
@@ -122,9 +124,9 @@ class Checkups:
         lasting, passing = self._probers
         with lasting:
             while (asked := self._asked.get()) is not None:
-                occasion, gpus, computes = asked
+                occasion, gpus, computes, places = asked
                 try:
-                    results = self._look(lasting, passing, gpus=gpus, computes=computes)
+                    results = self._look(lasting, passing, gpus=gpus, computes=computes, places=places)
                 except Exception as error:  # noqa: BLE001 - whatever it is, the agent waits for an answer
                     why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                     results = (
@@ -132,11 +134,13 @@ class Checkups:
                     )
                 self._deliver(CheckedUp(occasion, results))
 
-    def _look(self, lasting: Prober, passing: Prober, *, gpus: bool, computes: bool) -> tuple[CheckResult, ...]:
+    def _look(
+        self, lasting: Prober, passing: Prober, *, gpus: bool, computes: bool, places: bool
+    ) -> tuple[CheckResult, ...]:
         results = probe_node(
             lasting,
             self.config,
-            places=self._places,
+            places=self._places if places else (),
             node=self._node,
             network=self._network,
             num_products=int(computes),
@@ -203,6 +207,8 @@ class NodeHealth:
         """Nothing is left of the workers of before the fault."""
         self._is_asked = self._since_clear = False
         """A check after the fault is under way, and it began when the node was clear."""
+        self._is_reporting = False
+        """The places are checked after the fault, for the log only."""
         self._unfit: CheckedUp | None = None
         """What the one after the last fault found."""
         self._known: frozenset[tuple[str, str]] = frozenset()
@@ -237,7 +243,9 @@ class NodeHealth:
     # -- before joining ----------------------------------------------------------------------------------------
 
     def _take_before_joining(self, found: CheckedUp) -> None:
-        if not found.failed:
+        if not self._prevents_joining(found):
+            if found.failed:
+                self._log(found)
             self._outside, self.is_admitted = None, True
             self._expect_next()
             if self._is_connected:
@@ -319,7 +327,10 @@ class NodeHealth:
     def _look_after_fault(self) -> None:
         assert self._checkups is not None
         self._is_asked, self._since_clear = True, self._is_clear
-        self._checkups.begin(Occasion.FAULT, gpus=self._with_gpus, computes=self._num_faults > 1)
+        self._checkups.begin(Occasion.FAULT, gpus=self._with_gpus, computes=self._num_faults > 1, places=False)
+        if not self._is_reporting:  # apart, so that no start waits for a place that hangs
+            self._is_reporting = True
+            self._checkups.begin(Occasion.TRAINING, gpus=False, computes=False)
 
     def _take_after_fault(self, found: CheckedUp) -> None:
         self._is_asked = False
@@ -347,6 +358,7 @@ class NodeHealth:
         self._checkups.begin(Occasion.TRAINING, gpus=False)
 
     def _take_while_training(self, found: CheckedUp) -> None:
+        self._is_reporting = False
         self._expect_next()
         known, self._known = self._known, frozenset((result.name, result.target) for result in found.failed)
         if not self._known <= known:
@@ -357,19 +369,30 @@ class NodeHealth:
             self._client.send(m.Unhealthy(incident=self._incident(found), stays=True))
 
     def _prevents_training(self, found: CheckedUp) -> bool:
-        """Return whether the workers cannot train here: a disk counts only if no tier of the run's checkpoints works.
+        """Return whether the workers cannot train here.
 
-        The run directory decides nothing, and memory and replicas hold checkpoints while a disk is full or hangs.
+        Checkpoint directories and object stores decide nothing: memory and replicas hold checkpoints while a disk is
+        full or hangs, and ``max_durable_lag`` is the limit. Neither does the run directory.
+        """
+        return not all(_is_of_place(one) for one in found.failed)
+
+    def _prevents_joining(self, found: CheckedUp) -> bool:
+        """Return whether the node is refused.
+
+        A place that does not respond is waited for at the start, and one that cannot be written to counts only if it is
+        the run directory, or if the node cannot write to any of its checkpoint directories.
         """
         tiers = {one.target for one in found.results if one.name in _OF_PLACES} - {self._run_dir}
-        failed = {one.target for one in found.failed if _is_of_place(one)} - {self._run_dir}
-        return (bool(failed) and failed >= tiers) or not all(_is_of_place(one) for one in found.failed)
+        unusable = {one.target for one in found.failed if one.name == "disk" and one.status != Status.TIMED_OUT}
+        has_no_tier = bool(unusable - {self._run_dir}) and unusable >= tiers
+        return self._prevents_training(found) or self._run_dir in unusable or has_no_tier
 
     # -- what is reported --------------------------------------------------------------------------------------
 
     def _log(self, found: CheckedUp) -> None:
-        joins = found.occasion != Occasion.JOINING and not self._prevents_training(found)
-        what_follows = "; training continues on this node" if joins else ""
+        is_joining = found.occasion == Occasion.JOINING
+        is_refused = self._prevents_joining(found) if is_joining else self._prevents_training(found)
+        what_follows = "" if is_refused else "; it joins" if is_joining else "; training continues on this node"
         for result in found.failed:
             text = result.describe() + what_follows
             log.error("node %s is unhealthy (%s): %s", self._client.node, found.occasion, text)
