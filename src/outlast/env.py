@@ -53,6 +53,9 @@ RELAY = "OUTLAST_RELAY"
 without its leading zero); set by an agent only."""
 UNTRUSTED = "OUTLAST_UNTRUSTED"
 """JSON list of the copies that must not be loaded; set by an agent only."""
+DURABLE_ITERATION = "OUTLAST_DURABLE_ITERATION"
+"""The newest iteration whose checkpoint survives the end of the job, where no other one can have been committed since;
+set by an agent only."""
 POSTMORTEM = "OUTLAST_POSTMORTEM"
 """Path of the memory file that keeps how this worker ended; set by an agent only."""
 REPLAY = "OUTLAST_REPLAY"
@@ -181,6 +184,9 @@ class WorkerEnv:
     """Host of the ranks' store; ``None`` when there is one rank."""
     untrusted: str | None = None
     """Copies that must not be loaded, as JSON; ``None`` = none known."""
+    durable_iteration: int | None = None
+    """The newest iteration whose checkpoint survives the end of the job, of all cycles and jobs before this cycle;
+    ``None`` = there is none, or it is not known for certain."""
     replay: str | None = None
     """What to run again before anything else, as JSON of :class:`outlast.policy.rerun.Replay`; ``None`` = nothing."""
     names: tuple[str, ...] = ()
@@ -256,6 +262,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         relay=(is_own and env.get(RELAY)) or None,
         master_addr=srun_host(env) if launcher == "srun" else env.get("MASTER_ADDR") or None,
         untrusted=env.get(UNTRUSTED) or None,
+        durable_iteration=number(DURABLE_ITERATION, default=-1) if env.get(DURABLE_ITERATION) else None,
         replay=env.get(REPLAY) or None,
         names=_names(env, launcher),
         resumes_other=env.get(RESUME_OTHER) == "1",

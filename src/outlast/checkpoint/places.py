@@ -203,6 +203,8 @@ class Places:
     """Why this node's folder could not be listed at the start; ``None`` = it could, or there is none."""
     job: str = ""
     """The job, as the names of save attempts have it."""
+    durable_iteration: int | None = None
+    """See :class:`~outlast.env.WorkerEnv`."""
     waited_s: float = 0.0
     """Seconds that the start has waited for a directory that did not respond."""
     replication: Replication
@@ -370,6 +372,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         global_error=next((one.global_error for one in everyone if one.global_error is not None), None),
         local_error=mine.local_error,
         job=clean_name(place.job),
+        durable_iteration=place.durable_iteration,
         waited_s=wait.waited_s,
         replication=plan_replication(config, nodes, targets, peers.rank),
         seen_local=look.seen_local,
@@ -581,7 +584,8 @@ class _PlacesLook:
             of_job = False
             for newest in seen.generations[:1]:
                 with contextlib.suppress(CheckpointError):
-                    of_job = is_of_job(local.manifest(newest)[0].attempt, clean_name(self.place.job))
+                    attempt, durable = local.manifest(newest)[0].attempt, self.place.durable_iteration
+                    of_job = is_newest_of_run(newest, attempt, job=clean_name(self.place.job), durable=durable)
             return ranks, seen, _evidence(seen, local.named_runs()), of_job
 
         try:
@@ -606,7 +610,10 @@ class _PlacesLook:
                 manifests = [manifest for manifest in found if manifest.home == self.home]
                 view.generations.update(manifest.iteration for manifest in manifests)
                 view.near += [RunEvidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
-                view.of_job |= any(is_of_job(one.attempt, clean_name(self.place.job)) for one in manifests[-1:])
+                job, durable = clean_name(self.place.job), self.place.durable_iteration
+                view.of_job |= any(
+                    is_newest_of_run(one.iteration, one.attempt, job=job, durable=durable) for one in manifests[-1:]
+                )
             if self.secret is not None:
                 view.host = own_address(self.place.master_addr)
                 folder = None if self.local is None else self.local.url
@@ -662,6 +669,18 @@ class _PlacesLook:
 def is_of_job(attempt: str, job: str) -> bool:
     """Return whether a save attempt is of a job, by the attempt's name."""
     return bool(job) and _OF_JOB.fullmatch(attempt.removeprefix(f"{job}-")) is not None and attempt.startswith(job)
+
+
+def is_newest_of_run(iteration: int, attempt: str, *, job: str, durable: int | None) -> bool:
+    """Return whether no tier can hold a newer checkpoint of the run than this one of a node-local tier.
+
+    Args:
+        iteration: Of the checkpoint.
+        attempt: The attempt that saved it.
+        job: This job, as the names of attempts have it; it saves to memory first.
+        durable: The newest iteration whose checkpoint survives the end of the job; ``None`` = not known.
+    """
+    return iteration >= durable if durable is not None else is_of_job(attempt, job)
 
 
 def _reason(error: Exception) -> str:

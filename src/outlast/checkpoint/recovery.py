@@ -30,7 +30,7 @@ from outlast.checkpoint.places import (
     Peers,
     Places,
     agree_source,
-    is_of_job,
+    is_newest_of_run,
     raise_outage,
     storage_calls,
 )
@@ -268,10 +268,10 @@ class CheckpointRecovery:
         return away
 
     def _holds_newest(self, table: Table, kept: Sequence[Copy | None], distrusted: Sequence[Distrusted]) -> bool:
-        """Return whether all ranks can load the newest checkpoint that any rank sees, and this job has saved it.
+        """Return whether all ranks can load a checkpoint of the node-local tiers than which none can be newer.
 
-        A job saves to the node-local tiers first. So the global tier holds nothing newer than what the job's newest
-        checkpoint there is; what another job has saved in the meantime is unknown.
+        It is the newest that any rank sees, and the launcher knows of no newer one; or this job has saved it, and the
+        launcher does not know. What another job has saved in the meantime is unknown then.
         """
         held = [
             {copy for copy in copies if copy.tier != Tier.GLOBAL} | ({own} if own is not None else set())
@@ -279,7 +279,8 @@ class CheckpointRecovery:
         ]
         refused = _distrusted_copies(dataclasses.replace(table, copies=held), distrusted)
         point = choose_recovery_point(held, refused)
-        if point is None or not is_of_job(point.attempt, self._places.job):
+        job, durable = self._places.job, self._places.durable_iteration
+        if point is None or not is_newest_of_run(point.generation, point.attempt, job=job, durable=durable):
             return False
         return point.generation >= max(table.seen, default=UNLISTED)
 

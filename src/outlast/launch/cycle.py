@@ -244,6 +244,7 @@ class Cycle:
                 env.RELAY: relay,
                 env.UNTRUSTED: _as_text(start.distrusted),
                 env.REPLAY: _as_text(start.replay),
+                env.DURABLE_ITERATION: "" if start.durable_iteration is None else str(start.durable_iteration),
             }
             spawns = [
                 Spawn(

@@ -24,7 +24,7 @@ import msgspec
 
 from outlast.errors import ExitReason
 from outlast.launch import protocol as m
-from outlast.policy.ladder import LadderState, Limits
+from outlast.policy.ladder import LadderState, Limits, known_durable
 from outlast.policy.leadership import has_quorum_of, may_begin
 from outlast.wording import count
 
@@ -774,6 +774,7 @@ class Forming:
                     distrusted=state.distrusted,
                     replay=state.replay,
                     has_checkpoint=state.best_durable is not None,
+                    durable_iteration=known_durable(state),
                 ),
             )
             base_rank += slot.nproc or 0

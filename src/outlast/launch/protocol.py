@@ -372,6 +372,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     """What the workers run again before anything else; ``None`` = they train as usual."""
     has_checkpoint: bool = False
     """Earlier cycles of the run, or earlier jobs of it, have committed a checkpoint."""
+    durable_iteration: int | None = None
+    """The newest iteration whose checkpoint survives the end of the job; ``None`` = it is not known for certain."""
     place: SlotPlace
     """The same as the node keeps it."""
 

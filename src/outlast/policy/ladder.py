@@ -334,6 +334,17 @@ def begin_job(state: LadderState) -> LadderState:
     return msgspec.structs.replace(state, stopped_with=None)
 
 
+def known_durable(state: LadderState) -> int | None:
+    """Return the newest iteration whose checkpoint survives the end of the job, where that is known for certain.
+
+    Returns:
+        ``None``: there is none; or the job before was cut off, and may have committed more than was recorded.
+    """
+    newest = state.history[-1] if state.history else None
+    has_ended = newest is not None and (newest.job == state.job or newest.rung in (Rung.REQUEUE_JOB, Rung.STOP))
+    return state.best_durable if has_ended else None
+
+
 def merge(state: LadderState, kept: LadderState) -> LadderState:
     """Return what two states of a job remember together: the later one, and the excluded copies of both.
 
