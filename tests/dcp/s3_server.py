@@ -19,7 +19,9 @@ READY_S = 120.0
 # moto looks whether an object exists, and then makes it, and closes what it replaces or deletes, though another request
 # may be reading it; S3 does each at once.
 ATOMIC_SERVER = """
-import functools, sys, threading
+import functools, os, sys, threading
+import requests
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 from moto.s3.responses import S3Response
 from moto.server import main
 one_at_a_time = threading.Lock()
@@ -31,8 +33,21 @@ def alone(method):
     return call
 for name in ("put_object", "get_object", "delete_object", "_bucket_response_delete_keys"):
     setattr(S3Response, name, alone(getattr(S3Response, name)))
+hold, request = os.environ["HOLD"], requests.request
+def mark(*args, headers, **more):
+    return request(*args, headers={**headers, "X-Replay": "1"}, **more)
+requests.request = mark
+dispatch = DomainDispatcherApplication.__call__
+def answer(self, environ, start_response):
+    is_own = "HTTP_X_REPLAY" in environ or environ["PATH_INFO"].startswith("/moto-api")
+    if os.path.exists(hold) and not is_own:
+        start_response("503 Service Unavailable", [])
+        return [b""]
+    return dispatch(self, environ, start_response)
+DomainDispatcherApplication.__call__ = answer
 main(sys.argv[1:])
 """
+"""Until it has again what it had, it refuses others' requests: it is not to be taken for an empty one."""
 
 
 class S3Server:
@@ -79,12 +94,15 @@ class S3Server:
 
     def start(self) -> None:
         """Start it, with what it had when it ended. Blocks: until it answers."""
-        is_new = not self._record.exists()
+        is_new, hold = not self._record.exists(), self._record.with_suffix(".hold")
+        if not is_new:
+            hold.touch()
         self._process = subprocess.Popen(
             [sys.executable, "-c", ATOMIC_SERVER, "-H", "127.0.0.1", "-p", str(self.port)],
             env={
                 **os.environ,
                 **self.environment,
+                "HOLD": os.fspath(hold),
                 "MOTO_ENABLE_RECORDING": "1",
                 "MOTO_RECORDER_FILEPATH": os.fspath(self._record),
             },
@@ -107,6 +125,7 @@ class S3Server:
         else:
             request = urllib.request.Request(f"{self.endpoint}/moto-api/recorder/replay-recording", method="POST")
             urllib.request.urlopen(request, timeout=READY_S).close()
+            hold.unlink()
 
     def stop(self) -> None:
         """Leave it connected, but silent."""

@@ -56,15 +56,18 @@ class OutageWait:
         self._peers, self._limit_s = peers, limit_s
         self._started_ns = clock.now_ns()
         self._pause_s, self._said_s = FIRST_PAUSE_S, 0.0
+        self._partial_s: float | None = None
+        """Since when, as :attr:`waited_s`, the place responds for some ranks only."""
         self.waited_s = 0.0
         """Seconds since the start of the wait, as rank 0 measures; the same on all ranks."""
 
-    def pause(self, problem: str, *, limit_s: float | None = None) -> bool:
+    def pause(self, problem: str, *, partial_limit_s: float | None = None) -> bool:
         """Wait before another attempt; return whether there is to be one.
 
         Args:
             problem: What does not respond, where, and why; the same on all ranks.
-            limit_s: A shorter limit; ``None`` = none.
+            partial_limit_s: The place responds for some ranks: the seconds for which that may last, without a break. An
+                object store that has just returned does so, too. ``None`` = it responds for none.
 
         Raises:
             PeerLost: A peer is gone.
@@ -73,9 +76,14 @@ class OutageWait:
         Blocks: up to 10 s.
         """
         own_s = (clock.now_ns() - self._started_ns) / 1e9
-        limit_s = self._limit_s if limit_s is None else min(limit_s, self._limit_s)
-        everyone = self._peers.gather(msgspec.json.encode((own_s, limit_s)))
-        self.waited_s, limit_s = from_json(everyone[0], tuple[float, float])  # the ranks' settings may differ
+        everyone = self._peers.gather(msgspec.json.encode((own_s, self._limit_s, partial_limit_s or 0.0)))
+        # That of rank 0: the ranks' settings may differ.
+        self.waited_s, limit_s, partial_s = from_json(everyone[0], tuple[float, float, float])
+        if partial_limit_s is None:
+            self._partial_s = None
+        else:
+            self._partial_s = self.waited_s if self._partial_s is None else self._partial_s
+            limit_s = min(limit_s, self._partial_s + partial_s)
         if self.waited_s >= limit_s:
             return False
         if self._peers.rank == 0 and (not self._said_s or self.waited_s - self._said_s >= LOG_S - FIRST_PAUSE_S):

@@ -333,7 +333,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
             problem, blamed = _find_outage(everyone, directory)
             if not problem or any(one.of_job for one in everyone):
                 break
-            if wait.pause(problem, limit_s=config.response_timeout if blamed else None):
+            if wait.pause(problem, partial_limit_s=config.response_timeout if blamed else None):
                 continue
             if blamed or directory is None or not any(one.near for one in everyone):
                 raise_outage(problem, wait.waited_s, blamed, rank=peers.rank, node=place.node)
@@ -789,7 +789,7 @@ def agree_source(
             break
         blamed = [] if [rank for rank, one in enumerate(everyone) if one[0] is not None] == away else away
         text = everyone[away[0]][2]
-        if not wait.pause(text, limit_s=calls.timeout_s if blamed else None):
+        if not wait.pause(text, partial_limit_s=calls.timeout_s if blamed else None):
             raise_outage(text, wait.waited_s, blamed, rank=peers.rank, node=places.node)
     if problem and peers.rank == 0:
         log.warning("%s cannot be read: %s", url, problem)

@@ -302,8 +302,8 @@ class CheckpointRecovery:
     def _wait_or_raise(self, wait: OutageWait, blocked: list[Rejection]) -> None:
         """Wait before another attempt, or raise that places did not respond.
 
-        A place that does not respond for one rank while it responds for others is not waited for again: that rank's
-        node is at fault.
+        A directory that does not respond for one rank while it responds for others is not waited for again: that rank's
+        node is at fault. An object store may have just returned.
         """
         first = blocked[0]
         ranks = sorted({one.rank for one in blocked if one.tier == first.tier and one.generation != UNLISTED})
@@ -312,7 +312,9 @@ class CheckpointRecovery:
         if blamed:
             first = next(one for one in blocked if one.rank == blamed[0])
             problem = f"rank {first.rank} on node {first.node} cannot load {first.file} ({first.reason})"
-        elif wait.pause(problem):
+        is_store = self._places.directory is not None and self._places.directory.is_remote
+        has_time = not blamed or (is_store and first.tier == str(Tier.GLOBAL))
+        if has_time and wait.pause(problem, partial_limit_s=self._config.response_timeout if blamed else None):
             return
         waited_s = self._places.waited_s + wait.waited_s
         raise_outage(problem, waited_s, blamed, rank=self._peers.rank, node=self._places.node)

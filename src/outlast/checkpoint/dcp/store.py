@@ -369,7 +369,8 @@ def _is_usage_error(error: Exception) -> bool:
     """Return whether an error of a store's library says something about the call and not about the object store."""
     if isinstance(error, TypeError | ValueError | NotImplementedError | AttributeError | KeyError):
         return True
-    return type(error).__name__ in _NO_CREDENTIALS or (isinstance(error, OSError) and error.errno in _REFUSED)
+    # s3fs reports 409 and 503 as EBUSY: another request was quicker, or the object store cannot serve this one now.
+    return type(error).__name__ in _NO_CREDENTIALS or (isinstance(error, OSError) and error.errno == errno.EINVAL)
 
 
 def _is_unknown(error: CheckpointError) -> bool:
