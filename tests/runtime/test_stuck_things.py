@@ -126,7 +126,7 @@ def test_a_replica_that_its_disk_keeps_waiting_ends_the_request(monkeypatch: pyt
     monkeypatch.setattr(server, "WORKING_S", 0.01)
     channel, go_on, late, dropped = Mock(), threading.Event(), Mock(), threading.Event()
     late.drop.side_effect = dropped.set
-    service = server.Service(channel, Mock(), Mock())
+    service = server.Service(channel, Mock(place="/disk"), Mock(), server.DiskWork())
 
     def work() -> Any:
         go_on.wait()

@@ -61,6 +61,7 @@ def test_near_saves_stay_near_and_the_last_goes_everywhere(tmp_path: Path) -> No
         "save_interval": 5,
         "non_persistent_save_interval": 2,
         "suspect_window": 7,
+        "async_save": False,  # a save that waits gives its place to the next one, a few milliseconds later
     }
     code, output = _train(tmp_path, 12, settings)
     assert code == 0, output
@@ -76,7 +77,11 @@ def test_near_saves_stay_near_and_the_last_goes_everywhere(tmp_path: Path) -> No
 
 def test_local_saves_need_no_global_tier(tmp_path: Path) -> None:
     """With a local folder alone, the run saves there at its interval and at its end, and goes on from there."""
-    settings: dict[str, object] = {"local_directory": "local", "non_persistent_save_interval": 4}
+    settings: dict[str, object] = {
+        "local_directory": "local",
+        "non_persistent_save_interval": 4,
+        "async_save": False,
+    }
     code, output = _train(tmp_path, 10, settings)
     assert code == 0, output
     (node,) = (tmp_path / "local").iterdir()
@@ -91,7 +96,11 @@ def test_local_saves_need_no_global_tier(tmp_path: Path) -> None:
 def test_a_distrusted_generation_is_passed_over_and_without_another_the_run_stops(tmp_path: Path) -> None:
     """Told that the newest generation is not to be trusted, a worker loads the one before; when all are distrusted, it
     ends with 17 and names them, and begins nothing afresh."""
-    settings: dict[str, object] = {"local_directory": "local", "non_persistent_save_interval": 4}
+    settings: dict[str, object] = {
+        "local_directory": "local",
+        "non_persistent_save_interval": 4,
+        "async_save": False,
+    }
     code, output = _train(tmp_path, 8, settings)
     assert code == 0, output
     (node,) = (tmp_path / "local").iterdir()
