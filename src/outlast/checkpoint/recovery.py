@@ -270,8 +270,8 @@ class CheckpointRecovery:
     def _holds_newest(self, table: Table, kept: Sequence[Copy | None], distrusted: Sequence[Distrusted]) -> bool:
         """Return whether all ranks can load a checkpoint of the node-local tiers than which none can be newer.
 
-        It is the newest that any rank sees, and the launcher knows of no newer one; or this job has saved it, and the
-        launcher does not know. What another job has saved in the meantime is unknown then.
+        The launcher knows of no newer one that was committed to the global tier; or the launcher does not know, and it is
+        the newest that any rank sees, and this job has saved it: what another job has saved is unknown then.
         """
         held = [
             {copy for copy in copies if copy.tier != Tier.GLOBAL} | ({own} if own is not None else set())
@@ -282,7 +282,8 @@ class CheckpointRecovery:
         job, durable = self._places.job, self._places.durable_iteration
         if point is None or not is_newest_of_run(point.generation, point.attempt, job=job, durable=durable):
             return False
-        return point.generation >= max(table.seen, default=UNLISTED)
+        # What is newer and not whole, as a failure cut its save short, is not in the global tier either.
+        return durable is not None or point.generation >= max(table.seen, default=UNLISTED)
 
     def _is_new(self, table: Table) -> bool:
         """Return whether nothing was ever committed, although a node's folder could not be listed.
