@@ -313,8 +313,8 @@ INSIDE = {
     "env", "inprocess.monitor_duty", "monitor.rank_guard", "session.step",
     # from the ranks of the same process group or their store; what is wrong with it ends the call
     "checkpoint.lane", "checkpoint.outage", "checkpoint.places", "checkpoint.recovery", "checkpoint.tiers",
-    "inprocess.rank_local_state", "inprocess.restore", "integrations.nvrx.async_calls", "integrations.nvrx.exchange", "numerics.replica_digest",
-    "straggler.detector",
+    "inprocess.rank_local_state", "inprocess.restore", "integrations.nvrx.async_calls", "integrations.nvrx.exchange",
+    "numerics.replica_digest", "straggler.detector",
     # from the state of a checkpoint that was verified
     "integrations.transformers", "numerics.rerun_machine",
     "checkpoint.dcp.directory",  # its list of what an earlier owner was deleting
