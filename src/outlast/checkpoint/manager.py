@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 L = TypeVar("L", bound=Lane)
 KEEPER_PATIENCE_S = 20.0
 """Seconds in which a node of Ray gets another writer, where the actor that kept the first one died."""
+LOOK_S = 0.02
+"""Between two looks of a wait at what has become of a save."""
 COST_WEIGHT = 0.3
 """Of the earlier saves in the mean of what saves cost; the newest one has the rest."""
 ANSWER_S = 30.0
@@ -133,6 +135,8 @@ class CheckpointManager:
         self._may_save = not places.generations and places.global_error is None
         self._newest: SaveHandle | None = None
         self._pending: list[SaveHandle] = []
+        self._safe_since: tuple[SaveHandle, int] | None = None
+        """The save that is waited for, and since when it is known to survive the end of the job."""
         self._restored: Restored | None = None
         self._branch = Lineage().begin(self._processes, None, 0)
         self._infinite: Mapping[str, str] = {}
@@ -403,22 +407,55 @@ class CheckpointManager:
         """Wait until nothing is under way.
 
         Raises:
-            CheckpointError: The newest save is not in all of its tiers; older ones are what they were.
+            CheckpointError: The newest save does not survive the end of the job, and has failed in one of its tiers;
+                older checkpoints are what they were.
             DeadlineExceeded: Something still is under way, or is retried after it failed.
 
         Blocks: up to ``timeout_s``, while a save that failed in a tier is retried there, too; ``None``: up to the
-            saves' own deadlines, and up to ``save_timeout`` for retries.
+            saves' own deadlines, and up to ``save_timeout`` for retries. Where the newest save survives the end of the
+            job, 10 s for the other tiers.
         """
         self.finish_staging()
-        end_ns = clock.now_ns() + int((self.config.save_timeout if timeout_s is None else timeout_s) * 1e9)
-        wait_for_all(self._pending, self._limit_s if timeout_s is None else timeout_s)
-        if self._newest is None:
+        newest, begun_ns = self._newest, clock.now_ns()
+        if newest is None:
             return
-        is_settled = self._newest.wait_settled(max(0.0, (end_ns - clock.now_ns()) / 1e9))
-        if (error := self._newest.error) is not None:
-            if is_settled or timeout_s is None:
+        while not self.is_over(newest) or not all(handle.done for handle in self._pending):
+            waited_s = (clock.now_ns() - begun_ns) / 1e9
+            retry_s = self.config.save_timeout if newest.done else self._limit_s
+            if waited_s >= (retry_s if timeout_s is None else timeout_s) or self._is_safe_for_long(newest):
+                break
+            newest.wait_settled(LOOK_S)
+        if self._is_safe(newest):
+            return
+        if (error := newest.error) is not None:
+            if newest.is_settled or timeout_s is None:
                 raise error
-            raise DeadlineExceeded(f"{error}; it is retried", iteration=self._newest.iteration)
+            raise DeadlineExceeded(f"{error}; it is retried", iteration=newest.iteration)
+        if not newest.done:
+            raise DeadlineExceeded(
+                f"the save of iteration {newest.iteration} is neither committed nor failed after "
+                f"{(clock.now_ns() - begun_ns) / 1e9:.0f} s; wait longer",
+                iteration=newest.iteration,
+            )
+
+    def is_over(self, handle: SaveHandle) -> bool:
+        """Return whether nothing more of a save needs to be waited for.
+
+        It is in all of its tiers, or is not retried in those that it lacks; or it survives the end of the job, and its
+        other tiers have had 10 s more. Thread: that of the training loop.
+        """
+        return handle.is_settled or self._is_safe_for_long(handle)
+
+    def _is_safe(self, handle: SaveHandle) -> bool:
+        """Return whether a save survives the end of the job."""
+        return self.durability.job is not None and self.durability.job >= handle.iteration
+
+    def _is_safe_for_long(self, handle: SaveHandle) -> bool:
+        if not self._is_safe(handle):
+            return False
+        if self._safe_since is None or self._safe_since[0] is not handle:
+            self._safe_since = handle, clock.now_ns()
+        return clock.now_ns() - self._safe_since[1] >= GRACE_S * 1e9
 
     def close(self) -> None:
         """End the threads, and a writer process of our own; what is not committed yet is given up. Idempotent.

@@ -35,7 +35,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from outlast import env, logs
+from outlast import clock, env, logs
 from outlast.chaos.armed import arm_configured
 from outlast.checkpoint.outage import is_run_ending
 from outlast.config import Config
@@ -863,10 +863,12 @@ class Session:
         self._log(logging.INFO, "stopping after iteration %d, on all ranks, and saving a checkpoint", iteration)
         try:
             handle = saves.newest if saves.is_saved(iteration) and saves.newest is not None else self._save(state)
+            end_ns = clock.now_ns() + int(saves.manager.config.save_timeout * 1e9)
             with self._section("checkpointing"):
-                while not handle.done:
+                while not saves.manager.is_over(handle) and clock.now_ns() < end_ns:
                     if self._preemption.wait_to_give_up(0.02):
                         return self._log(logging.WARNING, "the save of iteration %d is abandoned", iteration)
+            if handle.done:
                 handle.wait()
         except (CheckpointError, DeadlineExceeded, PeerLost) as error:  # a peer may have given it up
             self._log(logging.ERROR, "the save of iteration %d failed: %s", iteration, error)
