@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from outlast.checkpoint import protocol as f
@@ -34,6 +35,26 @@ class GatedNodes:
         finally:
             for writer in nodes.writers.values():
                 writer.close()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let everything pass that comes in the block, on all nodes."""
+        is_over = threading.Event()
+
+        def keep_open(gate: Path) -> None:
+            while not is_over.wait(0.01):  # a FIFO signals nothing to who would write
+                with suppress(OSError):  # nothing waits there
+                    os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+
+        threads = [threading.Thread(target=keep_open, args=(gate,)) for gate in self._gates.values()]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
 
     def let_one_pass(self, name: str) -> None:
         """Let the shard pass that waits, or the next that comes. Blocks: until it does."""

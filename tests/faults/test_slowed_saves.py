@@ -60,9 +60,8 @@ def test_every_tier_holds_the_state_of_the_call(tmp_path: Path, overlap: bool) -
             assert not told["done"], "the writer wrote, though it was to wait"
             assert told["now"] != told["saved"]
             assert told["step"] == 3
-        for name in 2 * NODES:  # to memory on all nodes, then to the local tier
-            nodes.let_one_pass(name)
-        assert ranks.tell(do="finish", leave=True) == [{"error": None}] * 2
+        with nodes.opened():
+            assert ranks.tell(do="finish", leave=True) == [{"error": None}] * 2
         for lose, tiers in losses:
             lose(tmp_path, nodes)
             for before, told in zip(begun, ranks.tell(do="load", config=config), strict=True):
