@@ -366,7 +366,12 @@ with outlast.init(outlast.Config(checkpoint=checkpoint)) as run:
     script = write(tmp_path, code)
     with Cluster(script, str(tmp_path / "ckpt"), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
         cluster.wait_for("never comes back", timeout_s=300)
-        cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED and event.iteration == 2, timeout_s=300)
+        cluster.wait_for(
+            lambda event: (
+                event.kind == EventKind.SAVE_COMMITTED and event.iteration == 2 and "global" in event.data["tiers"]
+            ),
+            timeout_s=300,
+        )
         cluster.agent(0).signal(signal.SIGTERM)
         cluster.wait_for("a second signal ends them", timeout_s=300)
         cluster.agent(0).signal(signal.SIGTERM)
