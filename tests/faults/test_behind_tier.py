@@ -37,7 +37,7 @@ def test_the_next_start_loads_what_was_announced(
     """SIGTERM: the last line; SIGKILL of everything: ``outlast status``. Both announce what the next start loads."""
     moment = end_behind(tmp_path, disk, num_ahead=num_ahead, kills=kills, restarts=restarts)
     assert moment.announced == moment.loaded, moment
-    assert moment.announced + num_ahead <= moment.done, moment
+    assert moment.announced < moment.done, "nothing was ahead of the global tier"
     if not kills:
         assert moment.exit_code == 75, moment
         assert "was in node-local tiers only and is lost" in moment.last_line
