@@ -7,7 +7,7 @@ directory, the outcome that is the same on all ranks, and what follows a commit 
 
 The latter two are :class:`RetryingLane`: their tier may be slow, full or away for hours, and training must not wait for
 it. Such a lane writes one save at a time, in turns that rank 0 begins, and holds at most one more, the newest: a save
-that is still waiting when a newer one comes is replaced by that one (one that ``save_retain_interval`` keeps for ever
+that is still waiting when a newer one comes is replaced by that one (one that ``save_retain_interval`` retains
 only by another of these). A save that fails is retried until a newer one
 takes its place. A turn has no time limit on the other ranks: they wait for what rank 0 decides, since a rank that
 decided by itself could count a save as failed that rank 0 commits. Rejected: a queue of all saves, which needs memory
@@ -272,7 +272,7 @@ class Lane(ABC):
         return bool(save.tiers & self.tiers)
 
     def _missing(self, save: Save) -> frozenset[Tier]:
-        """Return those of its tiers that a save is not in; what is saved for diagnosis lies beside the committed."""
+        """Return those of its tiers that a save is not in; a save for diagnosis is stored separately."""
         wanted = save.tiers & self.tiers
         return wanted if save.suspect else self._committed.missing(save.iteration, wanted)
 
@@ -677,7 +677,7 @@ class RetryingLane(Lane):
             self._report_replaced(other, save.iteration)
 
     def _is_retained(self, save: Save) -> bool:
-        """Return whether a save's checkpoint is kept for ever."""
+        """Return whether a save's checkpoint is retained by ``save_retain_interval``."""
         interval = self._retention.retain_interval
         return interval > 0 and save.iteration % interval == 0
 
@@ -718,7 +718,7 @@ class RetryingLane(Lane):
                 self._stop.wait(POLL_S)
 
     def _report_silence(self, error: CheckpointError) -> None:
-        """Report that the saves that wait have failed for now; for ever if the call around them is left."""
+        """Report that the saves that wait have failed for now, or finally if the call around them is left."""
         if self._stop.is_set():
             return
         with self._changed:

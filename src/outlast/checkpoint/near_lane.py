@@ -1,7 +1,7 @@
 """The lanes to the node-local tiers: every rank's digests gathered, the manifest, the commit on every node.
 
 There are two: one to memory, through which every save passes first, and one to the local tier. In the order of the
-turns every rank gets the same outcomes, so all of them know alike what is committed.
+turns every rank gets the same outcomes, so all of them know what is committed.
 
 Ranks pass their answers up a tree, so that each reads a few messages. Rank 0 makes the manifest of them. The lowest
 rank of each node leads it: it receives the manifest and commits on its node, in memory or by a rename; rank 0, a leader

@@ -54,7 +54,7 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     timeout_s: float = 10.0
     """Seconds without progress after which a target is given up."""
     limit_s: float = 600.0
-    """Seconds after which nobody waits for the reply; what is then still under way blocks the place, see
+    """Seconds after which the worker no longer waits for the reply; what is then still under way blocks the place, see
     ``writer.Calls``."""
 
 

@@ -450,7 +450,7 @@ class Outcomes:
         if is_over and not errors and reached and not save.suspect:
             took = _seconds(save.result().duration_s)
             log.log(self._level, "saved iteration %d to %s in %s", save.iteration, _names(reached), took)
-        # Last, so that whoever waited finds the outcome logged and in the journal.
+        # Last, so that a waiting caller finds the outcome logged and in the journal.
         if is_over and not errors:
             save.handle.succeed(save.result())
             save.handle.settle(save.result())

@@ -47,14 +47,14 @@ class Calls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: dict[str, list[tuple[int, int]]] = {}
-        """When each call began, and when nobody waits for it any more, by the directory."""
+        """When each call began, and when its caller stops waiting, by the directory."""
 
     @contextlib.contextmanager
     def into(self, directory: str, limit_s: float) -> Iterator[None]:
-        """Do something in a directory, for which nobody waits longer than ``limit_s``.
+        """Do something in a directory, for which its caller does not wait longer than ``limit_s``.
 
         Raises:
-            CheckpointError: An earlier call is still under way there, and nobody waits for it any more.
+            CheckpointError: An earlier call is still under way there, and its caller has stopped waiting.
         """
         now_ns = clock.now_ns()
         call = now_ns, now_ns + int(limit_s * 1e9)
