@@ -88,6 +88,35 @@ def test_a_state_that_always_holds_infinities_is_loaded_as_ever(
     assert "there is no older one without them" in "\n".join(_warnings(caplog))
 
 
+FLOATS = sorted(
+    {one for one in vars(torch).values() if isinstance(one, torch.dtype) and one.is_floating_point}
+    - {getattr(torch, "float4_e2m1fn_x2", None)},
+    key=str,
+)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_buffer_of_each_float_type_is_saved_and_loaded(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model's buffer holds every kind of number of its type but NaN, infinities included where the type has them: it
+    is saved without a warning, and loaded bit by bit."""
+    numbers = torch.tensor([-1.0, 0.5, 2.0, -INF, INF]).to(dtype)
+    numbers = numbers[~numbers.float().isnan()].clone()
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("table", numbers.clone())
+    with closing(_manager(tmp_path)) as manager:
+        manager.load_latest({"model": model})
+        manager.save({"model": model}, 1).wait(30)
+        assert _warnings(caplog) == []
+    model.table.view(torch.uint8).zero_()
+    with closing(_manager(tmp_path)) as manager:
+        restored = manager.load_latest({"model": model})
+    assert restored is not None
+    assert (restored.iteration, restored.finite) == (1, True)
+    assert torch.equal(model.table.view(torch.uint8), numbers.view(torch.uint8))
+
+
 @pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "in-memory"])
 def test_the_last_finite_generation_survives_restarts(tmp_path: Path, is_loaded: bool) -> None:
     """A run that diverges again after a restart keeps what it went back to, whoever saved the generations with NaN, and

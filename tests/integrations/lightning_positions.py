@@ -126,6 +126,22 @@ class Signal(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Scales(pl.Callback):
+    """Keeps a float8 tensor in its state, which changes with every batch."""
+
+    def __init__(self):
+        self.scales = torch.ones(2).to(torch.float8_e4m3fn)
+
+    def on_train_batch_end(self, trainer, *_):
+        self.scales = torch.tensor([trainer.global_step % 7 + 1.0, -1.0]).to(torch.float8_e4m3fn)
+
+    def state_dict(self):
+        return {"scales": self.scales}
+
+    def load_state_dict(self, state):
+        self.scales = state["scales"]
+
+
 def sampled():
     return DataLoader(Noisy(), batch_size=4, sampler=ResumableDistributedSampler(Noisy(), seed=1))
 
@@ -198,6 +214,7 @@ def train_here(folder, case, signal_at):
             FaultToleranceCallback(config=outlast.Config(checkpoint=saves, run_dir=str(folder / "run"))),
             PreemptionCallback(),
             EarlyStopping("val", patience=50, strict=False),
+            scales := Scales(),
             *([] if signal_at is None else [Signal(signal_at)]),
         ],
         **options,
@@ -209,7 +226,8 @@ def train_here(folder, case, signal_at):
         code = int(left.code)
     weights = b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())
     waited = [callback.wait_count for callback in trainer.callbacks if isinstance(callback, EarlyStopping)]
-    result = (hashlib.sha256(weights).hexdigest(), trainer.global_step, trainer.current_epoch, waited)
+    counts = (trainer.global_step, trainer.current_epoch, waited, scales.scales.float().tolist())
+    result = (hashlib.sha256(weights).hexdigest(), *counts)
     return code, result, model.seen
 
 

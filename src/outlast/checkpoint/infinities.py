@@ -18,6 +18,8 @@ from outlast.checkpoint.state import FlatState, modules_in
 
 MAX_NAMED = 3
 """Tensors of a rank, and ranks, that a warning names."""
+_WITH_INFINITIES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2})
+"""Element types that have infinities. torch has no ``isinf`` for the other float8 types."""
 
 
 def infinite_buffers(state: Mapping[str, Any], flat: FlatState) -> dict[str, str]:
@@ -33,15 +35,18 @@ def infinite_buffers(state: Mapping[str, Any], flat: FlatState) -> dict[str, str
         buffer.data_ptr(): buffer
         for module in modules_in(state)
         for buffer in module.buffers()
-        if type(buffer) is torch.Tensor and buffer.is_floating_point() and buffer.is_contiguous() and buffer.numel()
+        if type(buffer) is torch.Tensor
+        and buffer.dtype in _WITH_INFINITIES
+        and buffer.is_contiguous()
+        and buffer.numel()
     }
     return {
         named.name: digest(buffer.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         for named in flat.tensors
         if (buffer := buffers.get(named.tensor.data_ptr())) is not None
         and buffer.shape == named.tensor.shape
-        and bool(buffer.isinf().any())
-        and not bool(buffer.isnan().any())
+        and bool((numbers := buffer.float() if buffer.element_size() == 1 else buffer).isinf().any())
+        and not bool(numbers.isnan().any())
     }
 
 

@@ -280,9 +280,14 @@ def _batch_norms(module: torch.nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 def _without_infinite(state: Any) -> Any:
     """Return a state with the bits of tensors that hold NaN or infinite numbers in their place.
 
-    A best score is infinite until there is one. Only weights and optimizers say whether a generation is worth loading.
+    A best score is infinite until there is one. Only weights and optimizers decide whether a checkpoint is
+    worth loading. Types of 8 bits and less are always replaced: torch cannot examine all of them.
     """
-    if isinstance(state, torch.Tensor) and state.is_floating_point() and not state.isfinite().all():
+    if (
+        isinstance(state, torch.Tensor)
+        and state.is_floating_point()
+        and (state.element_size() == 1 or not state.isfinite().all())
+    ):
         bits = state.detach().contiguous().view(_INTEGERS[state.element_size()])
         return {_BITS: str(state.dtype).removeprefix("torch."), "bits": bits}
     if type(state) is dict:
