@@ -25,10 +25,11 @@ from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.dcp.store import ObjectStore
 from outlast.checkpoint.state import decode
 from outlast.checkpoint.verification import VerifiedFiles
-from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
+from outlast.errors import CheckpointError, Corrupt, Incomplete, Unavailable, Untrusted
 from outlast.policy.lease import LeaseOwner
 from outlast.runtime.lease import InUse, Lease, decode_owner
 from outlast.runtime.processes import this_process
+from outlast.testing.ranks import free_port
 
 pytestmark = [pytest.mark.process]
 BUCKET = "bucket"
@@ -324,6 +325,24 @@ def test_a_broken_connection_costs_one_operation(server: S3Server, url: str, mon
         store.write("a", b"2")
     store.write("a", b"3")
     assert store.read("a") == b"3"
+
+
+def test_an_outage_does_not_load_a_client_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each client of S3 takes about 10 MB: calls that fail for minutes use the same one."""
+    opened = list[str]()
+    open_file_system = fsspec.core.url_to_fs
+    monkeypatch.setattr(
+        fsspec.core, "url_to_fs", lambda url, **options: opened.append(url) or open_file_system(url, **options)
+    )
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": f"http://127.0.0.1:{free_port()}"})
+    store = ObjectStore("s3://bucket/away", timeout_s=30)
+    for _ in range(5):
+        with pytest.raises(Unavailable, match="Could not connect"):
+            store.names()
+    assert opened == ["s3://bucket/away"]
 
 
 def test_only_the_version_that_was_seen_is_replaced(server: S3Server, url: str) -> None:

@@ -91,7 +91,7 @@ class Moment:
     loaded: int
     """By the next start; 0 = nothing."""
     lost: int
-    """Iterations that the report counted as lost before the next start."""
+    """Iterations that the report, before the next start, counts as lost by the end of the job, not by a restart."""
 
 
 def end_behind(folder: Path, disk: ReadOnlyDisk, *, num_ahead: int, kills: bool, restarts: bool = False) -> Moment:
@@ -137,7 +137,8 @@ def end_behind(folder: Path, disk: ReadOnlyDisk, *, num_ahead: int, kills: bool,
         jobs = {one.job for one in first.events()}
     status = _outlast("status", str(run_dir))
     durable = msgspec.json.decode(_outlast("status", str(run_dir), "--json"))["durability"]["job"] or 0
-    lost = msgspec.json.decode(_outlast("report", str(run_dir), "--json"))["lost_iterations"]
+    report = msgspec.json.decode(_outlast("report", str(run_dir), "--json"))
+    lost = report["lost_iterations"] - sum(one.get("lost_iterations") or 0 for one in report["incidents"])
     found = _ANNOUNCED.search(status if kills else last_line)
     assert found is not None, f"nothing is announced: {last_line}\n{status}"
     announced = int(found[2] or 0)

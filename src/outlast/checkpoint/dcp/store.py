@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
 """For one small operation, or one piece of a large one."""
 SLACK_S = 1.0
+RENEW_S = 300.0
+"""A file system that fails is replaced when it is this old. Each new one loads its client again, about 10 MB."""
 MAX_TRIES = 3
 BATCH = 1000
 """Objects that S3 deletes in one request."""
@@ -77,6 +80,7 @@ class ObjectStore:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._opened: tuple[Any, str] | None = None
+        self._opened_at = 0.0
         self._is_unfenced = False
         """Whether it was logged that this store cannot fence."""
 
@@ -304,6 +308,7 @@ class ObjectStore:
         with self._lock:
             if self._opened is None:
                 self._opened = self._guard("", self._connect, self._timeout_s)
+                self._opened_at = time.monotonic()
             return self._opened
 
     def _connect(self) -> tuple[Any, str]:
@@ -356,8 +361,10 @@ class ObjectStore:
         except Exception as error:  # each store's library has errors of its own
             if creates and isinstance(error, FileExistsError):
                 raise
-            if not (isinstance(error, OSError) and error.errno in _REFUSED):
-                self._opened = None  # its connections may be broken for good: the next call makes new ones
+            is_refused = isinstance(error, OSError) and error.errno in _REFUSED
+            is_old = time.monotonic() - self._opened_at > RENEW_S
+            if isinstance(error, RuntimeError) or (is_old and not is_refused):
+                self._opened = None  # closed, or its library does not recover: the next call opens another
             text = str(error).strip().splitlines()
             line = f"{where}: {type(error).__name__}: {text[0][:300] if text else ''}"
             if _is_usage_error(error):
