@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from outlast.checkpoint import protocol
+from outlast.checkpoint.arena import ArenaPool
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.client import ReplicaError, Target, ping
 from outlast.checkpoint.writer_client import WriterClient, WriterProcess
@@ -48,6 +49,30 @@ def _hung(source: Path, mounted: Path) -> Iterator[None]:
         daemon.kill()
         daemon.wait()
         subprocess.run(["umount", "-l", mounted], check=True)
+
+
+def test_training_waits_once_for_a_stopped_writer() -> None:
+    """The save that finds it waits for its full limit, those after it for a second, until it responds again."""
+    writer = WriterProcess(node="a", silent_s=LONG_S)
+    with closing(writer), closing(WriterClient(writer.address)) as client:
+        pool = ArenaPool(client, 0, limit_s=LONG_S, answer_s=2.0, may_steal=False)
+        with closing(pool):
+            pool.give_back(pool.take(4096))
+            writer_process = psutil.Process(writer.pid)
+            writer_process.suspend()
+            for limit in ("2 s", "1 s"):
+                with pytest.raises(CheckpointError, match=f"did not respond within {limit}"):
+                    pool.take(4096)
+            writer_process.resume()
+            _wait_until(lambda: _gives_memory(pool))
+
+
+def _gives_memory(pool: ArenaPool) -> bool:
+    try:
+        pool.give_back(pool.take(4096))
+    except CheckpointError:
+        return False
+    return True
 
 
 def test_a_stopped_writer_is_killed_and_replaced() -> None:

@@ -34,7 +34,7 @@ from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.protocol import Done, Take
 from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorSpan
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
-from outlast.checkpoint.writer_client import WriterClient
+from outlast.checkpoint.writer_client import WriterClient, WriterSilent
 from outlast.errors import CheckpointError
 from outlast.runtime.device import Copied, DeviceCopies, copies_of, start_driver_thread
 
@@ -52,6 +52,8 @@ DEVICE_LIMIT_S = 600.0
 PIN_BYTES = 256 << 20
 SETTLE_S = 10.0
 """Seconds that copies get to end when what they are for is given up."""
+SILENT_S = 1.0
+"""Longest wait for a writer that did not respond to the request before."""
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 2
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -572,7 +574,8 @@ class ArenaPool:
         writer: Who owns the memory.
         rank: This rank.
         limit_s: Longest time that :meth:`take` waits for an arena to come back.
-        answer_s: Longest time that the writer may take to answer; one that hangs is replaced after it.
+        answer_s: Longest time that the writer may take to respond. While it is silent, later saves are skipped after
+            :data:`SILENT_S`.
         may_steal: Whether the memory of the newest committed generation may be taken when the other arena is in use.
     """
 
@@ -587,6 +590,7 @@ class ArenaPool:
         self._stop = threading.Event()
         self._toucher: threading.Thread | None = None
         self._is_given_up = False
+        self._is_writer_silent = False
 
     def take(self, num_bytes: int) -> Arena:
         """Return an arena of at least that size.
@@ -671,7 +675,13 @@ class ArenaPool:
             may_steal=may_steal,
             num_behind=len(self._behind),
         )
-        _, fd = self._writer.ask(request, Done, timeout_s=self._answer_s)
+        limit_s = min(SILENT_S, self._answer_s) if self._is_writer_silent else self._answer_s
+        try:
+            _, fd = self._writer.ask(request, Done, timeout_s=limit_s)
+        except CheckpointError as error:
+            self._is_writer_silent = isinstance(error, WriterSilent)  # one that died is replaced at once: wait for that
+            raise
+        self._is_writer_silent = False
         if fd is None:
             return None
         inode = os.fstat(fd).st_ino

@@ -53,8 +53,8 @@ LOOK_S = 0.02
 """Between two looks of a wait at what has become of a save."""
 COST_WEIGHT = 0.3
 """Of the earlier saves in the mean of what saves cost; the newest one has the rest."""
-ANSWER_S = 30.0
-"""A writer that gives no memory within this hangs."""
+ANSWER_S = 10.0
+"""Longest time that training waits for a writer that gives no memory; the save is skipped then."""
 
 
 class CheckpointManager:

@@ -190,6 +190,10 @@ class WriterProcess:
         return what
 
 
+class WriterSilent(CheckpointError):
+    """The checkpoint writer did not respond in time."""
+
+
 class WriterClient:
     """Ask a writer process.
 
@@ -259,7 +263,8 @@ class WriterClient:
             The reply, and the descriptor that came with it, now the caller's.
 
         Raises:
-            CheckpointError: The writer refused, died, or took too long; the text has the reason.
+            WriterSilent: The writer did not respond within ``timeout_s``.
+            CheckpointError: The writer refused or died; the text has the reason.
 
         Blocks: up to ``timeout_s``.
         """
@@ -274,8 +279,8 @@ class WriterClient:
                 raise ConnectionError("it ended the connection")
         except TimeoutError:
             self._drop(channel)  # its owner replaces a writer that does not respond to pings, and no other
-            raise CheckpointError(
-                f"the checkpoint writer did not answer within {timeout_s:.3g} s; is the disk stuck?"
+            raise WriterSilent(
+                f"the checkpoint writer did not respond within {timeout_s:.3g} s; is the disk stuck?"
             ) from None
         except OSError as error:
             self._drop(channel)
