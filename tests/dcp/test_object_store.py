@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import fsspec
@@ -23,8 +25,12 @@ from outlast.checkpoint.dcp.directory import GlobalDirectory, StoreRecords
 from outlast.checkpoint.dcp.reader import VerifiedReader, read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.dcp.store import ObjectStore
+from outlast.checkpoint.manager import open_manager
 from outlast.checkpoint.state import decode
+from outlast.checkpoint.vault import MAX_IMAGES
 from outlast.checkpoint.verification import VerifiedFiles
+from outlast.config import CheckpointConfig
+from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Unavailable, Untrusted
 from outlast.policy.lease import LeaseOwner
 from outlast.runtime.lease import InUse, Lease, decode_owner
@@ -343,6 +349,34 @@ def test_an_outage_does_not_load_a_client_for_each_call(monkeypatch: pytest.Monk
         with pytest.raises(Unavailable, match="Could not connect"):
             store.names()
     assert opened == ["s3://bucket/away"]
+
+
+def test_failed_saves_leave_no_memory_mapped(
+    mortal_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """While the object store is away each save needs more memory than the one before: the earlier memory is unmapped at
+    once and not only when Python collects garbage, though the errors of all saves are kept."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    config = CheckpointConfig(directory=f"s3://{BUCKET}/mapped", save_timeout=60)
+    errors = []
+    gc.disable()
+    try:
+        with closing(open_manager(config, env=WorkerEnv(node="node"))) as manager:
+            state = {"weight": torch.zeros(10)}
+            manager.load_latest(state)
+            manager.save(state, 1).wait(60)
+            mortal_server.kill()
+            for iteration in range(2, 10):
+                state["weight"] = torch.zeros(iteration << 18)
+                handle = manager.save(state, iteration)
+                with pytest.raises(CheckpointError, match="Could not connect"):
+                    handle.wait(60)
+                errors.append(handle.error)
+            mapped = sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    finally:
+        gc.enable()
+    assert len(errors) == 8
+    assert mapped <= MAX_IMAGES
 
 
 def test_only_the_version_that_was_seen_is_replaced(server: S3Server, url: str) -> None:

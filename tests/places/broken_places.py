@@ -184,7 +184,7 @@ class Disk:
                 "bindfs",
                 "-f",
                 "-o",
-                f"fsname={_owner()}",
+                f"fsname={_owner()},nonempty",
                 os.fspath(self.files),
                 os.fspath(path),
             ],

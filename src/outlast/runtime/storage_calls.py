@@ -163,8 +163,12 @@ class StorageCalls:
                     _blocked.setdefault(place, []).append(call)
                     if progress is not None:
                         progress.is_abandoned = True
-        if call.error is not None:
-            raise call.error
+        error, call.error = call.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame: a cycle that would keep the variables of all callers
         return call.value  # type: ignore[no-any-return]
 
     def _wait(

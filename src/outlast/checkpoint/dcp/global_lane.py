@@ -101,11 +101,15 @@ class GlobalLane(RetryingLane):
         self._start_clock()
         directory = self._directory.suspects if save.suspect else self._directory
         items, answer = self._look(save)
-        plan = self._plan(save, answer)
-        duty = self._take_order(save, plan)
-        if duty is not None:
-            self._start_clock()
-            self._report(save, directory, plan, self._write(save, directory, items, duty))
+        try:
+            plan = self._plan(save, answer)
+            duty = self._take_order(save, plan)
+            if duty is not None:
+                self._start_clock()
+                self._report(save, directory, plan, self._write(save, directory, items, duty))
+        finally:
+            if items is not None:
+                items.close()
         self._conclude(
             save, f"iteration {save.iteration} is not saved to the global tier ({directory.url})", is_limited=False
         )

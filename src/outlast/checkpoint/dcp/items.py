@@ -86,6 +86,10 @@ class Items:
             parts.append(TensorPart(entry.name, item, path, entry.dtype, entry.shape, whole, offset, size, digest))
         self.inventory = Inventory.of(parts, values)
 
+    def close(self) -> None:
+        """Release the image, so that its memory can be unmapped whoever still has a reference to this object."""
+        self._image.release()
+
     def value(self, item: str) -> bytes:
         """Return a plain value as ``torch.save`` writes it."""
         node = self._values[item]

@@ -328,9 +328,11 @@ class ObjectStore:
                 running = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, limit_s), file_system.loop)
                 try:
                     return running.result(limit_s + SLACK_S)
-                except BaseException:  # nobody waits for it any more
+                except BaseException:
                     running.cancel()
                     raise
+                finally:
+                    del running  # it has the error, whose traceback has this frame: a cycle
             return _in_thread(lambda: getattr(file_system, method)(*args, **kwargs), limit_s)
 
         return self._guard(name, call, limit_s, writes=method == "pipe_file", creates=kwargs.get("mode") == "create")
