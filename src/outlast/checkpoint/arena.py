@@ -52,6 +52,8 @@ DEVICE_LIMIT_S = 600.0
 PIN_BYTES = 256 << 20
 SETTLE_S = 10.0
 """Seconds that copies get to end when what they are for is given up."""
+PATIENCE_S = 10.0
+"""Longest time that training waits for an earlier save to be committed to the first tier; the save is skipped then."""
 SILENT_S = 1.0
 """Longest wait for a writer that did not respond to the request before."""
 _MADV_POPULATE_WRITE = 23
@@ -573,7 +575,7 @@ class ArenaPool:
     Args:
         writer: Who owns the memory.
         rank: This rank.
-        limit_s: Longest time that :meth:`take` waits for an arena to come back.
+        limit_s: Longest time that :meth:`take` waits for an arena to come back, if that is shorter than its own limit.
         answer_s: Longest time that the writer may take to respond. While it is silent, later saves are skipped after
             :data:`SILENT_S`.
         may_steal: Whether the memory of the newest committed generation may be taken when the other arena is in use.
@@ -590,7 +592,7 @@ class ArenaPool:
         self._stop = threading.Event()
         self._toucher: threading.Thread | None = None
         self._is_given_up = False
-        self._is_writer_silent = False
+        self._is_writer_silent = self._is_late = False
 
     def take(self, num_bytes: int) -> Arena:
         """Return an arena of at least that size.
@@ -598,10 +600,11 @@ class ArenaPool:
         Raises:
             CheckpointError: None came back in time, there is no memory, or no writer; or it is given up.
 
-        Blocks: while earlier saves are being committed to memory, up to the pool's limit; never for a tier that is
-            behind.
+        Blocks: while earlier saves are being committed to memory, up to :data:`PATIENCE_S`, or :data:`SILENT_S` if the
+            save before was skipped, too; never for a tier that is behind.
         """
-        end_ns = clock.now_ns() + int(self._limit_s * 1e9)
+        limit_s = min(SILENT_S if self._is_late else PATIENCE_S, self._limit_s)
+        end_ns = clock.now_ns() + int(limit_s * 1e9)
         with self._changed:
             while (arena := self._ask(num_bytes, self._may_steal)) is None:
                 if self._behind and self._busy <= self._behind:
@@ -611,7 +614,11 @@ class ArenaPool:
                     )
                 left_s = (end_ns - clock.now_ns()) / 1e9
                 if self._is_given_up or left_s <= 0 or not self._changed.wait(left_s):
-                    raise CheckpointError("earlier saves neither end nor fail; does the store's host still run?")
+                    self._is_late = True
+                    raise CheckpointError(
+                        f"earlier saves have neither ended nor failed after {limit_s:g} s; this save is skipped"
+                    )
+            self._is_late = False
             return arena
 
     def give_back(self, arena: Arena) -> None:

@@ -528,7 +528,9 @@ class Lane(ABC):
         return []
 
     def _describe_rank(self, rank: int) -> str:
-        return f"rank {rank} on node {self._places.nodes[rank]}"
+        node = self._places.nodes[rank]
+        folder = self._places.folders.get(node) if Tier.LOCAL in self.tiers else None
+        return f"rank {rank} on node {node}{f' ({folder})' if folder else ''}"
 
     def _conclude(self, save: Save, what: str, *, is_limited: bool = True) -> SaveOutcome:
         """Wait for the outcome that rank 0 posts, and return it.

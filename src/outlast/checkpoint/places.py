@@ -201,6 +201,8 @@ class Places:
     """Why the global tier could not be listed at the start; ``None`` = it could, or there is none."""
     local_error: str | None = None
     """Why this node's folder could not be listed at the start; ``None`` = it could, or there is none."""
+    folders: Mapping[str, str] = field(default_factory=dict)
+    """Node to its local folder, for people; empty without a local tier."""
     job: str = ""
     """The job, as the names of save attempts have it."""
     durable_iteration: int | None = None
@@ -245,6 +247,8 @@ class _RankView(msgspec.Struct, kw_only=True):
     node: str
     ranks: list[int]
     """The ranks that see the same local folder; empty = it cannot be written or listed."""
+    folder: str = ""
+    """This node's local folder, on its first rank."""
     near: list[RunEvidence] = []
     """Of this node's memory, and, for the lowest of these ranks, its folder."""
     of_job: bool = False
@@ -371,6 +375,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         generations=frozenset(generation for one in everyone for generation in one.generations),
         global_error=next((one.global_error for one in everyone if one.global_error is not None), None),
         local_error=mine.local_error,
+        folders={nodes[rank]: everyone[rank].folder for rank in leaders if everyone[rank].folder},
         job=clean_name(place.job),
         durable_iteration=place.durable_iteration,
         waited_s=wait.waited_s,
@@ -469,19 +474,24 @@ class _PlacesLook:
     seen_global: DirectoryContent | None = None
     """The same of the global tier, on rank 0."""
     _view: _RankView | None = None
-    _is_probed: bool = False
-    """Rank 0 has written its file to the global tier; the same on all ranks."""
-    _has_probe: bool = False
-    """This rank has written its file to its node's folder."""
+    _local_try: int = 1
+    """Number of this rank's file: an abandoned write that ends later removes its own file, and not the next one."""
+    _global_try: int = 1
+    """The same of rank 0's file in the global tier."""
+    _probed: int = 0
+    """Number of the file that rank 0 has written to the global tier; 0 = none; the same on all ranks."""
 
     @property
     def _probe(self) -> Path | None:
-        return None if self.local is None else self.local.path / f".probe-{self.token}-{self.peers.rank}"
+        if self.local is None:
+            return None
+        return self.local.path / f".probe-{self.token}-{self.peers.rank}.{self._local_try}"
 
     @property
     def _shared(self) -> Path | None:
-        is_folder = self.directory is not None and not self.directory.is_remote
-        return Path(self.directory.url) / f".probe-{self.token}" if is_folder and self.directory is not None else None
+        if self.directory is None or self.directory.is_remote:
+            return None
+        return Path(self.directory.url) / f".probe-{self.token}.{self._probed or self._global_try}"
 
     @property
     def _looks(self) -> bool:
@@ -498,14 +508,16 @@ class _PlacesLook:
         """
         self._view = view = _RankView(node=self.place.node, ranks=[self.peers.rank], looks=self._looks)
         if self.local is not None and self._probe is not None:
+            view.folder = self.local.url if self.place.local_rank == 0 else ""
             problem = self._write(self.local.url, self._probe)
-            self._has_probe = problem is None
+            self._local_try += problem is not None
             self._note_local(view, problem, is_written=True)
-        if self.peers.rank == 0 and self._shared is not None and not self._is_probed:
+        if self.peers.rank == 0 and self._shared is not None and not self._probed:
             problem = self._write(str(self._shared.parent), self._shared)
-            self._is_probed = problem is None
+            self._probed = self._global_try if problem is None else 0
+            self._global_try += problem is not None
             self._note_global(view, problem, is_written=True)
-        self._is_probed = self.peers.gather(b"1" if self._is_probed else b"")[0] == b"1"
+        self._probed = int(self.peers.gather(str(self._probed).encode())[0])
         self._look_global(view)
         self._look_local(view)
         self._look_at_writer(view)
@@ -558,8 +570,8 @@ class _PlacesLook:
             return _evidence(seen, directory.named_runs()), seen
 
         def compare() -> tuple[bool, tuple[int, str] | None]:
-            if self._is_probed and shared is not None:
-                return not os.path.exists(shared), None
+            if self._probed and shared is not None:
+                return not shared.exists(), None  # os.path.exists would hide the errors of a mount that is gone
             return False, _find_newest(directory)
 
         try:
@@ -580,7 +592,7 @@ class _PlacesLook:
         def look() -> tuple[list[int], DirectoryContent, RunEvidence, bool]:
             names = local.names()
             seen = look_at(local)
-            ranks = sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix))
+            ranks = sorted({int(name.removeprefix(prefix).split(".")[0]) for name in names if name.startswith(prefix)})
             of_job = False
             for newest in seen.generations[:1]:
                 with contextlib.suppress(CheckpointError):
@@ -627,9 +639,9 @@ class _PlacesLook:
         assert self.directory is not None
         setting, node = f"directory={setting}", self.place.node
         shared = self._shared
-        if shared is not None and self._is_probed:
+        if shared is not None and self._probed:
             if any(one.lacks_probe for one in everyone):
-                sees = partial(os.path.exists, shared) if self.place.local_rank == 0 else None
+                sees = shared.exists if self.place.local_rank == 0 else None
                 _agree_view(setting, os.fspath(shared.parent), self.peers, sees, node=node, calls=self.calls)
         elif everyone[0].global_error is None:
             mine = everyone[self.peers.rank].newest

@@ -99,6 +99,7 @@ class WriterPings:
                 return False
             if readable and self._receive():
                 self._has_responded = True
+                self._disconnect()  # the next ping shows whether it still accepts connections and starts threads
                 return True
             if readable:  # the connection ended, and the process has not
                 is_sent = False
