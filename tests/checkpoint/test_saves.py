@@ -140,7 +140,7 @@ manager.close()
 """
     ((code, told),) = start(tmp_path / "ckpt", script)
     assert code == 0, told
-    assert "did not answer" in told["failed"]
+    assert "did not respond" in told["failed"]
     assert told["replaced"]
     assert told["gone"]
 

@@ -60,11 +60,18 @@ def test_training_waits_once_for_a_stopped_writer() -> None:
             pool.give_back(pool.take(4096))
             writer_process = psutil.Process(writer.pid)
             writer_process.suspend()
+            _wait_until(lambda: _is_stopped(writer.pid))
             for limit in ("2 s", "1 s"):
                 with pytest.raises(CheckpointError, match=f"did not respond within {limit}"):
                     pool.take(4096)
             writer_process.resume()
             _wait_until(lambda: _gives_memory(pool))
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether every thread of a process is stopped."""
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
 
 
 def _gives_memory(pool: ArenaPool) -> bool:

@@ -511,7 +511,7 @@ class Lane(ABC):
             if has_failed and not waits_for_all:
                 break
             try:
-                self._outcomes.late.wait_for(self.name, self._describe_rank(members[child]))
+                self._outcomes.late.wait_for(self.name, self._describe_folder(members[child]))
                 subtree = self._receive(save, f"{name}/{members[child]}", Subtree, grace_s=grace_s)
             except PeerSilent as error:
                 silence = silence or str(error)
@@ -528,9 +528,12 @@ class Lane(ABC):
         return []
 
     def _describe_rank(self, rank: int) -> str:
-        node = self._places.nodes[rank]
-        folder = self._places.folders.get(node) if Tier.LOCAL in self.tiers else None
-        return f"rank {rank} on node {node}{f' ({folder})' if folder else ''}"
+        return f"rank {rank} on node {self._places.nodes[rank]}"
+
+    def _describe_folder(self, rank: int) -> str:
+        """Return a rank's node and, in a lane to the local tier, the folder that the rank writes to."""
+        folder = self._places.folders.get(self._places.nodes[rank]) if Tier.LOCAL in self.tiers else None
+        return f"{self._describe_rank(rank)}{f' ({folder})' if folder else ''}"
 
     def _conclude(self, save: Save, what: str, *, is_limited: bool = True) -> SaveOutcome:
         """Wait for the outcome that rank 0 posts, and return it.
