@@ -91,6 +91,7 @@ def test_a_stopped_writer_is_killed_and_replaced() -> None:
         client.ask(protocol.List(), protocol.Listed, timeout_s=LONG_S)
         first = writer.pid
         psutil.Process(first).suspend()
+        _wait_until(lambda: _is_stopped(first))
         pending = pool.submit(client.ask, protocol.List(), protocol.Listed, timeout_s=LONG_S)
         with pytest.raises(CheckpointError, match="the checkpoint writer is gone"):
             pending.result(LONG_S)
