@@ -91,26 +91,30 @@ def test_checkpoints_of_a_silent_writer_are_loaded_from_replicas(tmp_path: Path)
     with Cluster(script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1) as cluster:
         for rank in range(2):
             cluster.wait_for(f"SAVED 0 {rank} 3 ", timeout_s=WITHIN_S)
+        found = re.search(r"SAVED 0 (\d) ", cluster.agent(1).output())
+        assert found is not None
+        lost = int(found[1])  # the rank on node 1: the agent that is first has rank 0
         first = _writer_of(cluster, 1)
         first.suspend()
         event = cluster.wait_for(lambda event: event.kind == EventKind.WRITER_ENDED, timeout_s=WITHIN_S)
         assert event is not None
         assert event.node == "node-1"
         assert re.search(rf"writer of node node-1, pid {first.pid} \(state T.*did not respond", event.data["summary"])
-        os.kill(cluster.worker_pid(1), signal.SIGKILL)
+        os.kill(cluster.worker_pid(lost), signal.SIGKILL)
         saved, loaded = _saved(cluster, 0)[3], _loaded(cluster, 1)
-        assert loaded == {rank: (3, saved[rank], "memory,replica") for rank in range(2)}
+        tiers = ",".join("replica" if rank == lost else "memory" for rank in range(2))
+        assert loaded == {rank: (3, saved[rank], tiers) for rank in range(2)}
 
-        cluster.wait_for("SAVED 1 1 5 ", timeout_s=WITHIN_S)
+        cluster.wait_for(f"SAVED 1 {lost} 5 ", timeout_s=WITHIN_S)
         _writer_of(cluster, 1).suspend()
         first_ns = event.mono_ns
         cluster.wait_for(
             lambda event: event.kind == EventKind.WRITER_ENDED and event.mono_ns > first_ns, timeout_s=WITHIN_S
         )
         newest = max(_saved(cluster, 1))
-        cluster.wait_for(f"SAVED 1 1 {newest + 3} ", timeout_s=WITHIN_S)
+        cluster.wait_for(f"SAVED 1 {lost} {newest + 3} ", timeout_s=WITHIN_S)
         (tmp_path / "hold-1").touch()
-        os.kill(cluster.worker_pid(1), signal.SIGKILL)
+        os.kill(cluster.worker_pid(lost), signal.SIGKILL)
         loaded = _loaded(cluster, 2)
         assert {tiers for _, _, tiers in loaded.values()} == {"memory,memory"}
         ((iteration, *_),) = {(one[0],) for one in loaded.values()}
