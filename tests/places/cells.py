@@ -85,7 +85,7 @@ def disk_cells() -> list[Cell]:
             shared = tier == Tier.GLOBAL and fault in (Fault.FULL, Fault.NO_INODES)  # full for one is full for all
             if fault == Fault.UNMOUNTED and tier == Tier.GLOBAL:
                 continue  # a job does not start where nodes see different directories: test_directory_views.py
-            # Nor does a run accept that the records of its earlier job are back in a directory that it began anew.
+            # Nor does a run accept that the records of its earlier job are back in a directory that it has started.
             whens = [when for when in When if fault != Fault.UNMOUNTED or when != When.START]
             cells += [Cell(fault, tier, nodes, when) for nodes in ((ALL,) if shared else (_ONE, ALL)) for when in whens]
     return cells

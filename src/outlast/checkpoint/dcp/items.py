@@ -87,7 +87,7 @@ class Items:
         self.inventory = Inventory.of(parts, values)
 
     def close(self) -> None:
-        """Release the image, so that its memory can be unmapped whoever still has a reference to this object."""
+        """Release the image, so that its memory can be unmapped even while references to this object exist."""
         self._image.release()
 
     def value(self, item: str) -> bytes:
