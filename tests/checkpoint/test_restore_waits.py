@@ -100,6 +100,7 @@ class Ranks:
         cycle: int = 0,
         until: str = "",
         then: Callable[[], None] = lambda: None,
+        mount: HangingMount | None = None,
         **variables: str,
     ) -> tuple[list[dict[str, Any]], str]:
         """Run a script on both ranks; return what each one tells, and the output of both.
@@ -109,6 +110,8 @@ class Ranks:
             cycle: Number of the job's cycle.
             until: A text in the output of a rank after which ``then`` is called; empty = at once.
             then: Is called once.
+            mount: A directory that hangs in the script; resumed once both ranks have told. A call that the daemon had
+                read before it was stopped cannot be interrupted, so that its process would not end on SIGKILL.
             variables: Of the ranks' environment.
         """
         options = options if len(options) == 2 else (options[0], options[0])
@@ -128,6 +131,9 @@ class Ranks:
             if until:
                 ranks.wait_until(lambda: any(until in ranks.output(rank) for rank in range(2)) or None, LIMIT_S)
             then()
+            if mount is not None:
+                ranks.wait_until(lambda: all('{"' in ranks.output(rank) for rank in range(2)) or None, LIMIT_S)
+                mount.resume()
             ranks.wait_until_gone(LIMIT_S)
             outputs = [ranks.output(rank) for rank in range(2)]
         told = []
@@ -245,7 +251,7 @@ def test_a_rank_whose_reading_hangs_is_identified_with_its_file(ranks: Ranks, mo
     options = settings(mount.source / "run"), settings(mount.path / "run")
     ranks.run(SAVE, *options)
     ranks.renew()
-    told, output = ranks.run(HANG_AFTER_THE_LOOK, *options, DAEMON=str(mount.pid))
+    told, output = ranks.run(HANG_AFTER_THE_LOOK, *options, mount=mount, DAEMON=str(mount.pid))
     for one in told:
         assert "rank 1 on node b cannot load step-1/rank-00001" in one["error"], output
         assert f"{mount.path / 'run'}/step-1/" in one["error"]
@@ -264,7 +270,7 @@ def test_a_rank_whose_local_directory_hangs_loads_from_another_tier(
     )
     ranks.run(SAVE, *options)
     ranks.renew()
-    told, output = ranks.run(HANG_AFTER_THE_LOOK, *options, DAEMON=str(mount.pid))
+    told, output = ranks.run(HANG_AFTER_THE_LOOK, *options, mount=mount, DAEMON=str(mount.pid))
     assert [one.get("loaded") for one in told] == [1, 1], output
     assert told[0]["tiers"][1] == "global"
 
