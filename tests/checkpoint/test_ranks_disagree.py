@@ -134,6 +134,7 @@ os._exit(0)
     assert "neither committed nor failed" in told["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_death_of_rank_0_is_told_as_that(tmp_path: Path) -> None:
     """The saves of the others fail because their store is gone: nobody is told to look at the directory."""

@@ -52,7 +52,7 @@ MAX_POLL_S = 1.0
 """Of a wait without a time limit, which looks less often the longer it lasts."""
 POLL_SHARE = 0.02
 """Of the time waited so far: the longest pause of such a wait."""
-RENEW_S = 10.0
+RENEW_S = 3.0
 """Seconds in which the ranks' store has to be reached again."""
 RETRY_S = 5.0
 """Before the first retry of a save; doubled from then on."""
