@@ -186,7 +186,7 @@ class WorkerEnv:
     """Copies that must not be loaded, as JSON; ``None`` = none known."""
     durable_iteration: int | None = None
     """The newest iteration whose checkpoint survives the end of the job, of all cycles and jobs before this cycle;
-    ``None`` = there is none, or it is not known for certain."""
+    :data:`~outlast.policy.recovery_point.NONE_DURABLE` = none was committed; ``None`` = not known for certain."""
     replay: str | None = None
     """What to run again before anything else, as JSON of :class:`outlast.policy.rerun.Replay`; ``None`` = nothing."""
     names: tuple[str, ...] = ()

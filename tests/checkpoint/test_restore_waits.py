@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -15,6 +16,7 @@ from hanging_mount import HangingMount
 from saving_ranks import BODY
 
 from outlast.checkpoint.writer_client import WriterProcess
+from outlast.policy.recovery_point import NONE_DURABLE
 from outlast.testing import RankProcesses
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -216,8 +218,25 @@ def test_memory_of_this_job_is_loaded_at_once_while_the_global_directory_hangs(
     assert "continues to wait" not in output
 
 
-def test_older_local_checkpoints_are_loaded_only_once_the_wait_is_over(
+def test_a_newer_checkpoint_that_a_node_lacks_keeps_no_restart_waiting(
     ranks: Ranks, mount: HangingMount, tmp_path: Path
+) -> None:
+    """A failure ended the cycle while node b committed iteration 2, and the launcher knows that no checkpoint was
+    committed to the global directory, which hangs: the ranks load iteration 1 at once."""
+    options = [settings(mount.path / "run", local=tmp_path / node, replication=False) for node in "ab"]
+    for cycle in range(2):
+        told, output = ranks.run(SAVE, *options, cycle=cycle, TIERS='["local"]')
+        assert [one["saved"] for one in told] == [cycle + 1] * 2, output
+    shutil.rmtree(tmp_path / "b" / "b" / "step-2")
+    mount.hang()
+    told, output = ranks.run(LOAD, *options, cycle=2, OUTLAST_DURABLE_ITERATION=str(NONE_DURABLE))
+    assert [(one["loaded"], one["tiers"]) for one in told] == [(1, ["local", "local"])] * 2, output
+    assert "continues to wait" not in output
+
+
+@pytest.mark.parametrize("durable", ["", str(NONE_DURABLE)], ids=["unknown", "none"])
+def test_older_local_checkpoints_are_loaded_only_once_the_wait_is_over(
+    ranks: Ranks, mount: HangingMount, tmp_path: Path, durable: str
 ) -> None:
     """Another job may have saved newer ones in the global directory: a new job waits for it, and then goes on with what
     the local directories hold, and the line has the directory."""
@@ -225,7 +244,7 @@ def test_older_local_checkpoints_are_loaded_only_once_the_wait_is_over(
     ranks.run(SAVE, options)
     ranks.renew()
     mount.hang()
-    place = {"OUTLAST_JOB": "another"}
+    place = {"OUTLAST_JOB": "another", "OUTLAST_DURABLE_ITERATION": durable}
     told, output = ranks.run(LOAD, {**options, "restore_timeout": 3.0, "response_timeout": 1.0}, **place)
     assert [(one["loaded"], one["tiers"]) for one in told] == [(1, ["local", "local"])] * 2, output
     assert "the start continues with the checkpoints of the node-local tiers" in output

@@ -85,7 +85,7 @@ def test_a_tier_that_hangs_is_reported_with_what_it_waits_for(late: LateTiers, l
     """Tier, path, rank and node, the saves that are not there, and the age of the newest checkpoint."""
     late.start({"global": "the global tier (/shared/run)"})
     late.commit("global", 10)
-    late.begin("global", 20)
+    late.begin("global", 20, "rank 0 on node a")
     late.wait_for("global", "rank 1 on node b")
     late.replace("global")
     assert lines.came.acquire(timeout=LONG_S)
@@ -100,14 +100,14 @@ def test_a_tier_that_hangs_is_reported_with_what_it_waits_for(late: LateTiers, l
 def test_a_tier_that_fails_is_reported_with_its_last_error(late: LateTiers, lines: _Lines) -> None:
     """Also between two attempts, when none is under way; and once it works again there is no other line."""
     late.start({"local": "the local tier (/nvme/run)"})
-    late.begin("local", 20)
+    late.begin("local", 20, "rank 0 on node a")
     late.fail("local", "rank 0 on node a: No space left on device")
     while "last error: rank 0 on node a: No space left on device" not in (lines.texts or [""])[-1]:
         assert lines.came.acquire(timeout=LONG_S)
     assert "no checkpoint was written there since this cycle began" in lines.texts[-1]
     late.commit("local", 20)
     num_lines = len(lines.texts)
-    late.begin("local", 30)
+    late.begin("local", 30, "rank 0 on node a")
     late.commit("local", 30)
     assert all("is behind" not in text for text in lines.texts[num_lines + 1 :])
 

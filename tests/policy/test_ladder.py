@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -11,8 +12,17 @@ from hypothesis import strategies as st
 
 from outlast.errors import ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
-from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide, find_outcome, merge
-from outlast.policy.recovery_point import Distrusted, Load, TierName
+from outlast.policy.ladder import (
+    CycleEnd,
+    LadderState,
+    Limits,
+    begin_job,
+    decide,
+    find_outcome,
+    known_durable,
+    merge,
+)
+from outlast.policy.recovery_point import NONE_DURABLE, Distrusted, Load, TierName
 
 
 def died(node: str = "a", **changes: Any) -> Incident:
@@ -57,6 +67,27 @@ def test_unknown_progress_means_torchruns_budget() -> None:
     assert [v.rung for v in verdicts] == [Rung.RESTART_WORKERS] * 3 + [Rung.STOP]
     assert verdicts[-1].exit_code == ExitReason.FAILED
     assert "all 3 restarts are used" in verdicts[-1].reason
+
+
+@pytest.mark.parametrize("durable", [None, 40])
+def test_what_is_durable_is_known_once_a_cycle_of_the_job_has_ended(durable: int | None) -> None:
+    """Before, and in the job after one that was cut off, more may have been committed than was recorded; a job that
+    ended in order has recorded all."""
+
+    def begin(state: LadderState, job: str) -> LadderState:
+        return msgspec.structs.replace(begin_job(state), job=job)
+
+    known = NONE_DURABLE if durable is None else durable
+    state = LadderState(job="first")
+    assert known_durable(state) is None
+    end = CycleEnd(cycle=0, incident=died(job="first"), durable_iteration=durable, progress_known=True)
+    state, verdict = decide(state, end, Limits(max_restarts=1))
+    assert (verdict.rung, known_durable(state)) == (Rung.RESTART_WORKERS, known)
+    assert known_durable(begin(state, "second")) is None
+    ends = [dataclasses.replace(end, cycle=number) for number in range(1, 9)]
+    state, verdicts = climb(state, Limits(max_restarts=1, max_no_progress_cycles=2), *ends)
+    assert verdicts[-1].rung == Rung.STOP
+    assert known_durable(begin(state, "second")) == known
 
 
 def test_three_cycles_without_progress_stop_with_93() -> None:

@@ -314,7 +314,7 @@ class Lane(ABC):
     def _take(self, save: Save) -> None:
         """Commit a save, report what became of it, and hand it on."""
         self._renew_store()
-        self._outcomes.late.begin(self.name, save.iteration)
+        self._outcomes.late.begin(self.name, save.iteration, self._describe_folder(self._rank))
         try:
             reached = self._commit(save)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end saving without a report
@@ -518,7 +518,7 @@ class Lane(ABC):
                 continue
             known += [(rank, from_json(data, type(mine))) for rank, data in subtree.answers]
             silence = silence or subtree.silence
-        self._outcomes.late.wait_for(self.name, "")
+        self._outcomes.late.wait_for(self.name, self._describe_folder(self._rank))
         if place == 0:
             if silence is not None and all(answer.error is None for _, answer in known):
                 raise PeerSilent(silence, rank=self._rank, iteration=save.iteration)
@@ -583,6 +583,7 @@ class Lane(ABC):
             self._store.set_timeout(datetime.timedelta(seconds=min(RENEW_S, self._timeout_s)))
             self._store, self._is_store_lost = self._store.clone(), False
             self._store.set_timeout(datetime.timedelta(seconds=self._timeout_s))
+            self._was_unreachable = False
         except (AttributeError, RuntimeError) as error:
             what = (str(error).splitlines() or [type(error).__name__])[0]
             log.log(

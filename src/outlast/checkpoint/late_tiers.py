@@ -74,14 +74,14 @@ class LateTiers:
         """End the reports. Idempotent. Blocks: never."""
         self._stop.set()
 
-    def begin(self, lane: str, iteration: int) -> None:
-        """An attempt to write a save to a tier begins."""
+    def begin(self, lane: str, iteration: int, waits_for: str) -> None:
+        """An attempt to write a save to a tier begins, by waiting for something: see :meth:`wait_for`."""
         with self._lock:
             if (tier := self._tiers.get(lane)) is not None:
-                tier.began_ns, tier.iteration, tier.waits_for = clock.now_ns(), iteration, ""
+                tier.began_ns, tier.iteration, tier.waits_for = clock.now_ns(), iteration, waits_for
 
     def wait_for(self, lane: str, what: str) -> None:
-        """The attempt that is under way waits for something; empty: no longer."""
+        """The attempt that is under way waits for something from now on: a rank with its node, for people."""
         with self._lock:
             if (tier := self._tiers.get(lane)) is not None:
                 tier.waits_for = what
@@ -144,8 +144,10 @@ def _report(tier: _TierProgress, now_ns: int) -> str:
     tier.reported_ns = now_ns
     parts = []
     if is_late:
-        waits = f" and waits for {tier.waits_for}" if tier.waits_for else ""
-        parts.append(f"the save of iteration {tier.iteration} has been under way for {under_way_s:.0f} s{waits}")
+        parts.append(
+            f"the save of iteration {tier.iteration} has been under way for {under_way_s:.0f} s and waits for "
+            f"{tier.waits_for}"
+        )
     if tier.num_failed:
         parts.append(f"{count(tier.num_failed, 'attempt')} failed")
     if tier.num_replaced:

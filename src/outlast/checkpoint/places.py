@@ -49,7 +49,7 @@ from outlast.env import WorkerEnv, clean_name
 from outlast.errors import CheckpointError, ConfigError, OutlastError, PeerLost, Unavailable
 from outlast.policy.checkpoint_plan import choose_partners, parity_groups
 from outlast.policy.lease import LeaseOwner, RunEvidence, choose_run, find_owner
-from outlast.policy.recovery_point import Tier
+from outlast.policy.recovery_point import NONE_DURABLE, Tier
 from outlast.runtime.addresses import own_address
 from outlast.runtime.process_groups import Group, find_first, gather_bytes
 from outlast.runtime.processes import this_process, this_program
@@ -692,7 +692,7 @@ def is_newest_of_run(iteration: int, attempt: str, *, job: str, durable: int | N
         job: This job, as the names of attempts have it; it saves to memory first.
         durable: The newest iteration whose checkpoint survives the end of the job; ``None`` = not known.
     """
-    return iteration >= durable if durable is not None else is_of_job(attempt, job)
+    return is_of_job(attempt, job) if durable is None or durable == NONE_DURABLE else iteration >= durable
 
 
 def _reason(error: Exception) -> str:

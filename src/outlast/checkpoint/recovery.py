@@ -270,8 +270,9 @@ class CheckpointRecovery:
     def _holds_newest(self, table: Table, kept: Sequence[Copy | None], distrusted: Sequence[Distrusted]) -> bool:
         """Return whether all ranks can load a checkpoint of the node-local tiers than which none can be newer.
 
-        The launcher knows of no newer one that was committed to the global tier. Or it does not know, and the
-        checkpoint is the newest that any rank sees, and of this job: what another job has saved is unknown then.
+        The launcher knows of no newer one that was committed to the global tier; if none was, the checkpoint has to be
+        of this job, which has looked there when it started. Or the launcher does not know, and the checkpoint is the
+        newest that any rank sees, and of this job: what another job has saved is unknown then.
         """
         held = [
             {copy for copy in copies if copy.tier != Tier.GLOBAL} | ({own} if own is not None else set())

@@ -373,7 +373,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     has_checkpoint: bool = False
     """Earlier cycles of the run, or earlier jobs of it, have committed a checkpoint."""
     durable_iteration: int | None = None
-    """The newest iteration whose checkpoint survives the end of the job; ``None`` = it is not known for certain."""
+    """See :class:`~outlast.env.WorkerEnv`."""
     place: SlotPlace
     """The same as the node keeps it."""
 

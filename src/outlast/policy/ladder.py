@@ -81,7 +81,15 @@ from outlast.errors import ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
 from outlast.policy.backoff import DELAYS_S, restart_delay_s
 from outlast.policy.causes import is_deterministic
-from outlast.policy.recovery_point import Distrusted, Judgement, Load, exclude_after_failure, judge, settle
+from outlast.policy.recovery_point import (
+    NONE_DURABLE,
+    Distrusted,
+    Judgement,
+    Load,
+    exclude_after_failure,
+    judge,
+    settle,
+)
 from outlast.policy.rerun import Diagnosis, Finding, InvalidResultCase, Replay
 from outlast.wording import count
 
@@ -338,11 +346,13 @@ def known_durable(state: LadderState) -> int | None:
     """Return the newest iteration whose checkpoint survives the end of the job, where that is known for certain.
 
     Returns:
-        ``None``: there is none; or the job before was cut off, and may have committed more than was recorded.
+        :data:`~outlast.policy.recovery_point.NONE_DURABLE`: no cycle has committed one. ``None``: not known, since no
+        cycle has ended yet, or the job before was cut off and may have committed more than was recorded.
     """
     newest = state.history[-1] if state.history else None
-    has_ended = newest is not None and (newest.job == state.job or newest.rung in (Rung.REQUEUE_JOB, Rung.STOP))
-    return state.best_durable if has_ended else None
+    if newest is None or not (newest.job == state.job or newest.rung in (Rung.REQUEUE_JOB, Rung.STOP)):
+        return None
+    return NONE_DURABLE if state.best_durable is None else state.best_durable
 
 
 def merge(state: LadderState, kept: LadderState) -> LadderState:

@@ -159,6 +159,11 @@ def choose_best_point(
 
 
 TierName: TypeAlias = Literal["memory", "local", "replica", "global"]
+NONE_DURABLE = -1
+"""In place of the newest iteration whose checkpoint survives the end of the job: no cycle of the run has committed one.
+
+Checkpoints that were saved elsewhere, such as by another job, are not counted.
+"""
 MAX_OPEN = 3
 """Judgements in a row after which an invalid result is no copy's fault any more."""
 _GLOBAL = str(Tier.GLOBAL)
