@@ -23,6 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: threads
 SLOW_S = 5.0
 _TOGETHER = ("ray", "slurm")
 """Folders whose tests share one cluster: one process of pytest-xdist runs them all."""
+_LONG = ("places", "faults")
+"""Folders whose modules take minutes each."""
 
 settings.register_profile("outlast", deadline=None, derandomize=True, database=None)
 settings.load_profile("outlast")
@@ -55,7 +57,12 @@ def pytest_collection() -> Iterator[object]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes long, so that at the end two processes have something to do."""
-    items.sort(key=lambda item: (item.path.parent.name not in _TOGETHER, item.get_closest_marker("process") is None))
+
+    def order(item: pytest.Item) -> tuple[bool, bool, bool]:
+        folder = item.path.parent.name
+        return folder not in _TOGETHER, folder not in _LONG, item.get_closest_marker("process") is None
+
+    items.sort(key=order)
 
 
 class _ByModule(LoadScopeScheduling):

@@ -52,7 +52,7 @@ def launch(launcher: str, tmp_path: Path, script: list[str], *, nproc: int = 1, 
     out.mkdir(parents=True)
     command = [sys.executable, "-P", *LAUNCHERS[launcher], f"--nproc-per-node={nproc}", *options]
     if launcher == "outlast":
-        command.append(f"--run-dir={run_dir}")
+        command += [f"--run-dir={run_dir}", "--ft-max-restart-delay=0"]  # a dozen scripts fail in a row
     if "--redirects=3" in options:
         command.append(f"--log-dir={logs}")
     environment = {**os.environ, "CASE_OUT": str(out), "OMP_NUM_THREADS": "1"}
