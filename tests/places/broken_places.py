@@ -88,6 +88,8 @@ class Disk:
         self.files = root / "files"
         """Where the test reads and writes, whatever the nodes' mounts do."""
         self._root, self._nodes, self._slow_s = root, tuple(nodes), slow_s
+        self._calls = root / "connections"
+        """Where the kernel shows how many calls each mount has to complete."""
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._broken: list[tuple[Fault, tuple[str, ...]]] = []
         self._slowing: tuple[threading.Thread, threading.Event] | None = None
@@ -101,6 +103,8 @@ class Disk:
         self.files.mkdir(parents=True)
         _run("mount", "-t", "tmpfs", "-o", f"{_SIZE},{_INODES}", _owner(), os.fspath(self.files))
         try:
+            self._calls.mkdir()
+            _run("mount", "-t", "fusectl", _owner(), os.fspath(self._calls))
             for node in self._nodes:
                 self.path(node).mkdir()
                 self._mount(node)
@@ -118,8 +122,9 @@ class Disk:
         for node in self._daemons:
             self._unmount(node)
         self._daemons.clear()
-        if os.path.ismount(self.files):
-            _run("umount", "-l", os.fspath(self.files))
+        for path in (self._calls, self.files):
+            if os.path.ismount(path):
+                _run("umount", "-l", os.fspath(path))
 
     def break_(self, fault: Fault, nodes: Sequence[str] = ALL) -> None:
         """Apply a fault to some nodes' mounts; ``full`` and ``no-inodes`` apply to the files, so to all nodes.
@@ -137,7 +142,8 @@ class Disk:
                 for node in nodes:
                     self._remount(node, "ro")
             case Fault.HUNG:
-                self._signal(nodes, signal.SIGSTOP)
+                for node in nodes:
+                    self._stop_between_calls(node)
             case Fault.SLOW:
                 stop = threading.Event()
                 thread = threading.Thread(target=self._slow_down, args=(nodes, stop), daemon=True)
@@ -217,6 +223,27 @@ class Disk:
     def _signal(self, nodes: Sequence[str], number: int) -> None:
         for node in nodes:
             self._daemons[node].send_signal(number)
+
+    def _stop_between_calls(self, node: str) -> None:
+        """Stop a mount's daemon when it has read no call.
+
+        SIGKILL ends a process that waits in a call that the daemon has not read, as on NFS. It does not end one whose
+        call the daemon has read: test_stuck_kernel.py has such processes.
+        """
+        mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
+        device = next(fields[2] for fields in mounts if fields[4] == os.fspath(self.path(node)))
+        waiting = self._calls / device.partition(":")[2] / "waiting"
+        threads = Path("/proc", str(self._daemons[node].pid), "task")
+        end_s = time.monotonic() + _LIMIT_S
+        while True:
+            self._signal([node], signal.SIGSTOP)
+            while any(b") T " not in (one / "stat").read_bytes() for one in threads.iterdir()):
+                assert time.monotonic() < end_s, f"bindfs of {node} does not stop"
+            if waiting.read_text().strip() == "0":
+                return
+            assert time.monotonic() < end_s, f"{node} calls its mount all the time"
+            self._signal([node], signal.SIGCONT)
+            time.sleep(0.001)
 
     def _slow_down(self, nodes: Sequence[str], stop: threading.Event) -> None:
         while not stop.is_set():
