@@ -104,7 +104,7 @@ def test_a_killed_writer_fails_one_save_on_all_ranks(tmp_path: Path) -> None:
     ended = start(folder, WRITER_DIES, world=2)
     for code, told in ended:
         assert code == 0, told
-        assert f"rank 0 on node {folder.name}: the checkpoint writer is gone" in told["error"]
+        assert f"rank 0 on node {folder.name} ({folder}): the checkpoint writer is gone" in told["error"]
         assert "step-2" in told["generations"]
         assert "step-1" not in told["generations"]
     loaded = start(folder, LOAD, world=2, cycle=1)

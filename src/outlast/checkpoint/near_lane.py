@@ -142,7 +142,7 @@ class NearLane(Lane):
         except (CheckpointError, OSError) as error:
             ready = ShardReady(
                 iteration=save.iteration,
-                error=f"{self._describe_rank(self._rank)}: {error}",
+                error=f"{self._describe_folder(self._rank)}: {error}",
                 is_final=isinstance(error, Unstaged),
                 is_replaced=isinstance(error, Replaced),
             )
@@ -222,7 +222,7 @@ class NearLane(Lane):
                 is_finite, lacks_copies = facts.finite, not all(facts.num_copies)
                 self._place(save, manifest)
         except (OSError, CheckpointError) as failure:
-            mine = SaveOutcome.of(failure, f"{self._describe_rank(self._rank)}: {failure}")
+            mine = SaveOutcome.of(failure, f"{self._describe_folder(self._rank)}: {failure}")
         try:
             outcomes = self._gather_up(save, "renamed", mine, self._places.leaders)
         except PeerSilent as failure:
