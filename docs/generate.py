@@ -197,7 +197,9 @@ def kubernetes_manifest() -> str:
         run_claim="runs",
         nnodes="4:5",
         gpus_per_node=8,
+        cpus="96",
         memory="1Ti",
+        shm_size="256Gi",
         run_key_secret="gpt-run-key",
     )
     return f"```yaml\n{as_yaml(job.manifests())}```\n"

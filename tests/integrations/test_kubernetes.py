@@ -43,6 +43,15 @@ FULL: dict[str, Any] = GIVEN | {
     "tolerations": ("nvidia.com/gpu", "team=ml"),
     "volumes": ("claim:data:/data", "configmap:gpt:/etc/outlast", "secret:s3:/etc/s3"),
     "env": ("LEVEL=$(HOME)", "EMPTY="),
+    "image_pull_secrets": ("regcred", "mirror"),
+    "metrics_port": 9465,
+    "run_as_user": 1000,
+    "run_as_group": 1000,
+    "run_as_non_root": True,
+    "fs_group": 2000,
+    "capabilities": ("IPC_LOCK", "SYS_ADMIN"),
+    "allow_privilege_escalation": True,
+    "seccomp_profile": "RuntimeDefault",
     "service_account": "trainer",
     "priority_class": "high",
     "queue": "training",
@@ -132,6 +141,10 @@ QUANTITIES = st.from_regex(r"[1-9][0-9]{0,3}(Mi|Gi)?", fullmatch=True)
             ),
             "port": st.integers(1, 65535),
             "namespace": LABELS,
+            "metrics_port": st.integers(1, 65535),
+            "image_pull_secrets": st.lists(LABELS, max_size=2).map(tuple),
+            "fs_group": st.integers(0, (1 << 31) - 1),
+            "capabilities": st.sampled_from([(), ("IPC_LOCK",), ("IPC_LOCK", "SYS_PTRACE")]),
         },
     ),
 )
@@ -142,8 +155,10 @@ def test_whatever_is_asked_for_is_whole(
     agents meet at pods that there are, and the script gets its arguments as they stand."""
     command = ("train.py", *words)
     names = [one.partition("=")[0] for one in options.get("env", ())]
-    if len(set(names)) < len(names):
+    if len(set(names)) < len(names) or options.get("metrics_port") == options.get("port", 29400):
         return
+    if {"memory", "shm_size"} <= options.keys():
+        options["shm_size"] = options["memory"]
     job = KubernetesJob(
         **GIVEN | options | {"name": name, "command": command}, kind=kind, nnodes=f"{low}:{low + spares}"
     )
@@ -154,7 +169,7 @@ def test_whatever_is_asked_for_is_whole(
     assert pod["terminationGracePeriodSeconds"] >= job.shutdown_grace + 30
     args = expand(container["args"], {"NODE_NAME": "m1", "JOB_COMPLETION_INDEX": "0"})
     assert args[len(args) - len(command) :] == list(command)
-    hosts = re.findall(r"--rdzv-endpoint=(\S+)", " ".join(args[:15]))
+    hosts = re.findall(r"--rdzv-endpoint=(\S+)", " ".join(args[: len(args) - len(command)]))
     assert len(hosts) == (1 if low + spares > 1 else 0)
     for host in hosts[0].split(",") if hosts else ():
         stem, _, port = host.rpartition(":")
@@ -269,6 +284,58 @@ def test_a_run_key_is_a_file_and_nothing_secret_is_in_the_manifest() -> None:
         KubernetesJob(**GIVEN, env=("OUTLAST_RUN_KEY=0123456789abcdef",))
 
 
+def test_a_container_has_no_privileges_unless_asked_for() -> None:
+    """By default all capabilities are dropped and none can be gained; user and groups are the image's. Options set
+    all of it, and volumes get the group without a look at each file."""
+    pod = pod_of(KubernetesJob(**GIVEN).manifests())
+    dropped = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert pod["containers"][0]["securityContext"] == dropped
+    assert "securityContext" not in pod
+    pod = pod_of(KubernetesJob(**FULL).manifests())
+    assert pod["containers"][0]["securityContext"] == {
+        "allowPrivilegeEscalation": True,
+        "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK", "SYS_ADMIN"]},
+    }
+    assert pod["securityContext"] == {
+        "runAsUser": 1000,
+        "runAsGroup": 1000,
+        "fsGroup": 2000,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
+def test_a_registry_with_a_password_and_a_scraper(kind: Any) -> None:
+    """Pods have the Secrets for their image, and with a port for metrics what a scraper needs to find them."""
+    made = KubernetesJob(**GIVEN, kind=kind, image_pull_secrets=("regcred",), metrics_port=9465).manifests()
+    pod = pod_of(made)
+    assert pod["imagePullSecrets"] == [{"name": "regcred"}]
+    (container,) = pod["containers"]
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert ports == {"metrics": 9465} | ({"pytorchjob-port": 29400} if kind == "PyTorchJob" else {})
+    assert {"--metrics-port=9465", "--metrics-address=0.0.0.0"} <= set(container["args"])
+    text = json.dumps(made)
+    annotations = {"scrape": "true", "port": "9465", "path": "/metrics"}
+    assert all(f'"prometheus.io/{name}": "{value}"' in text for name, value in annotations.items())
+    own = KubernetesJob(**GIVEN | {"command": ("--metrics-address=::", "train.py")}, kind=kind, metrics_port=9465)
+    assert "--metrics-address=0.0.0.0" not in own.run_arguments
+    assert not {"ports", "annotations"} & set(re.findall(r"\w+", json.dumps(KubernetesJob(**GIVEN).manifests())))
+
+
+def test_pods_without_cpus_or_memory_are_warned_of(tmp_path: Path) -> None:
+    """One line for each amount that the pods do not request, named as on the command line; none where it is given."""
+    for words, fields in (
+        ([], ["--cpus", "--memory"]),
+        (["--cpus=8"], ["--memory"]),
+        (["--resource=cpu=8", "--memory=1Gi"], []),
+    ):
+        done = CliRunner().invoke(cli, ["k8s", "manifest", *LEAST, *words, "train.py"], standalone_mode=False)
+        lines = done.stderr.splitlines()
+        assert [line.partition(": the pods request none")[0] for line in lines] == [f"outlast: {one}" for one in fields]
+
+
 def test_a_train_job_meets_its_runtime() -> None:
     """A TrainJob refers to the runtime made with it, whose job has the label and the container that Trainer wants."""
     runtime, job = KubernetesJob(**GIVEN, kind="TrainJob", nnodes="2:3").manifests()
@@ -347,6 +414,19 @@ def test_a_pytorch_job_that_is_told_at_once_hands_sigterm_on(tmp_path: Path) -> 
         ({"run_claim": "Runs"}, "run_claim: 'Runs' is no name"),
         ({"memory": "64GB"}, "memory='64GB' is no quantity"),
         ({"gpus_per_node": 0}, "gpus_per_node=0 is not > 0"),
+        ({"memory": "1Gi", "shm_size": "2G"}, "shm_size=2G is more than memory=1Gi"),
+        ({"metrics_port": 0}, "metrics_port=0 is not a valid port"),
+        ({"metrics_port": 29400}, "metrics_port=29400 is the port of the agents"),
+        ({"command": ("--metrics-port=9465", "train.py")}, "--metrics-port is made from the manifest's metrics_port"),
+        ({"command": ("--metrics-address=::", "train.py")}, "--metrics-address has no effect without metrics_port"),
+        ({"image_pull_secrets": ("A b",)}, "image_pull_secrets: 'A b' is no name"),
+        ({"run_as_user": -1}, "run_as_user=-1 must be from 0 to 2147483647"),
+        ({"run_as_user": 0, "run_as_non_root": True}, "run_as_user=0 is root, and contradicts run_as_non_root"),
+        ({"run_as_user": 7, "run_key_secret": "a"}, "run_key_secret=a can be read by root and by fs_group only"),
+        ({"run_as_non_root": True, "run_key_secret": "a"}, "set fs_group to a group id"),
+        ({"capabilities": ("CAP_IPC_LOCK",)}, "capabilities: 'CAP_IPC_LOCK' is not a capability without CAP_"),
+        ({"capabilities": ("SYS_ADMIN",)}, "grants 'SYS_ADMIN' only with allow_privilege_escalation"),
+        ({"seccomp_profile": "off"}, "seccomp_profile='off' must be RuntimeDefault or Unconfined"),
         ({"min_nodes": 2}, "min_nodes=2 must be from 1 to the 1 of nnodes=1"),
         ({"volumes": ("data:/data",)}, "volumes: 'data:/data' is not in the form"),
         ({"volumes": ("claim:data:/runs",)}, "volumes: /runs has a volume already"),
@@ -437,11 +517,18 @@ LEAST = ("--image=registry/train:1", "--run-claim=runs")
         ((*LEAST, "--gpus-per-node=a", "--", "train.py"), "is not a whole number"),
         ((*LEAST, "--name=a_b", "--", "train.py"), "--name='a_b' is no name for Kubernetes"),
         (
+            (*LEAST, "--run-as-user=7", "--run-key-secret=a", "--", "train.py"),
+            "--run-key-secret=a can be read by root and by --fs-group only",
+        ),
+        (
             (*LEAST, "--cpus=8", "--resource=cpu=4", "--", "train.py"),
             "--resource: 'cpu=4' stands beside --cpus=8; leave one of them out",
         ),
         ((*LEAST, "--mount-path=/dev/shm", "--", "train.py"), "--mount-path='/dev/shm' is taken"),
-        ((*LEAST, "-o", "/nowhere/job.yaml", "--", "train.py"), "/nowhere/job.yaml is not written"),
+        (
+            (*LEAST, "--cpus=8", "--memory=1Gi", "-o", "/nowhere/job.yaml", "--", "train.py"),
+            "/nowhere/job.yaml is not written",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(words: tuple[str, ...], text: str) -> None:
@@ -504,7 +591,10 @@ def test_every_field_is_an_option_and_does_something() -> None:
     changed |= {"num_job_retries_on_failure": 5, "pod_retries": 7, "share_nodes": True, "image": "b", "name": "b"}
     changed["run_claim"] = "other"
     for field in fields:
-        before = base | ({"gpus_per_node": 1} if field == "gpu_resource" else {})
+        before = base | {
+            "gpu_resource": {"gpus_per_node": 1},
+            "capabilities": {"allow_privilege_escalation": True},
+        }.get(field, {})
         plain = KubernetesJob(**GIVEN | before).manifests()
         assert KubernetesJob(**GIVEN | before | {field: changed[field]}).manifests() != plain, field
 

@@ -44,7 +44,7 @@ _OPTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("--cpus", "cpus", "QUANTITY", "CPUs of a pod: 32, 500m."),
     ("--memory", "memory", "QUANTITY", "Memory of a pod, with /dev/shm and checkpoints in memory: 512Gi."),
     ("--resource", "resources", "KEY=QUANTITY", "More resources of a pod, such as rdma/ib=1; repeat."),
-    ("--shm-size", "shm_size", "QUANTITY", "Limit of /dev/shm; default the pod's memory."),
+    ("--shm-size", "shm_size", "QUANTITY", "Limit of /dev/shm, which counts as memory; default the pod's memory."),
     ("--port", "port", "N", "Where the agents meet."),
     ("--num-endpoints", "num_endpoints", "N", "How many of the first pods may host the coordinator."),
     ("--shutdown-grace", "shutdown_grace", "SECONDS", "For workers to save after a notice; the pod has 30 more."),
@@ -60,6 +60,18 @@ _OPTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("--toleration", "tolerations", "KEY[=VALUE]", "Taint of machines that does not matter; repeat."),
     ("--volume", "volumes", "KIND:NAME:DIR", "claim:NAME:DIR, configmap:NAME:DIR or secret:NAME:DIR; repeat."),
     ("--env", "env", "NAME=VALUE", "Environment variable, not for secrets; repeat."),
+    ("--image-pull-secret", "image_pull_secrets", "SECRET", "Credentials of the image's registry; repeat."),
+    ("--metrics-port", "metrics_port", "N", "Export metrics for Prometheus from each pod at this port."),
+    ("--run-as-user", "run_as_user", "UID", "User of the container; default the image's."),
+    ("--run-as-group", "run_as_group", "GID", "Group of the container; default the image's."),
+    ("--run-as-non-root", "run_as_non_root", "", "Kubernetes refuses to start the container as root."),
+    ("--fs-group", "fs_group", "GID", "Group of the volumes, so that a user other than root can write to them."),
+    ("--capability", "capabilities", "NAME", "Linux capability, such as IPC_LOCK; all others are dropped; repeat."),
+    (
+        *("--allow-privilege-escalation", "allow_privilege_escalation", ""),
+        "A process may get more privileges than its parent (setuid).",
+    ),
+    ("--seccomp-profile", "seccomp_profile", "NAME", "RuntimeDefault or Unconfined; default the cluster's."),
     ("--service-account", "service_account", "NAME", ""),
     ("--priority-class", "priority_class", "NAME", ""),
     ("--queue", "queue", "NAME", "Kueue's local queue."),
@@ -103,6 +115,9 @@ Examples:
   outlast k8s manifest --image registry/train:1 --nnodes 4:5 --gpus-per-node 8 --run-claim runs \\
       -- train.py --lr 3e-4 | kubectl apply -f -
   outlast k8s manifest --kind TrainJob --image registry/train:1 --nnodes 4 --run-claim runs -o job.yaml -- train.py
+  outlast k8s manifest --image registry/train:1 --image-pull-secret regcred --nnodes 4 --gpus-per-node 8 --cpus 96 \\
+      --memory 1Ti --shm-size 256Gi --run-claim runs --run-as-user 1000 --fs-group 1000 --run-as-non-root \\
+      --metrics-port 9465 -- --config /etc/outlast/gpt.toml train.py
 """,
 )
 @_options
@@ -152,7 +167,6 @@ def _job_from(settings: dict[str, Any]) -> KubernetesJob:
     Raises:
         ConfigError: What `outlast run` or Kubernetes would refuse.
     """
-    from outlast.config.base import as_written
     from outlast.integrations.kubernetes import KubernetesJob
     from outlast.launch.options import check_values
     from outlast.launch.run_parser import hint_at, parse_command
@@ -180,12 +194,9 @@ def _job_from(settings: dict[str, Any]) -> KubernetesJob:
         words = command if looked_for else _without_config(command, config)
         check_values([f"--nnodes={job.nnodes}", "--rdzv-endpoint=pod-0:29400", *words])
     except ConfigError as error:
-        text = as_written(str(error), lambda field, value: f"{options[field]}={value}" if field in options else None)
-        for field, name in options.items():
-            text = re.sub(rf"(?<![\w/.-]){field}(?=[=:])", name, text)
-            if "_" in field:
-                text = re.sub(rf"(?<![\w/.-]){field}(?![\w/.=-])", name, text)
-        raise ConfigError(text) from None
+        raise ConfigError(_in_options(str(error))) from None
+    for warning in job.warnings:
+        echo(f"outlast: {_in_options(warning)}", err=True)
     if not looked_for:
         echo(f"outlast: {config} is not here; its values are not checked before the pods start", err=True)
     ours = [word.partition("=")[0] for word in parsed.args.training_script_args]
@@ -194,6 +205,19 @@ def _job_from(settings: dict[str, Any]) -> KubernetesJob:
         if hint is not None:
             echo(f"outlast: {hint}", err=True)
     return job
+
+
+def _in_options(text: str) -> str:
+    """Return a line in which the names of settings are replaced by those of their options."""
+    from outlast.config.base import as_written
+
+    options = {field: name for name, field, _, _ in _OPTIONS}
+    text = as_written(text, lambda field, value: f"{options[field]}={value}" if field in options else None)
+    for field, name in options.items():
+        text = re.sub(rf"(?<![\w/.-]){field}(?=[=:])", name, text)
+        if "_" in field:
+            text = re.sub(rf"(?<![\w/.-]){field}(?![\w/.=-])", name, text)
+    return text
 
 
 _EXAMPLE = "--image registry/train:1 --run-claim runs"

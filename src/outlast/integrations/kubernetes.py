@@ -6,7 +6,8 @@ is ignored there, pod by pod, and counts nowhere, while 2, 17 and 93 end everyth
 
 What is rejected, and why: an init container that waits for names, since ``outlast run`` can wait itself; a readiness
 probe, since peers must reach a pod before the job runs; the run key in an environment variable, which a description of
-the pod shows; a restart policy of the pod, with which a node that is gone keeps its pod.
+the pod shows; a restart policy of the pod, with which a node that is gone keeps its pod; a default for CPUs and memory,
+since no amount fits all machines (:attr:`KubernetesJob.warnings` reports that they are missing).
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ _QUALIFIED = re.compile(rf"({_SUBDOMAIN.pattern}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{{0
 _VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 _QUANTITY = re.compile(r"(\d+(\.\d+)?)(m|k|[MGTPE]|[KMGTPE]i)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CAPABILITY = re.compile(r"(?!CAP_)[A-Z][A-Z0-9_]*")
+_MAX_ID = (1 << 31) - 1
+_FACTORS = {"m": 1e-3, "": 1.0} | {
+    unit: base ** (power + 1)
+    for base, units in ((1000.0, ("k", "M", "G", "T", "P", "E")), (1024.0, ("Ki", "Mi", "Gi", "Ti", "Pi", "Ei")))
+    for power, unit in enumerate(units)
+}
 _PLAIN = re.compile(r"(--|/)?[A-Za-z]([A-Za-z0-9._/=,:-]*[A-Za-z0-9])?")
 _WORDS = frozenset(["y", "yes", "n", "no", "on", "off", "true", "false", "null"])
 """What some version of YAML takes for something else than a string, in any case."""
@@ -164,6 +172,34 @@ class KubernetesJob:
     queue: str | None = None
     """Kueue's local queue."""
 
+    image_pull_secrets: tuple[str, ...] = ()
+    """Secrets with the credentials of the image's registry."""
+
+    metrics_port: int | None = None
+    """Port on which each pod exports metrics for Prometheus (``--metrics-port``, on all of the pod's addresses), with
+    the annotations by which a scraper finds the pod; ``None`` = none."""
+
+    run_as_user: int | None = None
+    """User id of the container's processes; ``None`` = the image's."""
+
+    run_as_group: int | None = None
+    """Group id of the container's processes; ``None`` = the image's."""
+
+    run_as_non_root: bool = False
+    """Kubernetes refuses to start the container as root."""
+
+    fs_group: int | None = None
+    """Group id that volumes get, where their kind supports that; the container's processes are in that group."""
+
+    capabilities: tuple[str, ...] = ()
+    """Linux capabilities of the container, such as ``IPC_LOCK`` for RDMA; all others are dropped."""
+
+    allow_privilege_escalation: bool = False
+    """A process may get more privileges than its parent, as with setuid programs."""
+
+    seccomp_profile: str | None = None
+    """``RuntimeDefault`` or ``Unconfined``; ``None`` = the cluster's default."""
+
     working_dir: str | None = None
     """Folder in which the script starts; ``None`` = the image's."""
 
@@ -182,6 +218,7 @@ class KubernetesJob:
         self._check_names()
         self._check_numbers()
         self._check_lists()
+        self._check_security()
         for word in (*self.command, *self.env, self.image):
             require("\0" not in word, f"{word!r} has a character that no command line takes")
         require(
@@ -194,7 +231,12 @@ class KubernetesJob:
             nproc in ("auto", "gpu", "cpu", "xpu") or (nproc.isdigit() and int(nproc) > 0),
             f"nproc_per_node={nproc!r} is neither a number of workers nor auto, gpu, xpu or cpu",
         )
-        for option, typed in given_options(self.command).items():
+        given = given_options(self.command)
+        require(
+            "metrics_address" not in given or self.metrics_port is not None,
+            f"{given.get('metrics_address')} has no effect without metrics_port; set that, or leave it out",
+        )
+        for option, typed in given.items():
             if option in _OURS:
                 raise ConfigError(f"{typed} is made from {_OURS[option]}; leave it out of what outlast run gets")
 
@@ -244,6 +286,8 @@ class KubernetesJob:
             require(good, f"{name}={value!r} is no name for Kubernetes; take small letters, digits and '-'")
         for name in ("run_claim", "run_key_secret", "service_account", "priority_class"):
             _check_subdomain(name, getattr(self, name))
+        for one in self.image_pull_secrets:
+            _check_subdomain("image_pull_secrets", one)
         for name in ("topology", "gpu_resource"):
             value = getattr(self, name)
             require(
@@ -273,6 +317,14 @@ class KubernetesJob:
         require(self.gpus_per_node is None or self.gpus_per_node > 0, f"gpus_per_node={self.gpus_per_node} is not > 0")
         for name in ("cpus", "memory", "shm_size"):
             _check_quantity(name, getattr(self, name))
+        require(
+            self.shm_size is None or self.memory is None or _amount(self.shm_size) <= _amount(self.memory),
+            f"shm_size={self.shm_size} is more than memory={self.memory}, in which it is counted; raise memory",
+        )
+        if self.metrics_port is not None:
+            port = self.metrics_port
+            require(0 < port < 65536, f"metrics_port={port} is not a valid port; take one above 1023, such as 9465")
+            require(port != self.port, f"metrics_port={port} is the port of the agents; take another one")
         if self.kind == "PyTorchJob":
             given = [name for name in ("pod_retries",) if getattr(self, name) is not None]
             require(not given, f"{', '.join(given)}: a PyTorchJob has no such limit; leave it out")
@@ -309,6 +361,35 @@ class KubernetesJob:
                 name not in ("NODE_NAME", "OUTLAST_RUN_KEY"),
                 f"env: {name} is not set here; for a run key take run_key_secret",
             )
+
+    def _check_security(self) -> None:
+        for name in ("run_as_user", "run_as_group", "fs_group"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= _MAX_ID, f"{name}={value} must be from 0 to {_MAX_ID}")
+        require(
+            not self.run_as_non_root or self.run_as_user != 0,
+            "run_as_user=0 is root, and contradicts run_as_non_root; leave one of them out",
+        )
+        is_other_user = self.run_as_non_root or self.run_as_user not in (None, 0)
+        require(
+            self.run_key_secret is None or not is_other_user or self.fs_group is not None or self.run_as_group == 0,
+            f"run_key_secret={self.run_key_secret} can be read by root and by fs_group only, which is not set; set "
+            "fs_group to a group id",
+        )
+        for one in self.capabilities:
+            require(
+                _CAPABILITY.fullmatch(one) is not None,
+                f"capabilities: {one!r} is not a capability without CAP_; write for example IPC_LOCK",
+            )
+            require(
+                one != "SYS_ADMIN" or self.allow_privilege_escalation,
+                "capabilities: Kubernetes grants 'SYS_ADMIN' only with allow_privilege_escalation",
+            )
+        profile = self.seccomp_profile
+        require(
+            profile in (None, "RuntimeDefault", "Unconfined"),
+            f"seccomp_profile={profile!r} must be RuntimeDefault or Unconfined",
+        )
 
     # -- what is derived -------------------------------------------------------------------------------------------
 
@@ -377,7 +458,27 @@ class KubernetesJob:
         words += [f"--rdzv-id={run_id}", f"--run-dir={PurePosixPath(self.mount_path) / run_id}"]
         if self.run_key_secret is not None:
             words.append(f"--run-key-file={KEY_FOLDER}/run.key")
+        if self.metrics_port is not None:
+            words.append(f"--metrics-port={self.metrics_port}")
+            if "metrics_address" not in given_options(self.command):
+                words.append("--metrics-address=0.0.0.0")
         return [*words, *(_as_it_stands(word) for word in self.command)]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What may go wrong in the cluster although Kubernetes accepts the manifest; one line each."""
+        keys = {one.partition("=")[0] for one in self.resources}
+        found = []
+        if self.cpus is None and "cpu" not in keys:
+            found.append(
+                "cpus: the pods request none, so that Kubernetes may place them on machines that have none left"
+            )
+        if self.memory is None and "memory" not in keys:
+            found.append(
+                "memory: the pods request none, and neither they nor /dev/shm have a limit: Kubernetes evicts them "
+                "first where a machine runs out"
+            )
+        return tuple(found)
 
     # -- manifests -------------------------------------------------------------------------------------------------
 
@@ -474,7 +575,26 @@ class KubernetesJob:
             spec["serviceAccountName"] = self.service_account
         if self.priority_class is not None:
             spec["priorityClassName"] = self.priority_class
-        return {"metadata": {"labels": self._labels}, "spec": spec}
+        if self.image_pull_secrets:
+            spec["imagePullSecrets"] = [{"name": one} for one in self.image_pull_secrets]
+        if security := self._pod_security():
+            spec["securityContext"] = security
+        metadata: dict[str, Any] = {"labels": self._labels}
+        if self.metrics_port is not None:
+            values = {"scrape": "true", "port": str(self.metrics_port), "path": "/metrics"}
+            metadata["annotations"] = {f"prometheus.io/{name}": value for name, value in values.items()}
+        return {"metadata": metadata, "spec": spec}
+
+    def _pod_security(self) -> dict[str, Any]:
+        ids = {"runAsUser": self.run_as_user, "runAsGroup": self.run_as_group, "fsGroup": self.fs_group}
+        security: dict[str, Any] = {name: value for name, value in ids.items() if value is not None}
+        if self.fs_group is not None:  # the default changes the group of every file, at each start of a pod
+            security["fsGroupChangePolicy"] = "OnRootMismatch"
+        if self.run_as_non_root:
+            security["runAsNonRoot"] = True
+        if self.seccomp_profile is not None:
+            security["seccompProfile"] = {"type": self.seccomp_profile}
+        return security
 
     def _affinity(self) -> dict[str, Any] | None:
         def beside(key: str) -> dict[str, Any]:
@@ -511,8 +631,19 @@ class KubernetesJob:
             "env": [node, *({**one, "value": _as_it_stands(one["value"])} for one in given)],
             "volumeMounts": mounts,
         }
-        if name == "pytorch":
-            container["ports"] = [{"name": "pytorchjob-port", "containerPort": self.port, "protocol": "TCP"}]
+        capabilities: dict[str, list[str]] = {"drop": ["ALL"]}
+        if self.capabilities:
+            capabilities["add"] = list(self.capabilities)
+        escalates = self.allow_privilege_escalation
+        container["securityContext"] = {"allowPrivilegeEscalation": escalates, "capabilities": capabilities}
+        ports = {"pytorchjob-port": self.port if name == "pytorch" else None, "metrics": self.metrics_port}
+        shown = [
+            {"name": port, "containerPort": number, "protocol": "TCP"}
+            for port, number in ports.items()
+            if number is not None
+        ]
+        if shown:
+            container["ports"] = shown
         if self.working_dir is not None:
             container["workingDir"] = self.working_dir
         amounts = {"cpu": self.cpus, "memory": self.memory}
@@ -613,6 +744,12 @@ def _check_quantity(name: str, value: str | None) -> None:
     )
 
 
+def _amount(quantity: str) -> float:
+    found = _QUANTITY.fullmatch(quantity)
+    assert found is not None
+    return float(found[1]) * _FACTORS[found[3] or ""]
+
+
 _OURS = {
     "nnodes": "nnodes",
     "nproc_per_node": "nproc_per_node",
@@ -627,5 +764,6 @@ _OURS = {
     "node_rank": "the pod's number",
     "ft_shutdown_grace": "shutdown_grace",
     "ft_min_nodes": "min_nodes",
+    "metrics_port": "the manifest's metrics_port",
 }
 """Options of ``outlast run`` that the manifest gives, and what from."""
