@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ STAND_IN = """#!/usr/bin/env bash
 # Stands in for `outlast run` in the jobs that are about Slurm alone; all else is the real one.
 [ "$1" = run ] || exec {outlast} "$@"
 attempt="${{SLURM_RESTART_COUNT:-0}}"
-echo "started $attempt on $SLURMD_NODENAME" >> {told}
+echo "started $attempt on $SLURMD_NODENAME" >> "{told}"
 {body}
 """
 
@@ -54,8 +55,9 @@ class Job:
         return self.slurm.wait_for_end(self.id, told=self.output)
 
     def output(self) -> str:
-        path = self.folder / "run" / f"slurm-{self.id}.log"
-        return path.read_text(errors="replace") if path.exists() else "no output"
+        """Return what the batch script and, with several nodes, the agent of each node have printed."""
+        paths = sorted((self.folder / "run").glob(f"slurm-{self.id}*.log"))
+        return "".join(path.read_text(errors="replace") for path in paths) or "no output"
 
     def remembered(self) -> dict[str, Any]:
         """Return what the run remembers for its next job."""
@@ -71,7 +73,7 @@ class StandIn(Job):
         program.write_text(STAND_IN.format(outlast=OUTLAST, told=folder / "told", body=body))
         program.chmod(0o755)
         (folder / "train.py").touch()
-        super().__init__(slurm, folder, f"--outlast={program}", *options, "--", "train.py")
+        super().__init__(slurm, folder, f"--outlast={shlex.quote(str(program))}", *options, "--", "train.py")
 
     def told(self) -> list[str]:
         """Return what its starts wrote, line by line."""

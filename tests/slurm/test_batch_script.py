@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from click.testing import CliRunner
 
 from outlast.cli.slurm import slurm
 from outlast.errors import ConfigError, OutlastError
-from outlast.integrations.slurm import BatchScript
+from outlast.integrations.slurm import BatchScript, step_options
 from outlast.integrations.slurm.jobs import prepare, submit
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
@@ -74,7 +76,7 @@ def test_everything_asked_for_is_there() -> None:
     wanted += " exclude=n1,n7 constraint=ib&hot output=/runs/gpt/slurm-%j.log"
     assert {f"--{option}" for option in wanted.split()} <= set(directives(text))
     assert "\nmodule load cuda\n" in text
-    assert "--cpus-per-task=12" in text.split("srun ")[1].splitlines()[0]
+    assert "--cpus-per-task=12" in step(text)
     assert 'sed "s/$/:1234/"' in text
     assert "--num-job-retries-on-failure=5" in text
     assert is_bash(text)
@@ -83,6 +85,138 @@ def test_everything_asked_for_is_there() -> None:
         ["bash", "-c", f"printf '%s\\n' {echoed}"], capture_output=True, text=True, check=True, timeout=100
     )
     assert done.stdout.splitlines() == ["--ft-safety-factor=4", "train.py", "--name", "it's a 'b'; rm -rf $HOME"]
+
+
+def step(text: str) -> str:
+    """Return the command line of the script's step, in one line."""
+    return text[text.index("srun ") : text.index("code=$?")].replace("\\\n", " ")
+
+
+def test_options_of_srun_are_on_its_line() -> None:
+    """Options for the step come before its command, quoted for the shell, and not among the job's."""
+    options = ("--container-image=/images/a b.sqsh", "--container-mounts=/runs:/runs", "--label", "--mpi=none")
+    text = script(nodes=2, srun=options, cpus_per_task=8).render()
+    words = shlex.split(step(text))
+    assert words[0] == "srun"
+    assert set(options) <= set(words[: words.index("bash")])
+    assert not [line for line in directives(text) if "container" in line or "mpi" in line]
+    assert is_bash(text)
+    assert "container" not in script(nodes=2).render()
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        *[
+            (f"--{name}", f"the srun option --{name.partition('=')[0]} cannot be added: the script")
+            for name in ("ntasks-per-node=2", "kill-on-bad-exit=1", "wait=5", "no-kill", "output=x", "open-mode=append")
+        ],
+        ("--cpus-per-task=3", "the script sets it from cpus_per_task"),
+        ("--ntasks=2", "--ntasks cannot be added: the script starts one agent on each node"),
+        ("--nodelist=n1", "--nodelist cannot be added: the script starts one agent on each node"),
+        ("--account=me", "--account cannot be added: it is an option of the job"),
+        ("--test-only", "--test-only cannot be added: with it srun starts nothing"),
+        ("--lable", "--lable is not an option of srun; did you mean --label?"),
+        ("--kill-on", "--kill-on is not an option of srun"),
+        ("-l", "'-l' is not a long option; write its long name, such as --label"),
+        ("-K", "write its long name, such as --kill-on-bad-exit"),
+        ("--cpu-bind cores", "'--cpu-bind cores' is not in the form --name or --name=value"),
+        ("label", "'label' is not in the form"),
+        ("--export=A\n", "is not in the form"),
+    ],
+)
+def test_options_of_srun_that_the_script_cannot_take_are_refused(option: str, text: str) -> None:
+    """What the script sets itself, what belongs to the job, and what srun does not know, each by its name."""
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        script(srun=(option,))
+    with pytest.raises(ConfigError, match="--label is given twice"):
+        script(srun=("--label", "--label"))
+
+
+def test_options_of_site_plug_ins_are_those_of_the_installed_srun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option that the help of the installed srun lists is accepted."""
+    (tmp_path / "srun").write_text("#!/bin/sh\necho '      --site-burst=[MODE]   [site] a plug-in'\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    step_options._installed_options.cache_clear()
+    try:
+        assert "--site-burst=on" in step(script(srun=("--site-burst=on",)).render())
+        with pytest.raises(ConfigError, match="did you mean --site-burst"):
+            script(srun=("--site-brst",))
+    finally:
+        step_options._installed_options.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("directive", "text"),
+    [
+        ("--nodes=3", "the directive '--nodes=3' cannot be added: the script sets it"),
+        ("-N 3", "the directive '-N 3' cannot be added: the script sets it"),
+        ("--ntasks=9", "the script starts one agent on each node"),
+        ("--cpus-per-task=9", "srun does not take it from the job; use cpus_per_task"),
+        ("-c9", "use cpus_per_task"),
+        ("--output=x.log", "the script sets it"),
+        ("--signal=B:TERM@60", "the script sets it"),
+        ("--no-requeue", "the script sets --requeue"),
+        ("--exclude=n1", "use exclude"),
+        ("--array=1-3", "share a run directory"),
+    ],
+)
+def test_directives_that_the_script_sets_are_refused(directive: str, text: str) -> None:
+    """A line for #SBATCH does not silently replace one that the script has, or needs."""
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        script(directives=(directive,))
+    assert "--signal=USR1@9" in directives(script(preempt_time=0, directives=("--signal=USR1@9",)).render())
+
+
+def test_each_node_of_several_has_an_output_file() -> None:
+    """With several nodes each one's agent writes to its own file, next to the job's; one node to the job's."""
+    assert "--output=/runs/gpt/slurm-%j-%n-%N.log" in step(script(nodes=2).render())
+    assert "--output=/runs/gpt/slurm-%j-%n-%N.log" in step(script(spares=1).render())
+    assert "--output" not in step(script().render())
+
+
+def test_a_run_directory_may_have_spaces() -> None:
+    """A run directory with a space is quoted for the shell and for Slurm."""
+    text = script(nodes=2, run_dir="/runs/a b", command=("my train.py",)).render()
+    assert '--output="/runs/a b/slurm-%j.log"' in directives(text)
+    assert {"--run-dir=/runs/a b", "--output=/runs/a b/slurm-%j-%n-%N.log", "my train.py"} <= set(
+        shlex.split(step(text))
+    )
+    assert is_bash(text)
+
+
+def test_a_job_without_cpus_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CPUs for a node's task one line warns of the one core that Slurm gives; there are other ways."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("run").mkdir()
+
+    def warned(*options: str) -> str:
+        words = ["script", "--run-dir=run", *options, "train.py"]
+        return CliRunner().invoke(slurm, words, catch_exceptions=False).stderr
+
+    assert warned().startswith("outlast: without --cpus-per-task Slurm gives each node's agent one CPU")
+    assert warned().count("\n") == 1
+    for option in ("--cpus-per-task=8", "--directive=--exclusive", "--directive=--cpus-per-gpu=12"):
+        assert warned(option) == ""
+    image = ("--cpus-per-task=8", "--srun=--container-image=/i.sqsh")
+    assert f"the run directory {tmp_path}/run is in none of --container-mounts" in warned(*image)
+    assert warned(*image, f"--srun=--container-mounts=/data,{tmp_path}:{tmp_path}:rw") == ""
+
+
+def test_a_script_names_the_folder_that_sbatch_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm opens the output file before the script runs: where its folder is not there, one line has the command."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    words = ["script", "--cpus-per-task=1", "--run-dir=a b", "train.py"]
+    result = CliRunner().invoke(slurm, words, catch_exceptions=False)
+    command = f"mkdir -p '{tmp_path}/a b'"
+    assert result.stderr == f"outlast: the run directory does not exist here; before sbatch: {command}\n"
+    assert f"# Before sbatch: {command} (Slurm opens" in result.stdout
+    assert not Path("a b").exists()
 
 
 def test_own_meeting_point() -> None:
@@ -105,7 +239,7 @@ def test_own_meeting_point() -> None:
         ({"port": 70000}, "port"),
         ({"cpus_per_task": 0}, "cpus_per_task"),
         ({"run_dir": "runs/gpt"}, "absolute"),
-        ({"run_dir": "/runs/a b"}, "run_dir"),
+        ({"run_dir": "/runs/a%b"}, "run_dir"),
         ({"run_id": "none"}, "run_id"),
         ({"run_id": "a b"}, "run_id"),
         ({"time": "four hours"}, "time"),
@@ -227,9 +361,9 @@ def test_options_of_the_job_behind_the_script_get_a_hint(tmp_path: Path, monkeyp
     for option, meant_for in (("--max-restarts=9", "outlast run"), ("--nodes=4", "slurm script")):
         result = CliRunner().invoke(slurm, ["script", "train.py", option, "--time=3"], catch_exceptions=False)
         assert f"train.py {option} --time=3" in result.stdout
-        assert result.stderr.startswith(f"outlast: {option.partition('=')[0]} stands after the script")
-        assert result.stderr.endswith(f"meant for {meant_for}\n")
-        assert result.stderr.count("\n") == 1
+        (hint,) = [line for line in result.stderr.splitlines() if "stands after" in line]
+        assert hint.startswith(f"outlast: {option.partition('=')[0]} stands after the script")
+        assert hint.endswith(f"meant for {meant_for}")
 
 
 def test_nodes_that_earlier_jobs_found_bad_are_excluded(tmp_path: Path) -> None:

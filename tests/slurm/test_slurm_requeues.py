@@ -124,3 +124,34 @@ def test_batch_shell_is_no_rank(slurm: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{sys.executable} -c '{code}'\n")
     slurm.call("sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={out}", str(tmp_path / "job.sh"))
     assert out.read_text().split() == ["python", "1", "n1"]
+
+
+def test_each_node_writes_its_own_output(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """With options for srun, two nodes and a space in the path of a run directory that does not exist yet, each node's
+    agent gets the options, and writes to a file of its own."""
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    body = 'echo "$SLURMD_NODENAME: $*"; echo "$SLURMD_NODENAME: error" >&2'
+    options = ["--nodes=2", "--cpus-per-task=1", "--srun=--label", "--srun=--mpi=none", "--srun=--chdir=/"]
+    job = StandIn(slurm, folder, body + "; pwd", *options, "--setup=export OUTLAST_TEST=1")
+    assert job.wait_for_end()["JobState"] == "COMPLETED", job.output()
+    files = sorted((folder / "run").glob(f"slurm-{job.id}-*.log"))
+    assert [file.name.split("-")[2] for file in files] == ["0", "1"], job.output()
+    for rank, (file, node) in enumerate(zip(files, job.nodes(), strict=True)):
+        lines = file.read_text().splitlines()
+        assert sorted(lines)[0].startswith(f"{rank}: /")
+        assert {line.split()[1] for line in lines} == {f"{node}:", "/"}, "the lines of two nodes are mixed"
+        assert f"--run-dir={folder}/run " in file.read_text()
+    assert "is not re-queued" in (folder / "run" / f"slurm-{job.id}.log").read_text()
+
+
+def test_a_setup_command_that_fails_ends_the_job(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The first setup command that fails ends the job with exit code 2 and a line that names it; no agent starts."""
+    setup = ["--setup=export A=1", "--setup=cd /nowhere # not there", f"--setup=touch {tmp_path}/later"]
+    job = StandIn(slurm, tmp_path, "exit 0", *setup, "--num-job-retries-on-failure=5")
+    facts = job.wait_for_end()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0"), job.output()
+    wanted = "outlast: the setup command failed with exit code 1, and the job ends: cd /nowhere # not there\n"
+    assert wanted in job.output()
+    assert not (tmp_path / "told").exists()
+    assert not (tmp_path / "later").exists()

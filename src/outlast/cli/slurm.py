@@ -53,11 +53,12 @@ _OPTIONS: tuple[tuple[str, str, str | int | tuple[()] | None, str], ...] = (
     ("--account", "NAME", None, ""),
     ("--qos", "NAME", None, ""),
     ("--gpus-per-node", "N", None, "A number, or a type and a number (h100:8)."),
-    ("--cpus-per-task", "N", None, "CPUs of a node, for all its workers."),
+    ("--cpus-per-task", "N", None, "CPUs of a node, for all its workers; without it Slurm may bind them to one core."),
     ("--mem", "SIZE", None, ""),
     ("--exclude", "NODES", None, "Nodes to keep away from, such as n[3-5],n9."),
-    ("--directive directives", "OPTION", (), "More for #SBATCH; repeat."),
-    ("--setup", "LINE", (), "Shell line before the job's step; repeat."),
+    ("--directive directives", "OPTION", (), "Another option for #SBATCH: --constraint=ib; repeat."),
+    ("--srun", "OPTION", (), "Another option for srun: --cpu-bind=cores, --container-image=IMAGE; repeat."),
+    ("--setup", "LINE", (), "Shell command before the job's step, which ends the job if it fails; repeat."),
     ("--port", "N", 0, "Where agents meet; default from the job's number."),
     (
         *("--outlast", "COMMAND", "outlast"),
@@ -98,6 +99,8 @@ Examples:
       --ft-rank-section-timeouts=setup:600,step:180,checkpointing:420 train.py
   outlast slurm {0} --setup 'source venv/bin/activate' --directive=--constraint=ib -- train.py
   outlast slurm {0} --nodes 2 --outlast 'uv run outlast' -- train.py
+  outlast slurm {0} --nodes 4 --cpus-per-task 64 --srun=--container-image=/images/train.sqsh \\
+      --srun=--container-mounts=/shared:/shared --run-dir /shared/runs/gpt -- --config outlast.toml train.py
 """
 
 
@@ -107,9 +110,14 @@ def script(**settings: Any) -> int:
     """Print the batch script of a job.
 
     What follows the options made here is what `outlast run` gets: more of its options, the training script, the
-    script's arguments. It is checked as `outlast run` will check it, and the script must be there.
+    script's arguments. It is checked as `outlast run` will check it, and the script must be there. The run directory
+    must exist before sbatch is called: Slurm opens the job's output file in it.
     """
-    click.echo(_script_from(settings).render(), nl=False)
+    made = _script_from(settings)
+    if not Path(made.run_dir).is_dir():
+        folder = shlex.quote(made.run_dir)
+        echo(f"outlast: the run directory does not exist here; before sbatch: mkdir -p {folder}", err=True)
+    click.echo(made.render(), nl=False)
     return int(ExitReason.FINISHED)
 
 
@@ -125,7 +133,7 @@ def submit(dry_run: bool, **settings: Any) -> int:
     """Submit a job of a run, and print its number.
 
     Nodes that earlier jobs of the run found to be bad are excluded. The script is kept as job.sbatch in the run
-    directory, beside the jobs' output. Exit code 1: Slurm refused, or the run is finished.
+    directory, as is the jobs' output; the directory is created. Exit code 1: Slurm refused, or the run is finished.
     """
     from outlast.integrations.slurm.jobs import prepare
     from outlast.integrations.slurm.jobs import submit as hand_over
@@ -190,7 +198,6 @@ def _script_from(settings: dict[str, Any]) -> BatchScript:
     Raises:
         ConfigError: What `outlast run` or Slurm would refuse, or there is no such training script.
     """
-    from outlast.config.base import as_written
     from outlast.env import expand_nodes
     from outlast.integrations.slurm import BatchScript
     from outlast.launch.options import check_values
@@ -217,21 +224,27 @@ def _script_from(settings: dict[str, Any]) -> BatchScript:
         )
         check_values([f"--nnodes={script.nodes}:{script.nodes + script.spares}", *command])
     except ConfigError as error:
-        written = as_written(str(error), lambda field, value: f"{_option(field)}={value}" if field in known else None)
-        for field in known:
-            if "_" in field:
-                written = re.sub(rf"(?<![\w/.-]){field}(?![\w/.=-])", _option(field), written)
-        raise ConfigError(written) from None
+        raise ConfigError(_in_options(str(error))) from None
     words = [word.partition("=")[0] for word in parsed.args.training_script_args]
     ours = tuple(dict.fromkeys(word for word in words if word in _CLEARLY_OURS))
     for hint in (parsed.hint, hint_at(ours, name, click.get_current_context().command_path)):
         if hint is not None:
             echo(f"outlast: {hint}", err=True)
+    for warning in script.warnings:
+        echo(f"outlast: {_in_options(warning)}", err=True)
     return script
 
 
-def _option(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
+def _in_options(text: str) -> str:
+    """Return a line in which the names of settings are replaced by those of their options."""
+    from outlast.config.base import as_written
+
+    words = [names.split() for names, *_ in _OPTIONS]
+    options = {names[-1].removeprefix("--").replace("-", "_"): names[0] for names in words}
+    text = as_written(text, lambda field, value: f"{options[field]}={value}" if field in options else None)
+    for field in (field for field in options if "_" in field):
+        text = re.sub(rf"(?<![\w/.-]){field}(?![\w/.=-])", options[field], text)
+    return text
 
 
 def _check_script(command: RunCommand, directives: tuple[str, ...]) -> None:

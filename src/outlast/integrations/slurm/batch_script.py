@@ -2,7 +2,8 @@
 
 What is rejected, and why: ``--signal=B:...`` reaches the batch shell alone, which has nothing to save; without ``B:``
 the signal goes to the job's steps, so to every agent. ``--kill-on-bad-exit=1`` would let the first worker that ends
-take the spares along. A trap in bash that re-queues would also do so for a run that is finished.
+take the spares along. A trap in bash that re-queues would also do so for a run that is finished. One output file for
+all nodes: Slurm writes the output of each node into it as it comes, so that lines of several nodes mix.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from pathlib import Path
 from outlast import env
 from outlast.config.base import require
 from outlast.errors import ConfigError
+from outlast.integrations.slurm.step_options import check_directives, check_step_options, name_of
 from outlast.launch.run_parser import given_options
 
 _NAME = re.compile(r"[A-Za-z0-9_.,\[\]@:+%-]+")
-_PATH = re.compile(r"[A-Za-z0-9_./+=:@-]+")
+_PATH = re.compile(r"[A-Za-z0-9_./+=:@ -]+")
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED")
 
 
@@ -74,10 +76,15 @@ class BatchScript:
     """Nodes to keep away from; those that the run's ladder quarantines are added at each re-queue."""
 
     directives: tuple[str, ...] = ()
-    """More ``#SBATCH`` options, each with its dashes (``--constraint=ib``)."""
+    """More ``#SBATCH`` options, each with its dashes (``--constraint=ib``); not those that the script sets."""
+
+    srun: tuple[str, ...] = ()
+    """More options of the ``srun`` that starts the agents, each as ``--name`` or ``--name=value``
+    (``--container-image=/images/train.sqsh``, ``--cpu-bind=cores``); not those that the script sets."""
 
     setup: tuple[str, ...] = ()
-    """Lines of shell that run in the batch script before the job's step (``module load cuda``)."""
+    """Shell commands that run in the batch script, on the job's first node, before the job's step (``module load
+    cuda``), each whole in one line. One that fails ends the job with exit code 2; it is not requeued."""
 
     port: int = 0
     """Port on which the agents of several nodes meet; 0 = one between 20000 and 29999, from the job's number."""
@@ -94,7 +101,7 @@ class BatchScript:
         require(self.preempt_time <= 65535, f"preempt_time={self.preempt_time} is more than Slurm takes; 65535 at most")
         retries = self.num_job_retries_on_failure
         require(retries >= 0, f"num_job_retries_on_failure={retries} must not be negative")
-        require(0 <= self.port < 65536, f"port={self.port} is no port; take one above 1023, or 0")
+        require(0 <= self.port < 65536, f"port={self.port} is not a valid port; take one above 1023, or 0")
         require(self.cpus_per_task is None or self.cpus_per_task > 0, f"cpus_per_task={self.cpus_per_task} is not > 0")
         require(
             Path(self.run_dir).is_absolute(), f"run_dir={self.run_dir!r} must be an absolute path that all nodes see"
@@ -110,14 +117,17 @@ class BatchScript:
         for name in ("job_name", "partition", "account", "qos", "gpus_per_node", "mem"):
             value = getattr(self, name)
             require(
-                value is None or _NAME.fullmatch(value) is not None, f"{name}={value!r} has a character too strange"
+                value is None or _NAME.fullmatch(value) is not None,
+                f"{name}={value!r} must consist of letters, digits and '_.,[]@:+%-'",
             )
         for node in self.exclude:
             require(_NAME.fullmatch(node) is not None, f"exclude: {node!r} is no node")
-        for line in self.directives:
-            require(line.startswith("-") and "\n" not in line, f"{line!r} is no option of sbatch; write it with dashes")
-        strange = _PATH.fullmatch(self.run_dir) is None
-        require(not strange, f"run_dir={self.run_dir!r} must be of letters, digits and '/._+=:@-', for Slurm's sake")
+        require(
+            _PATH.fullmatch(self.run_dir) is not None,
+            f"run_dir={self.run_dir!r} must consist of letters, digits, spaces and '/._+=:@-', as Slurm expands others",
+        )
+        check_directives(self.directives, self._directives)
+        check_step_options(self.srun)
         _ = self._outlast_words
         nproc = self.nproc_per_node
         require(
@@ -149,19 +159,49 @@ class BatchScript:
             )
         return words
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What may go wrong on the cluster although Slurm accepts the script; one line each."""
+        found = []
+        given = {name_of(one) for one in (*self.directives, *self.srun)}
+        if self.cpus_per_task is None and not given & {"cpus-per-gpu", "exclusive"}:
+            found.append(
+                "without cpus_per_task Slurm gives each node's agent one CPU and may bind it, and all of its workers, "
+                "to one core; give the number of CPUs of a node"
+            )
+        options = dict(one[2:].partition("=")[::2] for one in self.srun)
+        if "container-image" in options or "container-name" in options:
+            mounts = [one.split(":") for one in options.get("container-mounts", "").split(",") if one]
+            targets = [Path(one[1] if len(one) > 1 else one[0]) for one in mounts]
+            if not any(Path(self.run_dir).is_relative_to(target) for target in targets):
+                found.append(
+                    f"the run directory {self.run_dir} is in none of --container-mounts; mount it under the same path "
+                    "unless the container has it"
+                )
+        return tuple(found)
+
     def render(self) -> str:
         """Return the script."""
-        directives = "".join(f"#SBATCH {line}\n" for line in self._directives())
-        setup = "".join(f"{line}\n" for line in self.setup)
+        run_dir, ours = shlex.quote(self.run_dir), shlex.join(self._outlast_words)
+        directives = "".join(f"#SBATCH {line}\n" for line in (*self._directives, *self.directives))
+        setup = "".join(f"{{\n{line}\n}} || setup_failed $? {shlex.quote(line)}\n" for line in self.setup)
+        if setup:
+            failed = "the setup command failed with exit code $1, and the job ends: $2"
+            setup = f'setup_failed() {{ echo "outlast: {failed}" >&2; exit 2; }}\n{setup}\n'
         step = "--ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0"
         step += " --no-kill" if self.spares else ""
         # srun does not take this one over from the job (since Slurm 22.05).
         step += f" --cpus-per-task={self.cpus_per_task}" if self.cpus_per_task is not None else ""
-        nnodes = f"{self.nodes}:{self.nodes + self.spares}" if self.spares else str(self.nodes)
+        if self._num_nodes > 1:
+            output = shlex.quote(f"{self.run_dir}/slurm-%j-%n-%N.log")
+            step += f" \\\n  --output={output} --open-mode=append"
+        if self.srun:
+            step += f" \\\n  {shlex.join(self.srun)}"
+        nnodes = f"{self.nodes}:{self._num_nodes}" if self.spares else str(self.nodes)
         options = [f"--nnodes={nnodes}", f"--nproc-per-node={self.nproc_per_node}"]
         meeting = ""
         has_endpoint = "rdzv_endpoint" in given_options(self.command)
-        if self.nodes + self.spares > 1 and not has_endpoint:
+        if self._num_nodes > 1 and not has_endpoint:
             port = str(self.port or "$((20000 + SLURM_JOB_ID % 10000))")
             meeting = (
                 "# Where the agents meet: the first of these that lives hosts it.\n"
@@ -169,35 +209,41 @@ class BatchScript:
                 f'sed "s/$/:{port}/" | paste -sd, -)\n\n'
             )
             options.append('--rdzv-endpoint="$endpoints"')
-        options += [f"--rdzv-id={self.run_id}", f"--run-dir={self.run_dir}"]
-        command = " ".join(shlex.quote(word) for word in self.command)
-        ours = shlex.join(self._outlast_words)
+        options += [f"--rdzv-id={self.run_id}", f"--run-dir={run_dir}"]
         agent = shlex.quote(f'exec {ours} run --node-name="$SLURMD_NODENAME" "$@"')
         retries = self.num_job_retries_on_failure
         return f"""#!/usr/bin/env bash
 # Made by `outlast slurm script`. Each node runs one agent. The time limit, and a preemption, are announced to the
 # agents' step; the workers then save, and the job ends with exit code 75.
+# Before sbatch: mkdir -p {run_dir} (Slurm opens the output file before this script runs).
 {directives}
 {setup}{meeting}srun {step} \\
   bash -c {agent} outlast \\
   {" ".join(options)} \\
-  {command}
+  {shlex.join(self.command)}
 code=$?
 
 # Shutdown requested (75, or 128 and a signal): back to the queue. A failure: at most {retries} times without progress.
 # Finished (0), and what needs a person (2, 17, 93): never.
-{ours} slurm requeue --run-dir={self.run_dir} --exit-code="$code" --num-job-retries-on-failure={retries}
+{ours} slurm requeue --run-dir={run_dir} --exit-code="$code" --num-job-retries-on-failure={retries}
 exit "$code"
 """
 
+    @property
+    def _num_nodes(self) -> int:
+        return self.nodes + self.spares
+
+    @property
     def _directives(self) -> list[str]:
+        """The options of ``#SBATCH`` lines that the settings make."""
+        output = f"{self.run_dir}/slurm-%j.log"
         lines = [
             f"--job-name={self.job_name or self.run_id}",
-            f"--nodes={self.nodes + self.spares}",
+            f"--nodes={self._num_nodes}",
             "--ntasks-per-node=1",
             "--requeue",
             "--open-mode=append",
-            f"--output={self.run_dir}/slurm-%j.log",
+            f'--output="{output}"' if " " in output else f"--output={output}",
         ]
         if self.preempt_time:
             lines.append(f"--signal=TERM@{self.preempt_time}")
@@ -209,7 +255,7 @@ exit "$code"
         lines += [
             f"--{name.replace('_', '-')}={value}" for name in options if (value := getattr(self, name)) is not None
         ]
-        return [*lines, *self.directives]
+        return lines
 
 
 _OURS = {
