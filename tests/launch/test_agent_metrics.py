@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -20,10 +21,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outlast import clock
 from outlast.errors import ConfigError
-from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Cause, EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import metrics_endpoint
 from outlast.launch.metrics_endpoint import METRICS, AgentOutlook, MetricsEndpoint, NodeHistory
 from outlast.launch.options import parse_options
+from outlast.launch.protocol import LiveBudgets
+from outlast.policy.ladder import LadderState, Limits
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.injection import armed
 from outlast.runtime.journal import Journal
@@ -44,6 +47,13 @@ for iteration in run.steps(state, total=8):
         print("waits", flush=True)
         while not pathlib.Path(sys.argv[2]).exists():
             time.sleep(0.02)
+"""
+PLAIN = """
+import pathlib, sys, time
+print("waits", flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.02)
+sys.exit(3)
 """
 Figures = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -136,8 +146,12 @@ def test_both_agents_show_their_ranks_and_count_a_restart(tmp_path: Path) -> Non
         later = [scrape_until(url, "cycles_started_total", 2) for url in urls]
         assert [one(figures, "cycle") for figures in later] == [1, 1]
         host = next(url for url, figures in zip(urls, later, strict=True) if one(figures, "agent_is_coordinator"))
-        figures = scrape_until(host, "restarts_total", 1, rung="restart_workers")
-        assert one(figures, "restarts_total", rung="replace_node") == 0
+        for url in urls:
+            figures = scrape_until(url, "restarts_total", 1, rung="restart_workers")
+            assert one(figures, "restarts_total", rung="replace_node") == 0
+            assert one(figures, "budget_left", budget="restarts") == 2
+        figures = scrape_until(host, "last_incident_info", 1, kind="worker_died", exit_code="-9")
+        assert one(figures, "last_incident_info", culprit_rank="1", rung="restart_workers") == 1
         counted = sum(one(scrape(url), "incidents_total", kind="worker_died") or 0 for url in urls)
         assert counted == 1
         go_on.touch()
@@ -145,6 +159,78 @@ def test_both_agents_show_their_ranks_and_count_a_restart(tmp_path: Path) -> Non
     for url in urls:  # it ends with its agent
         with pytest.raises(OSError):
             urllib.request.urlopen(url, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None:
+    """All counters are there, at 0, before anything has happened. A script without a session that is stopped shows so.
+    Restarts are the same on all nodes, and no series falls while the coordinator's agent is killed and another one
+    takes over. The endpoints stay open after the end until a scraper has the exit code and its cause."""
+    script, go_on = tmp_path / "train.py", tmp_path / "go"
+    script.write_text(PLAIN)
+    options = ["--metrics-port=0", f"--metrics-linger={LONG_S:g}", "--max-restarts=2"]
+    with Cluster(
+        *(script, str(go_on)), run_dir=tmp_path / "run", num_nodes=2, num_spares=1, nproc_per_node=1, options=options
+    ) as cluster:
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, LONG_S)
+        cluster.wait_for("the node is a spare", LONG_S)
+        urls = dict(zip((agent.name for agent in cluster.agents), urls_of(cluster), strict=True))
+        for url in urls.values():
+            figures = scrape_until(url, "budget_left", 2, budget="restarts")
+            figures = scrape_until(url, "incidents_total", 0, kind="worker_died")
+            counters = {f"outlast_{name}" for name, metric in METRICS.items() if metric.is_counter}
+            assert counters <= set(figures)
+            assert {value for name in counters - {"outlast_cycles_started_total"} for _, value in figures[name]} == {0}
+            assert {own["kind"] for own, _ in figures["outlast_incidents_total"]} == set(IncidentKind)
+            assert one(figures, "excluded_nodes") == one(figures, "missing_nodes") == 0
+            assert one(figures, "timeout_seconds", timeout="node_heartbeat_timeout") == 5
+        places = {
+            event.data["ranks"][0]: event.node for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED
+        }
+        worker = psutil.Process(cluster.worker_pid(1))
+        worker.suspend()
+        scrape_until(urls[places[1]], "rank_state", 1, rank="1", state="stopped")
+        worker.resume()
+        scrape_until(urls[places[1]], "rank_state", 1, rank="1", state="starting")
+        worker.kill()
+        for url in urls.values():
+            scrape_until(url, "restarts_total", 1, rung="restart_workers")
+        cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.cycle == 1, LONG_S)
+        host = next(agent for agent in cluster.agents if "hosts the coordinator" in agent.output())
+        host.kill()
+        del urls[host.name]
+        seen: dict[str, list[dict[str, float]]] = {name: [] for name in urls}
+        deadline_s = clock.now_s() + LONG_S
+        while any(not all_seen or sum(all_seen[-1].values()) < 2 for all_seen in seen.values()):
+            assert clock.now_s() < deadline_s, seen
+            for name, url in urls.items():
+                shown = scrape(url)["outlast_restarts_total"]
+                seen[name].append({own["rung"]: value for own, value in shown})
+        for all_seen in seen.values():
+            for before, after in pairwise(all_seen):
+                assert all(after[rung] >= value for rung, value in before.items()), all_seen
+            assert all_seen[-1]["restart_workers"] >= 1
+        scrapes = [scrape_until(url, "agent_state", 0, state="running") for url in urls.values()]
+        assert sum(one(figures, "agent_is_coordinator") or 0 for figures in scrapes) == 1
+        go_on.touch()
+        ends: dict[str, Figures] = {}
+        deadline_s = clock.now_s() + LONG_S
+        while urls:
+            assert clock.now_s() < deadline_s, ends
+            for name, url in tuple(urls.items()):
+                try:
+                    ends[name] = scrape(url)
+                except OSError:
+                    del urls[name]
+        assert [one(figures, "job_exit_code", reason="failed") for figures in ends.values()] == [1, 1]
+        causes = [own for figures in ends.values() for own, _ in figures.get("outlast_last_incident_info", [])]
+        exits = [value for figures in ends.values() for _, value in figures["outlast_rank_exit_code"]]
+        assert exits == [3, 3]
+        codes = dict(zip((agent.name for agent in cluster.agents), cluster.wait(LONG_S), strict=True))
+        assert codes.pop(host.name) == -9
+        assert set(codes.values()) == {1}
+        assert [(own["kind"], own["exit_code"], own["rung"]) for own in causes] == [("worker_failed", "3", "stop")]
 
 
 @pytest.mark.slow
@@ -217,6 +303,8 @@ def test_wrong_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("--metrics-port=0", "--metrics-address=here"): "--metrics-address=here is no IP address",
         ("--metrics-address=127.0.0.1",): "--metrics-address has no effect without --metrics-port",
         ("--metrics-port=0", "--metrics-address="): "--metrics-address is empty",
+        ("--metrics-linger=3",): "--metrics-linger has no effect without --metrics-port",
+        ("--metrics-port=0", "--metrics-linger=-1"): "--metrics-linger=-1.0 must not be negative",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(message)):
             parse_options([f"--run-dir={tmp_path / 'run'}", *words, str(script)])
@@ -270,12 +358,16 @@ def test_connections_are_bounded_in_number_and_time(tmp_path: Path, monkeypatch:
 
 
 def test_what_the_journal_holds_is_counted(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
-    """Saves by tier with their stalls, incidents by kind, verdicts by rung, scores, and goodput without the steps that
-    were done again; what other nodes and jobs wrote is not."""
+    """Saves by tier with their stalls, saves that failed, incidents by kind, the newest one with its cause, scores, and
+    goodput without the steps that were done again; what other nodes and jobs wrote is not."""
     agent, coordinator, rank = (
         Journal(tmp_path, run_id="r", job="job-1", node="a", proc=proc) for proc in ("agent", "coordinator", "rank-0")
     )
-    incident = Incident(kind=IncidentKind.WORKER_DIED, node="a", rank=0)
+    cause = Cause(type="torch.OutOfMemoryError", text="full")
+    incident = Incident(
+        kind=IncidentKind.WORKER_FAILED, node="a", rank=0, exit_code=1, evidence={"cause": cause, "tier": "x"}
+    )
+    failed = Incident(kind=IncidentKind.SAVE_FAILED, node="a", rank=0, evidence={"tier": "local"})
     verdict = Verdict(rung=Rung.RESTART_WORKERS, reason="again")
     agent.write(EventKind.JOB_STARTED, start_up_s=15.0)
     agent.write(EventKind.CYCLE_STARTED, cycle=0, ranks=[0])
@@ -288,6 +380,7 @@ def test_what_the_journal_holds_is_counted(tmp_path: Path, endpoint: MetricsEndp
         rank.write(EventKind.PROGRESS, rank=0, iteration=10, step_s=0.5)
     rank.write(EventKind.SAVE_SCHEDULED, rank=0, iteration=10, stall_s=0.25)
     rank.write(EventKind.SAVE_COMMITTED, rank=0, iteration=10, tiers=["memory", "local"])
+    rank.write(EventKind.INCIDENT, rank=0, iteration=11, incident=failed)
     rank.write(EventKind.STRAGGLER_REPORT, rank=0, metrics={"gpu_relative_perf/min": 0.5})
     for other in ({"job": "job-1", "node": "b"}, {"job": "job-0", "node": "a"}):
         journal = Journal(tmp_path, run_id="r", proc="rank-0", **other)
@@ -297,10 +390,12 @@ def test_what_the_journal_holds_is_counted(tmp_path: Path, endpoint: MetricsEndp
         journal.close()
     history = NodeHistory(tmp_path, "a")
     history.read_on("job-1", [0])
-    found = {(name, *labels.values()): value for name, labels, value in history.show(is_host=True)}
-    assert found["restarts_total", "restart_workers"] == 1
-    assert found["restarts_total", "replace_node"] == 0
-    assert found["incidents_total", "worker_died"] == 1
+    found = {(name, *labels.values()): value for name, labels, value in history.show()}
+    assert found["incidents_total", "worker_failed"] == found["incidents_total", "save_failed"] == 1
+    assert found["incidents_total", "worker_died"] == 0
+    assert [found["save_failures_total", tier] for tier in ("memory", "local", "global")] == [0, 1, 0]
+    last = ("worker_failed", "a", "0", "1", "torch.OutOfMemoryError", "restart_workers")
+    assert found["last_incident_info", *last] == 1
     assert found["committed_iteration", "local"] == 10
     assert (found["saves_total",], found["save_stall_seconds",], found["save_stall_seconds_total",]) == (1, 0.25, 0.25)
     assert found["straggler_score", "relative", "min"] == 0.5
@@ -308,12 +403,62 @@ def test_what_the_journal_holds_is_counted(tmp_path: Path, endpoint: MetricsEndp
     assert 0 < found["job_goodput",] <= 5.0 / 15.0  # the agent's own start counts
 
     endpoint.show(lambda: AgentOutlook(job="job-1", is_host=True))
-    figures = scrape_until(endpoint.url, "restarts_total", 1, rung="restart_workers")
+    figures = scrape_until(endpoint.url, "incidents_total", 1, kind="worker_failed")
     assert one(figures, "agent_is_coordinator") == 1
-    history.read_on("job-2", [])  # the next job begins anew
-    assert ("incidents_total", "worker_died") not in {
-        (name, *labels.values()) for name, labels, _ in history.show(is_host=True)
-    }
+    history.read_on("job-2", [])  # the next job begins at 0
+    assert {value for name, _, value in history.show() if name == "incidents_total"} == {0}
+
+
+def test_what_the_recovery_policy_allows_is_shown(endpoint: MetricsEndpoint) -> None:
+    """Restarts by remedy, budgets, excluded and missing nodes, timeouts and the exit code are those of the agent;
+    what it does not know yet is not shown, and a budget without a limit never is."""
+    assert not any("restarts" in name or "budget" in name for name in scrape(endpoint.url))
+    ladder = LadderState(
+        restarts_by_rung={"REPLACE_NODE": 4}, restarts_without_progress=1, quarantined=("n3", "n1"), held_back=("n1",)
+    )
+    limits = Limits(max_restarts=3, max_no_progress_cycles=2)
+    endpoint.show(
+        lambda: AgentOutlook(
+            num_missing=2,
+            ladder=ladder,
+            budgets=LiveBudgets.of(ladder, limits),
+            timeouts={"rank_heartbeat_timeout": 300.0, "exit_timeout": None},
+            exit_code=93,
+        )
+    )
+    figures = scrape(endpoint.url)
+    rungs = ("restart_in_process", "restart_workers", "replace_node")
+    assert [one(figures, "restarts_total", rung=rung) for rung in rungs] == [0, 0, 4]
+    budgets = {own["budget"]: value for own, value in figures["outlast_budget_left"]}
+    assert budgets == {"restarts": 2, "no_progress_cycles": 2}
+    assert (one(figures, "missing_nodes"), one(figures, "excluded_nodes")) == (2, 2)
+    assert [own["excluded_node"] for own, _ in figures["outlast_excluded_node_info"]] == ["n1", "n3"]
+    assert [own["timeout"] for own, _ in figures["outlast_timeout_seconds"]] == ["rank_heartbeat_timeout"]
+    assert one(figures, "job_exit_code", reason="no_progress") == 93
+
+
+@pytest.mark.parametrize(("code", "reason"), [(0, "finished"), (143, "sigterm"), (75, "preempted"), (42, "other")])
+def test_an_exit_code_has_a_reason(endpoint: MetricsEndpoint, code: int, reason: str) -> None:
+    """The exit code of a job comes with a word for it."""
+    endpoint.show(lambda: AgentOutlook(exit_code=code))
+    assert one(scrape(endpoint.url), "job_exit_code", reason=reason) == code
+
+
+def test_the_end_is_awaited_until_a_scraper_has_it(endpoint: MetricsEndpoint, caplog: pytest.LogCaptureFixture) -> None:
+    """The wait for a scrape ends with the first one after the job's last events were read, or with a warning."""
+    endpoint.await_scrape(0.0)
+    endpoint.await_scrape(0.05)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "no scrape within 0.05 s after the job's end: its exit code is in no metric"
+    ]
+    endpoint.show(lambda: AgentOutlook(job="j", exit_code=0))
+    waits = threading.Thread(target=endpoint.await_scrape, args=(LONG_S,))
+    waits.start()
+    deadline_s = clock.now_s() + LONG_S
+    while waits.is_alive():
+        assert clock.now_s() < deadline_s
+        assert one(scrape(endpoint.url), "job_exit_code") == 0
+        waits.join(0.05)
 
 
 def test_a_line_that_is_half_written_is_taken_once_it_is_whole(tmp_path: Path) -> None:
@@ -327,7 +472,7 @@ def test_a_line_that_is_half_written_is_taken_once_it_is_whole(tmp_path: Path) -
     for data, number in ((whole + whole[:20], 1), (whole + whole, 2)):
         journal.path.write_bytes(data)
         history.read_on("j", [])
-        assert {name: value for name, _, value in history.show(is_host=False)}["cycles_started_total"] == number
+        assert {name: value for name, _, value in history.show()}["cycles_started_total"] == number
 
 
 @pytest.mark.process

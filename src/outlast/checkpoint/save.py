@@ -403,7 +403,9 @@ class Outcomes:
             where = f"; it is in {_names(reached)}" if reached else ""
             again = "; it is retried until a newer save takes its place" if is_retried else ""
             log.log(level, "save failed: %s%s%s", error, where, again)
-            self._write_incident(IncidentKind.SAVE_FAILED, save.iteration, str(error))
+            self._write_incident(
+                IncidentKind.SAVE_FAILED, save.iteration, str(error), tier=_TIER_OF_LANE.get(lane, lane)
+            )
         if isinstance(error, Replaced):
             self.late.replace(lane)
         else:
@@ -592,6 +594,9 @@ class Outcomes:
             evidence={"summary": summary, **evidence},
         )
         self._write(EventKind.INCIDENT, iteration, incident=incident)
+
+
+_TIER_OF_LANE = {FIRST_LANE: str(Tier.MEMORY)}
 
 
 def _list(tiers: Collection[Tier]) -> list[str]:

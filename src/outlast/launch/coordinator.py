@@ -397,7 +397,7 @@ class Coordinator:
         spare = self.nodes.num_joins > len(self.nodes.slots)
         self._record(EventKind.NODE_JOINED, self.cycle, {"name": node.name, "spare": spare})
         self._excluded.admit(node)
-        if self.state.number:
+        if self.state.number or isinstance(message, m.JoinRequest):
             self.nodes.out.append((node.name, node.epoch, m.Decided(ladder=self.state)))
         return node
 

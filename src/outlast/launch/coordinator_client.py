@@ -72,6 +72,11 @@ class CoordinatorClient:
         place = self._place
         return 0 if place is None else place.num_spares
 
+    @property
+    def ladder(self) -> LadderState | None:
+        """What the recovery policy remembers, as this node was notified last; ``None``: not yet. Thread: any."""
+        return self._ladder
+
     def take_place(self, start: m.Start) -> bool:
         """Note the place in a cycle; return False for one that must not be started.
 

@@ -717,7 +717,9 @@ class Forming:
             )
         for node in self.nodes:
             if node.ready:
-                self.nodes.out.append((node.name, node.epoch, m.NodesMissing(reason=reason)))
+                self.nodes.out.append(
+                    (node.name, node.epoch, m.NodesMissing(reason=reason, missing=max(1, self.missing)))
+                )
 
     def place_nodes(self, cycle: int, state: LadderState, *, term: int) -> dict[str, m.SlotPlace]:
         """Return the place of each slot's node and of each spare.

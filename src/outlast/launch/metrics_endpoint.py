@@ -16,33 +16,44 @@ from __future__ import annotations
 
 import logging
 import platform
+import signal
 import socketserver
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from outlast import clock
+from outlast.decoding import convert
 from outlast.env import clean_name
-from outlast.errors import ConfigError
-from outlast.incidents import Event, EventKind, Rung
+from outlast.errors import ConfigError, ExitReason
+from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
 from outlast.journal import read_on
 from outlast.monitor.stacks import process_state
 from outlast.policy.durability import SurvivalLevel
+from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.injection import reach
 from outlast.version import __version__
 
 if TYPE_CHECKING:
     from outlast.launch.cycle import Cycle
+    from outlast.launch.protocol import LiveBudgets
+    from outlast.launch.workers import WorkerProcess
+    from outlast.policy.ladder import LadderState
     from outlast.runtime.board import RankState
 
 log = logging.getLogger(__name__)
 LOOK_S = 2.0
 """How often the journal is read on, and the iterations are noted of which the rate is made."""
+FIRST_LOOK_S = 0.2
+"""The same until the journal has been read: counters must be there, at 0, before the first incident."""
 RATE_WINDOW_S = 60.0
 MAX_CONNECTIONS = 16
 """Scrapes at the same time."""
@@ -100,6 +111,11 @@ METRICS = {
             name="durable_checkpoint_due_seconds",
             help="Seconds for which a commit that survives the end of the job has been due; 0 if none is.",
         ),
+        AgentMetric(
+            name="rank_exit_code",
+            help="Exit code of a rank that has ended in the newest cycle; negative: the signal that ended it.",
+            labels=("rank",),
+        ),
         AgentMetric(name="rank_iteration", help="Optimizer steps that a rank has done.", labels=("rank",)),
         AgentMetric(
             name="rank_state",
@@ -119,8 +135,32 @@ METRICS = {
         ),
         AgentMetric(
             name="restarts_total",
-            help="What the coordinator decided in this job, by remedy; on its node alone.",
+            help="Restarts of the run, in all of its jobs, by remedy; the same on all nodes.",
             labels=("rung",),
+        ),
+        AgentMetric(
+            name="budget_left",
+            help="What may still be tried before the job ends: restarts, restarts_total, no_progress_cycles.",
+            labels=("budget",),
+        ),
+        AgentMetric(name="missing_nodes", help="Nodes for which the job waits; 0 while a cycle runs here."),
+        AgentMetric(name="excluded_nodes", help="Nodes that get no slot any more, or not in this cycle."),
+        AgentMetric(name="excluded_node_info", help="1 for each of them.", labels=("excluded_node",)),
+        AgentMetric(
+            name="timeout_seconds",
+            help="Timeouts in force, by the setting; those of sections as rank_section_timeouts:NAME.",
+            labels=("timeout",),
+        ),
+        AgentMetric(
+            name="last_incident_info",
+            help="1 for the newest incident that the coordinator decided about; on its node.",
+            labels=("kind", "culprit_node", "culprit_rank", "exit_code", "cause", "rung"),
+        ),
+        AgentMetric(name="last_incident_timestamp_seconds", help="When it decided, in seconds since the epoch."),
+        AgentMetric(
+            name="job_exit_code",
+            help="Exit code of the job, once its end is decided; see --metrics-linger.",
+            labels=("reason",),
         ),
         AgentMetric(name="steps_rerun_total", help="Steps that ranks of this node ran again in place."),
         AgentMetric(name="incidents_total", help="Incidents that this node's processes reported.", labels=("kind",)),
@@ -133,6 +173,11 @@ METRICS = {
             name="committed_timestamp_seconds", help="When that was, in seconds since the epoch.", labels=("tier",)
         ),
         AgentMetric(name="saves_total", help="Saves that ranks of this node began."),
+        AgentMetric(
+            name="save_failures_total",
+            help="Saves that failed in a tier: memory, local or global; each rank of this node counts.",
+            labels=("tier",),
+        ),
         AgentMetric(name="save_stall_seconds", help="How long the newest save kept this node's slowest rank waiting."),
         AgentMetric(
             name="save_stall_seconds_total", help="The same, added up over the saves of all ranks of this node."
@@ -162,6 +207,16 @@ class AgentOutlook:
     cycle: Cycle | None = None
     """The newest one, also after its end."""
     num_spares: int = 0
+    num_missing: int = 0
+    """Nodes for which the job waits, as this node was told last."""
+    ladder: LadderState | None = None
+    """What the recovery policy remembers of the run; ``None`` = not yet known."""
+    budgets: LiveBudgets | None = None
+    """What may still be tried; ``None`` = not yet known."""
+    timeouts: Mapping[str, float | None] = field(default_factory=dict)
+    """In force, in seconds, by the setting."""
+    exit_code: int | None = None
+    """Of the job, once its end is decided."""
 
 
 class MetricsEndpoint:
@@ -190,7 +245,17 @@ class MetricsEndpoint:
         self.history = NodeHistory(run_dir, node)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Collector({"run_id": run_id, "node": node}, self._collect))
-        handler = type("_ScrapeHandler", (MetricsHandler,), {"registry": self._registry, "timeout": SCRAPE_S})
+        self._has_final, self._was_scraped = threading.Event(), threading.Event()
+        """What the job ended with is shown completely; and a scraper has received that."""
+
+        def answer(handler: Any) -> None:
+            is_final = self._has_final.is_set()
+            MetricsHandler.do_GET(handler)
+            if is_final:
+                self._was_scraped.set()
+
+        members = {"registry": self._registry, "timeout": SCRAPE_S, "do_GET": answer}
+        handler = type("_ScrapeHandler", (MetricsHandler,), members)
         try:
             self._server = _ScrapeServer(where, handler)
         except OSError as error:
@@ -217,6 +282,11 @@ class MetricsEndpoint:
         """
         self._outlook = outlook
 
+    def await_scrape(self, timeout_s: float) -> None:
+        """Wait until a scraper has received the metrics of the job's end. Blocks: up to ``timeout_s`` seconds."""
+        if timeout_s > 0 and not self._was_scraped.wait(timeout_s):
+            log.warning("no scrape within %g s after the job's end: its exit code is in no metric", timeout_s)
+
     def close(self) -> None:
         """Stop listening. Idempotent. Blocks: some 0.1 s; scrapes that are under way end by themselves."""
         if not self._ends.is_set():
@@ -227,11 +297,13 @@ class MetricsEndpoint:
     # -- in threads of its own ---------------------------------------------------------------------------------
 
     def _look_on(self) -> None:
-        while not self._ends.wait(LOOK_S):
+        while not self._ends.wait(LOOK_S if self.history.has_read else min(FIRST_LOOK_S, LOOK_S)):
             try:
                 outlook = self._outlook()
                 self.history.note_iteration(outlook.cycle.number if outlook.cycle else -1, _farthest(_states(outlook)))
                 self.history.read_on(outlook.job, [state.global_rank for state in _states(outlook)])
+                if outlook.exit_code is not None:
+                    self._has_final.set()
             except OSError as error:
                 log.debug("the journal of this node cannot be read: %s", error)
             except Exception:
@@ -251,14 +323,50 @@ class MetricsEndpoint:
         yield "world_size", {}, cycle.start.world_size if cycle is not None and runs else 0
         yield "num_nodes", {}, cycle.start.num_nodes if cycle is not None and runs else 0
         yield "spares", {}, outlook.num_spares
+        yield "missing_nodes", {}, outlook.num_missing
         if (farthest := _farthest(states)) is not None:
             yield "node_iteration", {}, farthest
         yield from _show_durability(states, now_ns=clock.now_ns())
-        exits = {worker.global_rank: worker.exit_code for worker in cycle.workers.values()} if cycle is not None else {}
         now_ns = clock.now_ns()
-        for state in states:
-            yield from _show_rank(state, has_ended=exits.get(state.global_rank) is not None, now_ns=now_ns)
-        yield from self.history.show(is_host=outlook.is_host)
+        for worker in cycle.workers.values() if cycle is not None else ():
+            state = states[worker.local_rank] if states else None
+            yield from _show_rank(worker, state, now_ns=now_ns)
+        yield from _show_policy(outlook)
+        for name, seconds in outlook.timeouts.items():
+            if seconds is not None:
+                yield "timeout_seconds", {"timeout": name}, seconds
+        if (code := outlook.exit_code) is not None:
+            yield "job_exit_code", {"reason": _reason(code)}, code
+        yield from self.history.show()
+
+
+def _show_policy(outlook: AgentOutlook) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield what the recovery policy has decided, and what it may still decide; nothing until that is known."""
+    ladder, budgets = outlook.ladder, outlook.budgets
+    if ladder is None or budgets is None:
+        return
+    for rung in sorted(_RESTARTING):
+        yield "restarts_total", {"rung": rung.name.lower()}, ladder.restarts_by_rung.get(rung.name, 0)
+    for budget, used, most in (
+        ("restarts", budgets.restarts_without_progress, budgets.max_restarts),
+        ("restarts_total", budgets.restarts_total, budgets.max_restarts_total),
+        ("no_progress_cycles", budgets.cycles_without_progress, budgets.max_no_progress_cycles),
+    ):
+        if most is not None:
+            yield "budget_left", {"budget": budget}, max(0, most - used)
+    excluded = sorted(set(ladder.barred))
+    yield "excluded_nodes", {}, len(excluded)
+    for node in excluded:
+        yield "excluded_node_info", {"excluded_node": node}, 1
+
+
+def _reason(exit_code: int) -> str:
+    """Return what an exit code of a job means, in a word."""
+    with suppress(ValueError):
+        return ExitReason(exit_code).name.lower()
+    with suppress(ValueError):
+        return signal.Signals(exit_code - 128).name.lower()
+    return "other"
 
 
 def _show_durability(states: Sequence[RankState], *, now_ns: int) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -369,9 +477,17 @@ def _farthest(states: Sequence[RankState]) -> int | None:
     return max((state.iteration for state in states if state.reports_iteration), default=None)
 
 
-def _show_rank(state: RankState, *, has_ended: bool, now_ns: int) -> Iterator[tuple[str, dict[str, str], float]]:
-    labels = {"rank": str(state.global_rank)}
-    is_stopped = not has_ended and process_state(state.pid) in ("T", "t")
+def _show_rank(
+    worker: WorkerProcess, state: RankState | None, *, now_ns: int
+) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield what a rank does; ``state``: its page of the board, ``None`` once the board is freed."""
+    labels, exit_code = {"rank": str(worker.global_rank)}, worker.exit_code
+    has_ended = exit_code is not None
+    if exit_code is not None:
+        yield "rank_exit_code", labels, exit_code
+    if state is None:
+        return
+    is_stopped = not has_ended and process_state(state.pid or worker.pid) in ("T", "t")
     standing = "ended" if has_ended else "stopped" if is_stopped else state.standing
     yield "rank_state", labels | {"state": standing}, 1
     if state.reports_iteration:
@@ -415,8 +531,10 @@ class NodeHistory:
         self._began_s: float | None = None
         """When the job began here, on the monotonic clock."""
         self._num_cycles = self._num_reruns = self._num_saves = 0
-        self._restarts = Counter[Rung]()
-        self._incidents = Counter[str]()
+        self._incidents = Counter[str](dict.fromkeys(map(str, IncidentKind), 0))
+        self._save_failures = Counter[str](dict.fromkeys(map(str, (Tier.MEMORY, Tier.LOCAL, Tier.GLOBAL)), 0))
+        self._last_incident: tuple[dict[str, str], float] | None = None
+        """The newest one with a decision, as labels, and when that was."""
         self._committed: dict[str, tuple[int, float]] = {}
         self._stalls: dict[int, tuple[int, float]] = {}
         self._stall_s = 0.0
@@ -486,10 +604,13 @@ class NodeHistory:
                 self._began_s -= float(data.get("start_up_s") or 0.0)
             case EventKind.CYCLE_STARTED:
                 self._num_cycles += 1
-            case EventKind.VERDICT if "incident" in data and verdict.get("rung") in _RESTARTING:
-                self._restarts[Rung(verdict["rung"])] += 1
+            case EventKind.VERDICT if "incident" in data:
+                self._last_incident = _describe_incident(data["incident"], verdict), event.wall_ns / 1e9
             case EventKind.INCIDENT:
-                self._incidents[str((data.get("incident") or {}).get("kind"))] += 1
+                incident = data.get("incident") or {}
+                self._incidents[str(incident.get("kind"))] += 1
+                if incident.get("kind") == IncidentKind.SAVE_FAILED:
+                    self._save_failures[str((incident.get("evidence") or {}).get("tier", "unknown"))] += 1
                 self._num_reruns += verdict.get("rung") == Rung.RERUN_STEP
             case EventKind.SAVE_SCHEDULED if event.rank is not None:
                 stall_s = float(data.get("stall_s") or 0.0)
@@ -523,24 +644,32 @@ class NodeHistory:
         self._productive_s += max(0, new) * float(event.data.get("step_s") or 0.0)
         self._reported, self._highest = event.iteration, max(self._highest, event.iteration)
 
-    def show(self, *, is_host: bool) -> Iterator[tuple[str, dict[str, str], float]]:
+    @property
+    def has_read(self) -> bool:
+        """Whether the journal of the job has been read."""
+        return self._read_ns > 0
+
+    def show(self) -> Iterator[tuple[str, dict[str, str], float]]:
         """Yield the figures: name, labels, value."""
         with self._lock:
-            figures = list(self._figures(is_host=is_host))
+            figures = list(self._figures())
         yield from figures
 
-    def _figures(self, *, is_host: bool) -> Iterator[tuple[str, dict[str, str], float]]:
+    def _figures(self) -> Iterator[tuple[str, dict[str, str], float]]:
         yield "iterations_per_second", {}, self._rate()
         if not self._read_ns:
             return
         yield "journal_age_seconds", {}, (clock.now_ns() - self._read_ns) / 1e9
         yield "cycles_started_total", {}, self._num_cycles
-        if is_host or self._restarts:
-            for rung in sorted(_RESTARTING):
-                yield "restarts_total", {"rung": rung.name.lower()}, self._restarts[rung]
         yield "steps_rerun_total", {}, self._num_reruns
         for kind, number in self._incidents.items():
             yield "incidents_total", {"kind": kind}, number
+        for tier, number in self._save_failures.items():
+            yield "save_failures_total", {"tier": tier}, number
+        if self._last_incident is not None:
+            labels, at_s = self._last_incident
+            yield "last_incident_info", labels, 1
+            yield "last_incident_timestamp_seconds", {}, at_s
         for tier, (iteration, at_s) in self._committed.items():
             yield "committed_iteration", {"tier": tier}, iteration
             yield "committed_timestamp_seconds", {"tier": tier}, at_s
@@ -560,6 +689,23 @@ class NodeHistory:
             return 0.0
         (first_ns, first), (last_ns, last) = self._samples[0], self._samples[-1]
         return (last - first) / ((last_ns - first_ns) / 1e9) if last_ns > first_ns else 0.0
+
+
+def _describe_incident(data: Any, verdict: Mapping[str, Any]) -> dict[str, str]:
+    """Return an incident, and the decision about it, as labels."""
+    try:
+        incident = convert(data, Incident)
+        rung = Rung(verdict.get("rung", -1)).name.lower()
+    except (msgspec.ValidationError, ValueError):  # of another version
+        return dict.fromkeys(METRICS["last_incident_info"].labels, "unknown")
+    return {
+        "kind": incident.kind,
+        "culprit_node": incident.node,
+        "culprit_rank": "" if incident.rank is None else str(incident.rank),
+        "exit_code": "" if incident.exit_code is None else str(incident.exit_code),
+        "cause": "" if incident.cause is None else incident.cause.type,
+        "rung": rung,
+    }
 
 
 _RESTARTING = frozenset({Rung.RESTART_IN_PROCESS, Rung.RESTART_WORKERS, Rung.REPLACE_NODE})

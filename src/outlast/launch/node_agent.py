@@ -66,8 +66,8 @@ from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
 from outlast.launch.verdicts import describe_notice, name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import SAME_FAULT_S
-from outlast.policy.deadlines import NO_INIT, NO_SESSION, NOT_YET, Protection, describe_nodes
-from outlast.policy.ladder import describe_next_job, describe_saved
+from outlast.policy.deadlines import NO_INIT, NO_SESSION, NOT_YET, Protection, Timeouts, describe_nodes
+from outlast.policy.ladder import Limits, describe_next_job, describe_saved
 from outlast.runtime.board import KeptDurability
 from outlast.runtime.processes import describe_stuck
 from outlast.runtime.store import TCPStore, open_cycle_store
@@ -158,6 +158,8 @@ class NodeAgent(SimpleElasticAgent):
         self._cycle_store: TCPStore | None = None
         self._signal, self._is_done = 0, False
         self._waits_for = ""
+        self._num_missing = 0
+        """Slots without a node, as the coordinator reported last; of no meaning once a cycle starts."""
         self._has_no_slot = False
         """The coordinator has reported that other nodes hold all slots, or that this node gets none."""
         self._protection: str | None = None
@@ -170,12 +172,33 @@ class NodeAgent(SimpleElasticAgent):
 
     def outlook(self) -> AgentOutlook:
         """Return how this agent is. Thread: any."""
+        cycle, ladder, options = self._cycle, self._client.ladder, self.options
+        config = options.fault_tolerance if cycle is None else cycle.layers.config
+        timeouts = Timeouts.from_config(config, with_defaults=True)
+        if cycle is not None and cycle.watchdog is not None and cycle.script_settings is not None:
+            timeouts = cycle.timeouts
+        limits = Limits(
+            max_restarts=options.torchrun.max_restarts,
+            max_restarts_total=options.torchrun.max_restarts_total,
+            max_no_progress_cycles=config.max_no_progress_cycles,
+        )
         return AgentOutlook(
             job=self.job,
             state=self._state,
             is_host=self.is_host,
-            cycle=self._cycle,
+            cycle=cycle,
             num_spares=self._client.num_spares,
+            num_missing=self._num_missing if self._state == AgentState.JOINING else 0,
+            ladder=ladder,
+            budgets=None if ladder is None else m.LiveBudgets.of(ladder, limits),
+            timeouts={
+                **timeouts.by_setting(),
+                "exit_timeout": config.exit_timeout,
+                "node_heartbeat_timeout": config.node_heartbeat_timeout,
+                "shutdown_grace": config.shutdown_grace,
+                "join_timeout": options.join_timeout_s,
+            },
+            exit_code=self.stop.exit_code if self._is_done or self._state == AgentState.STOPPING else None,
         )
 
     @property
@@ -203,7 +226,7 @@ class NodeAgent(SimpleElasticAgent):
         self._memory.close()
         if self._cycle is not None:
             self._cycle.close(wait_for_logs=True)
-        self._cycle = None
+            self._cycle.over = True  # metrics still show how its ranks ended
         self._workers.close()
         if self._writer is not None:
             self._writer.close()
@@ -283,6 +306,7 @@ class NodeAgent(SimpleElasticAgent):
             case m.Wait():
                 self._timers.cancel("answer")
                 if event.place is not None:
+                    self._num_missing = 0
                     self._client.wait_beside(event.place)
                 level = logging.DEBUG if event.reason == self._waits_for else logging.INFO
                 self._waits_for, self._has_no_slot = event.reason, True
@@ -293,6 +317,7 @@ class NodeAgent(SimpleElasticAgent):
             case m.Decided():
                 self._client.note_decided(event)
             case m.NodesMissing():
+                self._num_missing = event.missing
                 log.info("%s", event.reason)
             case m.Remark():
                 log.warning("%s", event.text)
@@ -390,6 +415,7 @@ class NodeAgent(SimpleElasticAgent):
         self._journal.write(EventKind.JOB_ENDED, exit_code=ExitReason.FAILED, reason=reason)
 
     def _join(self, ended: m.CycleFacts | None) -> None:
+        self._num_missing = 0
         if self._state != AgentState.LEAVING:
             self._state = AgentState.JOINING
         if ended is not None:

@@ -46,7 +46,10 @@ _NEVER_EMPTY = (
     "interface",
     "port_range",
 )
-_NOT_NEGATIVE = ("max_restarts", "max_restarts_total", "restart_grace", "workers_stop_timeout", "shutdown_timeout")
+_NOT_NEGATIVE = (
+    *("max_restarts", "max_restarts_total", "restart_grace", "workers_stop_timeout", "shutdown_timeout"),
+    "metrics_linger",
+)
 _A_PORT = "write a number from 1 to 65535, or 0 for a free one"
 _STREAMS = re.compile(r"[0-3]|\d:[0-3](,\d:[0-3])*")
 
@@ -318,10 +321,12 @@ def _metrics_endpoint(command: RunCommand) -> Endpoint | None:
         port = int(given_port) if given_port.isdecimal() else -1
         _require(0 <= port < 65536, f"{source}={given_port} is no port; {_A_PORT}")
     if port is None:
-        _require(
-            args.metrics_address is None,
-            f"{name('metrics_address')} has no effect without --metrics-port; add that, or leave it out",
-        )
+        for attribute, is_given in (
+            ("metrics_address", args.metrics_address is not None),
+            ("metrics_linger", "metrics_linger" in command.typed),
+        ):
+            text = f"{name(attribute)} has no effect without --metrics-port; add that, or leave it out"
+            _require(not is_given, text)
         return None
     address = args.metrics_address or given_address or "127.0.0.1"
     where = name("metrics_address") if args.metrics_address else env.METRICS_ADDRESS

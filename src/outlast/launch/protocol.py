@@ -400,6 +400,8 @@ class NodesMissing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Nodes are missing: who, and how long they are waited for."""
 
     reason: str
+    missing: int = 1
+    """Slots without a node; at least 1 while most nodes of the last cycle are missing."""
 
 
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True, tag="ro", rename=_SHORT):

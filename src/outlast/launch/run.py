@@ -137,7 +137,11 @@ def launch(options: RunOptions) -> int:
     lease = own_run_directory(options, mailbox)  # before anything is read or written there
     try:
         with _show_metrics(options) as metrics:
-            return _launch(options, lease, mailbox, metrics)
+            exit_code = _launch(options, lease, mailbox, metrics)
+            is_requested = exit_code == ExitReason.PREEMPTED or exit_code > 128
+            if metrics is not None and not is_requested:  # who requested a shutdown kills what takes long
+                metrics.await_scrape(options.torchrun.metrics_linger)
+            return exit_code
     except ConfigError:
         lease.withdraw()  # the job was refused before it began
         raise

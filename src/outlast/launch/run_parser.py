@@ -244,6 +244,11 @@ _OURS: tuple[tuple[str, str, str | None, str | float | None, str], ...] = (
         "IP address at which --metrics-port listens; default OUTLAST_METRICS_ADDRESS, else 127.0.0.1, which other "
         "machines do not reach.",
     ),
+    (
+        *(_OUTPUT, "metrics-linger", "SECONDS", 0.0),
+        "Seconds for which --metrics-port may stay open after the job's end, until it has been scraped once with the "
+        "exit code; not after a shutdown request; default 0.",
+    ),
     (_OUTPUT, "quiet", None, None, "Log warnings, errors and the last line only: --log-level=warning."),
 )
 """Our own options: group, name, the value's name (``None``: a switch), default, help."""

@@ -136,6 +136,11 @@ class Timeouts:
         field = FIELD_OF_SUBJECT.get(subject)
         return None if field is None else getattr(self, field)
 
+    def by_setting(self) -> dict[str, float | None]:
+        """Return the timeouts by the names of their settings, those of sections as ``rank_section_timeouts:NAME``."""
+        found = {name: getattr(self, of) for name, of in FIELD_OF_SETTING.items() if of != "sections"}
+        return found | {f"rank_section_timeouts:{name}": seconds for name, seconds in self.sections.items()}
+
     def smallest_s(self) -> float | None:
         """Return the smallest timeout; ``None`` when nothing is enforced."""
         every = (self.initial_heartbeat_s, self.heartbeat_s, self.out_of_section_s, *self.sections.values())

@@ -242,6 +242,8 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """How often the state has changed; of two states of a job, the later one has the higher number."""
     restarts_without_progress: Number = 0
     restarts_total: Number = 0
+    restarts_by_rung: dict[str, Number] = {}
+    """Restarts of the run by the name of their rung, for metrics: no decision reads it, and no job resets it."""
     cycles_without_progress: Number = 0
     best_durable: int | None = None
     """Highest iteration ever seen that survives the end of the job; never falls."""
@@ -629,10 +631,13 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
         if ends_cycle:
             state = msgspec.structs.replace(state, failure=_failure_of(end) if found is None else None)
         if verdict.rung != Rung.STOP:
+            rung = verdict.rung.name
+            by_rung = state.restarts_by_rung | {rung: state.restarts_by_rung.get(rung, 0) + 1}
             state = msgspec.structs.replace(
                 state,
                 restarts_without_progress=state.restarts_without_progress + (not is_free),
                 restarts_total=state.restarts_total + 1,
+                restarts_by_rung=by_rung,
             )
     quarantined = tuple(dict.fromkeys((*state.quarantined, *verdict.quarantine)))
     recent = {node: num for node, num in state.recent_faults.items() if node not in verdict.quarantine}
