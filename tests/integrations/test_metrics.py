@@ -19,6 +19,7 @@ from pages import python_blocks
 
 import outlast
 from outlast.errors import ConfigError
+from outlast.incidents import IncidentKind
 from outlast.integrations import metrics
 from outlast.integrations.metrics import MetricsRun
 from outlast.testing import Cluster
@@ -270,12 +271,13 @@ SERIES = {
     'outlast_gpu_relative_perf{rank="1",run_id="gpt",stat="min"} 0.75',
     'outlast_gpu_relative_perf{rank="1",run_id="gpt",stat="max"} 1.0',
     'outlast_iteration{rank="1",run_id="gpt"} 7.0',
+    *(f'outlast_incidents{{kind="{kind}",rank="1",run_id="gpt"}} 0.0' for kind in IncidentKind),
 }
 
 
 def test_prometheus_shows_gauges_on_loopback_and_in_a_file(tmp_path: Path) -> None:
-    """The endpoint is on 127.0.0.1 and shows each figure with its unit and labels; the file has the same. After the end
-    nothing listens any more."""
+    """The endpoint is on 127.0.0.1 and shows each figure with its unit and labels, and each kind of incident at 0
+    from the start; the file has the same. After the end nothing listens any more."""
     sink = metrics.PrometheusSink(port=0, textfile=tmp_path / "outlast.prom", every_rank=True)
     written = threading.Event()
     flush = sink._flush

@@ -28,6 +28,7 @@ from typing import Any
 
 from outlast import clock, env
 from outlast.errors import ConfigError
+from outlast.incidents import IncidentKind
 from outlast.runtime.files import write_optional
 from outlast.session.step import MetricsRun, MetricsSink
 from outlast.wording import count
@@ -556,8 +557,8 @@ class PrometheusSink(BackgroundSink):
 
     ``outlast/step_time_s`` becomes ``outlast_step_time_seconds``; the kinds of ``outlast/incidents/<kind>`` and the
     statistics of the scores are labels (``kind``, ``stat``). Every gauge has the label ``run_id``, and with
-    ``every_rank`` also ``rank``: so there are some 15 series, and one more for each kind of incident, a rank that
-    writes.
+    ``every_rank`` also ``rank``: so there are some 30 series for each rank that writes. Each kind of incident is there
+    from the start, at 0, so that the first incident is an increase.
 
     Args:
         port: Where the endpoint listens, over HTTP without encryption: it answers everybody who reaches it. With
@@ -637,7 +638,10 @@ class PrometheusSink(BackgroundSink):
 
     def _write(self, figures: Mapping[str, float], iteration: int) -> None:
         failure: Exception | None = None
-        for name, value in {**figures, "outlast/iteration": float(iteration)}.items():
+        zeros = (
+            {} if "outlast_incidents" in self._gauges else {f"outlast/incidents/{kind}": 0.0 for kind in IncidentKind}
+        )
+        for name, value in {**zeros, **figures, "outlast/iteration": float(iteration)}.items():
             try:
                 self._set(name, value)
             except Exception as error:  # noqa: BLE001 - the other figures are shown all the same
