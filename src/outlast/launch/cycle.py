@@ -152,8 +152,8 @@ class Cycle:
     logs: WorkerLogs
     workers: dict[int, WorkerProcess]
     """Key in the zygote's messages to worker."""
-    spawns: list[Spawn]
-    """The requests to the zygote that start them."""
+    spawns: list[tuple[Spawn, Sequence[int]]]
+    """The requests to the zygote that start them, with the descriptors of their output."""
     in_process: InProcessRecovery
     postmortem: Postmortem
     """What the workers record of their ends."""
@@ -246,18 +246,20 @@ class Cycle:
                 env.REPLAY: _as_text(start.replay),
                 env.DURABLE_ITERATION: "" if start.durable_iteration is None else str(start.durable_iteration),
             }
-            spawns = [
-                Spawn(
+            spawns: list[tuple[Spawn, Sequence[int]]] = []
+            for key, worker in workers.items():
+                rank = worker.local_rank
+                stdout, stderr = logs.outputs_of(rank)
+                request = Spawn(
                     key=key,
                     kind=launch.kind,
-                    argv=tuple(map(os.fsencode, launch.argv_of(rank := worker.local_rank))),
+                    argv=tuple(map(os.fsencode, launch.argv_of(rank))),
                     env=_as_bytes({**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)}),
-                    stdout=logs.destinations.stdouts.get(rank) or "",
-                    stderr=logs.destinations.stderrs.get(rank) or "",
+                    stdout=stdout is not None,
+                    stderr=stderr is not None,
                     on_start="" if launch.kind == "exec" else "outlast.monitor.stacks:register",
                 )
-                for key, worker in workers.items()
-            ]
+                spawns.append((request, [fd for fd in (stdout, stderr) if fd is not None]))
             stack.pop_all()
         return cls(
             start=start,
