@@ -819,8 +819,11 @@ class NodeAgent(SimpleElasticAgent):
     # -- the end -----------------------------------------------------------------------------------------------
 
     def _on_stop(self, stop: m.Stop) -> None:
-        if self._state == AgentState.LEAVING:
+        if self._state in (AgentState.LEAVING, AgentState.STOPPING) and not stop.is_replaced:
             return  # its own end is under way
+        # The host waits for this, but not for the workers, the checkpoint writer and the logs of this node.
+        self._client.send(m.Bye())
+        self._client.link.stop_taking_over()
         if self._state == AgentState.OUTSIDE:
             stop = self._health.stop_outside(stop)
         if stop.is_replaced:

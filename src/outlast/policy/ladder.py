@@ -380,6 +380,16 @@ def find_outcome(state: LadderState) -> tuple[int, str] | None:
     return None if state.stopped_with is None else (state.stopped_with, newest.reason)
 
 
+def find_later_outcome(state: LadderState, known: LadderState | None) -> tuple[int, str] | None:
+    """Return how a job ended, as :func:`find_outcome`, to an agent that knows an earlier state of it.
+
+    A state that lacks the newest decision which the agent knows was written by another part of a divided job.
+    """
+    if known is not None and known.history and known.history[-1] not in state.history:
+        return None
+    return find_outcome(state)
+
+
 def begin_run(state: LadderState) -> LadderState:
     """Return the state of a new run in the directory of a finished one: all budgets afresh.
 
