@@ -475,6 +475,7 @@ class Cycle:
         num_ended = sum(worker.lost is not None or worker.exit_code in done for worker in self.workers.values())
         return wait_s(
             failing,
+            ran_s=self.ran_s,
             num_running=len(self.workers) - len(failing) - num_ended,
             is_before_first_step=self._is_before_first_step,
             has_session=self.had_session,
@@ -530,8 +531,14 @@ class Cycle:
     @property
     def _is_young(self) -> bool:
         """Whether a script that reports no steps is taken to be before its first one."""
-        started_ns = min((worker.started_ns for worker in self.workers.values() if worker.started_ns), default=0)
-        return clock.now_ns() - started_ns < PLAIN_START_S * 1e9
+        return self.ran_s < PLAIN_START_S
+
+    @property
+    def ran_s(self) -> float:
+        """Seconds since the first worker of this node started."""
+        now_ns = clock.now_ns()
+        started_ns = min((worker.started_ns for worker in self.workers.values() if worker.started_ns), default=now_ns)
+        return (now_ns - started_ns) / 1e9
 
     @property
     def has_trained(self) -> bool:

@@ -65,7 +65,7 @@ from outlast.launch.metrics_endpoint import AgentOutlook
 from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
 from outlast.launch.verdicts import describe_notice, name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
-from outlast.policy.causes import SAME_FAULT_S
+from outlast.policy.causes import same_fault_s
 from outlast.policy.deadlines import NO_INIT, NO_SESSION, NOT_YET, Protection, describe_nodes
 from outlast.policy.ladder import describe_next_job, describe_saved
 from outlast.runtime.board import KeptDurability
@@ -621,7 +621,7 @@ class NodeAgent(SimpleElasticAgent):
         if over.awaits_alike and not cycle.all_ended:
             # The ranks here are about to fail as those elsewhere did, or wait for them.
             if not self._timers.is_set("clear"):  # else one has failed, and the others have their time already
-                self._timers.set("clear", SAME_FAULT_S, lambda: self._fail_or_follow(cycle, over.reason))
+                self._timers.set("clear", same_fault_s(cycle.ran_s), lambda: self._fail_or_follow(cycle, over.reason))
             return
         level = logging.DEBUG if self.is_host else logging.WARNING  # the verdict follows there
         log.log(level, "cycle %d is over: %s", over.cycle, over.reason)
