@@ -572,6 +572,8 @@ class ControlLink:
         Raises:
             RendezvousError: Nobody listens there.
             OSError: It is no coordinator, it does not answer, or (as :class:`WrongRun`) it is another run's.
+
+        Blocks: up to 2 s for the host's name, 2 s until its port accepts, and ``answer_s`` until it responds.
         """
         connection = connect(endpoint, timeout_s=min(_CONNECT_S, answer_s))
         job = self._job
