@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from saving_ranks import start
 
+from outlast.chaos.sight import memory_files
 from outlast.checkpoint.writer_client import WriterProcess
 
 SAVE = """
@@ -133,6 +134,22 @@ def test_bad_copies_lead_down_the_tiers(tmp_path: Path, nodes: dict[str, WriterP
 
 @pytest.mark.slow
 @pytest.mark.process
+def test_a_corrupt_copy_in_memory_is_dropped_at_once(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
+    """A rank whose copy in memory is corrupt loads from its local disk, and the copy is dropped: the next load, without
+    a save in between, does not read and reject it again."""
+    saved = _save(tmp_path / "ckpt", nodes, {})
+    for path in memory_files(nodes["two"].pid, "outlast-arena"):
+        _flip(Path(path))
+    first, second = (_load(tmp_path / "ckpt", nodes, {}) for _ in range(2))
+    for loaded, num_rejected in ((first, 1), (second, 0)):
+        for rank, told in enumerate(loaded):
+            assert (told["iteration"], told["tiers"]) == (2, ["memory", "local"])
+            assert told["loaded"] == saved[rank]["2"]
+            assert len(told["rejected"]) == num_rejected, told["rejected"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
 def test_another_number_of_ranks_loads_the_global_tier(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
     """Two ranks saved; one loads what only the global tier can give it: the weights and moments of all."""
     folder = tmp_path / "ckpt"
@@ -166,7 +183,9 @@ def test_a_tier_that_lacks_the_loaded_generation_gets_it(tmp_path: Path, nodes: 
 
 
 def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    with open(path, "r+b") as file:
+        data = bytearray(file.read())
+        data[len(data.rstrip(b"\0")) // 2] ^= 1
+        file.seek(0)
+        file.write(data)
     os.utime(path)

@@ -1,7 +1,7 @@
 """A GCS server in a process of its own, on this machine.
 
-It is ``gcp-storage-emulator``, which knows no preconditions. Run as a script this module adds the one that makes an
-object only if there is none, answered as GCS answers it.
+It is ``gcp-storage-emulator``, which knows no preconditions. Run as a script this module adds the one on an object's
+generation (0: there is no such object), with the response of GCS, and gives each write a generation of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http
 import http.server
+import itertools
 import json
 import os
 import subprocess
@@ -81,25 +82,29 @@ def main(bucket: str, port: str) -> None:
     asked, create, insert = threading.local(), Storage.create_file, objects.insert
     one_at_a_time = threading.Lock()
 
-    class Exists(Exception):
+    generations = itertools.count(1)
+
+    class NotMet(Exception):
         pass
 
-    def create_file(storage: Any, bucket_name: str, file_name: str, *args: Any) -> None:
-        if getattr(asked, "only_new", False) and file_name in storage.objects.get(bucket_name, {}):
-            raise Exists
-        create(storage, bucket_name, file_name, *args)
+    def create_file(storage: Any, bucket_name: str, file_name: str, content: bytes, about: Any, *args: Any) -> None:
+        present = storage.objects.get(bucket_name, {}).get(file_name, {"generation": "0"})
+        if getattr(asked, "generation", None) not in (None, present["generation"]):
+            raise NotMet
+        about["generation"] = str(next(generations))
+        create(storage, bucket_name, file_name, content, about, *args)
 
     def insert_if(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
-        asked.only_new = request.query.get("ifGenerationMatch") == ["0"]
+        (asked.generation,) = request.query.get("ifGenerationMatch") or [None]
         try:
             with one_at_a_time:
                 insert(request, response, storage, *args, **kwargs)
-        except Exists:
+        except NotMet:
             response.status = http.HTTPStatus.PRECONDITION_FAILED
             message = "At least one of the pre-conditions you specified did not hold."
             response.json({"error": {"code": 412, "message": message, "errors": [{"reason": "conditionNotMet"}]}})
         finally:
-            asked.only_new = False
+            asked.generation = None
 
     Storage.create_file, objects.insert = create_file, insert_if
     from gcp_storage_emulator.server import create_server  # type: ignore[import-not-found]

@@ -38,7 +38,7 @@ class SomeAgent:
     """An agent's link, and what it delivered."""
 
     def __init__(
-        self, node: str, port: int, *, identity: JobIdentity = IDENTITY, silence_s: float = 60.0, **job: Any
+        self, node: str, *ports: int, identity: JobIdentity = IDENTITY, silence_s: float = 60.0, **job: Any
     ) -> None:
         self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self.server: CoordinatorServer | None = None
@@ -60,7 +60,7 @@ class SomeAgent:
             return self.server
 
         self.link = ControlLink(
-            [Endpoint("127.0.0.1", port)],
+            [Endpoint("127.0.0.1", port) for port in ports],
             node=node,
             identity=identity,
             deliver=self.news.put,
@@ -91,8 +91,8 @@ class SomeAgent:
 def make() -> Iterator[Callable[..., SomeAgent]]:
     with contextlib.ExitStack() as stack:
 
-        def make_one(node: str, port: int, **options: Any) -> SomeAgent:
-            agent = SomeAgent(node, port, **options)
+        def make_one(node: str, *ports: int, **options: Any) -> SomeAgent:
+            agent = SomeAgent(node, *ports, **options)
             stack.callback(agent.link.close, goodbye_timeout_s=0.0)
             return agent
 
@@ -256,6 +256,35 @@ def test_silent_coordinator_is_left(make: Callable[..., SomeAgent]) -> None:
             assert m.Moving in kinds
         again, _ = listener.accept()
         again.close()
+
+
+def test_coordinator_that_yields_is_not_taken_for_dead(make: Callable[..., SomeAgent]) -> None:
+    """A coordinator yields to another one, which one of its agents does not reach: that agent is refused with the
+    successor's endpoint, and hosts a coordinator that does not count the living host among the dead."""
+    port, own_port, rival = free_port(), free_port(), free_port()
+    host = make("a", port, rival, num_slots=2).start()
+    agent = make("b", port, own_port, num_slots=2, silence_s=1.0).start()
+    with socket.create_server(("127.0.0.1", rival)) as listener:
+        # The host looks for other coordinators; one leads.
+        connection, _ = listener.accept()
+        with MessageChannel[m.OnControl](connection, m.OnControl) as channel:
+            assert channel.authenticate(control.serve_handshake(IDENTITY), within_s=LIMIT_S)
+            assert isinstance(channel.receive(within_s=LIMIT_S), m.AskLeadership)
+            channel.send(m.Leads(job="job", term=9, leads=True, order=1))
+            host.wait_for(LinkDown)
+        # The other one is silent from now on.
+        end_s, refused = clock.now_s() + LIMIT_S, None
+        while refused is None and clock.now_s() < end_s:  # a connection that comes before it has yielded is closed
+            with contextlib.suppress(OSError), connect(port) as channel:
+                refused = hello(channel, node="c")
+        assert isinstance(refused, m.Refused)
+        assert refused.successor == f"127.0.0.1:{rival}"
+        with pytest.raises(RendezvousError, match=f"has yielded to the coordinator at 127.0.0.1:{rival}"):
+            ask(Endpoint("127.0.0.1", port), m.AskStatus(), run_id="run", key=KEY, timeout_s=LIMIT_S)
+        assert agent.wait_for(LinkUp).is_host
+    assert agent.where is not None
+    assert agent.where.former is not None
+    assert (agent.where.former.host, agent.where.former.host_is_dead) == ("a", False)
 
 
 # -- strangers -------------------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ def test_majority_goes_on_without_the_coordinators_machine(machines: Machines) -
 
 def test_silent_coordinator_is_replaced(machines: Machines) -> None:
     """The agent that hosts the coordinator is stopped, and so its workers wait: the two other machines go on; the exit
-    code is the one of an undisturbed run."""
+    code is the one of an undisturbed run. Continued after the end of the run, the agent exits with the result."""
     machines.start("2:3", "--rdzv-conf=join_timeout=600", is_first_host=True)
     done = machines.wait_for_spare()
     stopped_ns = time.time_ns()
@@ -277,6 +277,8 @@ def test_silent_coordinator_is_replaced(machines: Machines) -> None:
         assert [agent.wait(LIMIT_S) for agent in machines.agents[1:]] == [0, 0], machines.logs()
     finally:
         machines.agents[0].send_signal(signal.SIGCONT)
+    assert machines.agents[0].wait(LIMIT_S) == 0, machines.logs()
+    assert "has ended without this node" in (machines.folder / "n0.log").read_text()
     machines.check_one_world()
     machines.check_noticed(stopped_ns, victim="n0")
     machines.check_weights(least_steps=done)
@@ -299,6 +301,24 @@ def test_machine_whose_link_goes_down_is_replaced(machines: Machines, number: in
     machines.check_one_world()
     machines.check_noticed(down_ns, victim=victim)
     machines.check_weights(least_steps=done)
+
+
+def test_node_that_knows_only_the_dead_host_finds_its_successor(machines: Machines) -> None:
+    """The machine of the coordinator is lost and another one takes over. A node that starts then with the endpoint of
+    the lost machine alone learns the other endpoint from the run directory, takes the empty slot, and trains."""
+    for number in range(2):
+        machines.start_agent(number, "2:3", num_endpoints=2)
+        machines.wait_for_line("n0", "hosts the coordinator")
+    done = machines.wait_for_steps(size=2)
+    machines.agents[0].kill()
+    machines.wait_for_line("n1", "waiting for 1 of 2 nodes")
+    ip("-n", machines.names[0], "link", "set", "lan", "down")
+    late = machines.start_agent(2, "2:3", num_endpoints=1)
+    machines.wait_for_steps(after=done, nodes={"n1", "n2"}, size=2)
+    (machines.folder / "enough").touch()
+    assert [machines.agents[1].wait(LIMIT_S), late.wait(LIMIT_S)] == [0, 0], machines.logs()
+    assert "the run directory names more endpoints" in (machines.folder / "n2.log").read_text()
+    machines.check_one_world()
 
 
 def test_survivor_joins_the_next_job_of_its_run(machines: Machines) -> None:

@@ -165,6 +165,7 @@ class Watching:
         workers: Any = Mock(fileno=self.zygote.fileno, receive=self._receive)
         self.client = CoordinatorClient(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
         options: Any = SimpleNamespace(max_nodes=1, num_slots=1, run_dir="", torchrun=SimpleNamespace(max_restarts=3))
+        options.workers_stop_timeout_s = 60.0
         self.agent = NodeAgent(
             WorkerLaunch(options=options, kind="exec", argv=(), env={}, spec=Mock(local_world_size=2), logs=Mock()),
             workers=workers,
@@ -240,6 +241,16 @@ def test_a_worker_that_attaches_as_another_ends_is_noticed(make_cycle: Any, watc
     watching.wait_once()
     assert enforced(cycle).heartbeat_s == 7.0
     assert watching.told == ['{"rank_heartbeat_timeout": 7.0}']
+
+
+def test_the_host_waits_for_no_workers_of_a_node_that_stops(make_cycle: Any, watch: Any) -> None:
+    """An agent says goodbye when it learns that the job is over, once, and then ends its workers."""
+    watching = watch(make_cycle())
+    for _ in range(2):
+        watching.mailbox.put(m.Stop(exit_code=0, reason="over"))
+        watching.wait_once()
+    assert [one for one in watching.sent if isinstance(one, m.Bye)] == [m.Bye()]
+    assert watching.agent._state == AgentState.STOPPING
 
 
 def test_what_a_later_cycle_does_not_set_is_told_as_well(make_cycle: Any, watch: Any) -> None:

@@ -18,6 +18,7 @@ from outlast.policy.ladder import (
     Limits,
     begin_job,
     decide,
+    find_later_outcome,
     find_outcome,
     known_durable,
     merge,
@@ -340,6 +341,11 @@ def test_the_outcome_of_a_job_is_known_once_it_ended() -> None:
     assert (find_outcome(finished) or ())[0] == ExitReason.FINISHED
     assert find_outcome(stopped) == (ExitReason.FAILED, verdict.reason)
     assert (find_outcome(left) or ())[0] == ExitReason.PREEMPTED
+    for state in (finished, stopped, left):
+        assert find_later_outcome(state, None) == find_later_outcome(state, state) == find_outcome(state)
+    assert find_later_outcome(finished, restarted) == find_outcome(finished)
+    for state in (stopped, left):
+        assert find_later_outcome(state, restarted) is None, "the agent knows a decision that this state lacks"
 
 
 def test_next_job_remembers_missing_progress() -> None:

@@ -229,3 +229,20 @@ def test_a_training_is_told_by_its_names_else_by_its_script() -> None:
     assert same((("id a",), "/x"), ((), "/x"))
     assert not same(((), "/x"), (("id a",), "/y"))
     assert same(((), None), (("id a",), "/y"))
+
+
+PLACES = st.lists(st.sampled_from(["a:1", "b:1", "c:1"]), unique=True).map(tuple)
+
+
+@given(st.sampled_from([None, "x", "y"]), PLACES, st.sampled_from([None, "x", "y"]), PLACES)
+def test_one_job_has_a_name_and_a_place_in_common(
+    name: str | None, places: tuple[str, ...], other_name: str | None, other_places: tuple[str, ...]
+) -> None:
+    """Processes of one job have its name and meet at one place at least, or have no places at all; the relation is
+    mutual, and a process that enters is of the owner's job."""
+    own = _owner(1, job=name, meets_at=places, shares=True)
+    owner = _owner(2, job=other_name, meets_at=other_places, shares=True)
+    is_same = name is not None and name == other_name and (places == other_places or bool({*places} & {*other_places}))
+    assert own.is_of_job(owner) == owner.is_of_job(own) == is_same
+    enters = judge_owner(owner, own, OwnerStanding(is_alive=None)) is LeaseStep.ENTER
+    assert enters == is_same

@@ -45,7 +45,9 @@ def run(zygote: Zygote, folder: Path, code: str, *args: str, **variables: str) -
     out.unlink(missing_ok=True)
     environment = {os.fsencode(name): os.fsencode(value) for name, value in {**os.environ, **variables}.items()}
     argv = tuple(map(os.fsencode, (os.path.relpath(script), *args)))
-    zygote.send(Spawn(key=next(KEYS), argv=argv, env=environment, stdout=str(out), stderr=str(out)))
+    with open(out, "ab") as file:
+        request = Spawn(key=next(KEYS), argv=argv, env=environment, stdout=True, stderr=True)
+        zygote.send(request, [file.fileno(), file.fileno()])
     return end(zygote), out.read_text()
 
 
@@ -193,7 +195,9 @@ def test_ends_of_scripts_are_those_of_an_interpreter(zygote: Zygote, tmp_path: P
     assert "forked_worker" not in text
     code, _ = run(zygote, tmp_path, "import os, sys\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nprint('x', end='')")
     assert code == 120
-    zygote.send(Spawn(key=next(KEYS), argv=(b"no_such.py",), env=dict(os.environb), stderr=str(tmp_path / "missing")))
+    with open(tmp_path / "missing", "ab") as file:
+        request = Spawn(key=next(KEYS), argv=(b"no_such.py",), env=dict(os.environb), stderr=True)
+        zygote.send(request, [file.fileno()])
     assert end(zygote) == 2
     assert "no_such.py': [Errno 2] No such file" in (tmp_path / "missing").read_text()
 

@@ -21,7 +21,6 @@ from outlast.runtime.zygote import (
     Clear,
     Cleared,
     Exited,
-    FailedToStart,
     SendSignal,
     Spawn,
     Started,
@@ -56,12 +55,17 @@ def receive(zygote: Zygote, kind: Any) -> object:
     return reply
 
 
+def send(zygote: Zygote, out: Path, **request: Any) -> None:
+    """Start a worker that writes to a file."""
+    with open(out, "ab") as file:
+        zygote.send(Spawn(**request, stdout=True, stderr=True), [file.fileno(), file.fileno()])
+
+
 def spawn(zygote: Zygote, tmp_path: Path, code: str, *args: str, key: int = 0) -> int:
     script = tmp_path / f"script{key}.py"
     script.write_text(code)
-    out = str(tmp_path / f"out{key}")
     argv, environment = tuple(map(os.fsencode, (script, *args))), {**os.environb, b"RANK": b"%d" % key}
-    zygote.send(Spawn(key=key, argv=argv, env=environment, stdout=out, stderr=out))
+    send(zygote, tmp_path / f"out{key}", key=key, argv=argv, env=environment)
     started = receive(zygote, Started)
     assert isinstance(started, Started)
     return started.pid
@@ -104,7 +108,7 @@ def test_lines_of_workers_that_share_an_output_are_whole(tmp_path: Path) -> None
         receive(zygote, ZygoteReady)
         for key in range(2):
             environment = {**os.environb, b"PYTHONUNBUFFERED": b"1", b"RANK": b"%d" % key}
-            zygote.send(Spawn(key=key, argv=(bytes(script),), env=environment, stdout=out, stderr=out))
+            send(zygote, Path(out), key=key, argv=(bytes(script),), env=environment)
         codes = [reply.exit_code for _ in range(4) if isinstance(reply := receive(zygote, (Started, Exited)), Exited)]
         assert codes == [0, 0]
     finally:
@@ -258,14 +262,16 @@ def test_worker_does_not_ignore_what_its_launcher_was_told_to(tmp_path: Path) ->
         zygote.close()
 
 
-def test_worker_that_cannot_be_started_leaves_nothing_open(zygote: Zygote, tmp_path: Path) -> None:
-    """A log file that was opened before another one could not be is closed again."""
+def test_started_workers_leave_nothing_open(zygote: Zygote, tmp_path: Path) -> None:
+    """The zygote closes the descriptors of a worker's output, whether the worker's program can be run or not."""
     receive(zygote, ZygoteReady)
     before = sorted(os.listdir(f"/proc/{zygote.pid}/fd"))
-    out, missing = str(tmp_path / "out"), str(tmp_path / "no such folder" / "err")
-    for key in range(3):
-        zygote.send(Spawn(key=key, argv=(b"script.py",), env=dict(os.environb), stdout=out, stderr=missing))
-        receive(zygote, FailedToStart)
+    for key, argv in enumerate([(b"/no such program",), (os.fsencode(sys.executable), b"-c", b"")]):
+        send(zygote, tmp_path / "out", key=key, kind="exec", argv=argv, env=dict(os.environb))
+        receive(zygote, Started)
+        exited = receive(zygote, Exited)
+        assert isinstance(exited, Exited)
+        assert exited.exit_code == (127, 0)[key]
     assert sorted(os.listdir(f"/proc/{zygote.pid}/fd")) == before
 
 
@@ -276,7 +282,7 @@ def test_words_that_are_not_utf8_come_to_the_worker_as_they_are(zygote: Zygote, 
     script.write_text("import os, sys; print(os.environb[b'STRANGE'], os.fsencode(sys.argv[1]))")
     argv = (bytes(script), b"a\xffb") if kind == "script" else (os.fsencode(sys.executable), bytes(script), b"a\xffb")
     environment = {**os.environb, b"STRANGE": b"\xfe"}
-    zygote.send(Spawn(key=0, kind=kind, argv=argv, env=environment, stdout=str(out), stderr=str(out)))
+    send(zygote, out, key=0, kind=kind, argv=argv, env=environment)
     receive(zygote, ZygoteReady)
     receive(zygote, Started)
     exited = receive(zygote, Exited)

@@ -212,7 +212,7 @@ def test_nothing_is_advised_where_nothing_pays() -> None:
 
 def test_a_ladder_that_stops_the_run_is_advised_to_allow_more() -> None:
     """Where the run stops without progress again and again, more such cycles are advised, with the setting's name."""
-    one = Scenario(num_ranks=131072, num_spares=200, failure_every_s=300.0, duration_s=3 * 86400.0)
+    one = Scenario(num_ranks=131072, num_spares=200, failure_every_s=300.0, duration_s=3 * 86400.0, limits=Limits())
     study = run_study(one, repeats=6)
     assert study.num_stops > 1
     assert "max_no_progress_cycles=3" in study.stop_reason

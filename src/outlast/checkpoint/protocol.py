@@ -91,6 +91,12 @@ class KeepPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     in_memory: bool = True
 
 
+class DropPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A rank found its part in memory to be corrupt. Reply: :class:`Done`."""
+
+    key: CopyKey
+
+
 class Discard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An attempt failed. Reply: :class:`Done`."""
 
@@ -186,6 +192,18 @@ class WriterRefusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request: TypeAlias = (
-    PingWriter | Take | Write | PreparePart | KeepPart | Discard | List | Open | Serve | Fetch | GetPart | Assemble
+    PingWriter
+    | Take
+    | Write
+    | PreparePart
+    | KeepPart
+    | DropPart
+    | Discard
+    | List
+    | Open
+    | Serve
+    | Fetch
+    | GetPart
+    | Assemble
 )
 Reply: TypeAlias = Written | Listed | Serving | Fetched | GotPart | Done | WriterRefusal | Assembled

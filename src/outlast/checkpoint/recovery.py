@@ -331,6 +331,16 @@ class CheckpointRecovery:
         except CheckpointError as error:
             log.debug("memory is not settled on generation %d: %s", point.generation, error)  # the next save does it
 
+    def _drop_from_memory(self, copy: Copy) -> None:
+        """Have the node's writer drop this rank's corrupt copy, so that no later load reads it again."""
+        if copy.tier != Tier.MEMORY or is_kept(copy):
+            return
+        part = CopyKey(copy.generation, copy.attempt, self._peers.rank)
+        try:
+            self._writer.ask(f.DropPart(key=part), f.Done, timeout_s=OPEN_TIMEOUT_S)
+        except CheckpointError as error:
+            log.debug("the corrupt copy of iteration %d stays in memory: %s", copy.generation, error)
+
     def suspect(
         self, state: Mapping[str, Any], iteration: int, distrusted: Sequence[Distrusted]
     ) -> ProvenGeneration | None:
@@ -472,6 +482,8 @@ class CheckpointRecovery:
             has_other_layout = any(vote.other_layout for vote in votes)
             for rank, rejection in against:
                 rejected.append(rejection)
+                if rank == self._peers.rank and rejection.kind == Corrupt.__name__:
+                    self._drop_from_memory(point.copies[rank])
                 if not has_other_layout:
                     refused[rank].add(point.copies[rank])
                     if rejection.kind == Unavailable.__name__ and point.copies[rank].tier in (Tier.LOCAL, Tier.GLOBAL):

@@ -225,6 +225,13 @@ class Vault:
                     self._forget(image)
             self._drop_old()
 
+    def drop(self, key: CopyKey) -> None:
+        """Forget a part that its rank found to be corrupt: it is given out no more, and its image is free."""
+        with self._lock:
+            for image in list(self._images):
+                if image.key == key and image.rank is not None:
+                    self._forget(image)
+
     def discard(self, iteration: int, attempt: str) -> None:
         """Forget what belongs to a failed attempt."""
         with self._lock:

@@ -127,6 +127,8 @@ class Writer:
                     self._vault.prepare(request.key, request.manifest)
                 case f.KeepPart():
                     self._vault.keep(request.key, in_memory=request.in_memory)
+                case f.DropPart():
+                    self._vault.drop(request.key)
                 case f.Discard():
                     self._vault.discard(request.iteration, request.attempt)
                 case f.List():

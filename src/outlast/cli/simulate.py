@@ -115,13 +115,15 @@ _COSTS = (
     _Setting("--start-up", "start_up_s", "SECONDS", "Imports, groups, compilation, first step; default 60."),
 )
 _LIMITS = (
-    _Setting("--max-restarts", "max_restarts", "N", "Restarts in a row without progress; default 3.", is_whole=True),
+    _Setting(
+        "--max-restarts", "max_restarts", "N", "Restarts in a row without progress; default 3 or more.", is_whole=True
+    ),
     _Setting("--max-restarts-total", "max_restarts_total", "N", "Restarts in all; default no limit.", is_whole=True),
     _Setting(
         "--max-no-progress-cycles",
         "max_no_progress_cycles",
         "N",
-        "Cycles in a row without progress; default 3.",
+        "Cycles in a row without progress; default 3, and more above 4096 nodes.",
         is_whole=True,
     ),
     _Setting("--max-node-faults", "max_node_faults", "N", "Faults until a spare takes over; default 3.", is_whole=True),
@@ -257,15 +259,15 @@ def _make_scenario(
         own = {name: value for name, value in values.items() if name in RecoveryCosts.__dataclass_fields__}
         limits = {name: value for name, value in values.items() if name in Limits.__dataclass_fields__}
         kept = {name: getattr(costs, name) for name in RecoveryCosts.__dataclass_fields__}
-        return Scenario(
+        scenario = Scenario(
             **scenario_values,  # type: ignore[arg-type]
             **(_parse_shares(shares) if shares is not None else {}),  # type: ignore[arg-type]
             trace=None if trace is None else read_trace(Path(trace)),
             fixed_repair=fixed_repair,
             use_memory=uses_memory,
             costs=RecoveryCosts(**{**kept, **own}),
-            limits=Limits(**limits),  # type: ignore[arg-type]
         )
+        return scenario.change(**limits)
     except ConfigError as error:
         raise ConfigError(as_written(str(error), lambda field, _: written.get(field))) from None
 

@@ -86,8 +86,9 @@ class FaultToleranceConfig(Partial):
     """Signal that ends a hung worker when no launcher of ours does (SIGKILL, SIGTERM, ...)."""
 
     max_no_progress_cycles: int = 3
-    """Cycles in a row that may end without a new durable generation, where progress can be known; then the
-    job stops with exit code 93."""
+    """Cycles in a row that may end without a new durable checkpoint, where progress can be known; then the
+    job stops with exit code 93. Where it is not given, ``outlast run`` allows one more for each 4,096 nodes beyond the
+    first 4,096, as it does for ``--max-restarts``."""
 
     max_restart_delay: float = 60.0
     """Longest time in seconds that a restart waits. Without progress, restarts in a row wait 0, 1, 5, 15, 30, then 60

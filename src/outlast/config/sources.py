@@ -317,6 +317,8 @@ class LayeredSettings:
     file_name: str = ""
     script: Mapping[str, Any] = field(default_factory=dict)
     """The config that the script gave to its session, or its ``RankMonitor``; empty until it runs."""
+    derived: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults that follow from the size of the job."""
 
     @property
     def launcher(self) -> FaultToleranceConfig:
@@ -330,7 +332,9 @@ class LayeredSettings:
         Raises:
             ConfigError: A value of one source contradicts that of another.
         """
-        return self._put_together({"enable_ft_package": True, **self.script, **self.file, **self.options})
+        return self._put_together(
+            {"enable_ft_package": True, **self.derived, **self.script, **self.file, **self.options}
+        )
 
     def with_script(self, text: str) -> LayeredSettings:
         """Return the same with what the script's config gives, as ``FaultToleranceConfig.to_json`` wrote it.

@@ -42,6 +42,8 @@ _POLL_S = 0.05
 _LEFT_S = 30.0
 """How long agents may run after one has ended the job: those that were stopped, or cut off, do not know of it."""
 _MAX_JOBS = 50
+_MAX_REFUSED = 5
+"""Agents of a job that are replaced after they were refused."""
 _ORPHANS_S = 10.0
 
 
@@ -61,6 +63,11 @@ class StruckAgent:
     def was_killed(self) -> bool:
         """Whether SIGKILL ended it."""
         return self.process.poll() == -signal.SIGKILL
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether it was refused: the job continues without it."""
+        return self.process.poll() == ExitReason.BAD_INPUT
 
 
 class StruckRun:
@@ -224,7 +231,7 @@ class StruckRun:
 
     def _exit_code(self) -> int:
         of_job = self.agents[self._first_of_job :]
-        codes = [agent.process.returncode for agent in of_job if not agent.was_killed]
+        codes = [agent.process.returncode for agent in of_job if not agent.was_killed and not agent.was_refused]
         codes = codes or [agent.process.returncode for agent in of_job]
         bad = [code for code in codes if code != ExitReason.FINISHED]
         preempted = [code for code in bad if code == ExitReason.PREEMPTED]
@@ -235,9 +242,10 @@ class StruckRun:
         return code in (ExitReason.PREEMPTED, -signal.SIGKILL)
 
     def _replace(self, running: list[StruckAgent]) -> None:
-        """Start an agent for each one that was killed; end those that do not know that the job is over."""
-        ended = [agent for agent in self.agents[self._first_of_job :] if not agent.running and not agent.was_killed]
-        if ended:
+        """Start an agent for each one that was killed or refused; end those that do not know that the job is over."""
+        of_job = self.agents[self._first_of_job :]
+        ended = [agent for agent in of_job if not agent.running and not agent.was_killed and not agent.was_refused]
+        if ended or sum(agent.was_refused for agent in of_job) > _MAX_REFUSED:
             self._ended_s = self._ended_s or clock.now_s()
             if clock.now_s() > self._ended_s + _LEFT_S:
                 for agent in running:

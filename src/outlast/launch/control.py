@@ -182,6 +182,8 @@ def ask(
             answer = channel.receive(within_s=left_s)
             if answer is None:
                 raise ConnectionResetError("it ended the connection")
+            if isinstance(answer, m.Refused):
+                raise AuthenticationFailed(answer.reason)
             return answer
         except TimeoutError:
             raise RendezvousError(

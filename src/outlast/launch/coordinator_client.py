@@ -34,9 +34,10 @@ from outlast.launch.control import JobIdentity, Nobody, WrongRun, ask, connect, 
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.membership import JobSettings
 from outlast.launch.rank_relay import RankRelay
+from outlast.launch.run_records import RunRecords
 from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership, should_change_job, should_yield
-from outlast.runtime.addresses import Endpoint, listening_addresses
+from outlast.runtime.addresses import Endpoint, listening_addresses, parse_endpoint
 from outlast.runtime.run_key import describe_difference
 from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel
 from outlast.version import __version__
@@ -63,7 +64,6 @@ class CoordinatorClient:
         self._term = 0
         self._ended: m.CycleFacts | None = None
         self._newest_trained = -1
-        self._ladder: LadderState | None = None
         self._script_settings: str | None = None
 
     @property
@@ -106,7 +106,7 @@ class CoordinatorClient:
 
     def note_decided(self, decided: m.Decided) -> None:
         """Keep what the recovery policy remembers, for a coordinator that takes over."""
-        self._ladder = decided.ladder
+        self.link.ladder = decided.ladder
 
     def _count(self) -> None:
         assert self._place is not None
@@ -117,7 +117,7 @@ class CoordinatorClient:
         """Drop what this node knows of its job: it takes part in another job of the run from now on."""
         self.link.begin_job()
         self._place = self._ran = self._ended = self._script_settings = None
-        self._term, self._newest_trained, self._ladder = 0, -1, None
+        self._term, self._newest_trained, self.link.ladder = 0, -1, None
 
     def note_term(self, term: int) -> None:
         """Note the term of the coordinator that is obeyed now."""
@@ -160,7 +160,7 @@ class CoordinatorClient:
                 place=self._place,
                 ran=self._ran,
                 running=is_running or has_finished,
-                ladder=self._ladder,
+                ladder=self.link.ladder,
             )
         )
         if self._newest_trained >= 0:
@@ -184,6 +184,8 @@ _PAUSE_S = 0.2
 """Between two rounds through the endpoints."""
 _RIVALS_S = 1.0
 """Between two looks for other coordinators of the job."""
+_RECORDS_S = 1.0
+"""Between two looks into the run directory, while no coordinator is reached."""
 _BACKLOG = 4096
 
 
@@ -265,6 +267,18 @@ class _JobOver(WrongRun):
         self.leads = leads
 
 
+class _HandedOver(WrongRun):
+    """The coordinator at an endpoint has yielded to another one; its agent lives.
+
+    Args:
+        successor: Where the other one is.
+    """
+
+    def __init__(self, message: str, successor: Endpoint) -> None:
+        super().__init__(message)
+        self.successor = successor
+
+
 class _LinkOver(OutlastError):
     """The connection to the coordinator is over."""
 
@@ -283,6 +297,7 @@ class ControlLink:
         connect_timeout_s: How long the first connection may take.
         has_loop: The agent advances :attr:`count`; otherwise this thread does.
         relay: Of the node's ranks, which this object closes; ``None``: its agent is not ours.
+        records: Of the run directory, which are read while no coordinator is reached; ``None``: they are not.
 
     Thread: owns one, a host with several endpoints two; its methods may be called by any and never block on the
     network.
@@ -301,8 +316,9 @@ class ControlLink:
         connect_timeout_s: float,
         has_loop: bool = True,
         relay: RankRelay | None = None,
+        records: RunRecords | None = None,
     ) -> None:
-        self.node, self.relay = node, relay
+        self.node, self.relay, self._records = node, relay, records
         self.epoch = self._sender = _name_life()
         """Names this life of the agent in its job; the sender's follows once it knows of another job."""
         self.endpoint: Endpoint | None = None
@@ -311,13 +327,18 @@ class ControlLink:
         """Why it has not been found yet, or not again; empty = no try has failed."""
         self.count = 0
         """How often the agent's main loop has run its timer; the agent's to advance."""
+        self.ladder: LadderState | None = None
+        """What the recovery policy remembered when it last decided; the agent's to set."""
         self._endpoints = list(endpoints)
+        self._given = frozenset(endpoints)
         self._identity, self._deliver, self._serve = identity, deliver, serve
         self.beat_interval_s, self._silence_s = beat_interval_s, silence_s
         self._connect_timeout_s, self._has_loop = connect_timeout_s, has_loop
         self._outgoing: Mailbox[m.FromNode | None] = Mailbox()
         self._closing = threading.Event()
         self._server: CoordinatorServer | None = None
+        self._retired: CoordinatorServer | None = None
+        """A coordinator of this agent that yielded: it refuses agents, so that none takes this node for dead."""
         self._job: JobInProgress | None = None
         self._leader = ""
         self._silent: Endpoint | None = None
@@ -326,6 +347,8 @@ class ControlLink:
         self._errors: list[OSError] = []
         """What broke the connection."""
         self._yields = threading.Event()
+        self._successor: Endpoint | None = None
+        """Of this agent's coordinator, which yields to it."""
         self._may_host = True
         self._thread = threading.Thread(target=self._run, name="outlast-link", daemon=True)
 
@@ -362,8 +385,9 @@ class ControlLink:
         self._outgoing.put(None)
         # Never connected: the thread may be asking a name server, and holds nothing.
         self._thread.join(0.1 if self._job is None else 3.0)
-        if (server := self._server) is not None:
-            server.close()
+        for server in (self._server, self._retired):
+            if server is not None:
+                server.close()
         if self.relay is not None and not self._thread.is_alive():
             self.relay.close()
 
@@ -483,11 +507,16 @@ class ControlLink:
         end_s = clock.now_s() + self._connect_timeout_s
         answer_s = _FIRST_ANSWER_S if is_first else self._silence_s
         num_rounds, error, gone = 0, "no endpoint was tried", False
+        reads_s = clock.now_s()
         # A stopped process's port still takes connections: each would cost as long as the silence before it, while
         # others could host.
         silent, self._silent = self._silent, None
         avoid_s = clock.now_s() + (self._silence_s if len(self._endpoints) > 1 else _PAUSE_S)
         while not self._closing.is_set():
+            reads_records = self._records is not None and clock.now_s() >= reads_s
+            if reads_records:
+                reads_s = clock.now_s() + _RECORDS_S
+                self._learn_endpoints()
             endpoints = list(self._endpoints)
             while endpoints:
                 endpoint = endpoints.pop(0)
@@ -500,8 +529,13 @@ class ControlLink:
                     if should_change_job(num_endpoints=len(self._endpoints), leads=failure.leads):
                         self._leave_job()
                         endpoints.insert(0, endpoint)  # before another one is tried, or this node hosts
+                except _HandedOver as failure:
+                    error = self.problem = str(failure)
+                    if failure.successor not in self._endpoints:
+                        self._endpoints.append(failure.successor)
+                        endpoints.append(failure.successor)
                 except WrongRun as failure:
-                    if self._job is None:
+                    if self._job is None and endpoint in self._given:
                         raise WrongRun(f"the coordinator at {endpoint} refuses this agent: {failure}") from None
                     error = self.problem = str(failure)
                 except Nobody as failure:
@@ -511,6 +545,8 @@ class ControlLink:
                     error = self.problem = f"{endpoint}: {failure}"
                 if self._closing.is_set():
                     return None
+            if reads_records and self._stop_if_over():
+                return None
             for order, endpoint in enumerate(self._endpoints):
                 # Of several that could host, those that come later give the earlier ones time to.
                 if order <= num_rounds and self._host_at(endpoint, order, host_is_dead=gone):
@@ -521,12 +557,28 @@ class ControlLink:
             self._closing.wait(_PAUSE_S)
         return None
 
+    def _learn_endpoints(self) -> None:
+        """Take in where another agent of the job may host the coordinator by now."""
+        if self._records is not None and self._server is None:  # the order of the endpoints is its coordinator's
+            self._endpoints = self._records.find_endpoints(self._endpoints)
+
+    def _stop_if_over(self) -> bool:
+        """Deliver how the job ended, if it did without this agent; return whether."""
+        if self._records is None:
+            return False
+        stop = self._records.find_end(None if self._job is None else self._job.job, self.ladder)
+        if stop is not None:
+            self._deliver(stop)
+        return stop is not None
+
     def _join_at(self, endpoint: Endpoint, answer_s: float) -> BufferedChannel[m.OnAgent]:
         """Return the connection to the coordinator at an endpoint, which has welcomed this agent.
 
         Raises:
             RendezvousError: Nobody listens there.
             OSError: It is no coordinator, it does not answer, or (as :class:`WrongRun`) it is another run's.
+
+        Blocks: up to 2 s for the host's name, 2 s until its port accepts, and ``answer_s`` until it responds.
         """
         connection = connect(endpoint, timeout_s=min(_CONNECT_S, answer_s))
         job = self._job
@@ -575,6 +627,8 @@ class ControlLink:
             waiting.release()
         first = self._news.pop(0)
         if isinstance(first, m.Refused):
+            if first.successor is not None:
+                raise _HandedOver(first.reason, parse_endpoint(first.successor))
             raise WrongRun(first.reason) if first.job is None else _JobOver(first.reason, leads=first.leads)
         if not isinstance(first, m.Welcome):
             raise ConnectionAbortedError(f"it answered {type(first).__name__}")
@@ -593,7 +647,12 @@ class ControlLink:
 
     def _host_at(self, endpoint: Endpoint, order: int, *, host_is_dead: bool) -> bool:
         """Host the coordinator at an endpoint, if it is this machine's and free; return whether."""
-        listeners = listen(endpoint) if self._may_host else []
+        if not self._may_host:
+            return False
+        if self._retired is not None:
+            self._retired.close()
+            self._retired = None
+        listeners = listen(endpoint)
         if not listeners:
             return False
         port = listeners[0].getsockname()[1]
@@ -611,22 +670,26 @@ class ControlLink:
         return True
 
     def _stop_hosting(self) -> None:
-        """Hand this coordinator's agents over: they find the one that leads."""
+        """Hand this coordinator's agents over to the one that leads."""
         server, self._server = self._server, None
         self._yields.clear()
-        if server is not None:
+        if server is not None and self._successor is not None:
             log.warning("another coordinator of this job leads: the one on node %s ends", self.node)
-            server.close()
+            server.hand_over(self._successor)
+            self._retired = server
 
     def _watch_rivals(self, server: CoordinatorServer, order: int) -> None:
         """Look for other coordinators of the job, and yield where one of them has more right to lead."""
         try:
             while not self._closing.wait(_RIVALS_S) and server is self._server:
+                if not server.leadership().leads and self._stop_if_over():
+                    return
                 for number, endpoint in enumerate(self._endpoints):
                     own = server.leadership()
                     if number == order or (other := self._ask_rival(endpoint)) is None:
                         continue
                     if should_yield(own, Leadership(term=other.term, leads=other.leads, order=other.order)):
+                        self._successor = endpoint
                         self._yields.set()
                         self._outgoing.put(None)  # wakes the link
                         return

@@ -42,6 +42,7 @@ from outlast.monitor.watchdog import FILE_NAME, LearnedTimeouts
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership
+from outlast.runtime.addresses import Endpoint
 from outlast.runtime.files import write_optional
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import raise_descriptor_limit
@@ -149,6 +150,8 @@ class CoordinatorServer:
         self._warns_again_s = 0.0
         self._judged_at_s = self._next_tick_s = clock.now_s()
         self._is_closing = False
+        self._successor: Endpoint | None = None
+        """Where the coordinator is to which this one has yielded."""
         self._thread = threading.Thread(target=self._run, name="outlast-coordinator", daemon=True)
         self.closed = threading.Event()
         """Set once every node has learned that the job is over, or had long enough to."""
@@ -164,6 +167,15 @@ class CoordinatorServer:
             self._requests.put("close")
             self._thread.join(timeout_s)
         self._journal.close()
+
+    def hand_over(self, successor: Endpoint) -> None:
+        """Yield to the coordinator at another endpoint: disconnect all agents, and refer those to it that come.
+
+        The port stays open until :meth:`close`: a port that refuses connections shows other agents that this node is
+        dead.
+        """
+        self._successor = successor
+        self._requests.put("hand over")
 
     def leadership(self) -> Leadership:
         """Return how this coordinator stands."""
@@ -193,24 +205,35 @@ class CoordinatorServer:
             self.closed.set()
 
     def _serve_once(self) -> None:
-        due = [self._next_tick_s]
-        if self._suspects:  # as newcomers, they are due in the order in which they came
-            due.append(next(iter(self._suspects.values()))[0])
+        due = self._job_deadlines_s()
         if self._newcomers:
             due.append(next(iter(self._newcomers.values())))
         if self._accepts_again_s is not None:
             due.append(self._accepts_again_s)
-        if self._coordinator.ranks_deadline_s is not None:
-            due.append(self._coordinator.ranks_deadline_s)
-        if self._coordinator.restart_deadline_s is not None:
-            due.append(self._coordinator.restart_deadline_s)
-        for key, events in self._selector.select(max(0.0, min(due) - clock.now_s())):
+        for key, events in self._selector.select(max(0.0, min(due) - clock.now_s()) if due else None):
             key.data(events)
         now_s = clock.now_s()
         if self._accepts_again_s is not None and now_s >= self._accepts_again_s:
             self._accept_again()
         while self._newcomers and now_s >= next(iter(self._newcomers.values())):
             self._drop_newcomer(next(iter(self._newcomers)), "it said nothing that an agent says")
+        if self._successor is None:
+            self._serve_job(now_s)
+
+    def _job_deadlines_s(self) -> list[float]:
+        """Return when to call :meth:`_serve_job`."""
+        if self._successor is not None:
+            return []
+        due = [self._next_tick_s]
+        if self._suspects:  # as newcomers, they are due in the order in which they came
+            due.append(next(iter(self._suspects.values()))[0])
+        if self._coordinator.ranks_deadline_s is not None:
+            due.append(self._coordinator.ranks_deadline_s)
+        if self._coordinator.restart_deadline_s is not None:
+            due.append(self._coordinator.restart_deadline_s)
+        return due
+
+    def _serve_job(self, now_s: float) -> None:
         while self._suspects and now_s >= next(iter(self._suspects.values()))[0]:
             who = next(iter(self._suspects))
             _, is_known = self._suspects.pop(who)
@@ -226,7 +249,16 @@ class CoordinatorServer:
             self._tick(now_s)
 
     def _on_request(self, _: int) -> None:
-        self._is_closing = bool(self._requests.take_all())
+        self._is_closing |= "close" in self._requests.take_all()
+        if self._successor is not None:
+            for link in list(self._newcomers):
+                self._drop_newcomer(link, "another coordinator of this job leads")
+            for agent in self._agents.values():
+                agent.channel.channel.drain(0.05)
+                agent.channel.close()
+            self._agents.clear()
+            self._suspects.clear()
+            self.closed.set()
 
     def _tick(self, now_s: float) -> None:
         self._next_tick_s = now_s + self._settings.beat_interval_s
@@ -296,6 +328,10 @@ class CoordinatorServer:
         self._drop_newcomer(link, str(error))
 
     def _on_newcomer(self, link: AgentChannel, came: list[m.OnControl]) -> None:
+        if self._successor is not None:
+            reason = f"it has yielded to the coordinator at {self._successor}"
+            self._answer(link, m.Refused(reason=reason, successor=str(self._successor)))
+            return
         match came[0]:
             case m.Hello() as hello:
                 self._greet(link, hello, came[1:])
@@ -308,7 +344,7 @@ class CoordinatorServer:
             case other:
                 self._drop_newcomer(link, f"it began with {type(other).__name__}")
 
-    def _answer(self, link: AgentChannel, answer: m.Answer | m.Refused) -> None:
+    def _answer(self, link: AgentChannel, answer: m.Answer) -> None:
         """Answer what needs no connection any longer; the other side closes it, or its time runs out."""
         link.send(answer)
 

@@ -152,8 +152,8 @@ class Cycle:
     logs: WorkerLogs
     workers: dict[int, WorkerProcess]
     """Key in the zygote's messages to worker."""
-    spawns: list[Spawn]
-    """The requests to the zygote that start them."""
+    spawns: list[tuple[Spawn, Sequence[int]]]
+    """The requests to the zygote that start them, with the descriptors of their output."""
     in_process: InProcessRecovery
     postmortem: Postmortem
     """What the workers record of their ends."""
@@ -246,18 +246,20 @@ class Cycle:
                 env.REPLAY: _as_text(start.replay),
                 env.DURABLE_ITERATION: "" if start.durable_iteration is None else str(start.durable_iteration),
             }
-            spawns = [
-                Spawn(
+            spawns: list[tuple[Spawn, Sequence[int]]] = []
+            for key, worker in workers.items():
+                rank = worker.local_rank
+                stdout, stderr = logs.outputs_of(rank)
+                request = Spawn(
                     key=key,
                     kind=launch.kind,
-                    argv=tuple(map(os.fsencode, launch.argv_of(rank := worker.local_rank))),
+                    argv=tuple(map(os.fsencode, launch.argv_of(rank))),
                     env=_as_bytes({**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)}),
-                    stdout=logs.destinations.stdouts.get(rank) or "",
-                    stderr=logs.destinations.stderrs.get(rank) or "",
+                    stdout=stdout is not None,
+                    stderr=stderr is not None,
                     on_start="" if launch.kind == "exec" else "outlast.monitor.stacks:register",
                 )
-                for key, worker in workers.items()
-            ]
+                spawns.append((request, [fd for fd in (stdout, stderr) if fd is not None]))
             stack.pop_all()
         return cls(
             start=start,
@@ -473,6 +475,7 @@ class Cycle:
         num_ended = sum(worker.lost is not None or worker.exit_code in done for worker in self.workers.values())
         return wait_s(
             failing,
+            ran_s=self.ran_s,
             num_running=len(self.workers) - len(failing) - num_ended,
             is_before_first_step=self._is_before_first_step,
             has_session=self.had_session,
@@ -528,8 +531,14 @@ class Cycle:
     @property
     def _is_young(self) -> bool:
         """Whether a script that reports no steps is taken to be before its first one."""
-        started_ns = min((worker.started_ns for worker in self.workers.values() if worker.started_ns), default=0)
-        return clock.now_ns() - started_ns < PLAIN_START_S * 1e9
+        return self.ran_s < PLAIN_START_S
+
+    @property
+    def ran_s(self) -> float:
+        """Seconds since the first worker of this node started."""
+        now_ns = clock.now_ns()
+        started_ns = min((worker.started_ns for worker in self.workers.values() if worker.started_ns), default=now_ns)
+        return (now_ns - started_ns) / 1e9
 
     @property
     def has_trained(self) -> bool:

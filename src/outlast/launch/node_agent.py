@@ -65,7 +65,7 @@ from outlast.launch.metrics_endpoint import AgentOutlook
 from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
 from outlast.launch.verdicts import describe_notice, name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
-from outlast.policy.causes import SAME_FAULT_S
+from outlast.policy.causes import same_fault_s
 from outlast.policy.deadlines import NO_INIT, NO_SESSION, NOT_YET, Protection, Timeouts, describe_nodes
 from outlast.policy.ladder import Limits, describe_next_job, describe_saved
 from outlast.runtime.board import KeptDurability
@@ -647,7 +647,7 @@ class NodeAgent(SimpleElasticAgent):
         if over.awaits_alike and not cycle.all_ended:
             # The ranks here are about to fail as those elsewhere did, or wait for them.
             if not self._timers.is_set("clear"):  # else one has failed, and the others have their time already
-                self._timers.set("clear", SAME_FAULT_S, lambda: self._fail_or_follow(cycle, over.reason))
+                self._timers.set("clear", same_fault_s(cycle.ran_s), lambda: self._fail_or_follow(cycle, over.reason))
             return
         level = logging.DEBUG if self.is_host else logging.WARNING  # the verdict follows there
         log.log(level, "cycle %d is over: %s", over.cycle, over.reason)
@@ -845,8 +845,11 @@ class NodeAgent(SimpleElasticAgent):
     # -- the end -----------------------------------------------------------------------------------------------
 
     def _on_stop(self, stop: m.Stop) -> None:
-        if self._state == AgentState.LEAVING:
+        if self._state in (AgentState.LEAVING, AgentState.STOPPING) and not stop.is_replaced:
             return  # its own end is under way
+        # The host waits for this, but not for the workers, the checkpoint writer and the logs of this node.
+        self._client.send(m.Bye())
+        self._client.link.stop_taking_over()
         if self._state == AgentState.OUTSIDE:
             stop = self._health.stop_outside(stop)
         if stop.is_replaced:

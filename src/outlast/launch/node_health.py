@@ -285,6 +285,8 @@ class NodeHealth:
         Args:
             stop: How it ended for the others, if it has.
         """
+        if self._outside is None and stop is not None:
+            return stop  # its check has not ended
         why = self._outside.describe() if self._outside is not None else f"node {self._client.node} was not yet fit"
         code = stop.exit_code if stop is not None and stop.exit_code else ExitReason.UNHEALTHY_NODE
         end = "" if stop is None else f"; the job ended without it: {stop.reason}"

@@ -23,6 +23,7 @@ from outlast.config import Config, FaultToleranceConfig, HealthConfig
 from outlast.config.sources import LayeredSettings, ft_config_from, ft_typed
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
+from outlast.policy.ladder import failures_in_a_row
 from outlast.runtime.addresses import Endpoint, interface_addresses, parse_endpoints, parse_port_range
 from outlast.runtime.device import why_absent
 from outlast.wording import count
@@ -143,7 +144,10 @@ def check_values(argv: Sequence[str]) -> Checked:
         typed=ft_typed(args, command.typed),
         file=config.fault_tolerance.given if config.fault_tolerance is not None else {},
         file_name=args.config or "",
+        derived={"max_no_progress_cycles": failures_in_a_row(num_slots)},
     )
+    if args.max_restarts is None:
+        args.max_restarts = failures_in_a_row(num_slots)
     fewest = layers.config.min_nodes
     for attribute in _NOT_NEGATIVE:
         value = getattr(args, attribute)

@@ -72,6 +72,8 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     another one."""
     leads: bool = False
     """That job's coordinator leads it; see :class:`outlast.policy.leadership.Leadership`."""
+    successor: Name | None = None
+    """Endpoint of the coordinator to which this one has yielded; ``None``: it has not."""
 
 
 class AgentBeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -561,7 +563,7 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     reason: str | None = None
 
 
-Answer = LiveStatus | Leads
+Answer = LiveStatus | Leads | Refused
 """To a :data:`Question`."""
 OnAgent = ToNode | Welcome | Refused | AgentBeat
 """What comes in at an agent."""

@@ -35,6 +35,7 @@ from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.protocol import Stop
 from outlast.launch.rank_relay import RankRelay
+from outlast.launch.run_records import RunRecords, describe_places
 from outlast.launch.verdicts import load_ladder
 from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
@@ -154,7 +155,10 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
     startup = _StartUp()
     remembered = load_ladder(options.run_dir, is_new_job=False)  # one that cannot be used is refused before all else
     identity = _identify(options)
-    _check_endpoints(parse_endpoints(options.endpoints), identity, options.resolve_timeout_s)
+    records = RunRecords(options.run_dir, lease.owner, last_job=remembered.job)
+    endpoints = records.find_endpoints(parse_endpoints(options.endpoints))
+    listed = parse_endpoints(options.endpoints)
+    _check_endpoints(listed, identity, options.resolve_timeout_s, has_more=not set(endpoints) <= set(listed))
     if identity.key.source is KeySource.RUN_ID:
         log.warning(
             "the run key is derived from the run's id: that keeps other runs out, not attackers; give all agents the "
@@ -206,6 +210,8 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
                     identity,
                     lease,
                     mailbox,
+                    endpoints=endpoints,
+                    records=records,
                     new_job=job,
                     last_job=remembered.job,
                     nproc=spec.local_world_size,
@@ -316,13 +322,16 @@ def _identify(options: RunOptions) -> JobIdentity:
     )
 
 
-def _check_endpoints(endpoints: Sequence[Endpoint], identity: JobIdentity, resolve_timeout_s: float) -> None:
+def _check_endpoints(
+    endpoints: Sequence[Endpoint], identity: JobIdentity, resolve_timeout_s: float, *, has_more: bool
+) -> None:
     """Refuse endpoints that lead nowhere; an agent would wait there in silence until ``join_timeout``.
 
     Args:
         endpoints: Where the agents meet.
         identity: The run, as its coordinator must know it.
         resolve_timeout_s: How long no host may be known yet: in Kubernetes a name exists once its pod has started.
+        has_more: The run directory names more of them; one that leads nowhere does not matter then.
 
     Raises:
         ConfigError: No host of theirs is known, or what answers at one is no coordinator of this run.
@@ -332,7 +341,7 @@ def _check_endpoints(endpoints: Sequence[Endpoint], identity: JobIdentity, resol
     is known.
     """
     until_s, told_s = clock.now_s() + resolve_timeout_s, clock.now_s()
-    while unknown := _find_unknown(endpoints, identity):
+    while unknown := _find_unknown(endpoints, identity, has_more=has_more):
         left_s = until_s - clock.now_s()
         if left_s <= 0:
             raise ConfigError(f"--rdzv-endpoint: no such host: {', '.join(unknown)}; check the name")
@@ -342,30 +351,31 @@ def _check_endpoints(endpoints: Sequence[Endpoint], identity: JobIdentity, resol
         threading.Event().wait(min(_RESOLVE_AGAIN_S, left_s))
 
 
-def _find_unknown(endpoints: Sequence[Endpoint], identity: JobIdentity) -> list[str]:
+def _find_unknown(endpoints: Sequence[Endpoint], identity: JobIdentity, *, has_more: bool) -> list[str]:
     """Return the hosts that are not known, and why, if none is known.
 
     Raises:
         ConfigError: What answers at one is no coordinator of this run.
     """
     unknown = []
+    is_only = len(endpoints) == 1 and not has_more
     for endpoint in endpoints:
         if endpoint.port == 0:  # a free one will be taken
             continue
         try:
             found, why = probe(endpoint, identity.run_id, identity.key)
             until_s = clock.now_s() + _SILENT_S
-            while found is Occupant.SILENT and len(endpoints) == 1 and clock.now_s() < until_s:
+            while found is Occupant.SILENT and is_only and clock.now_s() < until_s:
                 found, why = probe(endpoint, identity.run_id, identity.key)
         except WrongRun as error:
             raise ConfigError(f"--rdzv-endpoint={endpoint}: a coordinator answers there, and {error}") from None
         if found is Occupant.UNKNOWN:
             unknown.append(f"{endpoint.host!r} ({why})")
-        elif found is Occupant.FOREIGN or (found is Occupant.SILENT and len(endpoints) == 1):
+        elif found is Occupant.FOREIGN or (found is Occupant.SILENT and is_only):
             raise ConfigError(
                 f"--rdzv-endpoint={endpoint}: {found.value}, no agent of a run; name a free port, or end that program"
             )
-    return unknown if len(unknown) == len(endpoints) else []
+    return unknown if len(unknown) == len(endpoints) and not has_more else []
 
 
 def _run_with_torch_events(agent: NodeAgent, event_log_handler: str) -> None:
@@ -469,6 +479,8 @@ def _make_client(
     lease: Lease,
     mailbox: Mailbox[object],
     *,
+    endpoints: Sequence[Endpoint],
+    records: RunRecords,
     new_job: str,
     last_job: str,
     nproc: int,
@@ -480,6 +492,8 @@ def _make_client(
         identity: What all agents of the job have in common.
         lease: On the run directory.
         mailbox: The agent's.
+        endpoints: Where the coordinator may be.
+        records: Of the run directory.
         new_job: Name of the job, if none is in progress.
         last_job: The run's last job when this agent began.
         nproc: Workers of this node.
@@ -488,7 +502,6 @@ def _make_client(
     from outlast.launch.coordinator_server import CoordinatorServer
 
     args, ft = options.torchrun, options.fault_tolerance
-    endpoints = parse_endpoints(options.endpoints)
     beat_interval_s = min(1.0, ft.node_heartbeat_timeout / 5)
     settings = JobSettings(
         job=new_job,
@@ -540,6 +553,7 @@ def _make_client(
         silence_s=ft.node_heartbeat_timeout,
         connect_timeout_s=options.join_timeout_s,
         relay=RankRelay(),
+        records=records,
     )
     addr = args.local_addr or address_for_peers(endpoints, is_one_machine=options.max_nodes == 1)
     return CoordinatorClient(link, addr=addr, nproc=nproc, wish=options.wish)
@@ -557,8 +571,8 @@ def _install_handlers(names: str, deliver: Callable[[int], None]) -> None:
 def own_run_directory(options: RunOptions, mailbox: Mailbox[object]) -> Lease:
     """Own a run directory, before anything else of the job is begun.
 
-    Agents of one job differ from another job by where they meet: the same id at the same endpoints. The first of them
-    takes the directory before anything else is done, the others enter it beside that one; whichever hosts the
+    Agents of one job have the same id and an endpoint in common, by which they meet. The first of them takes the
+    directory before anything else is done, the others enter it as processes of the same job; the agent that hosts the
     coordinator leads, and renews the lease. An agent whose node has a run directory of its own leads it alone.
 
     Args:
@@ -608,18 +622,17 @@ def may_write(lease: Lease) -> bool:
 
 def _describe_owner(options: RunOptions) -> LeaseOwner:
     """Return what identifies this agent's job."""
-    values, endpoints = env.environ(), parse_endpoints(options.endpoints)
+    values, places = env.environ(), describe_places(parse_endpoints(options.endpoints))
     requeues = values.get("SLURM_RESTART_COUNT", "")
-    has_nodes = any(one.port for one in endpoints)  # others may come to it, if only to wait as spares
-    # An endpoint such as localhost is another place on each machine.
-    here = env.hostname() if any(is_loopback(one.host) for one in endpoints) else ""
+    has_nodes = bool(places)  # others may come to them, if only to wait as spares
     return LeaseOwner(
         token="",
         process=this_process(),
         run=options.run_id,
         names=options.names,
         script=name_program(options.torchrun.training_script),
-        job=f"{options.run_id} {options.endpoints} {here}" if has_nodes else None,
+        job=options.run_id if has_nodes else None,
+        meets_at=places,
         allocation=values.get("SLURM_JOB_ID") or None,
         requeues=int(requeues) if requeues.isdigit() else 0,
         outlives=options.max_nodes > 1,

@@ -127,7 +127,6 @@ def _find(path: Path, kind: type[ast.stmt], name: str) -> ast.stmt:
     raise LookupError(f"{path} has no {name}")
 
 
-DEFAULT_MAX_RESTARTS = 3
 _RUN, _NODES, _RESTARTS, _FAULTS = "run", "spares and nodes", "restarts", "fault tolerance"
 _HEALTH, _OUTPUT, _SIMULATION = "health", "output", "fault simulation"
 _NEWER: dict[str, Any] = {
@@ -157,7 +156,7 @@ _BORROWED = {
     "max_restarts": (
         _RESTARTS,
         "N",
-        f"Restarts in a row without progress in between (torchrun: in all); default {DEFAULT_MAX_RESTARTS}.",
+        "Restarts in a row without progress in between (torchrun: in all); default 3, more for over 4096 nodes.",
     ),
 }
 """torchrun's options that stand with ours: attribute to group, value, and what they mean here."""
@@ -355,7 +354,7 @@ class _Options:
                 self.groups[title].append(action)
             action.help = _REWORDED.get(action.dest, action.help)
             if action.dest == "max_restarts" and action.default == 0:
-                action.default = DEFAULT_MAX_RESTARTS
+                action.default = None  # it depends on the number of nodes
             elif (action.dest, action.default) in (("node_rank", 0), ("master_port", 29500)):
                 action.default = None  # so that a given one differs from none
         known = {action.dest for action in parser._actions}

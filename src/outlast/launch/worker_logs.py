@@ -20,20 +20,33 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.run import _get_logs_specs_class
 
 from outlast.queued_writer import writer_of
-from outlast.runtime.files import make_private_folder, open_private, write_optional
+from outlast.runtime.files import begin, in_time, make_private_folder, open_private, write_optional
+
+_FIRST_S = 10.0
+"""How long the log folder may take to respond when the agent starts."""
 
 
 def make_logs_specs(args: argparse.Namespace, run_dir: Path) -> LogsSpecs:
-    """Return torch's log specs as torchrun's options ask for; the default folder is ``<run_dir>/logs``."""
+    """Return torch's log specs as torchrun's options ask for; the default folder is ``<run_dir>/logs``.
+
+    Raises:
+        ValueError, OSError: An option cannot be used, or the folder cannot be made or does not respond in time.
+
+    Blocks: up to 10 s.
+    """
     ranks = {int(rank) for rank in args.local_ranks_filter.split(",")} if args.local_ranks_filter else None
-    if not args.log_dir:
-        make_private_folder(run_dir / "logs")
-    return _get_logs_specs_class(args.logs_specs)(
-        log_dir=args.log_dir or str(run_dir / "logs"),
-        redirects=Std.from_str(args.redirects),
-        tee=Std.from_str(args.tee),
-        local_ranks_filter=ranks,
-    )
+
+    def make() -> LogsSpecs:
+        if not args.log_dir:
+            make_private_folder(run_dir / "logs")
+        return _get_logs_specs_class(args.logs_specs)(
+            log_dir=args.log_dir or str(run_dir / "logs"),
+            redirects=Std.from_str(args.redirects),
+            tee=Std.from_str(args.tee),
+            local_ranks_filter=ranks,
+        )
+
+    return in_time(args.log_dir or run_dir, make, _FIRST_S)
 
 
 def open_logs(
@@ -58,10 +71,7 @@ def open_logs(
 
     def make() -> tuple[WorkerLogs, dict[int, dict[str, str]]]:
         own = {rank: dict(variables) for rank, variables in envs.items()}  # a failed try leaves the others as they are
-        destinations = specs.reify(own)
-        for path in {*destinations.stdouts.values(), *destinations.stderrs.values()} - {""}:
-            os.close(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))  # the workers need no more files
-        return WorkerLogs(destinations, args, prefixes), own
+        return WorkerLogs(specs.reify(own), args, prefixes), own
 
     folder = args.log_dir or str(run_dir / "logs")
     otherwise = "the workers of this cycle write to the console"
@@ -86,6 +96,9 @@ class WorkerLogs:
 
     def __init__(self, destinations: LogsDest, args: argparse.Namespace, prefixes: dict[int, str] | None) -> None:
         self.destinations = destinations
+        paths = {*destinations.stdouts.values(), *destinations.stderrs.values()} - {""}
+        self._outputs = {path: open(path, "ab", buffering=0, opener=open_private) for path in paths}  # noqa: SIM115
+        """What the workers write to: they are given the descriptors, as opening a file may hang."""
         self._filtered: list[TextIO] = []
         self._tails: list[TailLog] = []
 
@@ -107,19 +120,37 @@ class WorkerLogs:
                 self._filtered.append(file)
                 tail(getattr(dest, f"tee_{stream}s"), file, needles)
 
+    def outputs_of(self, local_rank: int) -> tuple[int | None, int | None]:
+        """Return where a worker writes its output and its errors, as descriptors; ``None`` = to the console."""
+        dest = self.destinations
+        stdout, stderr = (self._outputs.get(files.get(local_rank) or "") for files in (dest.stdouts, dest.stderrs))
+        return None if stdout is None else stdout.fileno(), None if stderr is None else stderr.fileno()
+
     def start(self) -> None:
-        """Start copying."""
+        """Start copying; the workers have their descriptors."""
+        self._close_outputs()
         for tail in self._tails:
             tail.start()
 
     def stop(self, *, wait: bool) -> None:
         """Copy what is left and end, in the background unless ``wait``: a tail looks only every 0.1 s."""
+        self._close_outputs()
         if not self._tails and not self._filtered:
             return
         thread = threading.Thread(target=self._stop, name="outlast-log-tails", daemon=True)
         thread.start()
         if wait:
             thread.join(2.0)
+
+    def _close_outputs(self) -> None:
+        outputs, self._outputs = self._outputs, {}
+
+        def close() -> None:
+            for file in outputs.values():
+                file.close()
+
+        if outputs:
+            begin(close)  # on a network file system a close waits until what the workers wrote is stored
 
     def _stop(self) -> None:
         for tail in self._tails:

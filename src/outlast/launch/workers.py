@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,14 +107,14 @@ class NodeWorkers:
         """Whether nothing is left of the workers of earlier cycles; nothing new may start before."""
         return not self._num_clearing
 
-    def start(self, spawns: Iterable[Spawn]) -> None:
-        """Start a cycle's workers.
+    def start(self, spawns: Iterable[tuple[Spawn, Sequence[int]]]) -> None:
+        """Start a cycle's workers, each with the descriptors of its output.
 
         Raises:
             OutlastError: The zygote is gone, or a worker's environment is too large.
         """
-        for request in spawns:
-            self._zygote.send(request)
+        for request, fds in spawns:
+            self._zygote.send(request, fds)
 
     def notify(self, workers: Mapping[int, WorkerProcess]) -> None:
         """Request the workers that still run to shut down: SIGTERM to each alone, as its data loaders must live on."""

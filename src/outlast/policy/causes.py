@@ -27,8 +27,8 @@ from outlast.errors import ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.policy.rerun import Finding
 
-SAME_FAULT_S = 5.0
-"""How long the workers of a node have to fail alike, once one failed in a way against which a restart cannot help."""
+SAME_FAULT_S, MAX_SAME_FAULT_S = 5.0, 30.0
+"""How long the workers of a node have to fail alike at least and at most; see :func:`same_fault_s`."""
 FIRST_FAULT_S = 0.3
 """How long a node waits for the worker that failed by itself, where only one was seen that lost a peer."""
 PLAIN_START_S = 60.0
@@ -124,9 +124,22 @@ def _since_ns(one: Ended) -> int:
     return min(filter(None, (recorded, one.ended_ns)), default=_LATE_NS)  # its core is being written, say
 
 
+def same_fault_s(ran_s: float) -> float:
+    """Return how long the other workers have to fail alike, once one failed so that a restart cannot help.
+
+    They read the same files as the one that failed: where that took long, as on a slow shared file system, they may be
+    behind it by as much.
+
+    Args:
+        ran_s: Seconds from the start of the workers to the first failure.
+    """
+    return min(max(SAME_FAULT_S, ran_s), MAX_SAME_FAULT_S)
+
+
 def wait_s(
     ended: Sequence[Ended],
     *,
+    ran_s: float,
     num_running: int,
     is_before_first_step: bool,
     has_session: bool,
@@ -137,6 +150,7 @@ def wait_s(
 
     Args:
         ended: As for :func:`find_first`.
+        ran_s: Seconds from the start of the workers to the first failure.
         num_running: Workers of the node that still run and recorded nothing.
         is_before_first_step: No rank of the node began a step in this job.
         has_session: Its ranks tell of their steps.
@@ -147,7 +161,7 @@ def wait_s(
         return 0.0
     causes = [one.cause for one in ended]
     if is_before_first_step and permanent_cause(causes, has_session=has_session) is not None:
-        return SAME_FAULT_S
+        return same_fault_s(ran_s)
     if all(map(is_consequence, causes)) and (is_alone or is_one_leaving):
         return SAME_FAULT_S if is_one_leaving else FIRST_FAULT_S
     return 0.0

@@ -122,6 +122,25 @@ class Limits:
     max_restart_delay_s: float = DELAYS_S[-1]
     """Longest time that a restart waits after repeated failures without progress; 0 = none waits."""
 
+    @classmethod
+    def for_nodes(cls, num_nodes: int, **given: int | float | None) -> Limits:
+        """Return the limits of a job of so many nodes, where those that are not given fit its size."""
+        allowed = failures_in_a_row(num_nodes)
+        return cls(**{"max_restarts": allowed, "max_no_progress_cycles": allowed, **given})  # type: ignore[arg-type]
+
+
+_NODES_PER_FAILURE = 4096
+
+
+def failures_in_a_row(num_nodes: int) -> int:
+    """Return after how many failures in a row without progress a job of so many nodes stops by default.
+
+    Three, and one more for each 4,096 nodes beyond the first 4,096. Failures that have nothing to do with each other
+    come in a row by chance, the more often the more nodes there are: with three, a job of 16,384 nodes that fails every
+    13.5 minutes would be stopped twice a month.
+    """
+    return max(3, 2 - -num_nodes // _NODES_PER_FAILURE)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CycleEnd:
@@ -380,6 +399,16 @@ def find_outcome(state: LadderState) -> tuple[int, str] | None:
     if newest.rung == Rung.REQUEUE_JOB:
         return ExitReason.PREEMPTED, newest.reason
     return None if state.stopped_with is None else (state.stopped_with, newest.reason)
+
+
+def find_later_outcome(state: LadderState, known: LadderState | None) -> tuple[int, str] | None:
+    """Return how a job ended, as :func:`find_outcome`, to an agent that knows an earlier state of it.
+
+    A state that lacks the newest decision which the agent knows was written by another part of a divided job.
+    """
+    if known is not None and known.history and known.history[-1] not in state.history:
+        return None
+    return find_outcome(state)
 
 
 def begin_run(state: LadderState) -> LadderState:

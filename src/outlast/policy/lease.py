@@ -69,6 +69,8 @@ class LeaseOwner(msgspec.Struct, frozen=True, kw_only=True):
     """The program that runs; ``None`` = that is not known."""
     job: str | None = None
     """Whose processes follow each other, and never write at the same time; ``None`` = nothing follows this process."""
+    meets_at: tuple[str, ...] = ()
+    """Where processes of its job meet: jobs of one name without a place in common are different jobs."""
     stage: tuple[int, ...] = ()
     """How far its job had come: a later stage begins once the earlier ones have ended."""
     allocation: str | None = None
@@ -88,6 +90,12 @@ class LeaseOwner(msgspec.Struct, frozen=True, kw_only=True):
     def expires_s(self) -> float:
         """Seconds without a renewal after which it is gone."""
         return self.renew_s * EXPIRES_AFTER
+
+    def is_of_job(self, other: LeaseOwner) -> bool:
+        """Return whether this owner and another one belong to the same job."""
+        if self.job is None or self.job != other.job:
+            return False
+        return self.meets_at == other.meets_at or not set(self.meets_at).isdisjoint(other.meets_at)
 
     def describe(self) -> str:
         """Return who it is, for people."""
@@ -173,7 +181,7 @@ def judge_owner(
     """
     if owner is None or owner.released:
         return LeaseStep.TAKE
-    if own.job is not None and own.job == owner.job:
+    if own.is_of_job(owner):
         if leads or own.stage > owner.stage:
             return LeaseStep.TAKE
         if own.shares and standing.is_alive is not False:

@@ -175,6 +175,15 @@ class _Newest:
     owner: LeaseOwner | None = None
 
 
+def newest_owner(records: Records) -> LeaseOwner | None:
+    """Return whom the newest record names; ``None`` = there is no record.
+
+    Raises:
+        OSError, OutlastError: The records cannot be read.
+    """
+    return _newest_of(records).owner
+
+
 class Lease:
     """Hold a directory for a job, or for this process.
 
@@ -206,6 +215,11 @@ class Lease:
         self._lock = threading.Lock()
         self.progress = CallProgress()
         """Counts the looks of :meth:`acquire`, which may wait for an owner."""
+
+    @property
+    def owner(self) -> LeaseOwner:
+        """What this owner writes of itself."""
+        return self._own
 
     @property
     def is_held(self) -> bool:
@@ -336,7 +350,7 @@ class Lease:
         job: bool | None = None
         mark: tuple[bytes, ...] = (newest.data,)
         own = self._own
-        if own.job is not None and owner.job == own.job:
+        if own.is_of_job(owner):
             job = False  # that is us, and we are asking
         elif own.outlives and own.run_dir is not None and owner.run_dir == own.run_dir:
             job = False  # the run directory is our launcher's now: its record vouches for nobody before it
@@ -379,7 +393,7 @@ class Lease:
             _held.discard(self._own.token)
             return False
         self._number = number
-        is_job = before is not None and before.job is not None and before.job == self._own.job
+        is_job = before is not None and self._own.is_of_job(before)
         if before is not None and not before.released and not is_job:
             why = "has shown no sign of life" if silence.silent_s >= before.expires_s else "has ended"
             log.info("%s is taken over from %s, which %s", self._records.url, before.describe(), why)
@@ -452,7 +466,7 @@ class Lease:
 
     def _is_of_this_job(self, owner: LeaseOwner) -> bool:
         """Return whether an owner writes beside this one."""
-        return self._own.shares and owner.job == self._own.job
+        return self._own.shares and self._own.is_of_job(owner)
 
 
 def _newest_of(records: Records, own_number: int = 0) -> _Newest:

@@ -25,7 +25,6 @@ import msgspec
 from outlast import clock
 from outlast.errors import OutlastError
 from outlast.runtime import processes
-from outlast.runtime.files import open_private
 from outlast.runtime.forked_worker import Preloaded, become_worker, free_groups_last, preload
 from outlast.runtime.processes import GROUP_SIGNALS, ChildProcess, channel_to_parent, ignore_group_signals
 from outlast.runtime.wire import MessageChannel, ProtocolError
@@ -38,6 +37,8 @@ from outlast.runtime.zygote import main
 main(sys.argv[1])
 """
 _END_S = 2.0
+_MAX_FDS = 2
+"""Descriptors that come with a request."""
 """Seconds in which killed workers are reaped when the agent is gone."""
 
 
@@ -60,9 +61,10 @@ class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """``script`` and ``module`` run in a fork of the zygote, ``exec`` is a program of its own."""
     env: dict[bytes, bytes]
     """The whole environment."""
-    stdout: str = ""
-    """File to append to; empty: the zygote's own."""
-    stderr: str = ""
+    stdout: bool = False
+    """A descriptor of the file to write to comes with the request; otherwise it is the zygote's own."""
+    stderr: bool = False
+    """The same for errors; its descriptor is the last one."""
     on_start: str = ""
     """``module:function`` to call in a forked worker before its script; empty: none."""
 
@@ -158,15 +160,20 @@ class Zygote:
         """Return the descriptor that is readable when :meth:`receive` has something."""
         return self._child.channel.fileno()
 
-    def send(self, request: Request) -> None:
+    def send(self, request: Request, fds: Sequence[int] = ()) -> None:
         """Send a request.
+
+        Args:
+            request: The request.
+            fds: Descriptors of a worker's output, as :class:`Spawn` announces them; they stay the caller's. The zygote
+                opens no file of it: a file system that does not respond would keep it from ending workers.
 
         Raises:
             OutlastError: The zygote is gone, or the request is too large.
         """
         self._has_spawned |= isinstance(request, Spawn)
         try:
-            self._child.channel.send(request)
+            self._child.channel.send(request, fds)
         except ProtocolError as error:
             raise OutlastError(
                 f"a worker's environment and arguments are too large; make them smaller ({error})"
@@ -308,12 +315,13 @@ def _serve(channel: MessageChannel[Request], wake_read: int, children: _Children
             clearing = None
         if channel.fileno() not in readable:
             continue
-        request = channel.receive()
-        if request is None:
+        received = channel.receive_with_fds(_MAX_FDS)
+        if received is None:
             return None
+        request, fds = received
         if isinstance(request, Spawn):
             try:
-                pid = _start(request, own_pid)
+                pid = _start(request, fds, own_pid)
             except OSError as error:
                 channel.send(FailedToStart(key=request.key, error=str(error)))
                 continue
@@ -331,11 +339,11 @@ def _serve(channel: MessageChannel[Request], wake_read: int, children: _Children
                 clearing = None
 
 
-def _start(request: Spawn, parent_pid: int) -> int:
-    """Fork; return the pid, or 0 in a child that is to run Python code here."""
+def _start(request: Spawn, fds: Sequence[int], parent_pid: int) -> int:
+    """Fork; return the pid, or 0 in a child that is to run Python code here. The descriptors are closed here."""
     with ExitStack() as opened:
-        stdout = _open_log(request.stdout, opened)
-        stderr = stdout if request.stderr == request.stdout else _open_log(request.stderr, opened)
+        for fd in fds:
+            opened.callback(os.close, fd)
         # A child would ignore signals as its parent does until it is set up: they wait until then.
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         opened.callback(signal.pthread_sigmask, signal.SIG_UNBLOCK, GROUP_SIGNALS)
@@ -349,11 +357,11 @@ def _start(request: Spawn, parent_pid: int) -> int:
         for sig in (signal.SIGCHLD, *GROUP_SIGNALS):
             signal.signal(sig, signal.default_int_handler if sig == signal.SIGINT else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
-        if stdout >= 0:
-            os.dup2(stdout, 1)
-        if stderr >= 0:
-            os.dup2(stderr, 2)
-        for fd in {stdout, stderr}:
+        if request.stdout:
+            os.dup2(fds[0], 1)
+        if request.stderr:
+            os.dup2(fds[-1], 2)
+        for fd in fds:
             if fd > 2:
                 os.close(fd)
         if request.kind == "exec":
@@ -366,11 +374,3 @@ def _start(request: Spawn, parent_pid: int) -> int:
         sys.stderr.flush()
         os._exit(127)
     return 0
-
-
-def _open_log(path: str, opened: ExitStack) -> int:
-    if not path:
-        return -1
-    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    opened.callback(os.close, fd)
-    return fd

@@ -71,7 +71,7 @@ def announce_session(
         launcher=place.launcher,
         directory=None if saves is None or saves.directory is None else _without_user(str(saves.directory)),
         local_directory=None if saves is None or saves.local_directory is None else str(saves.local_directory),
-        max_no_progress_cycles=monitor.config.max_no_progress_cycles,
+        max_no_progress_cycles=monitor.config.given.get("max_no_progress_cycles"),
         version=__version__,
         **describe_self(),
     )

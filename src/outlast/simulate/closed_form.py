@@ -199,7 +199,8 @@ def _stops_in_a_stretch(
     """
     if not scenario.near_every and not scenario.global_every:
         return 0.0
-    in_a_row = min(scenario.limits.max_no_progress_cycles, scenario.limits.max_restarts)
+    limits = scenario.limits_in_force
+    in_a_row = min(limits.max_no_progress_cycles, limits.max_restarts)
     if in_a_row < 1:  # every failure stops it
         return 1.0
     chance = -math.expm1(-rate * (open_s + to_first_save_s))

@@ -201,6 +201,7 @@ class _World:
     def __init__(self, scenario: Scenario, partners: Sequence[Sequence[int]]) -> None:
         costs = scenario.costs
         self._scenario, self._costs, self._partners = scenario, costs, partners
+        self._limits = scenario.limits_in_force
         self._end_s = scenario.duration_s
         self._pace = TrainingPace(
             scenario.slow_step_s,
@@ -453,7 +454,7 @@ class _World:
         self._begin_recovery(at_s, noticed_s - at_s, self._costs.restart_s + verdict.delay_s)
 
     def _ask(self, end: CycleEnd) -> Verdict:
-        self._state, verdict = decide(self._state, end, self._scenario.limits)
+        self._state, verdict = decide(self._state, end, self._limits)
         self._verdicts[verdict.rung.name.lower()] += 1
         self._cycle += 1
         return verdict

@@ -9,7 +9,7 @@ said to be one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -177,7 +177,8 @@ class Scenario:
     """The newest generation stays in the node's memory; else what is near is on its disk."""
 
     costs: RecoveryCosts = field(default_factory=RecoveryCosts)
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits | None = None
+    """``None`` = the defaults for the number of nodes."""
 
     def __post_init__(self) -> None:
         self._check_world()
@@ -203,7 +204,7 @@ class Scenario:
         if self.restart_stopped_s is not None:
             _require_not_negative("restart_stopped_s", self.restart_stopped_s)
         for name in ("max_restarts", "max_restarts_total", "max_no_progress_cycles", "max_node_faults"):
-            _require_not_negative(name, getattr(self.limits, name) or 0)
+            _require_not_negative(name, getattr(self.limits_in_force, name) or 0)
 
     def _check_failures(self) -> None:
         # An infinite time to failure is a run without failures.
@@ -252,6 +253,11 @@ class Scenario:
     def node_size(self) -> int:
         """Ranks on a node."""
         return min(8, self.num_ranks) if self.ranks_per_node is None else self.ranks_per_node
+
+    @property
+    def limits_in_force(self) -> Limits:
+        """The limits of the recovery policy."""
+        return Limits.for_nodes(self.num_nodes) if self.limits is None else self.limits
 
     @property
     def num_nodes(self) -> int:
@@ -321,7 +327,7 @@ class Scenario:
         if costs:
             values["costs"] = replace(self.costs, **costs)
         if limits:
-            values["limits"] = replace(self.limits, **limits)
+            values["limits"] = replace(self.limits_in_force, **limits)
         return replace(self, **values)
 
     def to_fields(self) -> dict[str, Any]:
@@ -340,7 +346,7 @@ class Scenario:
         fields["mtbf_s"] = 1.0 / rate if rate > 0 else None
         costs = {name: getattr(self.costs, name) for name in self.costs.__dataclass_fields__}
         fields["costs"] = costs | {"rendezvous_s": self.costs.rendezvous_of(self.num_nodes)}
-        fields["limits"] = {name: getattr(self.limits, name) for name in self.limits.__dataclass_fields__}
+        fields["limits"] = asdict(self.limits_in_force)
         return {
             name: None if isinstance(value, float) and math.isinf(value) else value for name, value in fields.items()
         }

@@ -344,7 +344,7 @@ def _compare(change: _Change, before: Sequence[SimulatedRun], after: Sequence[Si
 def _list_changes(scenario: Scenario, runs: Sequence[SimulatedRun], young: BestIntervals) -> list[_Change]:
     """Return the changes that could pay, in each group the smallest first."""
     changes: list[_Change] = []
-    parts, costs, limits = mean_partition(runs), scenario.costs, scenario.limits
+    parts, costs, limits = mean_partition(runs), scenario.costs, scenario.limits_in_force
     if parts["idle"] > 0:
         for more in sorted({1, 2, 4, 8, max(1, scenario.spares)}):
             text = f"{_in_words(more)} more {'spare' if more == 1 else 'spares'}"

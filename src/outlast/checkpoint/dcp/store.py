@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
 from outlast.decoding import MAX_FILE_BYTES
 from outlast.errors import CheckpointError, Unavailable
@@ -87,6 +88,10 @@ class ObjectStore:
     @property
     def _is_s3(self) -> bool:
         return self.url.startswith(("s3://", "s3a://"))
+
+    @property
+    def _is_gcs(self) -> bool:
+        return self.url.startswith(("gs://", "gcs://"))
 
     def describe(self, name: str) -> str:
         """Return the URL of an object."""
@@ -190,12 +195,12 @@ class ObjectStore:
         Returns:
             ``None``: there is no such object; empty: the store cannot replace one version only.
         """
-        if not self._is_s3:
-            return "" if self._exists(name) else None
         try:
-            return str(self._call("info", name, self._path(name)).get("ETag") or "")
+            about = self._call("info", name, self._path(name))
         except FileNotFoundError:
             return None
+        key = "ETag" if self._is_s3 else "generation" if self._is_gcs else ""
+        return str(about.get(key) or "")
 
     def replace(self, name: str, data: bytes, version: str | None) -> bool:
         """Put a small object in place of one version of it, as :meth:`version` returned it.
@@ -210,6 +215,9 @@ class ObjectStore:
             if version is None:
                 if self.create(name, data):
                     return True
+            elif version and self._is_gcs:
+                self._replace_in_gcs(name, data, version)
+                return True
             elif version:
                 self._call("pipe_file", name, self._path(name), data, IfMatch=version)
                 return True
@@ -223,6 +231,22 @@ class ObjectStore:
             return self.read(name) == data
         except FileNotFoundError:
             return False
+
+    def _replace_in_gcs(self, name: str, data: bytes, version: str) -> None:
+        """Upload a small object in one request, as gcsfs does, with the condition that gcsfs has no argument for."""
+        file_system, _ = self._open()
+        bucket, key, _ = file_system.split_path(self._path(name))
+        self._call(
+            "call",
+            name,
+            "POST",
+            f"{file_system._location}/upload/storage/v1/b/{quote(bucket, safe='')}/o",
+            uploadType="media",
+            name=key,
+            ifGenerationMatch=version,
+            headers={"Content-Type": "application/octet-stream"},
+            data=data,
+        )
 
     def check_fencing(self, name: str) -> None:
         """Log once, as a warning, what two owners could do to each other here; ``name`` is used to find out."""
@@ -318,7 +342,7 @@ class ObjectStore:
         file_system, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
         return file_system, str(root).rstrip("/")
 
-    def _call(self, method: str, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+    def _call(self, method: str, name: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         file_system, _ = self._open()
 
@@ -335,7 +359,8 @@ class ObjectStore:
                     del running  # it has the error, whose traceback has this frame: a cycle
             return _in_thread(lambda: getattr(file_system, method)(*args, **kwargs), limit_s)
 
-        return self._guard(name, call, limit_s, writes=method == "pipe_file", creates=kwargs.get("mode") == "create")
+        writes = method in ("pipe_file", "call")
+        return self._guard(name, call, limit_s, writes=writes, creates=kwargs.get("mode") == "create")
 
     def _guard(
         self, name: str, work: Callable[[], Any], limit_s: float, *, writes: bool = False, creates: bool = False
