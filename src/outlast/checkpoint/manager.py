@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import logging
@@ -41,6 +40,7 @@ from outlast.policy.checkpoint_plan import RetentionRules
 from outlast.policy.durability import Durability
 from outlast.policy.lineage import Lineage, processes_of
 from outlast.policy.recovery_point import Tier, decode_distrusted
+from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import current_place, is_initialised
 from outlast.runtime.random_numbers import capture_random
@@ -143,7 +143,7 @@ class CheckpointManager:
         self._restored_tiers = frozenset[Tier]()
         self._cost_s: float | None = None
         self._closed = False
-        atexit.register(self._at_exit)
+        at_exit(self._at_exit)
 
     def _rules(self, most_recent_k: int, interval: int = 0) -> RetentionRules:
         window = self.config.suspect_window
@@ -465,7 +465,7 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        forget_at_exit(self._at_exit)
         self._guard.close()
         self._arenas.stop()
         is_idle = all(handle.is_settled for handle in self._pending)
@@ -641,6 +641,8 @@ class CheckpointManager:
 
     def _at_exit(self) -> None:
         """Stop at once, whatever is under way: the process ends, and a peer may hang."""
+        self._outcomes.is_left = lambda: True
+        self._stop_lanes(0.0)  # before they lose what they work with
         self._arenas.stop()
         self._peers.cut()
         self._writer.close()

@@ -25,7 +25,6 @@ What a session opens lies in one stack and is closed in the reverse order, howev
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -58,6 +57,7 @@ from outlast.policy.recovery_point import decode_distrusted
 from outlast.runtime import postmortem
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
+from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.journal import Journal
 from outlast.runtime.postmortem import leave_diagnosis
 from outlast.runtime.process_groups import connect_world, is_initialised, settle
@@ -746,8 +746,8 @@ class Session:
         self._monitor.promise_heartbeats(True)
         self._preemption = Preemption(config.preemption, place=place, journal=self._journal, monitor=self._monitor)
         self._stack.callback(self._preemption.close)
-        atexit.register(self._at_exit)
-        self._stack.callback(atexit.unregister, self._at_exit)
+        at_exit(self._at_exit)
+        self._stack.callback(forget_at_exit, self._at_exit)
 
     def _open_together(self) -> None:
         """Open what all ranks open together."""
