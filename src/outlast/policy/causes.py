@@ -117,7 +117,8 @@ def is_of_code(cause: Cause) -> bool:
     """Return whether a failure seems to be that of the code, so that the same start brings it again.
 
     Wider than :func:`is_deterministic`: any exception that neither its type nor its text relates to a device, a
-    network, a disk, memory or another process. It is evidence only where the failure came twice in a row, with the same text.
+    network, a disk, memory or another process. It is evidence only where the failure came twice in a row, with the same
+    text.
     """
     own = cause.type.rpartition(".")[2]
     if is_consequence(cause) or own in ("SystemExit", "KeyboardInterrupt", "fatal signal") or cause.is_usage_error:
