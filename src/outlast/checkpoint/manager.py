@@ -34,6 +34,7 @@ from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
+from outlast.config.checkpoint import check_missing
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded
 from outlast.policy.checkpoint_plan import RetentionRules
@@ -229,7 +230,9 @@ class CheckpointManager:
             self._note_refused(error)
             raise error
 
-    def load_latest(self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None) -> Restored | None:
+    def load_latest(
+        self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None, missing: str | None = None
+    ) -> Restored | None:
         """Load the newest generation that every rank can prove, each rank's part from the nearest tier.
 
         Args:
@@ -237,6 +240,9 @@ class CheckpointManager:
                 values are replaced in their mapping. Nothing is touched before all ranks have agreed.
             has: Iteration and attempt that this rank's ``state`` is exactly, random numbers aside. If the other ranks
                 can load, or have, that generation and none newer, nothing of this rank is read or touched.
+            missing: ``"keep"``: what ``state`` holds and the checkpoint lacks (a name, a key of a module, a parameter
+                of an optimizer) keeps its present value, and one line of the log lists it; ``"error"``: it is an error
+                on all ranks, before anything is touched where it is a name. ``None`` = as ``config.missing`` says.
 
         Returns:
             What was loaded; ``None`` when there is no generation at all.
@@ -244,6 +250,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: There are generations, but none that all ranks can load, or it does not fit ``state``;
                 or a file changed between its proof and its use, and ``state`` is unusable.
+            ConfigError: ``missing`` is something else.
             PeerLost: A peer left.
 
         Collective: all ranks, before the first save.
@@ -252,7 +259,9 @@ class CheckpointManager:
         if self._ordinal:
             raise CheckpointError("load_latest() comes before the first save(); make another manager to load again")
         started_ns = clock.now_ns()
-        loaded, is_ours = self._recovery.newest(state, decode_distrusted(self._place.untrusted), has)
+        keeps = check_missing(self.config.missing if missing is None else missing) == "keep"
+        distrusted = decode_distrusted(self._place.untrusted)
+        loaded, is_ours = self._recovery.newest(state, distrusted, has, keeps_missing=keeps)
         if loaded is not None:
             self._restore(loaded, state, started_ns, is_ours=is_ours)
         else:

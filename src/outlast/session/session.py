@@ -249,6 +249,7 @@ class Session:
         *,
         total: int,
         replicas: dist.ProcessGroup | DeviceMesh | None = None,
+        missing: Literal["error", "keep"] | None = None,
     ) -> Iterator[int]:
         """Yield the numbers of the iterations that are still to do; the loop's body does one.
 
@@ -284,6 +285,7 @@ class Session:
             total: Number of iterations at which the run is complete.
             replicas: Ranks that hold the same tensors, for ``replica_digest``: a process group, or a mesh such as
                 ``mesh["dp"]``; ``None`` = all ranks. DTensors say that themselves.
+            missing: As for :meth:`restore`.
 
         Yields:
             The iteration's number from 0: how many optimizer steps were done before it.
@@ -300,7 +302,7 @@ class Session:
         """
         if self._phase != _Phase.OPENED:
             raise OutlastError("steps() was called before; call it once for each outlast.init()")
-        self.restore(state, replicas=replicas)
+        self.restore(state, replicas=replicas, missing=missing)
         try:
             self._progress.total = total
             while self._iteration < total:
@@ -315,7 +317,13 @@ class Session:
             raise
         self.finish(state)
 
-    def restore(self, state: Mapping[str, Any], *, replicas: dist.ProcessGroup | DeviceMesh | None = None) -> int:
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        replicas: dist.ProcessGroup | DeviceMesh | None = None,
+        missing: Literal["error", "keep"] | None = None,
+    ) -> int:
         """Load the newest generation that can be trusted into ``state``; return the iteration to continue from.
 
         After a restart in process the state may still be in memory; nothing is loaded then. The section is ``setup``.
@@ -323,6 +331,9 @@ class Session:
         Args:
             state: As for :meth:`steps`; the same mapping is given to the other methods.
             replicas: As for :meth:`steps`.
+            missing: ``"keep"``: what ``state`` holds and the checkpoint lacks (a name, a key of a module, a parameter
+                of an optimizer) keeps its present value, and one line of the log lists it; ``"error"``: the load fails.
+                ``None`` = as ``checkpoint.missing`` says.
 
         Returns:
             Number of optimizer steps that ``state`` has done; 0 = there is no generation, and training begins.
@@ -357,6 +368,7 @@ class Session:
                     suspect_iteration=None if replay is None else replay.iteration,
                     place=self._place,
                     journal=self._journal,
+                    missing=missing,
                 )
             except Unavailable as error:
                 if is_run_ending(error):
