@@ -74,9 +74,8 @@ class ExitReason(IntEnum):
     PREEMPTED = 75
     """Shutdown requested; there is a saved state to resume from. Charged to no failure budget."""
     NO_PROGRESS = 93
-    """The restart budget is spent without progress, a script without a session failed twice at
-    the same place, or a run or checkpoint directory is another run's. Never
-    re-queued."""
+    """The restart budget is spent without progress, a script failed twice in the same way without a session or before
+    its first step, or a run or checkpoint directory is another run's. Never re-queued."""
 
 
 class OutlastError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def test_a_store_that_gives_nothing_back_is_left_as_it_was(monkeypatch: pytest.M
     [
         (SharedMemoryCheck(min_free_bytes=HUGE), "min_free_shm_gib"),
         (MemoryCheck(min_free_bytes=HUGE), "min_free_memory_gib"),
-        (OpenFilesCheck(min_open_files=1 << 40), "ulimit -n"),
+        (OpenFilesCheck(min_open_files=1 << 40), "ulimit -Hn"),
         (NetworkCheck(interfaces=("nosuch0",)), "nosuch0 is not there"),
         (CommandCheck(command="echo first; echo no tokens; exit 3"), "exit code 3: no tokens"),
         (CommandCheck(command="kill -9 $$"), "signal 9"),
@@ -123,6 +124,18 @@ def test_what_is_lacking_is_named(task: Check, named: str) -> None:
     outcome = check(task)
     assert outcome.status == Status.FAILED
     assert named in outcome.reason
+
+
+def test_a_soft_limit_of_open_files_below_the_hard_one_is_raised() -> None:
+    """A node whose soft limit is small is healthy where the hard limit is enough: the soft limit is raised to it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        (files,) = [one for one in check_node(HealthConfig(min_open_files=257)) if one.name == "files"]
+        assert (files.status, files.facts["soft"]) == (Status.OK, hard)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 256  # the check is made in another process
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("path", ["/dev/shm", "/proc", "/nosuch/shm"], ids=["there", "unwritable", "missing"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +159,33 @@ def test_a_command_line_of_torchrun_runs_as_often_as_it_is_given() -> None:
     assert sorted(done.stdout.splitlines()) == ["[rank0]: level ERROR, 1", "[rank1]: level ERROR, 1"]
     assert done.stderr.count("1 node trains, 1 more waits as a spare") == 1
     assert '"source": "AGENT"' in done.stderr
+
+
+SEES = """
+import os, resource
+print(*sorted(name for name in os.environ if name.startswith("TORCH")), sep="\\n")
+print(os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"], *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.process
+def test_workers_see_the_variables_of_torchrun() -> None:
+    """The variables that torchrun sets for its workers are set here, too, with the signals of ``--signals-to-handle``;
+    and a worker may open as many files as the hard limit permits."""
+    Path("sees.py").write_text(SEES)
+    options = ["--nproc-per-node=1", "--signals-to-handle=SIGTERM,SIGUSR1", "sees.py"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
+    seen = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        for launcher in (["torch.distributed.run", "--standalone"], ["outlast", "run", "--no-health-check"]):
+            line = [sys.executable, "-m", *launcher, *options]
+            done = subprocess.run(line, capture_output=True, text=True, timeout=250, env=environment, check=False)
+            assert done.returncode == 0, done.stderr
+            *names, last = done.stdout.splitlines()
+            seen.append(set(names))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert seen[0] <= seen[1], seen[0] - seen[1]
+    assert last.split() == ["SIGTERM,SIGUSR1", str(hard), str(hard)]

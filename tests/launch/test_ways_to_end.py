@@ -34,6 +34,8 @@ if what == "finds no store":
 run = outlast.init(outlast.Config(checkpoint=checkpoint) if checkpoint else outlast.Config())
 model = torch.nn.Linear(2, 2)
 optim = torch.optim.SGD(model.parameters(), 0.1)
+if what == "was not launched":
+    raise RuntimeError("call launch() first")
 if what == "cannot start":
     raise TypeError("no such argument")
 for iteration in run.steps({"model": model, "optim": optim}, total=5 if what == "trains" else 10**9):
@@ -66,6 +68,7 @@ WAYS: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "a rank hangs again and again without progress": ("hangs", True, HANGS),
     "a script without a session is killed again and again": ("is killed", False, ()),
     "a script without a session fails twice at the same place": ("fails", False, ()),
+    "a script fails twice in the same way before its first step": ("was not launched", True, ()),
     "a result stays invalid": ("is invalid", True, ()),
     "a worker exits with 93": ("gives up", False, ()),
     "the checkpoint directory holds another run's checkpoints": ("trains", True, ()),

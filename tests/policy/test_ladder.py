@@ -561,3 +561,70 @@ def test_commits_to_memory_are_progress_within_the_job_alone() -> None:
     assert "resuming from iteration 60" in verdict.reason
     state, verdict = decide(state, again, Limits())
     assert state.cycles_without_progress == 1
+
+
+OF_CODE = [
+    Cause(type="RuntimeError", text="you must call `.launch()`", bases=("Exception",), frame="train.py:5"),
+    Cause(type="RuntimeError", text="mat1 and mat2 shapes cannot be multiplied", frame="train.py:9 in step"),
+    Cause(type="my.ModelError", text="no such head", bases=("Exception",), frame="model.py:3"),
+]
+OF_SURROUNDINGS = [
+    Cause(type="RuntimeError", text="CUDA error: unspecified launch failure", frame="train.py:5"),
+    Cause(type="torch.AcceleratorError", text="unknown", bases=("RuntimeError",), frame="train.py:5"),
+    Cause(type="torch.OutOfMemoryError", text="tried to allocate 2 GiB", bases=("RuntimeError",), frame="train.py:5"),
+    Cause(type="RuntimeError", text="DataLoader worker (pid 7) is killed by signal: Bus error", frame="train.py:5"),
+    Cause(type="RuntimeError", text="Gloo connectFullMesh failed", frame="train.py:5"),
+    Cause(type="OSError", text="[Errno 5] no luck", frame="train.py:5"),
+    Cause(type="TimeoutError", text="no luck", bases=("OSError",), frame="train.py:5"),
+    Cause(type="ConnectionResetError", text="no luck", bases=("ConnectionError", "OSError"), frame="train.py:5"),
+    Cause(type="httpx.ReadError", text="no luck", bases=("TransportError", "RequestError"), frame="train.py:5"),
+    Cause(type="botocore.exceptions.ClientError", text="SlowDown", bases=("Exception",), frame="train.py:5"),
+    Cause(type="RuntimeError", text="503 Service Unavailable", frame="train.py:5"),
+    Cause(type="json.decoder.JSONDecodeError", text="no luck", bases=("ValueError",), frame="train.py:5"),
+    Cause(type="SystemExit", text="exit(1)", frame="train.py:5"),
+    Cause(type="fatal signal", text="SIGSEGV", frame="train.py:5"),
+    Cause(type="RuntimeError", text="of a library, at an unknown place"),
+]
+
+
+@given(
+    failures=st.lists(
+        st.tuples(st.sampled_from([None, *OF_CODE, *OF_SURROUNDINGS]), st.booleans()), min_size=1, max_size=6
+    ),
+    had_session=st.booleans(),
+    durable=st.sampled_from([None, 10]),
+    spares=st.integers(min_value=0, max_value=1),
+    num_nodes=st.integers(min_value=1, max_value=2),
+)
+def test_the_same_failure_before_the_first_step_is_not_repeated(
+    failures: list[tuple[Cause | None, bool]], had_session: bool, durable: int | None, spares: int, num_nodes: int
+) -> None:
+    """Until a rank has completed a step, or a checkpoint exists, an error that came in two cycles in a row ends the run
+    with 93, on whichever ranks it came. Errors of devices, disks, networks and other processes, lost workers, and
+    errors for which a spare may help keep the whole budget; so does every failure once training has got anywhere."""
+    limits = Limits(max_restarts=4, max_no_progress_cycles=99)
+    state, has_trained, last = LadderState(), False, None
+    for cycle, (cause, trained) in enumerate(failures):
+        evidence = {} if cause is None else {"cause": msgspec.to_builtins(cause)}
+        kind = IncidentKind.WORKER_DIED if cause is None else IncidentKind.WORKER_FAILED
+        incident = Incident(kind=kind, node="a", rank=cycle, exit_code=1, evidence=evidence)
+        end = CycleEnd(
+            cycle=cycle,
+            incident=incident,
+            had_session=had_session,
+            has_trained=trained,
+            durable_iteration=durable,
+            num_spares=spares,
+            num_nodes=num_nodes,
+        )
+        state, verdict = decide(state, end, limits)
+        has_trained |= trained
+        is_again = cause is not None and cause == last and cause in OF_CODE
+        if is_again and not has_trained and durable is None and not (spares and num_nodes > 1):
+            assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.NO_PROGRESS)
+            assert "no rank has completed a step in this run" in verdict.reason
+            break
+        assert (verdict.rung == Rung.STOP) == (cycle >= limits.max_restarts)
+        if verdict.rung == Rung.STOP:
+            break
+        last = cause

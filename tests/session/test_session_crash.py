@@ -46,3 +46,41 @@ def test_a_failing_rank_leaves_while_its_peer_hangs(tmp_path: Path, what: str, e
         assert ("ValueError: the body failed" in output) == (what == "raise")
         assert ranks.running(0), "the peer did not make it leave"
         ranks.kill(0)
+
+
+RAISES = """
+import sys, threading, time
+import torch
+import outlast
+
+class Upload(threading.Thread):  # the interpreter waits for it, and meanwhile the package's threads run
+    def run(self):
+        threading.main_thread().join()
+        time.sleep(1)
+
+run = outlast.init(outlast.Config(checkpoint=outlast.CheckpointConfig(directory=sys.argv[1], overlap_staging=True)))
+state = {"weights": torch.zeros(1_000_000)}
+run.restore(state)
+run.begin_step()
+run.end_step()
+run.save(state)
+Upload().start()
+raise ValueError("of the script")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_last_traceback_is_that_of_the_script(tmp_path: Path) -> None:
+    """A script that raises right after a save, while its session is open, ends with its own traceback; no thread of
+    the package fails because the interpreter shuts down."""
+    script = tmp_path / "script.py"
+    script.write_text(RAISES)
+    with Ranks(script, str(tmp_path / "ckpt")) as ranks:
+        (code,), (output,) = ranks.end()
+    assert code == 1
+    assert output.count("Traceback") == 1, output
+    after = output.partition("ValueError: of the script\n")[2]
+    assert "are lost" in after
+    assert "failed" not in after
+    assert "cannot" not in after

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -291,6 +292,21 @@ def goes_on_with_another_runs_generations(scene: Scene) -> None:
     assert [one.iteration for one in trained] == [3, 0, 3]
 
 
+def keeps_what_the_checkpoint_lacks(scene: Scene) -> None:
+    """With missing="keep" a value that is newer than the checkpoint stays; without it the load fails by name."""
+    where = str(scene.folder / "ckpt")
+    for missing, state in (("error", {"old": 1}), ("keep", {"old": 5, "new": 6}), ("error", {"old": 7, "newer": 8})):
+        config = Config(checkpoint=CheckpointConfig(directory=where, save_interval=1, missing=missing))
+        is_refused = "newer" in state
+        refusal = pytest.raises(CheckpointError, match=r"saved without newer.*checkpoint\.missing")
+        with scene.session(config) as run, refusal if is_refused else nullcontext():
+            iteration = run.restore(state)
+            assert state == ({"old": 1, "new": 6} if iteration else {"old": 1})
+            run.begin_step()
+            run.end_step()
+            run.finish(state)
+
+
 C = CheckpointConfig
 AUTO = {"directory": "x", "save_interval": "auto"}
 CHECKPOINT: dict[str, Proof] = {
@@ -322,6 +338,7 @@ CHECKPOINT: dict[str, Proof] = {
     "non_persistent_local_ckpt_algo": refuses_other_ways_to_save_near,
     "non_persistent_ckpt_type": refuses_kinds_of_near_saves_that_do_not_fit,
     "ckpt_format": refuses_other_formats,
+    "missing": keeps_what_the_checkpoint_lacks,
     "prefer_finite": loads_the_newest_whatever_it_holds,
     "resume_from_other_run": goes_on_with_another_runs_generations,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import logging
@@ -35,12 +34,14 @@ from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
+from outlast.config.checkpoint import check_missing
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded
 from outlast.policy.checkpoint_plan import RetentionRules
 from outlast.policy.durability import Durability
 from outlast.policy.lineage import Lineage, processes_of
 from outlast.policy.recovery_point import Tier, decode_distrusted
+from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import current_place, is_initialised
 from outlast.runtime.random_numbers import capture_random
@@ -143,7 +144,7 @@ class CheckpointManager:
         self._restored_tiers = frozenset[Tier]()
         self._cost_s: float | None = None
         self._closed = False
-        atexit.register(self._at_exit)
+        at_exit(self._at_exit)
 
     def _rules(self, most_recent_k: int, interval: int = 0) -> RetentionRules:
         window = self.config.suspect_window
@@ -229,7 +230,9 @@ class CheckpointManager:
             self._note_refused(error)
             raise error
 
-    def load_latest(self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None) -> Restored | None:
+    def load_latest(
+        self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None, missing: str | None = None
+    ) -> Restored | None:
         """Load the newest generation that every rank can prove, each rank's part from the nearest tier.
 
         Args:
@@ -237,6 +240,9 @@ class CheckpointManager:
                 values are replaced in their mapping. Nothing is touched before all ranks have agreed.
             has: Iteration and attempt that this rank's ``state`` is exactly, random numbers aside. If the other ranks
                 can load, or have, that generation and none newer, nothing of this rank is read or touched.
+            missing: ``"keep"``: what ``state`` holds and the checkpoint lacks (a name, a key of a module, a parameter
+                of an optimizer) keeps its present value, and one line of the log lists it; ``"error"``: it is an error
+                on all ranks, before anything is touched where it is a name. ``None`` = as ``config.missing`` says.
 
         Returns:
             What was loaded; ``None`` when there is no generation at all.
@@ -244,6 +250,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: There are generations, but none that all ranks can load, or it does not fit ``state``;
                 or a file changed between its proof and its use, and ``state`` is unusable.
+            ConfigError: ``missing`` is something else.
             PeerLost: A peer left.
 
         Collective: all ranks, before the first save.
@@ -252,7 +259,9 @@ class CheckpointManager:
         if self._ordinal:
             raise CheckpointError("load_latest() comes before the first save(); make another manager to load again")
         started_ns = clock.now_ns()
-        loaded, is_ours = self._recovery.newest(state, decode_distrusted(self._place.untrusted), has)
+        keeps = check_missing(self.config.missing if missing is None else missing) == "keep"
+        distrusted = decode_distrusted(self._place.untrusted)
+        loaded, is_ours = self._recovery.newest(state, distrusted, has, keeps_missing=keeps)
         if loaded is not None:
             self._restore(loaded, state, started_ns, is_ours=is_ours)
         else:
@@ -465,7 +474,7 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        forget_at_exit(self._at_exit)
         self._guard.close()
         self._arenas.stop()
         is_idle = all(handle.is_settled for handle in self._pending)
@@ -641,6 +650,8 @@ class CheckpointManager:
 
     def _at_exit(self) -> None:
         """Stop at once, whatever is under way: the process ends, and a peer may hang."""
+        self._outcomes.is_left = lambda: True
+        self._stop_lanes(0.0)  # before they lose what they work with
         self._arenas.stop()
         self._peers.cut()
         self._writer.close()

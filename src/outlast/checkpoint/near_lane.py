@@ -329,7 +329,8 @@ class MemoryLane(NearLane):
         self._start_clock()
         if save.arena is not None:
             ready, _ = self._write(save)
-            if ready.error is not None and not ready.is_final:  # the next lanes' ranks have to know
+            is_known = ready.is_final or self._outcomes.is_call_left
+            if ready.error is not None and not is_known:  # the next lanes' ranks have to know
                 log.warning("iteration %d cannot be digested: %s", save.iteration, ready.error)
         return Reached(frozenset())
 

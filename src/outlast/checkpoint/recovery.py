@@ -35,7 +35,7 @@ from outlast.checkpoint.places import (
     storage_calls,
 )
 from outlast.checkpoint.restore import OPEN_TIMEOUT_S, CopyProver, ProvenCopy
-from outlast.checkpoint.state import OtherLayout
+from outlast.checkpoint.state import OtherLayout, listed
 from outlast.checkpoint.tiers import PARITY, UNLISTED, Rejection, Table, gather_copies, reject
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
@@ -146,6 +146,8 @@ class _Vote(msgspec.Struct, frozen=True):
     """Why the generation does not fit the live state; nothing older is tried."""
     other_layout: bool = False
     """It was saved in another layout over the ranks: the near tiers are unusable, the global one is resharded."""
+    missing: tuple[str, ...] = ()
+    """Names of what it lacks of the live state, which keeps their present values."""
 
 
 class CheckpointRecovery:
@@ -178,7 +180,12 @@ class CheckpointRecovery:
         """The branches of the checkpoints that the ranks found where this run saves."""
 
     def newest(
-        self, state: Mapping[str, Any], distrusted: Sequence[Distrusted], has: tuple[int, str] | None = None
+        self,
+        state: Mapping[str, Any],
+        distrusted: Sequence[Distrusted],
+        has: tuple[int, str] | None = None,
+        *,
+        keeps_missing: bool = False,
     ) -> tuple[ProvenGeneration | None, bool]:
         """Prove the newest generation that all ranks can.
 
@@ -193,6 +200,7 @@ class CheckpointRecovery:
             state: The live state, for which it must fit.
             distrusted: Copies that led to invalid results.
             has: Iteration and attempt that the live state of this rank is; ``None`` = of none.
+            keeps_missing: What was not saved of the live state keeps its present value there.
 
         Returns:
             The generation, ``None`` if there is none at all; and whether it lies where this run saves.
@@ -223,7 +231,7 @@ class CheckpointRecovery:
             if not table.seen:
                 break
             rejected = list(table.rejected)
-            proven = self._agree(table, places, state, distrusted, rejected, kept)
+            proven = self._agree(table, places, state, distrusted, rejected, kept, keeps_missing=keeps_missing)
             if proven is not None:
                 self._settle_memory(proven.point)
                 return proven, True
@@ -249,7 +257,7 @@ class CheckpointRecovery:
             other = self._other_place(self._config.load)
             table = self._gather(other)
             rejected = list(table.rejected)
-            proven = self._agree(table, other, state, distrusted, rejected)
+            proven = self._agree(table, other, state, distrusted, rejected, keeps_missing=keeps_missing)
             if proven is None and (blocked := _blocked(rejected)):
                 self._wait_or_raise(wait, blocked)
                 continue
@@ -411,6 +419,8 @@ class CheckpointRecovery:
         distrusted: Sequence[Distrusted],
         rejected: list[Rejection],
         kept: Sequence[Copy | None] = (),
+        *,
+        keeps_missing: bool = False,
     ) -> ProvenGeneration | None:
         """Find the newest generation that all ranks can prove, and return this rank's proven copy of it.
 
@@ -421,6 +431,7 @@ class CheckpointRecovery:
             distrusted: Copies that led to invalid results, with what descends from them.
             rejected: Copies that are rejected already; those that are from now on are added.
             kept: By rank, the generation that its live state is already; it then needs no copy of that.
+            keeps_missing: What was not saved of the live state keeps its present value there.
 
         Raises:
             Mismatch: The generation does not fit a rank's live state; then nothing older is tried.
@@ -447,6 +458,7 @@ class CheckpointRecovery:
             table=committed,
             calls=self._calls,
             state=state,
+            keeps_missing=keeps_missing,
         )
         resharded: set[str] = set()
         doubtful = [{copy for copy in copies if is_doubtful(copy, distrusted)} for copies in table.copies]
@@ -468,6 +480,8 @@ class CheckpointRecovery:
                             raise Mismatch(text, rank=rank)
                     assert proven is not None
                     unused.pop_all()
+                    if self._peers.rank == 0:
+                        _warn_of_missing(point.generation, votes)
                     rejected += _put_last(last, point)
                     if (point.generation, point.attempt) not in put_off:
                         rejected += _not_finite(table, refused, point, put_off)
@@ -531,7 +545,17 @@ class CheckpointRecovery:
         except Exception as error:  # noqa: BLE001 - a state_dict() may raise anything; the peers wait for the vote
             kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
             return proven, _Vote(fatal=f"{kind}{error}")
-        return proven, _Vote()
+        return proven, _Vote(missing=tuple(proven.missing))
+
+
+def _warn_of_missing(generation: int, votes: Sequence[_Vote]) -> None:
+    """Log what the checkpoint lacks of the live state of any rank."""
+    if names := list(dict.fromkeys(name for vote in votes for name in vote.missing)):
+        log.warning(
+            'the checkpoint of iteration %d has no value for %s; present values are kept (missing="keep")',
+            generation,
+            listed(names),
+        )
 
 
 def is_kept(copy: Copy) -> bool:

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from outlast.checkpoint.dcp.reader import bytes_of, read_rank
 from outlast.checkpoint.dcp.reshard import Resharded, load_resharded
 from outlast.checkpoint.landing import Landing
 from outlast.checkpoint.manifest import MANIFEST, MANIFEST_PART, CopyKey, Manifest, decode_manifest
+from outlast.checkpoint.missing import complete, find_missing
 from outlast.checkpoint.places import Peers, Places, group_of
 from outlast.checkpoint.replica.client import ParityMember, Target
 from outlast.checkpoint.shard import DTYPE_NAMES, TREE, TensorSpan, shard_name
@@ -59,6 +60,8 @@ class ProvenCopy:
     """A copy whose every byte was compared with its digest; this one is the live state itself, which stays as it is."""
 
     num_bytes_read = 0
+    missing: Sequence[str] = ()
+    """Names of what it lacks of the live state, which keeps their present values; known once it was checked."""
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError when it does not fit the live state. Changes nothing."""
@@ -85,6 +88,7 @@ class _ShardCopy(ProvenCopy):
         state: The live state that it is for; nothing of it is touched.
         in_memory: It lies in shared memory that may be longer than the shard.
         on_close: Is called when it is released after all.
+        keeps_missing: What it lacks of the live state keeps its present value there.
         bound: Ends a reading that makes no progress; ``None``: it may take any time.
     """
 
@@ -96,11 +100,12 @@ class _ShardCopy(ProvenCopy):
         state: Mapping[str, Any],
         *,
         in_memory: bool,
+        keeps_missing: bool,
         on_close: Callable[[], None] | None = None,
         bound: BoundedReading | None = None,
     ) -> None:
         self._fd, self._manifest, self._rank, self._on_close = fd, manifest, rank, on_close
-        self._bound = bound
+        self._bound, self._keeps_missing = bound, keeps_missing
         self._landing: Landing | None = None
 
         def land(spans: Mapping[str, TensorSpan]) -> Landing | None:
@@ -119,8 +124,10 @@ class _ShardCopy(ProvenCopy):
     def check(self, state: Mapping[str, Any]) -> None:
         live = capture(state)
         check_layouts(self._proof.tree, live)
-        saved = decode(self._proof.tree, self._placeholder, meshes_of(live), rewrap=Wrapped.outline)
-        check_fit(state, saved["state"])
+        saved = decode(self._proof.tree, self._placeholder, meshes_of(live), rewrap=Wrapped.outline)["state"]
+        if self._keeps_missing:
+            self.missing, saved = find_missing(state, saved), complete(state, saved)
+        check_fit(state, saved, keeps_missing=self._keeps_missing)
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
         live = capture(state)
@@ -132,7 +139,7 @@ class _ShardCopy(ProvenCopy):
         landed = {} if self._landing is None else self._landing.tensors
         tensors = read_tensors(self._fd, self._manifest, self._rank, self._proof, into, landed, bound=self._bound)
         saved = decode(self._proof.tree, partial(_present, tensors), meshes_of(live))
-        restore_into(state, saved["state"])
+        restore_into(state, complete(state, saved["state"]) if self._keeps_missing else saved["state"])
         tensors.clear()  # what has decoded them refers to itself, and is freed when garbage is next collected
         return dict(saved["random"])
 
@@ -169,7 +176,8 @@ class _ShardCopy(ProvenCopy):
 class _GlobalCopy(ProvenCopy):
     """A rank's exact state, put together from the global tier, in memory of its own."""
 
-    def __init__(self, files: VerifiedFiles, rank: int, state: Mapping[str, Any]) -> None:
+    def __init__(self, files: VerifiedFiles, rank: int, state: Mapping[str, Any], *, keeps_missing: bool) -> None:
+        self._keeps_missing = keeps_missing
         self._unfit: Exception | None = None
 
         def accept(tree: bytes) -> None:
@@ -187,7 +195,10 @@ class _GlobalCopy(ProvenCopy):
         if self._unfit is not None:
             raise self._unfit
         self._saved = decode(self._state.tree, partial(_present, self._state.tensors), meshes_of(capture(state)))
-        check_fit(state, self._saved["state"])
+        if self._keeps_missing:
+            self.missing = find_missing(state, self._saved["state"])
+            self._saved["state"] = complete(state, self._saved["state"])
+        check_fit(state, self._saved["state"], keeps_missing=self._keeps_missing)
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
         restore_into(state, self._saved["state"])
@@ -198,7 +209,7 @@ class _ReshardedCopy(ProvenCopy):
     """A generation of another number of ranks, or another layout, loaded for this very state into tensors beside it."""
 
     def __init__(self, resharded: Resharded) -> None:
-        self._resharded = resharded
+        self._resharded, self.missing = resharded, resharded.missing
         self.num_bytes_read = resharded.num_bytes_read
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -226,6 +237,8 @@ class CopyProver:
     """Ends calls on directories that do not respond."""
     state: Mapping[str, Any]
     """The live state."""
+    keeps_missing: bool
+    """What a copy lacks of the live state keeps its present value there."""
 
     def prove(self, copy: Copy, reshard: bool) -> ProvenCopy:
         """Compare every byte of a copy with its digest.
@@ -261,7 +274,9 @@ class CopyProver:
                 self._checked(manifest, copy)
                 _, fd = self.writer.ask(f.Open(key=self._key(copy)), f.Done, timeout_s=OPEN_TIMEOUT_S)
                 if fd is not None:
-                    return _ShardCopy(fd, manifest, self.peers.rank, self.state, in_memory=True)
+                    return _ShardCopy(
+                        fd, manifest, self.peers.rank, self.state, in_memory=True, keeps_missing=self.keeps_missing
+                    )
         raise Incomplete("the writer does not hold it any more")
 
     def _from_disk(self, copy: Copy) -> _ShardCopy:
@@ -281,7 +296,9 @@ class CopyProver:
             target=lambda: bound.path,
             discard=lambda late: os.close(late[1]),
         )
-        return _ShardCopy(fd, manifest, self.peers.rank, self.state, in_memory=False, bound=bound)
+        return _ShardCopy(
+            fd, manifest, self.peers.rank, self.state, in_memory=False, keeps_missing=self.keeps_missing, bound=bound
+        )
 
     def _from_node(self, copy: Copy) -> _ShardCopy:
         target = self.places.targets[copy.holder]
@@ -341,6 +358,7 @@ class CopyProver:
                 rank,
                 self.state,
                 in_memory=True,
+                keeps_missing=self.keeps_missing,
                 on_close=lambda: self._hold(arena, copy, data),
             )
         except BaseException:  # whatever failed, the memory serves the next one
@@ -387,8 +405,8 @@ class CopyProver:
             with contextlib.suppress(Unavailable):  # the reading below finds out, too
                 files.bounded(files.warn_of_metadata)
         if same:
-            return _GlobalCopy(files, self.peers.rank, self.state)
-        return _ReshardedCopy(load_resharded(files, self.state))
+            return _GlobalCopy(files, self.peers.rank, self.state, keeps_missing=self.keeps_missing)
+        return _ReshardedCopy(load_resharded(files, self.state, keeps_missing=self.keeps_missing))
 
     def _key(self, copy: Copy) -> CopyKey:
         return CopyKey(copy.generation, copy.attempt, self.peers.rank)

@@ -392,7 +392,12 @@ class Outcomes:
         if isinstance(error, DirectoryRefused):
             self.refusal = error
         if is_first and self.refusal is None and self._is_given_up():  # that is no trouble of its own
-            log.log(self._level, "the save of iteration %d is abandoned for a restart: %s", save.iteration, error)
+            log.log(
+                self._level,
+                "the save of iteration %d is abandoned, as its call or its process ends: %s",
+                save.iteration,
+                error,
+            )
         elif is_first and not isinstance(error, Replaced):
             with self._lock:
                 self.last_error = error

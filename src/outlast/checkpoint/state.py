@@ -754,8 +754,20 @@ def _find_class(name: str) -> Any:
     return found if is_known else None
 
 
-def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state") -> None:
+KEEP_HINT = (
+    'to keep the present values of what the checkpoint lacks, set missing="keep" (in a config: checkpoint.missing)'
+)
+"""What an error adds where a state has more than was saved."""
+
+
+def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state", *, keeps_missing: bool = False) -> None:
     """Check that a saved state can be put into the live one.
+
+    Args:
+        live: The live state.
+        saved: The saved one.
+        path: Where both are.
+        keeps_missing: What was not saved is no mismatch.
 
     Raises:
         Mismatch: Something is missing, or has another shape; nothing was changed.
@@ -763,8 +775,8 @@ def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state") -> None:
     if not isinstance(saved, dict):
         raise Mismatch(f"{path} was saved as a {type(saved).__name__}, not as a mapping")
     missing = [str(name) for name, value in live.items() if name not in saved and not may_be_absent(value)]
-    if missing:
-        raise Mismatch(f"{path} was saved without {', '.join(missing)}; give the state that was saved")
+    if missing and not keeps_missing:
+        raise Mismatch(f"{path} was saved without {', '.join(missing)}; give the state that was saved; {KEEP_HINT}")
     for name, value in live.items():
         here = f"{path}.{name}"
         if name not in saved or is_stateful(value):
@@ -775,7 +787,7 @@ def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state") -> None:
                 kind = _kind_of(found) if isinstance(found, torch.Tensor) else type(found)
                 raise Mismatch(f"{here} was saved as {kind}, here it is {_kind_of(value)}")
         elif is_nested(value):
-            check_fit(value, saved[name], here)
+            check_fit(value, saved[name], here, keeps_missing=keeps_missing)
         elif not isinstance(live, MutableMapping):
             raise Mismatch(f"{here} is a plain value in a mapping that takes none back; give a dict")
 
@@ -796,6 +808,7 @@ def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 raise Mismatch(
                     f"state {name!r} ({type(value).__name__}) does not take what was saved: {_in_one_line(error)}"
+                    f"{_describe_missing(value, found)}"
                 ) from error
         elif isinstance(value, torch.Tensor):
             if not _copy_into(value, found):
@@ -814,6 +827,25 @@ def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         log.warning(
             "the checkpoint holds state that the script has no place for; it is not loaded: %s", ", ".join(extra)
         )
+
+
+def _describe_missing(live: Any, saved: Any) -> str:
+    """Return which keys of a module or parameters of an optimizer were not saved, with the remedy; empty: none."""
+    if isinstance(live, torch.nn.Module) and isinstance(saved, Mapping):
+        missing = [key for key in live.state_dict() if key not in saved]
+        if missing and any(key in saved for key in live.state_dict()):
+            return f"; the checkpoint lacks {listed(missing)}; {KEEP_HINT}"
+    if isinstance(live, torch.optim.Optimizer) and isinstance(saved, Mapping):
+        num_saved = sum(len(group["params"]) for group in saved.get("param_groups", ()))
+        if sum(len(group["params"]) for group in live.param_groups) > num_saved:
+            return f"; {KEEP_HINT}"
+    return ""
+
+
+def listed(names: Sequence[str], max_names: int = 20) -> str:
+    """Return names for one line of text; of many, how many more there are."""
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more
 
 
 def filled(live: Any, saved: Any) -> Any:

@@ -94,6 +94,10 @@ class CheckpointConfig:
     """Load an older generation rather than one that holds numbers that are infinite or NaN; a newer one that is
     skipped is named in the log. Off: always load the newest, for states that hold such numbers now and then."""
 
+    missing: str = "error"
+    """``keep``: what the state holds and the checkpoint lacks (an average of the weights, a new layer, its parameters
+    in the optimizer) keeps its present value at a load, and one line of the log lists it. ``error``: the load fails."""
+
     max_consecutive_save_failures: int = 0
     """Saves in a row that reached no tier at all after which training stops with the last error; 0 = never:
     ``max_durable_lag`` is the limit."""
@@ -177,6 +181,7 @@ class CheckpointConfig:
         require_at_least(self, 0, "restore_timeout", what=" seconds")
         require_above_zero(self, "save_timeout", "replication_timeout", "response_timeout")
         require_above_zero(self, "rank_mttf_hours", what="")
+        check_missing(self.missing)
         self._check_replication()
         self._check_megatrons_choices()
 
@@ -227,3 +232,9 @@ class CheckpointConfig:
             self.replication is not False or self.replication_parity == 0,
             f"replication=false contradicts replication_parity={self.replication_parity}; leave one of them out",
         )
+
+
+def check_missing(value: object) -> object:
+    """Return what to do about state that a checkpoint lacks. Raises: ConfigError, if it is neither keep nor error."""
+    require(value in ("keep", "error"), f"missing={value!r} must be 'error' or 'keep'")
+    return value

@@ -204,7 +204,8 @@ class HealthConfig(Partial):
     memory tier take theirs from it."""
 
     min_open_files: int = 1024
-    """Descriptors that a process may have open (``ulimit -n``)."""
+    """Files that a process may have open. ``outlast run`` raises the soft limit to the hard one (``ulimit -Hn``) for
+    itself and its workers, so the hard limit decides."""
 
     max_clock_skew: float = 30.0
     """Seconds that this node's clock may differ from that of a tier's file server."""

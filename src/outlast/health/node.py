@@ -24,7 +24,12 @@ from outlast.config.launching import HealthConfig
 from outlast.health.devices import ComputeCheck, DeviceCount, DeviceMemoryCheck, DeviceMemoryUse, DriverCheck
 from outlast.health.probing import Check, CheckOutcome, CheckResult, Prober, Status, failed, ok, skipped
 from outlast.runtime.files import memory_file
-from outlast.runtime.processes import channel_to_parent, die_with_parent, ignore_group_signals
+from outlast.runtime.processes import (
+    channel_to_parent,
+    die_with_parent,
+    ignore_group_signals,
+    raise_descriptor_limit,
+)
 
 if TYPE_CHECKING:
     from outlast.config import Config
@@ -209,16 +214,20 @@ class MemoryCheck(Check, frozen=True, kw_only=True):
 
 
 class OpenFilesCheck(Check, frozen=True, kw_only=True):
-    """A process may have enough descriptors."""
+    """A process may have enough descriptors, once its soft limit is the hard one, as in all processes of a run."""
 
     min_open_files: int
 
     def run(self) -> CheckOutcome:
+        raise_descriptor_limit()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         facts = {"soft": soft, "hard": hard}
         if soft != resource.RLIM_INFINITY and soft < self.min_open_files:
             return failed(
-                f"{soft} allowed, {self.min_open_files} needed; raise it (ulimit -n, at most {hard})", **facts
+                f"{soft} open files allowed, {self.min_open_files} needed (min_open_files); raise the hard limit "
+                f"(ulimit -Hn, now {hard}) where the node's processes are started: limits.conf, or LimitNOFILE of "
+                "systemd",
+                **facts,
             )
         return ok("no limit" if soft == resource.RLIM_INFINITY else f"{soft} allowed", **facts)
 

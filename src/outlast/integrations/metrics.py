@@ -12,7 +12,6 @@ The packages are imported when a sink is made, not with this module.
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import ipaddress
 import logging
@@ -29,6 +28,7 @@ from typing import Any
 from outlast import clock, env
 from outlast.errors import ConfigError
 from outlast.incidents import IncidentKind
+from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.files import write_optional
 from outlast.session.step import MetricsRun, MetricsSink
 from outlast.wording import count
@@ -103,8 +103,8 @@ class BackgroundSink(ABC):
         """Take figures. Blocks: never."""
         if self._run is None:  # behind a callable of the script's, which passes figures alone
             place = env.read_worker()
-            atexit.unregister(self.end_run)
-            atexit.register(self.end_run, EXIT_S)  # no session ends it
+            forget_at_exit(self.end_run)
+            at_exit(self.end_run, EXIT_S)  # no session ends it
             self.begin_run(
                 MetricsRun(
                     run_id=place.run_id,
@@ -208,9 +208,11 @@ def _still_closing(kind: type[BackgroundSink]) -> list[threading.Thread]:
     return [thread for of, thread in _LEFT if of is kind]
 
 
-@atexit.register
 def _wait_at_exit() -> None:
     _join([thread for _, thread in _LEFT], EXIT_S)
+
+
+at_exit(_wait_at_exit)
 
 
 def _join(threads: list[threading.Thread], timeout_s: float) -> None:

@@ -116,6 +116,7 @@ class WorkerLaunch:
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": self.options.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": self.options.torchrun.signals_to_handle,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.environ().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
         texts = {name: str(value) for name, value in values.items()}

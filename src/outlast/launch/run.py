@@ -42,7 +42,7 @@ from outlast.policy.lease import LeaseOwner
 from outlast.runtime.addresses import Endpoint, address_for_peers, is_loopback, parse_endpoints
 from outlast.runtime.files import check_folder, in_time
 from outlast.runtime.lease import FolderRecords, InUse, Lease
-from outlast.runtime.processes import name_program, start_time_s, this_process
+from outlast.runtime.processes import name_program, raise_descriptor_limit, start_time_s, this_process
 from outlast.runtime.run_key import KeySource, find_run_key
 from outlast.runtime.zygote import Zygote
 from outlast.wording import count
@@ -153,6 +153,7 @@ def launch(options: RunOptions) -> int:
 def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics: MetricsEndpoint | None) -> int:
     started_s = clock.now_s()
     startup = _StartUp()
+    raise_descriptor_limit()  # all processes of the node inherit the limit
     remembered = load_ladder(options.run_dir, is_new_job=False)  # one that cannot be used is refused before all else
     identity = _identify(options)
     records = RunRecords(options.run_dir, lease.owner, last_job=remembered.job)

@@ -52,6 +52,22 @@ _CHECKPOINT = frozenset({"Mismatch", "Unavailable", "Untrusted"})
 """What is wrong with what was to be loaded, or with where it lies."""
 _PASSING = frozenset({"UnicodeError", "JSONDecodeError"})
 """ValueErrors that a file which is still being written can cause."""
+_NOT_OF_CODE = frozenset({"OSError", "EOFError", "MemoryError", "OutOfMemoryError", "AcceleratorError"})
+"""Errors of files, networks, memory and devices."""
+_NOT_OF_CODE_TYPE = re.compile(
+    r"timeout|connect|network|transport|http|ssl|socket|rpc|client|server|service|request|response|unavailable|throttl"
+    r"|retry|broken|process|cuda|nccl|device",
+    re.IGNORECASE,
+)
+_NOT_OF_CODE_TEXT = re.compile(
+    r"cuda|cublas|cudnn|cusolver|nvml|nvidia|driver|\bgpus?\b|nccl|gloo|\bhip|rocm|\bxpu\b|\becc\b|device-side|memory"
+    r"|time(d|s)?[ -]?out|deadline|connect|network|socket|address|resolve|\bhost|unreachable|reset|refused|temporar"
+    r"|unavailable|try again|retr(y|ies)|busy|\block|too many|rate limit|throttl|quota|\b(429|5\d\d)\b|interrupt"
+    r"|exited|killed|signal|crash|broken|corrupt|truncat|incomplete|partial|\bi/?o\b|input/output|disk|space left"
+    r"|no longer|stale",
+    re.IGNORECASE,
+)
+"""What the text of an error contains that may pass: of a device, a network, a disk, another process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +111,23 @@ def is_deterministic(cause: Cause) -> bool:
     names = {cause.type.rpartition(".")[2], *cause.bases}
     is_own = not names.isdisjoint(_STATIC | _BEFORE_STEPS | _OF_CODE) and names.isdisjoint(_PASSING)
     return is_own and not is_consequence(cause)
+
+
+def is_of_code(cause: Cause) -> bool:
+    """Return whether a failure seems to be that of the code, so that the same start brings it again.
+
+    Wider than :func:`is_deterministic`: any exception that neither its type nor its text relates to a device, a
+    network, a disk, memory or another process. It is evidence only where the failure came twice in a row, with the same
+    text.
+    """
+    own = cause.type.rpartition(".")[2]
+    if is_consequence(cause) or own in ("SystemExit", "KeyboardInterrupt", "fatal signal") or cause.is_usage_error:
+        return False
+    if is_deterministic(cause):
+        return True
+    is_of_surroundings = not {own, *cause.bases}.isdisjoint(_NOT_OF_CODE | _PASSING)
+    named = any(_NOT_OF_CODE_TYPE.search(name) for name in (cause.type, *cause.bases))
+    return not (is_of_surroundings or named or _NOT_OF_CODE_TEXT.search(cause.text))
 
 
 def permanent_cause(causes: Sequence[Cause | None], *, has_session: bool) -> Cause | None:

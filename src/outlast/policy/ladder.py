@@ -17,7 +17,8 @@ Restarts without progress in a row wait, each longer than the one before (:mod:`
 
 A script that does not save through outlast reports no progress. Unknown is not none: its restarts are bounded
 by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it. One exception: the same
-error of its own code at the same place in two cycles in a row ends the job (:func:`repeats_failure`).
+error of its own code at the same place in two cycles in a row ends the job (:func:`repeats_failure`). So does the same
+error before the first step of any run, unless it seems to come from a device, a network or a disk.
 
 A restart inside the processes is a restart like any other: it is granted from the same budgets, so that no sequence of
 rungs continues forever. It has happened by the time it is judged; one that is not granted ends the job. One that is
@@ -76,11 +77,10 @@ from typing import Annotated, TypeGuard
 
 import msgspec
 
-from outlast.decoding import convert
 from outlast.errors import ExitReason
-from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Incident, IncidentKind, Rung, Verdict
 from outlast.policy.backoff import DELAYS_S, restart_delay_s
-from outlast.policy.causes import is_deterministic
+from outlast.policy.causes import is_deterministic, is_of_code
 from outlast.policy.recovery_point import (
     NONE_DURABLE,
     Distrusted,
@@ -238,6 +238,8 @@ class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     committed_iteration: int | None = None
     failure: str = ""
     """Exception and line of code, where the same start always brings the same one; see :func:`repeats_failure`."""
+    has_trained: bool = True
+    """A rank may have completed a step in the cycle."""
     time: str = ""
     """When it was decided, ISO 8601 in UTC; whoever writes the file fills it in, and no decision reads it."""
 
@@ -789,8 +791,10 @@ def _judge(
         reason = f"{what}; every rank failed so before its first step; a restart cannot help: fix it and start again"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.BAD_INPUT)
     if repeats_failure(state, end):
-        reason = f"{what}; the same failure at the same place: a restart runs the script again from its start"
-        reason += " and cannot help; fix it"
+        again = "a restart runs the script again from its start"
+        if not end.has_trained:
+            again = "no rank has completed a step in this run, and another start fails in the same way"
+        reason = f"{what}; the same failure at the same place: {again} and cannot help; fix it"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
     if (spent := spent_budget(state, limits)) is not None:
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0
@@ -853,22 +857,36 @@ def _exclude_copy(state: LadderState, end: CycleEnd, limits: Limits) -> Distrust
 
 
 def repeats_failure(state: LadderState, end: CycleEnd) -> bool:
-    """Return whether a script without a session failed exactly as it did in the cycle before, and would do so again."""
-    if state.had_session or state.progress_known or not state.history:
+    """Return whether a cycle failed exactly as the one before, in a way in which the next one would fail again.
+
+    Either an error of the code of a script without a session, which starts from its own beginning each time; or, in any
+    run of which no rank has completed a step, an error that does not seem to come from a device, a network or a disk.
+    Where a spare waits for the node of such a failure, it gets its chance first.
+    """
+    failure = _repeatable_failure(end)
+    if failure == "" or not state.history:
         return False
-    last, failure = state.history[-1], _deterministic_failure(end)
-    return failure != "" and (last.cycle, last.failure) == (end.cycle - 1, failure)
+    last = state.history[-1]
+    if (last.cycle, last.failure) != (end.cycle - 1, failure):
+        return False
+    if _is_deterministic(end) and not state.had_session and not state.progress_known:
+        return True
+    is_before_first_step = not end.has_trained and not any(step.has_trained for step in state.history)
+    another_node_may_help = end.num_spares > 0 and end.num_nodes > 1
+    return is_before_first_step and state.newest_iteration is None and not another_node_may_help
 
 
-def _deterministic_failure(end: CycleEnd) -> str:
+def _repeatable_failure(end: CycleEnd) -> str:
     """Return the exception that ended a cycle, and its line of code; empty: another start may not bring it again."""
-    if end.incident is None or end.recovered_in_process:
+    if end.incident is None or end.recovered_in_process or (cause := end.incident.cause) is None or not cause.frame:
         return ""
-    try:
-        cause = convert(end.incident.evidence["cause"], Cause)
-    except (KeyError, msgspec.ValidationError):
-        return ""
-    return cause.describe() if cause.frame and is_deterministic(cause) else ""
+    is_again = is_deterministic(cause) or (not end.has_trained and is_of_code(cause))
+    return cause.describe() if is_again else ""
+
+
+def _is_deterministic(end: CycleEnd) -> bool:
+    cause = None if end.incident is None else end.incident.cause
+    return cause is not None and is_deterministic(cause)
 
 
 def _is_free(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> bool:
@@ -1046,6 +1064,7 @@ def _remember(state: LadderState, end: CycleEnd, verdict: Verdict) -> LadderStat
         reason=verdict.reason,
         durable_iteration=end.durable_iteration,
         committed_iteration=end.newest_iteration,
-        failure=_deterministic_failure(end),
+        failure=_repeatable_failure(end),
+        has_trained=end.has_trained,
     )
     return msgspec.structs.replace(state, history=(*state.history, step)[-MAX_HISTORY:])

@@ -6,7 +6,6 @@ One thread owns the actors: it carries out one call after the other, and recover
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import inspect
 import logging
@@ -33,6 +32,7 @@ from outlast.ray.protocol import Call, FailureKind, Mesh, ShellSettings
 from outlast.ray.recovery import Incarnation, Recovery, RecoveryReport, cause_of, journal_recovery
 from outlast.ray.train_actor import TrainActor, create_shell
 from outlast.ray.watch import Gathered, LossKind, Watch
+from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.journal import Journal
 
 log = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class ActorGroup:
         self._broken: OutlastError | None = None
         self._formed: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="outlast-actor-group", daemon=True)
-        atexit.register(self._close)
+        at_exit(self._close)
         self._thread.start()
         try:
             self._formed.result()
@@ -308,7 +308,7 @@ class ActorGroup:
         try:
             self._close()
         finally:
-            atexit.unregister(self._close)
+            forget_at_exit(self._close)
 
     def __enter__(self) -> ActorGroup:
         return self

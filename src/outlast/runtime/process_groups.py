@@ -12,12 +12,15 @@ Rejected: ``torch.distributed``'s own gather of objects. It passes pickles, whic
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
+import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, WeakValueDictionary
 
 import msgspec
 
@@ -203,6 +206,8 @@ def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
         ConfigError: It is not known where the ranks meet.
         RendezvousError: The ranks did not find each other.
 
+    A script's ``init_process_group()`` after it keeps the group, or fails with what differs.
+
     Collective: all ranks of the world.
     Blocks: up to ``timeout_s``, until all ranks have come.
     """
@@ -227,7 +232,72 @@ def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
         raise ConfigError(f"it is not known where the ranks meet ({error}); set MASTER_ADDR and MASTER_PORT") from error
     except (RuntimeError, OutlastError) as error:
         raise RendezvousError(f"the ranks could not connect ({error}); see the log of the rank that left") from error
+    assert dist.group.WORLD is not None
+    _worlds.add(dist.group.WORLD)
+    _replace_init()
     return making.end(None, timeout_s)
+
+
+_worlds: WeakSet[torch.distributed.ProcessGroup] = WeakSet()
+"""The default groups that :func:`connect_world` made."""
+
+
+@functools.cache
+def _replace_init() -> None:
+    """Have a script's ``init_process_group()`` keep the default group that :func:`connect_world` made.
+
+    Scripts import the function by name before they call it, so every loaded module that has it gets the new one.
+    """
+    import torch.distributed as dist
+
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if is_initialised() and dist.group.WORLD in _worlds:
+            asked = inspect.signature(original).bind(*args, **kwargs)
+            asked.apply_defaults()
+            _keep_world(asked.arguments)
+        else:
+            original(*args, **kwargs)
+
+    for module in list(sys.modules.values()):
+        for name in [name for name, value in list(getattr(module, "__dict__", {}).items()) if value is original]:
+            setattr(module, name, init_process_group)
+
+
+def _keep_world(asked: Mapping[str, Any]) -> None:
+    """Keep the default group, with the timeout that a script's ``init_process_group()`` asks for.
+
+    Raises:
+        ConfigError: The script asks for another group than there is.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    has = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+    differs = [f"{name}={asked[name]}" for name, value in has.items() if asked[name] not in (-1, value)]
+    backend = asked["backend"]
+    if backend is not None and not _offers(dist.BackendConfig(dist.Backend(backend)).device_backend_map):
+        differs.insert(0, f"backend={str(backend)!r}")
+    if asked["pg_options"] is not None:
+        differs.append("pg_options")
+    if differs:
+        raise ConfigError(
+            f"init_process_group({', '.join(differs)}) differs from the default process group that outlast.init() made "
+            f"(backend={dist.get_backend_config()!r}, rank={has['rank']}, world_size={has['world_size']}); call "
+            "init_process_group() before outlast.init(), which keeps the script's group"
+        )
+    if asked["timeout"] is not None:
+        _set_pg_timeout(asked["timeout"])
+
+
+def _offers(asked: Mapping[str, str]) -> bool:
+    """Return whether the default group has the backend that is asked for, on each kind of device that there is."""
+    import torch.distributed as dist
+
+    has = dist.BackendConfig(dist.Backend(dist.get_backend_config())).device_backend_map
+    return all(has.get(kind, backend) == backend for kind, backend in asked.items() if kind in has)
 
 
 def is_initialised() -> bool:

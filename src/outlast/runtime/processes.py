@@ -528,7 +528,7 @@ def _with_package_path() -> dict[str, str]:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have as many descriptors as the system permits, where it needs one for each of many peers."""
+    """Raise the soft limit of open files of this process, and of those that it starts, to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # a container may not permit it

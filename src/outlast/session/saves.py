@@ -235,13 +235,16 @@ class Saves:
         left_s = max(0.0, config.max_durable_lag - self.manager.durable_lag_s)
         return max(2 * config.save_timeout, left_s)
 
-    def load(self, state: dict[str, Any], *, suspect_iteration: int | None) -> Restored | None:
+    def load(
+        self, state: dict[str, Any], *, suspect_iteration: int | None, missing: str | None = None
+    ) -> Restored | None:
         """Load the newest generation into what is saved; return ``None`` if there is nothing to load.
 
         Args:
             state: What is saved.
             suspect_iteration: Of the state saved for diagnosis that is loaded instead if all ranks have it; ``None`` =
                 none is.
+            missing: As for :meth:`CheckpointManager.load_latest`.
 
         Raises:
             CheckpointError: There are generations, but none that all ranks can load; or another run uses a directory,
@@ -253,7 +256,7 @@ class Saves:
         self.manager.claim()
         restored = None if suspect_iteration is None else self.manager.load_suspect(state, suspect_iteration)
         if restored is None:
-            restored = self.manager.load_latest(state)
+            restored = self.manager.load_latest(state, missing=missing)
         if restored is None:
             return None
         self.has_loaded = True
@@ -371,6 +374,7 @@ def restore(
     suspect_iteration: int | None,
     place: WorkerEnv,
     journal: Journal,
+    missing: str | None = None,
 ) -> int:
     """Make ``state`` what training continues from; return the number of optimizer steps that it has done.
 
@@ -384,6 +388,7 @@ def restore(
             none is.
         place: This worker's place.
         journal: Where a resumption from memory is recorded.
+        missing: As for :meth:`CheckpointManager.load_latest`.
 
     Raises:
         CheckpointError: There are generations, but none that all ranks can load; or another run uses a directory,
@@ -401,7 +406,7 @@ def restore(
         return iteration
     given = unwrap_ddp(state)
     loaded = {**given, OWN_STATE: own}
-    restored = None if saves is None else saves.load(loaded, suspect_iteration=suspect_iteration)
+    restored = None if saves is None else saves.load(loaded, suspect_iteration=suspect_iteration, missing=missing)
     if restored is None:
         scope.note_loaded(None)
         scope.note_iteration(0)

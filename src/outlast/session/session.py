@@ -25,7 +25,6 @@ What a session opens lies in one stack and is closed in the reverse order, howev
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -58,6 +57,7 @@ from outlast.policy.recovery_point import decode_distrusted
 from outlast.runtime import postmortem
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
+from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.journal import Journal
 from outlast.runtime.postmortem import leave_diagnosis
 from outlast.runtime.process_groups import connect_world, is_initialised, settle
@@ -249,6 +249,7 @@ class Session:
         *,
         total: int,
         replicas: dist.ProcessGroup | DeviceMesh | None = None,
+        missing: Literal["error", "keep"] | None = None,
     ) -> Iterator[int]:
         """Yield the numbers of the iterations that are still to do; the loop's body does one.
 
@@ -284,6 +285,7 @@ class Session:
             total: Number of iterations at which the run is complete.
             replicas: Ranks that hold the same tensors, for ``replica_digest``: a process group, or a mesh such as
                 ``mesh["dp"]``; ``None`` = all ranks. DTensors say that themselves.
+            missing: As for :meth:`restore`.
 
         Yields:
             The iteration's number from 0: how many optimizer steps were done before it.
@@ -300,7 +302,7 @@ class Session:
         """
         if self._phase != _Phase.OPENED:
             raise OutlastError("steps() was called before; call it once for each outlast.init()")
-        self.restore(state, replicas=replicas)
+        self.restore(state, replicas=replicas, missing=missing)
         try:
             self._progress.total = total
             while self._iteration < total:
@@ -315,7 +317,13 @@ class Session:
             raise
         self.finish(state)
 
-    def restore(self, state: Mapping[str, Any], *, replicas: dist.ProcessGroup | DeviceMesh | None = None) -> int:
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        replicas: dist.ProcessGroup | DeviceMesh | None = None,
+        missing: Literal["error", "keep"] | None = None,
+    ) -> int:
         """Load the newest generation that can be trusted into ``state``; return the iteration to continue from.
 
         After a restart in process the state may still be in memory; nothing is loaded then. The section is ``setup``.
@@ -323,6 +331,9 @@ class Session:
         Args:
             state: As for :meth:`steps`; the same mapping is given to the other methods.
             replicas: As for :meth:`steps`.
+            missing: ``"keep"``: what ``state`` holds and the checkpoint lacks (a name, a key of a module, a parameter
+                of an optimizer) keeps its present value, and one line of the log lists it; ``"error"``: the load fails.
+                ``None`` = as ``checkpoint.missing`` says.
 
         Returns:
             Number of optimizer steps that ``state`` has done; 0 = there is no generation, and training begins.
@@ -357,6 +368,7 @@ class Session:
                     suspect_iteration=None if replay is None else replay.iteration,
                     place=self._place,
                     journal=self._journal,
+                    missing=missing,
                 )
             except Unavailable as error:
                 if is_run_ending(error):
@@ -746,8 +758,8 @@ class Session:
         self._monitor.promise_heartbeats(True)
         self._preemption = Preemption(config.preemption, place=place, journal=self._journal, monitor=self._monitor)
         self._stack.callback(self._preemption.close)
-        atexit.register(self._at_exit)
-        self._stack.callback(atexit.unregister, self._at_exit)
+        at_exit(self._at_exit)
+        self._stack.callback(forget_at_exit, self._at_exit)
 
     def _open_together(self) -> None:
         """Open what all ranks open together."""

@@ -141,7 +141,7 @@ class GlobalLane(RetryingLane):
             root = InventoryRoot(table, digests, mine.offsets, mine.private)
             return items, Inventoried(iteration=save.iteration, inventory=root)
         except Exception as error:  # whatever it is: the others wait for this rank's answer
-            if not isinstance(error, CheckpointError):
+            if not isinstance(error, CheckpointError) and not self._stop.is_set():
                 log.exception("what iteration %d consists of cannot be told", save.iteration)
             answer = Inventoried(
                 iteration=save.iteration,
@@ -178,7 +178,7 @@ class GlobalLane(RetryingLane):
             assert items is not None  # else there is no order
             return Wrote(iteration=save.iteration, report=self._write_files(save, directory, items, duty))
         except Exception as error:  # rank 0 waits for this rank's answer
-            if not isinstance(error, CheckpointError):
+            if not isinstance(error, CheckpointError) and not self._stop.is_set():
                 log.exception("files of iteration %d cannot be written", save.iteration)
             return Wrote(iteration=save.iteration, error=f"{self._describe_rank(self._rank)}: {_text_of(error)}")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,7 +21,9 @@ import torch
 from outlast.checkpoint.dcp.items import ROOT, TORCH_TYPES, Path
 from outlast.checkpoint.dcp.manifest import GlobalManifest, Item
 from outlast.checkpoint.dcp.reader import Wanted, fill, read_tree, tensors_of
+from outlast.checkpoint.missing import complete, find_missing
 from outlast.checkpoint.state import (
+    KEEP_HINT,
     Wrapped,
     as_distributed,
     check_fit,
@@ -174,6 +176,8 @@ class Resharded:
     """What it is to become."""
     num_bytes_read: int
     """From the global tier."""
+    missing: Sequence[str] = ()
+    """Names of what was not saved of the live state, and keeps its present value."""
 
     def apply(self) -> None:
         """Put it into the live state.
@@ -184,7 +188,7 @@ class Resharded:
         restore_into(self.state, replace_all(self.saved, lambda value, _: value.tensor(), _Shadow, ()))
 
 
-def load_resharded(files: VerifiedFiles, state: Mapping[str, Any]) -> Resharded:
+def load_resharded(files: VerifiedFiles, state: Mapping[str, Any], *, keeps_missing: bool = False) -> Resharded:
     """Read what this rank needs of a generation, whichever number of ranks saved it, in whichever layout.
 
     Optimizers need not have taken a step: their states are made as they were saved, in the layout of the parameters.
@@ -192,24 +196,27 @@ def load_resharded(files: VerifiedFiles, state: Mapping[str, Any]) -> Resharded:
     Args:
         files: Of the generation.
         state: The live state: plain, DDP or ``fully_shard`` modules, optimizers, anything with a ``state_dict``.
+        keeps_missing: What was not saved of it keeps its present value.
 
     Raises:
         CheckpointError: A byte differs from its digest or is not there, or the generation does not fit ``state``.
 
     Blocks: until everything is read. Does not communicate, but a ``state_dict()`` in ``state`` may.
     """
-    planner = _Planner(files)
+    planner = _Planner(files, keeps_missing=keeps_missing)
     saved = planner.plan(state)
-    check_fit(state, replace_all(saved, lambda shadow, _: shadow.outline(), _Shadow, ()))
+    check_fit(state, replace_all(saved, lambda shadow, _: shadow.outline(), _Shadow, ()), keeps_missing=keeps_missing)
     fill(files, planner.wanted)
     _warn_of_differences(files.manifest)
-    return Resharded(state, saved, files.num_bytes_read)
+    return Resharded(state, saved, files.num_bytes_read, planner.missing)
 
 
 class _Planner:
     """Decides what becomes of each part of the live state, and what has to be read for it."""
 
-    def __init__(self, files: VerifiedFiles) -> None:
+    def __init__(self, files: VerifiedFiles, *, keeps_missing: bool) -> None:
+        self._keeps_missing = keeps_missing
+        self.missing: list[str] = []
         self.wanted: list[Wanted] = []
         self._files = files
         self._items = {item.name: item for item in files.manifest.items if item.path and item.dtype is not None}
@@ -218,11 +225,13 @@ class _Planner:
 
     def plan(self, state: Mapping[str, Any]) -> dict[str, Any]:
         saved = saved_structure(self._files)
+        if self._keeps_missing:
+            self.missing, saved = find_missing(state, saved), complete(state, saved)
         self._wrapped = {path: stored for path, stored in find_all(saved, (), Stored) if stored.wrapped is not None}
         return {
             name: self._any(value, saved.get(name, _MISSING), (name,))
             for name, value in state.items()
-            if name in saved or not may_be_absent(value)
+            if name in saved or not (self._keeps_missing or may_be_absent(value))
         }
 
     def _any(self, live: Any, saved: Any, path: Path) -> Any:
@@ -233,7 +242,9 @@ class _Planner:
         if is_nested(live):
             inner = saved if isinstance(saved, Mapping) else {}
             return {
-                name: self._any(value, inner.get(name, _MISSING), (*path, str(name))) for name, value in live.items()
+                name: self._any(value, inner.get(name, _MISSING), (*path, str(name)))
+                for name, value in live.items()
+                if name in inner or not self._keeps_missing
             }
         return self._value(saved, path)
 
@@ -254,6 +265,8 @@ class _Planner:
 
     def _as_live(self, live: Any, saved: Any, path: Path) -> Any:
         """Return what the live state asks for."""
+        if isinstance(saved, torch.Tensor):
+            return saved  # the live value of what was not saved
         if isinstance(live, torch.Tensor):
             return self._shadow(path, live)
         if isinstance(live, Mapping):
@@ -270,7 +283,7 @@ class _Planner:
 
     def _value(self, saved: Any, path: Path) -> Any:
         if saved is _MISSING:
-            raise Mismatch(f"{_name(path)} was not saved; give the state that was saved")
+            raise Mismatch(f"{_name(path)} was not saved; give the state that was saved; {KEEP_HINT}")
         return saved
 
     def _shadow(self, path: Path, live: torch.Tensor) -> _Shadow:
@@ -278,7 +291,7 @@ class _Planner:
             return self._make(stored, live)
         item = self._items.get(_name(path))
         if item is None:
-            raise Mismatch(f"tensor {_name(path)} was not saved; give the state that was saved")
+            raise Mismatch(f"tensor {_name(path)} was not saved; give the state that was saved; {KEEP_HINT}")
         if item.shape != tuple(live.shape):
             raise Mismatch(f"tensor {item.name} was saved as {item.shape}, here it is {tuple(live.shape)}")
         return self._make(Stored(item), live)

@@ -9,7 +9,6 @@ process has died, too, and so commits a checkpoint that lacks a part.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import queue
 import secrets
@@ -28,6 +27,7 @@ from outlast import clock
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, OutlastError, PeerLost
 from outlast.integrations.nvrx.exchange import WorldExchange
+from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.process_groups import is_initialised
 
 log = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class AsyncCallsQueue:
         self._world: weakref.ref[Any] | None = None
         """The world that it was drawn in."""
         self._num_placed = 0
-        atexit.register(self._warn)
+        at_exit(self._warn)
 
     def warmup_persistent_caller(self, rank: int | None = None, **process_options: Any) -> None:
         """Start the thread ahead of the first request.
@@ -329,7 +329,7 @@ class AsyncCallsQueue:
                 self._work.put(None)
                 self._thread = None
             self._exchange.close()
-            atexit.unregister(self._warn)
+            forget_at_exit(self._warn)
 
     def _start(self) -> None:
         if self._thread is None:
