@@ -71,12 +71,14 @@ def prepare(script: BatchScript) -> tuple[str, tuple[str, ...]]:
 
     Raises:
         ConfigError: A file in the run directory cannot be used.
-        OutlastError: The run is finished.
     """
     run_dir = Path(script.run_dir)
     ladder = load_ladder(run_dir, is_new_job=False)
-    if ladder.is_over:
-        raise OutlastError(f"the run in {run_dir} is finished; name another run directory for a new one")
+    if ladder.finished:
+        log.warning(
+            "the run in %s has finished: the job trains only if its script is given more iterations than before",
+            run_dir,
+        )
     known = (*load_requeue_state(run_dir).excluded, *ladder.quarantined)
     exclude = tuple(dict.fromkeys((*script.exclude, *known)))
     if added := [node for node in exclude if node not in script.exclude]:
@@ -92,7 +94,7 @@ def submit(script: BatchScript) -> str:
 
     Raises:
         ConfigError: The run directory cannot be made.
-        OutlastError: The run is finished, or Slurm refused the job; the message has its words.
+        OutlastError: Slurm refused the job; the message has its words.
 
     Blocks: up to a minute.
     """
