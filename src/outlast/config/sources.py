@@ -33,6 +33,7 @@ from outlast.config.base import (
     as_written,
     describe_fields,
     from_mapping,
+    frozen,
     nearest,
     parse_text,
     shown,
@@ -415,6 +416,7 @@ def merge_under(text: str | None, config: FaultToleranceConfig | None) -> FaultT
     Raises:
         ConfigError: Both contradict each other, or the launcher's text was cut or comes from another version.
     """
+    config = frozen(config)
     own = {} if config is None else config.given
     first = FaultToleranceConfig.from_json(text).given if text else {}
     if not first:

@@ -310,8 +310,8 @@ def check_nccl_health(timeout_sec: float = 10.0) -> bool:
 class GPUHealth(dict[str, bool | str]):
     """What :func:`check_gpu_health` found, with KempnerForge's keys; true if nothing that was checked has failed.
 
-    Keys: ``cuda_available``, ``device_accessible``, ``compute_ok``, ``memory_ok``, ``error`` (empty = none). Without a GPU
-    all are false, and the truth of the whole is that of the arithmetic of the CPU.
+    Keys: ``cuda_available``, ``device_accessible``, ``compute_ok``, ``memory_ok``, ``error`` (empty = none). Without a
+    GPU all are false, and the truth of the whole is that of the arithmetic of the CPU.
     """
 
     def __init__(self, results: Iterable[CheckResult]) -> None:
