@@ -10,6 +10,7 @@ from laid_generations import flip, two_nodes
 from laid_store import lay_in_store
 
 from outlast.errors import ConfigError
+from outlast.integrations import kempnerforge
 from outlast.integrations.slurm import resolve_resume_path
 from outlast.policy.ladder import LadderState
 from outlast.policy.recovery_point import Distrusted
@@ -78,3 +79,57 @@ def test_what_led_to_invalid_results(place: Path, tmp_path: Path) -> None:
     (tmp_path / "ladder.json").write_bytes(msgspec.json.encode(LadderState(distrusted=(distrusted,))))
     assert resolve_resume_path(place, run_dir=tmp_path) == place / "step-200"
     assert resolve_resume_path(place) == place / "step-300"
+
+
+def their_step(folder: Path, step: int, *, is_whole: bool = True) -> Path:
+    """Lay out a checkpoint as KempnerForge does."""
+    path = folder / f"step_{step}"
+    (path / "pp0").mkdir(parents=True)
+    (path / "metadata.json").write_text(f'{{"step": {step}}}')
+    if is_whole:
+        (path / "pp0" / ".metadata").touch()
+    return path
+
+
+def test_a_checkpoint_of_kempnerforge_is_resumed_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``latest`` counts, else the highest step that is whole; a WARNING says that its bytes are not verified."""
+    assert kempnerforge.resolve_resume_path(tmp_path / "none") is None
+    assert kempnerforge.resolve_resume_path(tmp_path) is None
+    assert not caplog.records
+    torn = their_step(tmp_path, 50, is_whole=False)
+    assert kempnerforge.resolve_resume_path(tmp_path) == torn  # their code decides
+    for step in (100, 1000, 200):
+        their_step(tmp_path, step)
+    their_step(tmp_path, 2000, is_whole=False)
+    caplog.clear()
+    assert kempnerforge.resolve_resume_path(str(tmp_path)) == tmp_path / "step_1000"
+    assert "step_2000 has no .metadata: its save was cut short" in caplog.text
+    assert f"resuming from {tmp_path / 'step_1000'}, a checkpoint of KempnerForge" in caplog.text
+    (tmp_path / "latest").symlink_to("step_200")
+    assert kempnerforge.resolve_resume_path(str(tmp_path)) == tmp_path / "step_200"
+
+
+def test_of_both_kinds_the_newest_is_resumed_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that has changed to outlast resumes from outlast's checkpoint, once it is as new as KempnerForge's."""
+
+    def write(name: str, data: bytes) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    their_step(tmp_path, 250)
+    lay_in_store(write, 200)
+    assert kempnerforge.resolve_resume_path(tmp_path) == tmp_path / "step_250"
+    lay_in_store(write, 300)
+    caplog.clear()
+    assert kempnerforge.resolve_resume_path(tmp_path) == tmp_path / "step-300"
+    assert not caplog.records
+
+
+def test_another_systems_checkpoints_are_not_passed_over_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Outlast's own function returns none of them, and says so."""
+    their_step(tmp_path, 100)
+    assert resolve_resume_path(tmp_path) is None
+    assert f"{tmp_path} holds no checkpoint of outlast, but step_100" in caplog.text

@@ -230,6 +230,87 @@ def test_a_whole_section_of_another_system_loads(
     assert not caplog.records
 
 
+KEMPNERFORGE = """
+[model]
+dim = 4096
+norm_type = "rmsnorm"
+
+[train]
+max_steps = 100000
+shutdown_timeout_sec = 120.0
+
+[optimizer]
+betas = [0.9, 0.95]
+
+[scheduler]
+name = "cosine"
+
+[data]
+dataset_path = "/path"
+
+[distributed]
+dp_shard = -1
+
+[checkpoint]
+dir = "checkpoints/7b"
+interval = 1000
+async_mode = "async_with_pinned_mem"
+keep_last_n = 3
+
+[metrics]
+enable_wandb = true
+
+[profiling]
+enable = false
+"""
+
+
+def test_a_whole_file_of_kempnerforge_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its checkpoint settings are taken; one WARNING of rank 0 names the sections that are the script's."""
+    path = tmp_path / "7b.toml"
+    path.write_text(KEMPNERFORGE)
+    config = load_config(path)
+    saved = config.checkpoint
+    assert saved is not None
+    assert (saved.directory, saved.save_interval, saved.most_recent_k) == ("checkpoints/7b", 1000, 3)
+    assert config.preemption is not None
+    assert config.preemption.shutdown_timeout == 120.0
+    sections, *keys = (record.getMessage() for record in caplog.records)
+    assert sections == (
+        f"{path} has sections that outlast does not use: model, optimizer, scheduler, data, distributed, metrics, "
+        "profiling"
+    )
+    assert [text.partition(";")[0].partition(": [")[2] for text in keys] == [
+        "checkpoint] has keys that outlast does not use: async_mode",
+        "train] has keys that outlast does not use: max_steps",
+    ]
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert load_config(path) == config
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("section", "near"),
+    [
+        ("checkpiont", "checkpoint"),
+        ("fault-tolerence", "fault_tolerance"),
+        ("straggler", "straggler_detection"),
+        ("inprocess_restart", "in_process_restart"),
+        ("rerun_machine", "rerun_state_machine"),
+    ],
+)
+def test_a_section_that_is_almost_one_of_ours_is_refused(section: str, near: str, tmp_path: Path) -> None:
+    """A misspelt section is not taken for one of the training script's."""
+    path = tmp_path / "c.toml"
+    path.write_text(f"[model]\ndim = 1\n[{section}]\nenabled = true\n")
+    with pytest.raises(ConfigError, match=f"c.toml:3: unknown key '{section}'; did you mean '{near}'"):
+        load_config(path)
+
+
 def test_megatrons_checkpoint_settings_load(tmp_path: Path) -> None:
     """Megatron's names and values of a local and a global tier are taken as they are, and are ours."""
     path = tmp_path / "c.toml"

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from outlast.errors import ConfigError, NotFinite
+from outlast.health import CheckResult, Status
 from outlast.integrations import kempnerforge
-from outlast.testing import RankProcesses
+from outlast.testing import Cluster, RankProcesses
 
 LOOP = """
 import math, os, sys
@@ -69,8 +70,8 @@ def test_one_ranks_signal_and_one_ranks_nan_count_on_all_ranks(number: int, tmp_
 
 
 def test_the_detector_raises_where_it_should() -> None:
-    """``raise`` raises at once; any other action says that a loss is bad, so that a script leaves the step out, and
-    ends the run at the limit; what is not an action is refused."""
+    """``raise`` raises at once; any other action says that a loss is bad, so that a script leaves the step out. At the
+    limit a rollback is asked for, and a script that goes on is ended; what is not an action is refused."""
     with pytest.raises(NotFinite):
         kempnerforge.NaNDetector(action="raise").check_loss(float("inf"), 1)
     for action in ("warn", "skip"):
@@ -79,13 +80,57 @@ def test_the_detector_raises_where_it_should() -> None:
         assert not detector.check_loss(float("nan"), 1)
         assert detector.consecutive_count == 1
         assert not detector.should_rollback
+        assert not detector.should_rollback
+        assert not detector.check_loss(torch.tensor(float("nan")), 2)
+        assert detector.should_rollback
         with pytest.raises(NotFinite) as caught:
-            detector.check_loss(torch.tensor(float("nan")), 2)
+            detector.check_loss(torch.tensor(float("nan")), 3)
         assert isinstance(caught.value, SystemExit)
         assert caught.value.code == 17
-        assert detector.should_rollback
+        detector.reset()
+        assert not detector.should_rollback
     with pytest.raises(ConfigError, match="'retry'"):
         kempnerforge.NaNDetector(action="retry")
+
+
+STOPPED = """
+import atexit, math, sys
+import torch.distributed as dist
+from outlast.integrations.kempnerforge import NaNDetector
+
+def main():
+    dist.init_process_group("gloo")
+    detector = NaNDetector(action="warn", max_consecutive=10)
+    if sys.argv[1:] == ["reset"]:
+        for step in range(10):
+            assert not detector.check_loss(math.nan, step)
+        detector.reset()
+        return
+    for step in range(100):
+        if not detector.check_loss(math.nan if step >= 3 else 1.0, step):
+            if detector.should_rollback:
+                break
+            continue
+    atexit.register(print, "what the script registered runs", flush=True)
+    print("after the loop, at step", step)
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+@pytest.mark.process
+def test_code_after_the_loop_runs_at_the_tenth_nan(tmp_path: Path) -> None:
+    """KempnerForge's own loop is left by its ``break`` on all ranks, and the code after it runs; the process then ends
+    with 17, so that the run does not count as finished. After a reset it ends with the script's code."""
+    (script := tmp_path / "train.py").write_text(STOPPED)
+    with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
+        assert cluster.wait(timeout_s=300) == [17], cluster.tails()
+        output = cluster.agent(0).output()
+    assert output.count("after the loop, at step 12") == output.count("what the script registered runs") == 2, output
+    assert "NaN or infinity at iteration 12: loss of ranks 0, 1; 10 in a row" in output
+    with RankProcesses(script, "reset", world_size=1, directory=tmp_path / "logs") as ranks:
+        assert ranks.wait(timeout_s=300) == [0], ranks.tails()
 
 
 def test_the_detector_keeps_what_it_has_seen() -> None:
@@ -125,8 +170,46 @@ def test_a_gradient_that_is_not_finite_is_told(action: str) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_health_of_a_machine_without_gpus_is_that_of_its_cpu() -> None:
-    """Where there is no GPU its arithmetic is checked, in another process; it is logged where asked."""
+    """Where there is no GPU its arithmetic is checked, in another process; it is logged where asked. What is returned
+    has KempnerForge's keys, and is true or false as a whole."""
     assert kempnerforge.log_health_status()
+    health = kempnerforge.check_gpu_health()
+    assert health
+    assert health == {
+        "cuda_available": False,
+        "device_accessible": False,
+        "compute_ok": False,
+        "memory_ok": False,
+        "error": "CUDA not available",
+    }
+    lacking = kempnerforge.check_gpu_health(0)
+    assert not lacking
+    assert "this node has no GPU" in str(lacking["error"])
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "wrong"),
+    [
+        ("compute", Status.FAILED, {"compute_ok"}),
+        ("compute", Status.TIMED_OUT, {"compute_ok", "device_accessible"}),
+        ("device memory", Status.FAILED, {"memory_ok"}),
+        ("driver", Status.FAILED, set()),
+        ("driver", Status.SKIPPED, None),
+    ],
+)
+def test_the_health_of_a_gpu_has_its_known_keys(name: str, status: Status, wrong: set[str] | None) -> None:
+    """Each check that fails is seen in its key, in the error, and in the truth of the whole."""
+    results = [
+        CheckResult(
+            name=one, target="cuda:0", status=status if one == name else Status.OK, reason="why", took_s=0.1,
+            facts={"num_devices": 8},
+        )
+        for one in ("devices", "compute", "device memory", "driver")
+    ]  # fmt: skip
+    health = kempnerforge.GPUHealth(results)
+    assert health.pop("error") == ("" if wrong is None else f"{name} cuda:0: {status.replace('_', ' ')}: why")
+    assert {key for key, is_good in health.items() if not is_good} == (wrong or set())
+    assert bool(health) is (wrong is None)
 
 
 def test_a_process_alone_is_healthy_and_in_no_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,15 @@ import pages
 import pytest
 import torch
 
-from outlast.config import InProcessRestartConfig, PreemptionConfig
+from outlast.config import Config, InProcessRestartConfig, PreemptionConfig, StragglerDetectionConfig
 from outlast.config import RerunStateMachineConfig as OwnRerunConfig
 from outlast.errors import CheckpointError, ConfigError, ExitReason
+from outlast.inprocess import Wrapper
 from outlast.integrations import megatron
 from outlast.integrations.nvrx.async_calls import AsyncCallsQueue, AsyncRequest
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor
 from outlast.runtime.board import RankState
+from outlast.straggler import StragglerDetector
 from outlast.testing import RankProcesses
 
 
@@ -56,7 +58,8 @@ def test_a_container_becomes_a_sessions_settings() -> None:
     assert (saved.replication, saved.replication_jump, saved.most_recent_k) == (True, 8, -1)
     assert config.fault_tolerance is not None
     assert config.fault_tolerance.calc_ft_timeouts
-    assert config.straggler_detection is container.nvrx_straggler
+    assert config.straggler_detection is not None
+    assert config.straggler_detection.stop_if_detected
     assert config.rerun_state_machine is not None
     assert config.rerun_state_machine.rerun_mode == "disabled"
     assert OwnRerunConfig().rerun_mode == "validate_results"
@@ -113,9 +116,11 @@ def test_megatron_lms_arguments_become_a_sessions_settings() -> None:
     ],
 )
 def test_what_a_checkpoint_setting_cannot_mean_is_refused_by_name(values: dict[str, Any], text: str) -> None:
-    """Each refusal is one line, with the setting and what to do, when the config is made."""
-    with pytest.raises(ConfigError, match=text):
-        megatron.CheckpointConfig(**values)
+    """Each refusal is one line, with the setting and what to do, when the config is read."""
+    section = megatron.CheckpointConfig(**values)
+    for read in (section.finalize, lambda: megatron.outlast_config(megatron.ConfigContainer(checkpoint=section))):
+        with pytest.raises(ConfigError, match=text):
+            read()
 
 
 def test_what_contradicts_itself_over_sections_is_refused() -> None:
@@ -169,6 +174,82 @@ def test_our_own_sections_are_read() -> None:
     assert megatron.outlast_config(SimpleNamespace(checkpoint=config.checkpoint)).checkpoint is config.checkpoint
     with pytest.raises(ConfigError, match=r"ft\.directory='/c' has no counterpart"):
         megatron.as_outlast(config.checkpoint, megatron.FaultToleranceConfig, "ft")
+
+
+def test_settings_are_set_one_by_one_until_they_are_read() -> None:
+    """A misspelt name is refused at once; values that contradict each other only once the settings are read, which
+    leaves them open to be changed if it fails; afterwards a change is refused, since it would have no effect."""
+    cfg = megatron.ConfigContainer()
+    for section, name, near in (
+        (cfg, "checkpont", "'checkpoint'"),
+        (cfg.checkpoint, "async_sav", "'async_save'"),
+        (cfg.train, "exit_signal_handle", "'exit_signal_handler'"),
+    ):
+        with pytest.raises(ConfigError, match=f"has no setting '{name}'; did you mean {near}"):
+            setattr(section, name, True)
+    with pytest.raises(TypeError, match="enable_ft_pakage"):
+        megatron.FaultToleranceConfig(enable_ft_pakage=True)  # type: ignore[call-arg]
+    cfg.ft = megatron.FaultToleranceConfig(enable_ft_package=True)
+    cfg.inprocess_restart = megatron.InProcessRestartConfig(soft_timeout=100.0)  # more than the hard timeout
+    with pytest.raises(ConfigError, match=r"soft_timeout=100\.0 must be smaller than hard_timeout=90\.0"):
+        cfg.inprocess_restart.finalize()
+    cfg.inprocess_restart.hard_timeout = 110.0
+    with pytest.raises(ConfigError, match=r"nothing is saved: set checkpoint\.save"):
+        megatron.outlast_config(cfg)
+    cfg.checkpoint.save = "/ckpt"
+    cfg.ft.rank_section_timeouts = {"step": 60.0}
+    config = megatron.outlast_config(cfg)
+    assert config.fault_tolerance is not None
+    assert config.fault_tolerance.given == {"enable_ft_package": True, "rank_section_timeouts": {"step": 60.0}}
+    assert config.in_process_restart is not None
+    assert config.in_process_restart.hard_timeout == 110.0
+    assert (config.preemption and config.preemption.exit_signal_handler) is True
+    assert megatron.outlast_config(cfg) == config
+    for section, name in (
+        (cfg, "nvrx_straggler"),
+        (cfg.checkpoint, "save"),
+        (cfg.train, "train_iters"),
+        (cfg.ft, "calc_ft_timeouts"),
+        (cfg.rerun_state_machine, "rerun_mode"),
+        (cfg.inprocess_restart, "enabled"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}=None is set too late: the settings were read before"):
+            setattr(section, name, None)
+
+
+def test_a_section_is_read_by_all_that_take_one() -> None:
+    """A section of Bridge's may be given where one of ours is taken: it is checked and frozen there."""
+    straggler = megatron.NVRxStragglerDetectionConfig(report_time_interval=0.0)
+    restart = megatron.InProcessRestartConfig(soft_timeout=100.0)
+    for make in (
+        lambda: StragglerDetector(straggler),
+        lambda: Wrapper(restart),
+        lambda: Config(straggler_detection=straggler),
+        lambda: megatron.maybe_wrap_for_inprocess_restart(print, restart),
+    ):
+        with pytest.raises(ConfigError, match="must be"):
+            make()
+    straggler.report_time_interval = 5.0
+    assert Config(straggler_detection=straggler).straggler_detection == StragglerDetectionConfig(
+        report_time_interval=5.0
+    )
+    with pytest.raises(ConfigError, match="too late"):
+        straggler.report_time_interval = 6.0
+    ft = megatron.FaultToleranceConfig(rank_section_timeouts={"step": -1.0})
+    with pytest.raises(ConfigError, match="must be above 0 seconds"):
+        RankMonitor(ft)
+    assert open_monitor() is None
+
+
+def test_defaults_of_bridge_are_no_contradiction() -> None:
+    """Its handler of signals is off by default, and its signal SIGTERM: together they say that no signal is handled."""
+    bridge = SimpleNamespace(exit_signal_handler=False, exit_signal=signal.SIGTERM, train_iters=3)
+    config = megatron.outlast_config(SimpleNamespace(train=bridge))
+    assert config.preemption is not None
+    assert not config.preemption.exit_signal_handler
+    bridge.exit_signal = signal.SIGUSR1
+    with pytest.raises(ConfigError, match="exit_signal='SIGUSR1' has no effect while exit_signal_handler is off"):
+        megatron.outlast_config(SimpleNamespace(train=bridge))
 
 
 RESTART = """
@@ -407,7 +488,11 @@ def test_the_pages_blocks_run(bridge: None) -> None:
         sys.modules["page"] = ModuleType("page")
         exec(block, namespace)
         if "outlast_config" in namespace:
-            assert namespace["config"].checkpoint.directory == "/ckpt"
+            assert (namespace["config"].checkpoint.directory, namespace["config"].checkpoint.save_interval) == (
+                "/ckpt",
+                500,
+            )
+            assert namespace["config"].fault_tolerance.enable_ft_package
         if "callbacks" in namespace:
             assert set(namespace["callbacks"].called) >= {"on_train_step_start", "on_train_step_end"}
         if "inprocess_restart" in namespace:

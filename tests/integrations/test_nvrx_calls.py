@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -30,6 +31,29 @@ def test_two_ranks_agree() -> None:
         assert codes == [0, 0], ranks.output(0) + ranks.output(1)
         for rank in range(2):
             assert ranks.output(rank).splitlines()[-1] == "ok"
+
+
+def test_a_save_is_logged_once_when_it_is_scheduled_and_once_when_it_is_committed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The line that users of Megatron look for is there, at INFO, and so is the commit; a failed one has none."""
+    caplog.set_level("INFO")
+    calls = AsyncCallsQueue()
+
+    def fail() -> None:
+        raise OSError("full")
+
+    for work in (print, fail):
+        calls.schedule_async_request(AsyncRequest(work, (), []))
+        with contextlib.suppress(CheckpointError):
+            calls.maybe_finalize_async_calls(blocking=True)
+    calls.close()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert said == [
+        "Scheduling async checkpoint save (call 0)",
+        "async checkpoint save (call 0) is committed",
+        "Scheduling async checkpoint save (call 1)",
+    ]
 
 
 def test_three_failures_in_a_row_are_an_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,12 +28,16 @@ def test_without_a_scheduler_names_are_drawn() -> None:
 
 
 def test_a_finished_run_without_a_name_is_followed_by_another(tmp_path: Path) -> None:
-    """It leaves no budgets behind, but its jobs' names stay taken; one with a name stays finished, and so does one
-    whose job is still in progress."""
+    """It leaves no budgets behind, but its jobs' names stay taken. The next job of a run with a name has all budgets,
+    too, and knows what is durable; a job that is still in progress keeps what it had, and a coordinator that takes it
+    over does not take the record of an earlier job for its own."""
     step = LadderStep(cycle=0, job="4711", rung=Rung.STOP, reason="finished")
-    save_ladder(tmp_path, LadderState(finished=True, stopped_with=0, restarts_total=5, best_durable=9, history=(step,)))
-    assert load_ladder(tmp_path, is_new_job=True).finished
-    assert load_ladder(tmp_path, is_new_job=False, is_named=False).finished
-    anew = load_ladder(tmp_path, is_new_job=True, is_named=False)
-    assert anew == LadderState(history=(step,))
-    assert name_job("4711", anew) == "4711.1"
+    kept = LadderState(job="4711", finished=True, stopped_with=0, restarts_total=5, best_durable=9, history=(step,))
+    save_ladder(tmp_path, kept)
+    resumed = LadderState(best_durable=9, best_committed=9, history=(step,))
+    assert load_ladder(tmp_path, is_new_job=True) == resumed
+    assert load_ladder(tmp_path, job="4711.1") == resumed
+    assert load_ladder(tmp_path, is_named=False, job="4711") == kept
+    another = load_ladder(tmp_path, is_new_job=True, is_named=False)
+    assert another == LadderState(history=(step,))
+    assert name_job("4711", another) == "4711.1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from outlast.errors import ExitReason
 from outlast.goodput import Ledger
@@ -207,22 +209,63 @@ def test_total_budget_bounds_even_progress(tmp_path: Path) -> None:
         assert started_cycles(cluster) == {0, 1, 2}
 
 
+TOTAL = """
+import sys
+import torch
+import outlast
+
+folder, total = sys.argv[1], int(sys.argv[3])
+torch.manual_seed(1)
+model = torch.nn.Linear(4, 4)
+run = outlast.init(outlast.Config(checkpoint=outlast.CheckpointConfig(directory=folder, save_interval=7)))
+model = torch.nn.parallel.DistributedDataParallel(model)
+optim = torch.optim.Adam(model.parameters(), 0.01)
+for iteration in run.steps({"model": model, "optim": optim}, total=total):
+    torch.manual_seed(iteration * 2 + run.global_rank)
+    optim.zero_grad()
+    model(torch.randn(3, 4)).square().sum().backward()
+    optim.step()
+result = [*model.module.state_dict().values(), *optim.state_dict()["state"].values()]
+torch.save(result, f"{folder}-{run.global_rank}.pt")
+"""
+
+
 @pytest.mark.slow
-def test_finished_run_is_not_started_again(tmp_path: Path) -> None:
-    """A second job of a run that trained and finished ends at once with 0, starts no worker and says how to train anew.
-    A script that ended with 0 and never had a session, such as an empty one, finishes nothing for the jobs after it."""
-    empty, trains = "", "from outlast.monitor import RankMonitor\nRankMonitor().finish()"
-    for code, num_starts, said in (
-        (empty, 1, "the same run can be started again"),
-        (trains, 2, "the run is finished"),
-        (trains, 2, "to train again, name another --run-dir"),
-    ):
-        script = write(tmp_path, code)
-        with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
-            assert cluster.wait(timeout_s=300) == [0]
-            events = [event for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED]
-            assert len(events) == num_starts
-            assert said in cluster.agent(0).output().splitlines()[-1]
+def test_a_finished_run_trains_on_if_it_is_given_more_iterations(tmp_path: Path) -> None:
+    """Two ranks train to 20; launched again with the same --run-dir, they end at once with 0 and one line that says how
+    to train on; with a total of 40 they train on, to weights and optimizer states that are bit-identical with those of
+    an undisturbed run. The account and the status are those of one run."""
+    script = write(tmp_path, TOTAL)
+
+    def train(name: str, total: int) -> list[str]:
+        arguments = (str(tmp_path / name), "--total", str(total))
+        with Cluster(script, *arguments, run_dir=tmp_path / f"run-{name}", num_nodes=1, nproc_per_node=2) as cluster:
+            assert cluster.wait(timeout_s=300) == [0], cluster.tails()
+            output = cluster.agent(0).output().rpartition(": starting; run directory")[2]  # it is appended to
+            assert "exit code 0: the run is finished" in output.splitlines()[-1]
+            return [line for line in output.splitlines() if "nothing was left to train" in line]
+
+    def weights(name: str, rank: int) -> list[Any]:
+        return torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True)
+
+    assert train("whole", 40) == []
+    assert train("parts", 20) == []
+    first = weights("parts", 0)
+    (line,) = train("parts", 20)
+    assert "iteration 20 is done" in line
+    assert "raise the number of iterations" in line
+    torch.testing.assert_close(weights("parts", 0), first, rtol=0, atol=0)
+    assert train("parts", 40) == []
+    for rank in range(2):
+        torch.testing.assert_close(weights("parts", rank), weights("whole", rank), rtol=0, atol=0)
+    ledger = Ledger.read(tmp_path / "run-parts")
+    assert len(ledger.jobs) == 3
+    assert (ledger.num_iterations, ledger.lost_iterations) == (40, 0)
+    report = subprocess.run(
+        [sys.executable, "-m", "outlast", "status", "--json", str(tmp_path / "run-parts")],
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert json.loads(report.stdout)["reason"] == "the run is finished", report.stdout
 
 
 def test_the_account_begins_with_the_agent(tmp_path: Path) -> None:

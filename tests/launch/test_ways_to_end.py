@@ -58,8 +58,7 @@ for iteration in run.steps({"model": model, "optim": optim}, total=5 if what == 
 HANGS = ("--ft-rank-section-timeouts=step:2", "--ft-num-warmup-iterations=0")
 WAYS: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "every worker exits with 0": ("trains", True, ()),
-    "an earlier job has finished the run": ("trains", True, ()),
-    "every worker of a script without a session exits with 0": ("ends", False, ()),
+    "an earlier job has finished the run, and the script has no more iterations than before": ("trains", True, ()),
     "SIGTERM or Ctrl-C, and a checkpoint exists": ("waits", True, ()),
     "SIGTERM, and nothing was saved": ("waits", False, ()),
     "Ctrl-C, and nothing was saved": ("waits", False, ()),
@@ -108,7 +107,7 @@ def test_a_job_ends_as_documented(cause: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints") if has_directory else ""
     code, line = documented()[cause]
     earlier = {
-        "an earlier job has finished the run": "run",
+        "an earlier job has finished the run, and the script has no more iterations than before": "run",
         "the checkpoint directory holds another run's checkpoints": "other",
     }
     if cause in earlier:

@@ -53,6 +53,43 @@ def test_torchrun_restarts_a_hung_rank(tmp_path: Path) -> None:
     assert not (out / "stacks" / "cycle-0" / "rank-0.txt").exists()
 
 
+SWITCHED_ON = """
+import os, time
+import outlast
+
+cycle = os.environ["TORCHELASTIC_RESTART_COUNT"]
+shorter = {"rank_heartbeat_timeout": 1.0} if cycle == "0" else {}
+run = outlast.init(outlast.Config(fault_tolerance=outlast.FaultToleranceConfig(enable_ft_package=True, **shorter)))
+for iteration in run.steps({}, total=3):
+    if cycle == "0" and iteration == 1:
+        time.sleep(3600)
+print("trained in cycle", cycle, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_enable_ft_package_alone_is_enforced_under_torchrun(tmp_path: Path) -> None:
+    """With a shorter timeout of heartbeats the hung rank is ended and torchrun restarts it; without any timeout those
+    of NVRx are in force, by a guard process, and no warning says that hangs are not noticed."""
+    script = tmp_path / "train.py"
+    script.write_text(SWITCHED_ON)
+    rest = ["--standalone", "--monitor-interval=0.1", "--max-restarts=1", str(script)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *rest],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained in cycle 1") == 1
+    assert "time since the last heartbeat exceeded 1.0 s" in done.stderr
+    assert "out of section: not enforced; heartbeats: first 1800.0 s, later 300.0 s" in done.stderr
+    assert "a hung rank is not noticed" not in done.stderr
+
+
 LEARNING = """
 import os, time
 from outlast.config import FaultToleranceConfig

@@ -155,6 +155,26 @@ def test_a_given_timeout_of_heartbeats_is_no_default():
     assert Timeouts.from_config(FaultToleranceConfig()).smallest_s() is None
 
 
+def test_switched_on_without_an_agent_means_the_timeouts_of_nvrx():
+    """``enable_ft_package`` with nothing else enforces 1800 s and 300 s on a session; any timeout that is given stands
+    for itself, and what was learned comes before."""
+    on = FaultToleranceConfig(enable_ft_package=True)
+
+    def enforced(config: FaultToleranceConfig, *, has_agent: bool = False, **learned: float) -> Timeouts:
+        return Timeouts.of_rank(config.changed(**learned), configured=config, has_agent=has_agent)
+
+    timeouts = enforced(on)
+    assert (timeouts.initial_heartbeat_s, timeouts.heartbeat_s) == (1800.0, 300.0)
+    session = rank(promises_heartbeats=True, last_heartbeat_ns=20 * S)
+    assert subjects(session, timeouts, 320) == [(Subject.HEARTBEAT, None)]
+    assert deadlines(rank(last_heartbeat_ns=20 * S), timeouts) == []
+    assert enforced(on, rank_heartbeat_timeout=50.0).heartbeat_s == 50.0
+    assert enforced(on, has_agent=True) == Timeouts.from_config(on, with_defaults=True)
+    for other in (on.changed(rank_section_timeouts={"step": 9.0}), on.changed(enable_ft_package=False)):
+        assert enforced(other) == Timeouts.from_config(other)
+    assert enforced(FaultToleranceConfig()).smallest_s() is None
+
+
 def test_a_config_that_says_no_watches_nothing():
     """enable_ft_package=False switches every timeout off, whatever else is set."""
     config = FaultToleranceConfig(enable_ft_package=False, rank_section_timeouts={"step": 1.0})

@@ -128,12 +128,6 @@ def test_total_bounds_restarts_in_spite_of_progress() -> None:
     assert "--max-restarts-total" in verdicts[-1].reason
 
 
-def test_what_an_earlier_version_left_of_a_finished_run_stays_finished() -> None:
-    """Its file does not say that there was a session, but a run that reported its saves had one."""
-    assert begin_job(LadderState(finished=True, best_durable=7)).is_over
-    assert begin_job(LadderState(finished=True, progress_known=True)).is_over
-
-
 def test_preemption_is_charged_to_nothing() -> None:
     """A preempted job that saved is re-queued with 75; no budget and no node pays for it."""
     before = LadderState(restarts_without_progress=2, restarts_total=7, cycles_without_progress=2)

@@ -167,32 +167,27 @@ def test_total_bounds_every_restart(history: list[CycleEnd], limits: Limits) -> 
 
 
 @given(histories, any_end, limits_strategy)
-def test_finished_is_never_restarted(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """After a finished cycle every decision is stop with 0, in this job and in the next, once any worker of the run had
-    a session, in whichever cycle."""
+def test_finished_is_never_restarted_by_its_job(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """After a finished cycle every decision of the job is stop with 0."""
     finish = CycleEnd(cycle=0, incident=None, finished=True, had_session=True)
     state, verdict = decide(follow(past, limits), finish, limits)
     assert (verdict.rung, verdict.exit_code, state.finished) == (Rung.STOP, 0, True)
-    for later in (state, begin_job(state)):
-        after, verdict = decide(later, end, limits)
-        assert (verdict.rung, verdict.exit_code, after) == (Rung.STOP, 0, later)
+    after, verdict = decide(state, end, limits)
+    assert (verdict.rung, verdict.exit_code, after) == (Rung.STOP, 0, state)
 
 
 @given(histories, st.booleans(), limits_strategy)
-def test_only_a_run_that_was_seen_to_train_stays_finished(past: list[CycleEnd], seen: bool, limits: Limits) -> None:
-    """A finished cycle ends its job with 0 whatever is known of it. The next job of the run trains exactly if no worker
-    of it ever had a session or a saved generation; then it has all budgets afresh, and what is not to be loaded stays
-    so."""
+def test_a_finished_run_trains_on_with_all_budgets(past: list[CycleEnd], seen: bool, limits: Limits) -> None:
+    """The next job of a finished run is not finished. It has all budgets; what is not to be loaded stays so, and so
+    does what is durable: only a higher iteration is progress."""
     before = follow(past, limits)
-    state, verdict = decide(before, CycleEnd(cycle=0, incident=None, finished=True, had_session=seen), limits)
-    assert (verdict.rung, verdict.exit_code, state.finished) == (Rung.STOP, 0, True)
-    assert state.is_over or not seen
+    state, _ = decide(before, CycleEnd(cycle=0, incident=None, finished=True, had_session=seen), limits)
     after = begin_job(state)
-    assert after.finished == after.is_over == state.is_over
-    if not after.finished:
-        assert (state.had_session, state.progress_known, state.best_durable) == (False, False, None)
-        assert (after.restarts_total, after.cycles_without_progress, after.quarantined) == (0, 0, ())
-        assert (after.distrusted, after.loads, after.history) == (state.distrusted, state.loads, state.history)
+    assert (after.finished, after.stopped_with) == (False, None)
+    assert (after.restarts_total, after.cycles_without_progress, after.quarantined) == (0, 0, ())
+    assert (after.distrusted, after.loads, after.history) == (state.distrusted, state.loads, state.history)
+    assert (after.best_durable, after.best_committed) == (state.best_durable, state.best_durable)
+    assert (after.progress_known, after.had_session) == (state.progress_known, state.had_session)
 
 
 @given(histories, any_end, limits_strategy)

@@ -374,11 +374,11 @@ def test_nodes_that_earlier_jobs_found_bad_are_excluded(tmp_path: Path) -> None:
     assert "--exclude=n1,n2,n3" in directives(rendered)
 
 
-def test_finished_run_is_not_submitted_again(tmp_path: Path) -> None:
-    """A run that is done is not queued again by mistake."""
+def test_a_finished_run_may_be_submitted_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its next job trains on if the script is given more iterations; a warning says so, since it may be a mistake."""
     (tmp_path / "ladder.json").write_text('{"finished": true, "had_session": true}')
-    with pytest.raises(OutlastError, match="finished"):
-        submit(script(run_dir=str(tmp_path)))
+    prepare(script(run_dir=str(tmp_path)))
+    assert "has finished: the job trains only if its script is given more iterations" in caplog.text
 
 
 @pytest.mark.process

@@ -336,8 +336,8 @@ class Outcomes:
 
     def scheduled(self, save: Save, *, is_async: bool) -> None:
         """A state was copied; its commit is under way, and training continues meanwhile or waits for it."""
-        what = "Scheduling async checkpoint save" if is_async else "saving a checkpoint"
-        log.debug("%s of iteration %d, tiers %s", what, save.iteration, _names(save.tiers))
+        what, level = ("Scheduling async checkpoint save", self._level) if is_async else ("saving", logging.DEBUG)
+        log.log(level, "%s of iteration %d to %s", what, save.iteration, _names(save.tiers))
         self._write(EventKind.SAVE_SCHEDULED, save.iteration, stall_s=save.stall_s, tiers=_list(save.tiers))
 
     def begin(self, save: Save, lanes: Collection[str]) -> None:

@@ -133,7 +133,7 @@ def submit(dry_run: bool, **settings: Any) -> int:
     """Submit a job of a run, and print its number.
 
     Nodes that earlier jobs of the run found to be bad are excluded. The script is kept as job.sbatch in the run
-    directory, as is the jobs' output; the directory is created. Exit code 1: Slurm refused, or the run is finished.
+    directory, as is the jobs' output; the directory is created. Exit code 1: Slurm refused the job.
     """
     from outlast.integrations.slurm.jobs import prepare
     from outlast.integrations.slurm.jobs import submit as hand_over

@@ -69,6 +69,67 @@ class Partial:
         return _make, (type(self), self.given)
 
 
+class Changeable:
+    """Mixin for a config of another system whose attributes are set one by one: it may be changed until it is read.
+
+    A class derives from this one and from the frozen config that holds fields, defaults and checks. A name that is not
+    a field is refused when it is set. Values are checked when the config is read, since until then a script may have
+    set only some of those that belong together; from then on it cannot be changed.
+    """
+
+    _checked: type
+    """The frozen config."""
+
+    def __init_subclass__(cls) -> None:
+        cls._checked = cls.__bases__[1]
+
+    def __post_init__(self) -> None:
+        """Check nothing yet."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        require(name in known, f"{type(self).__name__} has no setting {name!r}; {nearest(name, known)}")
+        require(
+            "_frozen" not in self.__dict__,
+            f"{type(self).__name__}.{name}={value!r} is set too late: the settings were read before, so that it would "
+            "have no effect; set it first",
+        )
+        if isinstance(self, Partial):
+            object.__setattr__(self, "_given", self._given | {name})
+        object.__setattr__(self, name, value)
+
+    def finalize(self) -> None:
+        """Check the values as they are now, as Megatron-Bridge does before a training; they can still be changed.
+
+        Raises:
+            ConfigError: A value is out of range or contradicts another.
+        """
+        self.checked()
+
+    def checked(self) -> Any:
+        """Return the frozen config with the values as they are now; they can still be changed here.
+
+        Raises:
+            ConfigError: A value is out of range or contradicts another.
+        """
+        if isinstance(self, Partial):
+            return self._checked(**self.given)
+        return self._checked(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})  # type: ignore[arg-type]
+
+    def freeze(self) -> None:
+        """Refuse changes from now on: the values were read."""
+        self.__dict__["_frozen"] = True
+
+
+def frozen(config: Any) -> Any:
+    """Return a config as it is in force: a :class:`Changeable` one is checked and cannot be changed any more."""
+    if not isinstance(config, Changeable):
+        return config
+    checked = config.checked()
+    config.freeze()
+    return checked
+
+
 def _default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
@@ -159,6 +220,9 @@ def settle_sections(config: Any) -> None:
     """
     for name, hint in typing.get_type_hints(type(config)).items():
         section, value = _strip_none(hint), getattr(config, name)
+        if isinstance(value, Changeable):
+            object.__setattr__(config, name, frozen(value))
+            continue
         if not dataclasses.is_dataclass(section) or value is None or isinstance(value, typing.cast(type, section)):
             continue
         kind = typing.cast(type, section)

@@ -40,7 +40,8 @@ class FaultToleranceConfig(Partial):
 
     enable_ft_package: bool = False
     """Watch heartbeats and sections of the workers; off: only their deaths are noticed. Where it is not given,
-    ``outlast run`` watches, and a session under another launcher does if a timeout is given."""
+    ``outlast run`` watches, and a session under another launcher does if a timeout is given. On under another launcher,
+    and no timeout given: a session's first heartbeat is due after 1800 s, each further one after 300 s."""
 
     calc_ft_timeouts: bool = False
     """Learn timeouts of sections and heartbeats from observed durations, and keep them in ft_state.json for the next

@@ -21,7 +21,7 @@ import logging
 import os
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from outlast.config.base import (
     as_written,
     describe_fields,
     from_mapping,
+    frozen,
     nearest,
     parse_text,
     shown,
@@ -66,8 +67,38 @@ def load_config(path: str | os.PathLike[str]) -> Config:
     def locate(keys: tuple[str, ...]) -> int | None:
         return _find_line(text, origins.get(tuple(key.replace("-", "_") for key in keys), keys))
 
+    values = _drop_foreign_sections(values, where)
     values, origins = _translate(values, place)
     return from_mapping(Config, values, where=where, locate=locate)
+
+
+_CHECKPOINT_OF_KEMPNERFORGE = {"dir": "directory", "interval": "save_interval", "keep_last_n": "most_recent_k"}
+"""Keys of such a section ``checkpoint``, known by ``dir`` and no ``directory``, to ours."""
+
+
+def _drop_foreign_sections(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return a file's values without the sections that belong to the training script; rank 0 logs their names.
+
+    A section whose name is close to that of one of ours stays, and is refused by name: it may be misspelt.
+    """
+    own = {field.name for field in dataclasses.fields(Config)} | KNOWN_NAMES.keys()
+    foreign = [
+        key
+        for key, value in values.items()
+        if isinstance(value, Mapping) and not _is_like_one_of(str(key).replace("-", "_"), own)
+    ]
+    if foreign and read_worker().is_first:
+        log.warning(
+            "%s has sections that outlast does not use: %s", where, ", ".join(one_line(str(key)) for key in foreign)
+        )
+    return {key: value for key, value in values.items() if key not in foreign}
+
+
+def _is_like_one_of(name: str, known: Iterable[str]) -> bool:
+    names = list(known)
+    if any(name in one or one in name for one in names):
+        return True
+    return bool(difflib.get_close_matches(name, names, n=1, cutoff=0.7))
 
 
 def _translate(
@@ -87,8 +118,12 @@ def _translate(
     """
     ours = dict(values)
     origins: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for section, known in KNOWN_NAMES.items():
-        if section not in values or section in {to for to, _ in known.values()}:
+    checkpoint = values.get("checkpoint")
+    known_names = dict(KNOWN_NAMES)
+    if isinstance(checkpoint, Mapping) and "dir" in checkpoint and "directory" not in checkpoint:
+        known_names["checkpoint"] = {key: ("checkpoint", own) for key, own in _CHECKPOINT_OF_KEMPNERFORGE.items()}
+    for section, known in known_names.items():
+        if section not in values or known is KNOWN_NAMES["checkpoint"]:  # Megatron's names are fields of ours
             continue
         given, foreign = ours.pop(section), []
         if not isinstance(given, Mapping):
@@ -108,27 +143,27 @@ def _translate(
             origins[own, there] = (section, str(key))
             ours[own] = {**beside, there: value}
         if foreign:
-            _warn_of_foreign_keys(place((section,)), section, foreign)
+            _warn_of_foreign_keys(place((section,)), section, foreign, known)
     return ours, origins
 
 
-def _warn_of_foreign_keys(where: str, section: str, keys: list[str]) -> None:
+def _warn_of_foreign_keys(where: str, section: str, keys: list[str], known: Iterable[str]) -> None:
     """Log which keys of another system's section are not read here. Rank 0 does, once a job."""
     if not read_worker().is_first:
         return
-    hints = [f"{key} (or {near}?)" if (near := _nearest_known(section, key)) else key for key in keys]
+    hints = [f"{key} (or {near}?)" if (near := _nearest_known(known, key)) else key for key in keys]
     log.warning(
         "%s: [%s] has keys that outlast does not use: %s; the keys that it uses there: %s",
         where,
         section,
         ", ".join(hints),
-        ", ".join(KNOWN_NAMES[section]),
+        ", ".join(known),
     )
 
 
-def _nearest_known(section: str, key: str) -> str | None:
+def _nearest_known(known: Iterable[str], key: str) -> str | None:
     """Return the setting that a key may be meant to be."""
-    close = difflib.get_close_matches(key.replace("-", "_"), KNOWN_NAMES[section], n=1, cutoff=0.85)
+    close = difflib.get_close_matches(key.replace("-", "_"), list(known), n=1, cutoff=0.85)
     return close[0] if close else None
 
 
@@ -385,6 +420,7 @@ def merge_under(text: str | None, config: FaultToleranceConfig | None) -> FaultT
     Raises:
         ConfigError: Both contradict each other, or the launcher's text was cut or comes from another version.
     """
+    config = frozen(config)
     own = {} if config is None else config.given
     first = FaultToleranceConfig.from_json(text).given if text else {}
     if not first:

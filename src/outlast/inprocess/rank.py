@@ -22,6 +22,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from outlast import clock, env, logs
 from outlast.config import Config
+from outlast.config.base import frozen
 from outlast.config.sources import load_config
 from outlast.config.training import InProcessRestartConfig
 from outlast.errors import ConfigError, OutlastError, RestartAbort
@@ -724,7 +725,7 @@ class Wrapper:
             config = load_config(config)
         if isinstance(config, Config):
             config = config.in_process_restart
-        self.config = config if config is not None else InProcessRestartConfig()
+        self.config = frozen(config) if config is not None else InProcessRestartConfig()
         self._plugins = Plugins.settle(
             self.config,
             initialize=initialize,

@@ -6,19 +6,24 @@ ranks agree, at the price that :meth:`ShutdownHandler.should_shutdown` and the c
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import re
 import signal
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from outlast.errors import NotFinite
+from outlast.errors import ExitReason, NotFinite
 from outlast.health.devices import check_gpu
-from outlast.health.probing import has_failed
+from outlast.health.probing import CheckResult, Status, has_failed
 from outlast.health.process_group import check_process_group
-from outlast.integrations.slurm.jobs import resolve_resume_path
+from outlast.integrations.slurm import jobs
 from outlast.numerics.nonfinite import NonFiniteDetector
 from outlast.preemption.listener import ShutdownListener
 from outlast.runtime.consensus import Consensus
@@ -26,6 +31,7 @@ from outlast.runtime.process_groups import current_place, is_initialised
 from outlast.runtime.slurm_job import SLURMInfo, get_slurm_info, is_requeued, log_job_info
 
 __all__ = [
+    "GPUHealth",
     "NaNDetector",
     "NaNState",
     "SLURMInfo",
@@ -157,7 +163,10 @@ class NaNDetector:
     Args:
         action: ``warn``: log it; ``skip``: log it, and drop the optimizers' gradients, so that no weight moves;
             ``raise``: raise ``outlast.errors.NotFinite``.
-        max_consecutive: Bad steps in a row of which the last ends the run, with exit code 17; 0 = no limit.
+        max_consecutive: Bad steps in a row after which :attr:`should_rollback` is true; 0 = no limit. The script then
+            leaves its loop, and its code after the loop runs. The process ends with exit code 17 in place of its own,
+            so that no launcher restarts it or counts the run as finished; :meth:`reset` takes that back. A script that
+            continues with one more bad step is ended there.
         max_history: Numbers of bad steps that :attr:`state` keeps.
 
     Raises:
@@ -189,7 +198,7 @@ class NaNDetector:
             the optimizer's step out.
 
         Raises:
-            NotFinite: It is not finite, and the action is ``raise``, or the limit is reached; on all ranks.
+            NotFinite: It is not finite, and the action is ``raise``, or the limit was reached before; on all ranks.
             PeerLost: A peer is gone, or did not come in time.
 
         Collective: all ranks of the default group, once a step.
@@ -199,7 +208,11 @@ class NaNDetector:
             found = self._detector.check(loss, optimizers, iteration=step)
         except NotFinite as error:
             self._note_bad(error.iteration)
-            raise
+            if self.action == "raise" or self._detector.num_consecutive != self.max_consecutive:
+                raise
+            _ends_invalid.append(self)
+            log.error("%s; leave the training loop: this process ends with exit code 17", error)
+            return False
         if not found.finite:
             self._note_bad(found.iteration)
             return False
@@ -235,12 +248,13 @@ class NaNDetector:
 
     @property
     def should_rollback(self) -> bool:
-        """Whether the limit of bad steps in a row is reached: the run ends there, unless the script catches that."""
+        """Whether the limit of bad steps in a row is reached: the script is to leave its loop."""
         return 0 < self.max_consecutive <= self._detector.num_consecutive
 
     def reset(self) -> None:
         """Forget what was seen, for instance after an earlier checkpoint was loaded; on all ranks alike."""
         self.state, self._detector.num_consecutive = NaNState(), 0
+        _ends_invalid[:] = [one for one in _ends_invalid if one is not self]
 
     def close(self) -> None:
         """Leave; peers that wait for this rank fail. Idempotent."""
@@ -252,6 +266,21 @@ class NaNDetector:
         self.state.total_nans += 1
         if step is not None and len(self.state.nan_steps) < self.max_history:
             self.state.nan_steps.append(step)
+
+
+_ends_invalid: list[NaNDetector] = []
+"""Detectors whose limit is reached."""
+_pid = os.getpid()
+
+
+@atexit.register  # as the module is imported, so that what a script registers later runs before
+def _end_invalid() -> None:
+    """End the process with 17 where a limit is reached, once the script and what it registered have ended."""
+    if _ends_invalid and os.getpid() == _pid:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(ExitReason.FAILED_VALIDATION)
 
 
 def _as_number(loss: torch.Tensor | float) -> float:
@@ -278,13 +307,49 @@ def check_nccl_health(timeout_sec: float = 10.0) -> bool:
     return True
 
 
-def check_gpu_health(device: int | torch.device | None = None) -> bool:
-    """Return whether a GPU computes, and keeps what is written; what fails is logged.
+class GPUHealth(dict[str, bool | str]):
+    """What :func:`check_gpu_health` found, with KempnerForge's keys; true if nothing that was checked has failed.
 
-    The checks run in another process: a driver that hangs or crashes has failed them, and this process goes on.
+    Keys: ``cuda_available``, ``device_accessible``, ``compute_ok``, ``memory_ok``, ``error`` (empty = none). Without a
+    GPU all are false, and the truth of the whole is that of the arithmetic of the CPU.
+    """
+
+    def __init__(self, results: Iterable[CheckResult]) -> None:
+        results = tuple(results)
+        counted = next((one for one in results if one.name == "devices"), None)
+        is_available = counted is not None and bool(counted.facts.get("num_devices"))
+
+        def passed(name: str, *bad: Status) -> bool:
+            found = [one for one in results if one.name == name]
+            return is_available and bool(found) and not any(one.status in bad for one in found)
+
+        self.is_healthy = not has_failed(results)
+        failed = "; ".join(one.describe() for one in results if one.has_failed)
+        super().__init__(
+            cuda_available=is_available,
+            device_accessible=passed("compute", Status.LOST, Status.TIMED_OUT, Status.ERROR),
+            compute_ok=passed("compute", *_BAD),
+            memory_ok=passed("device memory", *_BAD),
+            error=failed or ("" if is_available else "CUDA not available"),
+        )
+
+    def __bool__(self) -> bool:
+        return self.is_healthy
+
+
+_BAD = (Status.FAILED, Status.LOST, Status.TIMED_OUT, Status.ERROR)
+
+
+def check_gpu_health(device: int | torch.device | None = None) -> GPUHealth:
+    """Check that a GPU computes, and keeps what is written; what fails is logged.
+
+    The checks run in another process: a driver that hangs or crashes has failed them, and this process continues.
 
     Args:
         device: Its number, or a torch device; ``None`` = all. Where there is none, the CPU's arithmetic is checked.
+
+    Returns:
+        A mapping with KempnerForge's keys, which is true where everything is healthy.
 
     Blocks: up to ``health.device_timeout`` (120 s) for each check.
     """
@@ -293,21 +358,74 @@ def check_gpu_health(device: int | torch.device | None = None) -> bool:
     for result in results:
         if has_failed((result,)):
             log.error("%s", result.describe())
-    return not has_failed(results)
+    return GPUHealth(results)
 
 
 def log_health_status(device: int | torch.device | None = None) -> bool:
-    """Return what :func:`check_gpu_health` does, and log it in one line.
+    """Return whether :func:`check_gpu_health` finds everything healthy, and log it in one line.
 
     Blocks: as that.
     """
-    is_healthy = check_gpu_health(device)
+    is_healthy = bool(check_gpu_health(device))
     what = "all GPUs" if device is None else f"GPU {device}"
     if is_healthy:
         log.info("health of %s: HEALTHY", what)
     else:
         log.warning("health of %s: UNHEALTHY; the lines above say what failed", what)
     return is_healthy
+
+
+_STEP = re.compile(r"step_(?P<step>\d+)")
+
+
+def resolve_resume_path(checkpoint_dir: str | os.PathLike[str]) -> Path | str | None:
+    """Return the newest checkpoint in a directory, of outlast or of KempnerForge; ``None`` where there is none.
+
+    A checkpoint of outlast (``step-N``) is returned once every byte of it is verified. One of KempnerForge is what
+    ``latest`` leads to, else the ``step_N`` with the highest number, if its ``.metadata`` shows that it is whole; it is
+    returned with a WARNING, since only the code that saved it can load it. Of the two the one with more steps counts.
+
+    Args:
+        checkpoint_dir: The directory; a URL may hold checkpoints of outlast alone.
+
+    Returns:
+        The checkpoint's folder; a URL when a URL was given.
+
+    Raises:
+        ConfigError: It is there and is not a directory of checkpoints.
+        CheckpointError: The object store cannot be reached.
+        OSError: It cannot be read.
+
+    Blocks: while the newest checkpoint of outlast is read.
+    """
+    folder = Path(checkpoint_dir)
+    theirs = _newest_of_kempnerforge(folder) if folder.is_dir() else None
+    own = jobs.resolve_resume_path(checkpoint_dir, warns_of_others=False)
+    if theirs is None:
+        return own
+    own_step = -1 if own is None else int(Path(own).name.rpartition("-")[2])
+    found = _STEP.fullmatch(theirs.name)
+    if own is not None and (found is None or int(found["step"]) <= own_step):
+        return own
+    log.warning(
+        "resuming from %s, a checkpoint of KempnerForge: its bytes are not verified, and only the code that saved it "
+        "can load it (run.steps() cannot)",
+        theirs,
+    )
+    return theirs
+
+
+def _newest_of_kempnerforge(folder: Path) -> Path | None:
+    """Return the checkpoint that KempnerForge would resume from; one that is cut short only where there is no other."""
+    steps = [path for path in folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    steps.sort(key=lambda path: int(path.name.partition("_")[2]), reverse=True)
+    latest = folder / "latest"
+    known = list(dict.fromkeys([*([latest.resolve()] if latest.is_dir() else []), *(path.resolve() for path in steps)]))
+    for path in known:
+        if any(path.rglob(".metadata")):
+            return path
+        log.warning("%s has no .metadata: its save was cut short", path)
+    return known[0] if known else None
 
 
 def is_slurm_job() -> bool:

@@ -1,11 +1,13 @@
 """Megatron-LM's and Megatron-Bridge's settings as ours, and what their loops take: a wrap, a manager, a callback.
 
-The config classes are called as in Megatron-Bridge and have its fields and defaults; :func:`outlast_config` makes one
-``outlast.Config`` of a Bridge ``ConfigContainer``, or of Megatron-LM's parsed arguments. What Megatron imports from
+The config classes have Megatron-Bridge's names, fields and defaults (:mod:`outlast.integrations.bridge_config`);
+:func:`outlast_config` makes one ``outlast.Config`` of a ``ConfigContainer``, Bridge's or the one here, or of
+Megatron-LM's parsed arguments. What Megatron imports from
 ``nvidia_resiliency_ext`` (timeouts, stragglers, local checkpoints, restarts in process) is offered by
 :func:`outlast.integrations.nvrx.install`; nothing here is needed for that.
 
-Bridge's modules are imported only when its manager is made, so that settings can be read where there is no GPU.
+Megatron's modules are imported only when Bridge's manager is made, so that settings can be read where there is no GPU
+and where Megatron is not installed.
 """
 
 from __future__ import annotations
@@ -15,34 +17,30 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import logging
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
 from outlast import config as ours
-from outlast.config import (
-    Config,
-    FaultToleranceConfig,
-    InProcessRestartConfig,
-    PreemptionConfig,
-    StragglerDetectionConfig,
-)
-from outlast.config.base import require
+from outlast.config import Config, PreemptionConfig
+from outlast.config.base import Changeable
 from outlast.errors import ConfigError, ExitReason
 from outlast.inprocess.rank import Wrapper
+from outlast.integrations.bridge_config import (
+    BridgeCheckpointConfig,
+    BridgeFaultToleranceConfig,
+    BridgeInProcessRestartConfig,
+    BridgeRerunStateMachineConfig,
+    BridgeStragglerDetectionConfig,
+    ConfigContainer,
+    MegatronCheckpointConfig,
+    TrainingConfig,
+)
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor, yield_to_next
 from outlast.runtime.postmortem import leave_diagnosis
 from outlast.session.checks import FiniteEnd
-
-if importlib.util.find_spec("megatron") is None:
-    raise ImportError(
-        "outlast.integrations.megatron needs Megatron-Core, which is not installed: pip install 'outlast[megatron]'",
-        name="megatron",
-    )
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -52,147 +50,33 @@ C = TypeVar("C")
 __all__ = [
     "BridgeCallback",
     "BridgeCheckpointManager",
-    "BridgeRerunStateMachineConfig",
     "CheckpointConfig",
+    "ConfigContainer",
     "FaultToleranceConfig",
     "InProcessRestartConfig",
-    "MegatronCheckpointConfig",
     "NVRxStragglerDetectionConfig",
     "RerunStateMachineConfig",
+    "TrainingConfig",
     "as_outlast",
     "maybe_wrap_for_inprocess_restart",
     "outlast_config",
 ]
 
-NVRxStragglerDetectionConfig = StragglerDetectionConfig
-"""Bridge's name; its own ``StragglerDetectionConfig`` is that of Megatron-LM's older detector."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BridgeRerunStateMachineConfig(ours.RerunStateMachineConfig):
-    """Ours with Bridge's default; Megatron-LM's is ``validate_results``, as ours.
-
-    Raises:
-        ConfigError: A value is out of range or contradicts another; the message names both.
-    """
-
-    rerun_mode: str = "disabled"
-    """As ours; nothing is judged unless it is set."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronCheckpointConfig:
-    """The settings of Bridge's ``CheckpointConfig`` that say where and how often is saved; the others are the model's.
-
-    Raises:
-        ConfigError: A value has no counterpart here, or contradicts another.
-    """
-
-    save: str | None = None
-    """Folder that every rank sees."""
-    load: str | None = None
-    """Folder to load from when ``save`` holds nothing yet."""
-    save_interval: int | None = None
-    """Iterations between two saves to it; ``None`` = none."""
-    most_recent_k: int | None = -1
-    """Newest generations to keep there; -1 = all, 1 is refused."""
-    save_retain_interval: int | None = None
-    """Generations whose iteration is a multiple of it are kept forever."""
-    async_save: bool = False
-    """Save beside training."""
-    async_strategy: str = "nvrx"
-    """``nvrx`` or ``mcore``: the engine saves by itself, whichever it is."""
-    ckpt_format: str = "torch_dist"
-    """Only this one."""
-    non_persistent_save_interval: int | None = None
-    """Iterations between two saves near the ranks."""
-    non_persistent_ckpt_type: str | None = None
-    """``local``: to ``non_persistent_local_ckpt_dir``; ``in_memory``: to memory alone; ``global`` is refused."""
-    non_persistent_global_ckpt_dir: str | None = None
-    """Refused."""
-    non_persistent_local_ckpt_dir: str | None = None
-    """A folder on a disk of each node, or in memory."""
-    non_persistent_local_ckpt_algo: str = "fully_parallel"
-    """``fully_parallel`` or ``atomic``; each rank's file holds all of its own state with both."""
-    replication: bool = False
-    """Copy local generations to other nodes."""
-    replication_jump: int | None = None
-    """Ranks between a rank and the one whose node gets its copy; ``None`` = the ranks of a node."""
-    replication_factor: int = 2
-    """Nodes that hold each part."""
-    verify_integrity: bool = False
-    """Every byte is compared with its digest before it is loaded, with this and without."""
-    custom_manager_class: str | None = None
-    """Only :class:`BridgeCheckpointManager`, by its full name."""
-
-    def __post_init__(self) -> None:
-        text = f"async_strategy={self.async_strategy!r} must be nvrx or mcore; the engine saves by itself with both"
-        require(self.async_strategy in ("nvrx", "mcore"), text)
-        text = (
-            f"non_persistent_global_ckpt_dir={self.non_persistent_global_ckpt_dir!r} is not supported: non-persistent "
-            "generations stay near their ranks; set non_persistent_local_ckpt_dir, or a shorter save_interval"
-        )
-        require(self.non_persistent_global_ckpt_dir is None, text)
-        own = f"{__name__}.{BridgeCheckpointManager.__name__}"
-        text = f"custom_manager_class={self.custom_manager_class!r} is not outlast's; leave it out, or write {own}"
-        require(self.custom_manager_class in (None, own), text)
-        require(
-            not self.async_save or self.ckpt_format == "torch_dist",
-            f"async_save works with ckpt_format='torch_dist' only, not {self.ckpt_format!r}",
-        )
-        if self._saves_somewhere:
-            self.to_outlast()  # its checks
-            return
-        self._make("unset")  # the same checks
-        for name in ("load", "non_persistent_save_interval", "non_persistent_ckpt_type", "replication"):
-            text = f"{name}={getattr(self, name)!r} has no effect, as nothing is saved: set save, or leave {name} out"
-            require(getattr(self, name) in (None, 0, False, "None"), text)
-
-    def to_outlast(self) -> ours.CheckpointConfig | None:
-        """Return ours; ``None`` when nothing is saved.
-
-        Raises:
-            ConfigError: A value has no counterpart, or contradicts another.
-        """
-        return self._make(self.save) if self._saves_somewhere else None
-
-    @property
-    def _saves_somewhere(self) -> bool:
-        return self.save is not None or self.non_persistent_local_ckpt_dir is not None
-
-    def _make(self, directory: str | None) -> ours.CheckpointConfig:
-        kind = self.non_persistent_ckpt_type
-        return ours.CheckpointConfig(
-            directory=directory,
-            load=self.load if self.load != self.save else None,
-            save_interval=self.save_interval or 0,
-            most_recent_k=self.most_recent_k if self.most_recent_k is not None else -1,
-            save_retain_interval=self.save_retain_interval or 0,
-            async_save=self.async_save,
-            ckpt_format=self.ckpt_format,
-            non_persistent_save_interval=self.non_persistent_save_interval or 0,
-            non_persistent_ckpt_type=None if kind == "None" else kind,
-            local_directory=self.non_persistent_local_ckpt_dir,
-            non_persistent_local_ckpt_algo=self.non_persistent_local_ckpt_algo,
-            replication=self.replication,
-            replication_jump=self.replication_jump,
-            replication_factor=self.replication_factor,
-        )
-
-
-CheckpointConfig = MegatronCheckpointConfig
-"""Bridge's name."""
+CheckpointConfig = BridgeCheckpointConfig
+FaultToleranceConfig = BridgeFaultToleranceConfig
+InProcessRestartConfig = BridgeInProcessRestartConfig
+NVRxStragglerDetectionConfig = BridgeStragglerDetectionConfig
 RerunStateMachineConfig = BridgeRerunStateMachineConfig
-"""Bridge's name."""
+"""Bridge's names; within outlast a class's name is used once."""
 
 
 # -- settings -----------------------------------------------------------------------------------------------------
 
 _SECTIONS: Mapping[str, type] = {
-    "ft": FaultToleranceConfig,
-    "nvrx_straggler": StragglerDetectionConfig,
+    "ft": ours.FaultToleranceConfig,
+    "nvrx_straggler": ours.StragglerDetectionConfig,
     "rerun_state_machine": ours.RerunStateMachineConfig,
-    "inprocess_restart": InProcessRestartConfig,
+    "inprocess_restart": ours.InProcessRestartConfig,
 }
 """Sections of Bridge's container, and what each becomes."""
 _PREEMPTION = (
@@ -210,14 +94,14 @@ _RESUMES_OTHERWISE: Mapping[str, bool | None] = {
 
 
 def outlast_config(megatron: Any, *, run_dir: str | None = None) -> Config:
-    """Return a session's settings from Megatron's.
+    """Return a session's settings from Megatron's. Settings of the classes here cannot be changed any more.
 
     Args:
-        megatron: Bridge's ``ConfigContainer``, or anything with sections of its names (``checkpoint``, ``ft``,
-            ``nvrx_straggler``, ``rerun_state_machine``, ``inprocess_restart``, ``train``), each an object with Bridge's
-            fields, or one of ours; or the ``argparse.Namespace`` of Megatron-LM. ``checkpoint`` and ``train`` hold
-            more than a session's settings: what else is in them is left to the training, unless it changes what is
-            resumed.
+        megatron: A ``ConfigContainer``, Bridge's or the one here, or anything with sections of its names
+            (``checkpoint``, ``ft``, ``nvrx_straggler``, ``rerun_state_machine``, ``inprocess_restart``, ``train``),
+            each an object with Bridge's fields, or one of ours; or the ``argparse.Namespace`` of Megatron-LM.
+            ``checkpoint`` and ``train`` of Bridge hold more than a session's settings: what else is in them is left to
+            the training, unless it changes what is resumed.
         run_dir: The run directory.
 
     Raises:
@@ -225,7 +109,7 @@ def outlast_config(megatron: Any, *, run_dir: str | None = None) -> Config:
     """
     sections = _sections_of(megatron) if isinstance(megatron, argparse.Namespace) else megatron
     found: dict[str, Any] = {
-        name: as_outlast(getattr(sections, name, None), kind, name) for name, kind in _SECTIONS.items()
+        name: _convert(getattr(sections, name, None), kind, name) for name, kind in _SECTIONS.items()
     }
     saved = _read_checkpoint(getattr(sections, "checkpoint", None))
     straggler, older = found["nvrx_straggler"], getattr(sections, "straggler", None)
@@ -233,7 +117,7 @@ def outlast_config(megatron: Any, *, run_dir: str | None = None) -> Config:
         raise ConfigError("nvrx_straggler.enabled and straggler.log_straggler are both on; switch the older one off")
     if found["ft"] is not None and found["ft"].enable_ft_package and saved is None:
         raise ConfigError("ft.enable_ft_package is on, but nothing is saved: set checkpoint.save")
-    return Config(
+    config = Config(
         run_dir=run_dir,
         checkpoint=saved,
         fault_tolerance=found["ft"],
@@ -242,9 +126,18 @@ def outlast_config(megatron: Any, *, run_dir: str | None = None) -> Config:
         in_process_restart=found["inprocess_restart"],
         preemption=_read_preemption(getattr(sections, "train", None)),
     )
+    for one in (sections, *(getattr(sections, name, None) for name in (*_SECTIONS, "checkpoint", "train"))):
+        if isinstance(one, Changeable):
+            one.freeze()
+    return config
+
+
+def _checked(section: Any) -> Any:
+    return section.checked() if isinstance(section, Changeable) else section
 
 
 def _read_checkpoint(section: Any) -> ours.CheckpointConfig | None:
+    section = _checked(section)
     if isinstance(section, ours.CheckpointConfig):
         return section
     values = _values(section)
@@ -259,10 +152,13 @@ def _read_checkpoint(section: Any) -> ours.CheckpointConfig | None:
 
 
 def _read_preemption(section: Any) -> PreemptionConfig | None:
+    section = _checked(section)
     if isinstance(section, PreemptionConfig):
         return section
     values = _values(section)
     given = {name: values[name] for name in _PREEMPTION if name in values}
+    if not given.get("exit_signal_handler", True) and given.get("exit_signal") == signal.SIGTERM:
+        del given["exit_signal"]  # Megatron's default, which says nothing
     if (number := given.get("exit_signal")) is not None and not isinstance(number, str):
         given["exit_signal"] = signal.Signals(number).name
     return PreemptionConfig(**given) if given else None
@@ -276,9 +172,19 @@ def as_outlast(section: Any, kind: type[C], name: str = "") -> C | None:
         kind: The class of ours.
         name: The section's, for messages.
 
+    A section of the classes here cannot be changed any more.
+
     Raises:
         ConfigError: It has a field that ours lacks, with another value than its default; or a value is wrong.
     """
+    found = _convert(section, kind, name)
+    if isinstance(section, Changeable):
+        section.freeze()
+    return found
+
+
+def _convert(section: Any, kind: type[C], name: str) -> C | None:
+    section = _checked(section)
     if section is None or isinstance(section, kind):
         return section
     known = {field.name for field in dataclasses.fields(cast(Any, kind)) if field.init}
@@ -319,7 +225,7 @@ def _sections_of(args: argparse.Namespace) -> argparse.Namespace:
     resumed = {name: values[name] for name in _RESUMES_OTHERWISE if name in values}
     return argparse.Namespace(
         checkpoint={**pick(MegatronCheckpointConfig), **resumed},
-        ft=pick(FaultToleranceConfig) or None,
+        ft=pick(ours.FaultToleranceConfig) or None,
         rerun_state_machine=pick(ours.RerunStateMachineConfig) or None,
         inprocess_restart={name: value for name, value in restart.items() if value is not None},
         train=values,
@@ -346,7 +252,7 @@ def maybe_wrap_for_inprocess_restart(
     Raises:
         ConfigError: A setting is wrong.
     """
-    settings = as_outlast(config, InProcessRestartConfig, "inprocess_restart")
+    settings = as_outlast(config, ours.InProcessRestartConfig, "inprocess_restart")
     if settings is None or not settings.enabled:
         return train_fn, None
 
@@ -442,7 +348,7 @@ _made: RankMonitor | None = None
 """The monitor that was made here."""
 
 
-def _own_monitor(config: FaultToleranceConfig | None = None, run_dir: str | None = None) -> RankMonitor:
+def _own_monitor(config: ours.FaultToleranceConfig | None = None, run_dir: str | None = None) -> RankMonitor:
     """Return the process's monitor; where there is none, make one, whose place a session may take later."""
     global _made
     there = open_monitor()
@@ -471,7 +377,7 @@ class BridgeCallback:
         run_dir: The run directory; ``None`` = that of ``outlast run``.
     """
 
-    def __init__(self, config: FaultToleranceConfig | None = None, run_dir: str | None = None) -> None:
+    def __init__(self, config: ours.FaultToleranceConfig | None = None, run_dir: str | None = None) -> None:
         self._config, self._run_dir = config, run_dir
         self._section: str | None = None
         """The one that is open."""

@@ -93,7 +93,8 @@ class Coordinator:
         learn: Called with a cycle's number, what its nodes observed, and the timeouts exceeded in it (``None``: it
             finished).
         tell_time: Returns the time for people, for what the ladder remembers.
-        stop: Why the job is over before it begins; ``None``: it begins, unless the run is finished.
+        stop: Why the job is over before it begins; ``None``: it begins, unless it has finished under another
+            coordinator.
 
     Thread: one.
     """
@@ -124,8 +125,7 @@ class Coordinator:
         self.phase = m.JobPhase.ADOPTING if settings.former_host is not None else m.JobPhase.FORMING
         self.nodes = Nodes(settings.num_slots)
         if stop is None and state.finished:
-            reason = "an earlier job finished this run; to train again, name another --run-dir"
-            stop = m.Stop(exit_code=ExitReason.FINISHED, reason=reason)
+            stop = m.Stop(exit_code=ExitReason.FINISHED, reason="the run is finished")
         self.stop = stop
         if stop is not None:
             self.phase = m.JobPhase.OVER

@@ -114,15 +114,17 @@ class CoordinatorServer:
         self._journal = Journal(
             identity.run_dir, run_id=identity.run_id, job=settings.job, node=node, proc="coordinator"
         )
-        self._unwritten: LadderState | None = None
-        """What ``ladder.json`` could not take; it is tried again."""
-        self._writes_again_s = 0.0
         is_new_job = settings.former_host is None
-        state = load_ladder(identity.run_dir, is_new_job=is_new_job, is_named=settings.is_named)
+        state = load_ladder(identity.run_dir, is_new_job=is_new_job, is_named=settings.is_named, job=settings.job)
+        state = msgspec.structs.replace(state, job=settings.job)
         stop = describe_last_job(identity.run_dir, settings.last_job) if is_new_job else None
+        continues_finished = stop is None and not state.finished and load_ladder(identity.run_dir).finished
+        self._unwritten = state if continues_finished else None
+        """What ``ladder.json`` does not have yet; it is tried again."""
+        self._writes_again_s = 0.0
         self._coordinator = Coordinator(
             settings,
-            msgspec.structs.replace(state, job=settings.job),
+            state,
             record=self._record,
             remember=self._remember,
             learn=self._learn,

@@ -479,7 +479,7 @@ def _path(run_dir: Path) -> Path:
     return run_dir / "ladder.json"
 
 
-def load_ladder(run_dir: Path | None, *, is_new_job: bool, is_named: bool = True) -> LadderState:
+def load_ladder(run_dir: Path | None, *, is_new_job: bool = False, is_named: bool = True, job: str = "") -> LadderState:
     """Return what earlier jobs of the run, or this one, left in ``ladder.json``.
 
     Args:
@@ -487,6 +487,7 @@ def load_ladder(run_dir: Path | None, *, is_new_job: bool, is_named: bool = True
         is_new_job: The state is for a new job, not for one that is in progress.
         is_named: The run has an id or a directory of its own. Without one its directory may be that of an earlier run
             which had none either: if that has finished, another begins.
+        job: The job in progress: a file that another job wrote is an earlier job's; empty = not compared.
 
     Raises:
         ConfigError: The file is there and is no ladder state.
@@ -499,7 +500,8 @@ def load_ladder(run_dir: Path | None, *, is_new_job: bool, is_named: bool = True
         raise ConfigError(
             f"{_path(run_dir)} cannot be used ({error}); move it away to begin with fresh budgets"
         ) from error
-    if not is_new_job:
+    is_earlier = bool(job) and bool(state.job) and state.job != job
+    if not is_new_job and not is_earlier:
         return state
     return begin_run(state) if state.finished and not is_named else begin_job(state)
 

@@ -334,7 +334,8 @@ class HangWatch:
     def __init__(self, task: HangWatchTask, board: Board, worker: int) -> None:
         self._task, self._board, self._worker = task, board, worker
         self._config = FaultToleranceConfig.from_json(task.config)
-        self._timeouts = Timeouts.from_config(self._config)
+        configured = FaultToleranceConfig.from_json(task.configured)
+        self._timeouts = Timeouts.of_rank(self._config, configured=configured, has_agent=False)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
 
     def _enforceable(self) -> Timeouts | None:

@@ -152,7 +152,9 @@ class RankMonitor:
             warmup={STEP: self.config.num_warmup_iterations, **dict.fromkeys(not_learned, _ALL_DURATIONS)},
             settings=config.to_json() if config is not None and config.given else "",
         )
-        self._timeouts = Timeouts.from_config(self.config, with_defaults=self.env.config_file is not None)
+        self._timeouts = Timeouts.of_rank(
+            self.config, configured=self._configured, has_agent=self.env.config_file is not None
+        )
         log.debug("%s uses %s", self._who(), self._timeouts.describe())
         if self.env.board is not None:
             self._wake_agent()

@@ -36,6 +36,8 @@ STEP = "step"
 DEFAULT_HEARTBEAT_S = 1800.0
 """Timeout of heartbeats under an agent, where the rank has a session and nobody sets one, nor a longer one for where it
 is."""
+HEARTBEAT_WITHOUT_AGENT_S = 300.0
+"""The same without an agent, where ``enable_ft_package`` is set and no timeout is: that of NVRx and Megatron-Bridge."""
 
 
 DEFAULT_EXIT_S = 1800.0
@@ -103,19 +105,40 @@ class Timeouts:
     """Timeouts that the worker calculated itself and that are in force, by :attr:`Expired.key`."""
 
     @classmethod
-    def from_config(cls, config: FaultToleranceConfig, *, with_defaults: bool = False) -> Timeouts:
+    def of_rank(cls, config: FaultToleranceConfig, *, configured: FaultToleranceConfig, has_agent: bool) -> Timeouts:
+        """Take the timeouts that are enforced on a rank out of its config, those that nobody set included.
+
+        Args:
+            config: The settings, with what was learned.
+            configured: The same without.
+            has_agent: An agent of ``outlast run`` watches; else the rank's own guard process does.
+        """
+        names = (name for name in FIELD_OF_SETTING if configured.given.get(name))
+        alone = not has_agent and configured.given.get("enable_ft_package") is True and not any(names)
+        heartbeat_s = HEARTBEAT_WITHOUT_AGENT_S if alone else DEFAULT_HEARTBEAT_S
+        return cls.from_config(config, with_defaults=has_agent or alone, heartbeat_s=heartbeat_s)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: FaultToleranceConfig,
+        *,
+        with_defaults: bool = False,
+        heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+    ) -> Timeouts:
         """Take the timeouts out of a config; none where hang detection is off.
 
         Args:
             config: The settings.
             with_defaults: Heartbeats have a timeout, too, where the config was given none: those of an agent.
+            heartbeat_s: The default between two heartbeats.
         """
         if config.given.get("enable_ft_package") is False:
             return cls()
         initial_s, later_s = config.initial_rank_heartbeat_timeout, config.rank_heartbeat_timeout
         defaults = set()
         if with_defaults and "rank_heartbeat_timeout" not in config.given:
-            later_s = DEFAULT_HEARTBEAT_S
+            later_s = heartbeat_s
             defaults.add(Subject.HEARTBEAT)
         if with_defaults and "initial_rank_heartbeat_timeout" not in config.given:
             initial_s = max(DEFAULT_HEARTBEAT_S, later_s or 0.0)

@@ -310,15 +310,6 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
         return max(filter(_is_known, (self.best_durable, self.best_committed)), default=None)
 
     @property
-    def is_over(self) -> bool:
-        """Whether the run has trained to its end, so that no job trains again.
-
-        Where no worker ever had a session nobody knows whether anything was trained: an empty script ends with 0, too.
-        """
-        # Both of the latter are known through a session alone; files of earlier versions have only them.
-        return self.finished and (self.had_session or self.progress_known or self.best_durable is not None)
-
-    @property
     def barred(self) -> tuple[str, ...]:
         """Nodes that get no slot now."""
         return (*self.quarantined, *self.held_back)
@@ -335,10 +326,17 @@ def begin_job(state: LadderState) -> LadderState:
     workers see whether they are on another device. Where the job just ended, the replay may have ended it, and is
     dropped. What was tried so far for an invalid result still counts.
 
-    A run that finished without any worker ever having had a session begins anew, as with ``torchrun``.
+    A run that has finished may be given more iterations: its next job resumes with all budgets, and the script ends at
+    once where nothing is left to train.
     """
-    if state.finished and not state.is_over:
-        return begin_run(state)
+    if state.finished:
+        return msgspec.structs.replace(
+            begin_run(state),
+            best_durable=state.best_durable,
+            best_committed=state.best_durable,
+            progress_known=state.progress_known,
+            had_session=state.had_session,
+        )
     was_told_to_leave = bool(state.history) and state.history[-1].rung == Rung.REQUEUE_JOB
     if not was_told_to_leave:
         state = msgspec.structs.replace(state, replay=None)
@@ -616,14 +614,11 @@ def _key(case: InvalidResultCase) -> tuple[int | None, str, int | None]:
     return case.iteration, case.device, case.rank
 
 
-_NOT_OVER = "every worker ended with 0; none had a session, so the same run can be started again"
-
-
 def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderState, Verdict]:
     """Return what to do after a cycle's end, and what to remember.
 
-    A finished run is never restarted by its job, nor by a later one if any worker had a session (:func:`begin_job`); a
-    preempted one is charged nothing; every other end is charged to the budgets, whatever its kind.
+    A finished run is never restarted by its job; a preempted one is charged nothing; every other end is charged to the
+    budgets, whatever its kind.
     """
     if state.finished:
         return state, Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
@@ -633,8 +628,7 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
     state, progressed = _note_progress(state, end, trusted=found is None or found.distrusted is None)
     if end.finished:
         state = msgspec.structs.replace(state, finished=True)
-        reason = "the run is finished" if state.is_over else _NOT_OVER
-        verdict = Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FINISHED)
+        verdict = Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
     elif end.preempted or end.exit_code == ExitReason.PREEMPTED:
         verdict = _leave(end, state)
     else:

@@ -563,6 +563,13 @@ class Session:
         if self._phase == _Phase.STOPPING:
             self.leave(state)
         self._expect("finish()", _Phase.BETWEEN)
+        if self._decision is None and self._iteration and self._scope.call_number == 0:
+            self._log(
+                logging.INFO,
+                "iteration %d is done: nothing was left to train; to train on, raise the number of iterations (total, "
+                "train_iters, max_steps) and launch again with the same --run-dir or checkpoint directory",
+                self._iteration,
+            )
         self._inject_faults(is_last=True)
         self._attempts.finish()
         broken = None

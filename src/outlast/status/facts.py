@@ -21,7 +21,7 @@ from outlast.env import clean_name
 from outlast.incidents import CYCLE_ENDING, Event, EventKind, Incident, IncidentKind, Rung
 from outlast.launch.protocol import LiveBudgets, LiveNode, LiveStatus
 from outlast.policy.durability import Durability, job_tier, with_commit
-from outlast.policy.ladder import LadderState, Limits, begin_job, begin_run
+from outlast.policy.ladder import LadderState, Limits, begin_job
 from outlast.policy.recovery_point import Tier
 from outlast.status.evidence import Evidence
 from outlast.status.report import (
@@ -538,8 +538,6 @@ def _ladder_of(evidence: Evidence, job: JobEvents) -> LadderState | None:
         return ladder
     if not ladder.job and job.verdict is not None:
         return ladder  # written by an earlier version, which did not name the job
-    if ladder.finished:
-        return begin_run(ladder) if job.cycles else ladder
     return begin_job(ladder)
 
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from outlast import clock
+from outlast.config.base import frozen
 from outlast.config.training import StragglerDetectionConfig
 from outlast.decoding import from_msgpack
 from outlast.env import read_worker
@@ -100,7 +101,7 @@ class StragglerDetector:
         on_report: Callable[[Report], object] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self.config = config or StragglerDetectionConfig()
+        self.config = frozen(config) or StragglerDetectionConfig()
         place = read_worker()
         self._rank = place.global_rank if global_rank is None else global_rank
         self._node = place.node if node is None else node

@@ -247,6 +247,7 @@ class AsyncCallsQueue:
         self.call_idx = number
         call = _ScheduledCall(number, request.freeze()._replace(call_idx=number), tuple(arguments), place=place)
         self._calls.append(call)
+        _log_save(call, "Scheduling async checkpoint save (call %d)")
         self._start()
         self._work.put(call)
         if not self.persistent:
@@ -297,6 +298,7 @@ class AsyncCallsQueue:
             else:
                 self._num_failures = 0
                 finalised.append(call.idx)
+                _log_save(call, "async checkpoint save (call %d) is committed")
         if blocking and failure is not None:
             raise failure
         return finalised
@@ -387,3 +389,11 @@ class AsyncCallsQueue:
 def _run_calls(work: queue.SimpleQueue[_ScheduledCall | None]) -> None:
     while (call := work.get()) is not None:
         call.run()
+
+
+def _log_save(call: _ScheduledCall, text: str) -> None:
+    """Log a call of the script's own. Rank 0 does; what outlast saves itself is logged where it is saved."""
+    work = call.request.async_fn
+    is_first = not is_initialised() or dist.get_rank() == 0
+    if work is not None and is_first and not str(getattr(work, "__module__", "")).startswith("outlast."):
+        log.info(text, call.idx)

@@ -71,12 +71,14 @@ def prepare(script: BatchScript) -> tuple[str, tuple[str, ...]]:
 
     Raises:
         ConfigError: A file in the run directory cannot be used.
-        OutlastError: The run is finished.
     """
     run_dir = Path(script.run_dir)
     ladder = load_ladder(run_dir, is_new_job=False)
-    if ladder.is_over:
-        raise OutlastError(f"the run in {run_dir} is finished; name another run directory for a new one")
+    if ladder.finished:
+        log.warning(
+            "the run in %s has finished: the job trains only if its script is given more iterations than before",
+            run_dir,
+        )
     known = (*load_requeue_state(run_dir).excluded, *ladder.quarantined)
     exclude = tuple(dict.fromkeys((*script.exclude, *known)))
     if added := [node for node in exclude if node not in script.exclude]:
@@ -92,7 +94,7 @@ def submit(script: BatchScript) -> str:
 
     Raises:
         ConfigError: The run directory cannot be made.
-        OutlastError: The run is finished, or Slurm refused the job; the message has its words.
+        OutlastError: Slurm refused the job; the message has its words.
 
     Blocks: up to a minute.
     """
@@ -176,7 +178,11 @@ def _exclude(job_id: str, nodes: tuple[str, ...]) -> None:
 
 
 def resolve_resume_path(
-    checkpoint_dir: str | os.PathLike[str], *, run_dir: str | os.PathLike[str] | None = None, num_threads: int = 4
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    num_threads: int = 4,
+    warns_of_others: bool = True,
 ) -> Path | str | None:
     """Return the newest generation of which every byte is what was saved; ``None`` when there is none.
 
@@ -188,6 +194,7 @@ def resolve_resume_path(
         run_dir: The run directory; what its ``ladder.json`` distrusts, because it led to invalid results, is skipped
             too.
         num_threads: Readers.
+        warns_of_others: Log a WARNING where the directory holds something, and nothing that outlast saved.
 
     Returns:
         The generation's folder (of a local tier: this node's, else the first that holds some of it); a URL when a URL
@@ -216,6 +223,13 @@ def resolve_resume_path(
                 return _path_of(found, looked.entry, is_url=is_url)
             why = "; ".join(str(problem) for problem in entry.problems[:3])
         log.warning("generation %d in %s is skipped: %s", found.entry.iteration, name, why)
+    if warns_of_others and not looked.found and not is_url:
+        there = sorted(path.name for path in Path(name.removeprefix("file://")).iterdir())
+        if there:
+            log.warning(
+                "%s holds no checkpoint of outlast, but %s%s: a checkpoint of another system is not resumed from",
+                *(name, ", ".join(there[:3]), ", ..." if len(there) > 3 else ""),
+            )
     return None
 
 
