@@ -94,6 +94,11 @@ class InProcessScope:
         if (call := self._inside()) is not None:
             call.ping()
 
+    def note_iteration(self, iteration: int) -> None:
+        """Report how many steps are done, from which follows whether a restart makes progress."""
+        if (call := self._inside()) is not None:
+            call.note_iteration(iteration)
+
     @contextmanager
     def undivided(self) -> Iterator[None]:
         """Return a context of a few milliseconds that no restart interrupts, to open what must be closed."""
