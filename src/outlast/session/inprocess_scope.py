@@ -94,11 +94,6 @@ class InProcessScope:
         if (call := self._inside()) is not None:
             call.ping()
 
-    def note_iteration(self, iteration: int) -> None:
-        """Report how many steps are done, from which follows whether a restart makes progress."""
-        if (call := self._inside()) is not None:
-            call.note_iteration(iteration)
-
     @contextmanager
     def undivided(self) -> Iterator[None]:
         """Return a context of a few milliseconds that no restart interrupts, to open what must be closed."""
@@ -185,7 +180,9 @@ class InProcessScope:
         self._memory.has_loaded = origin
 
     def note_iteration(self, iteration: int) -> None:
-        """Record that the state is that of ``iteration`` optimizer steps."""
+        """Record that the state is that of ``iteration`` optimizer steps, and how far a call has come."""
+        if (call := self._inside()) is not None:
+            call.note_iteration(iteration)
         if self._memory is not None:
             self._memory.note(iteration)
 

@@ -178,7 +178,6 @@ class ProgressReporter:
     def begin_step(self, iteration: int) -> None:
         """Report that a step begins, ``iteration`` of which are done."""
         self._scope.ping()
-        self._scope.note_iteration(iteration)
         self._monitor.heartbeat()
         if not self._wrote_steps_started:
             self._wrote_steps_started = True

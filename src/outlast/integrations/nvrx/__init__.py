@@ -96,6 +96,7 @@ MODULES: dict[str, Mapping[str, Sequence[str]]] = {
         ),
     },
     "inprocess.initialize": {_INPROCESS: ("Initialize=StatePlugin", "RetryController=RetryLimits")},
+    "inprocess.monitor_thread": {"outlast.inprocess.call": ("RankShouldRestart=RestartRequested",)},
     "inprocess.nested_restarter": {_INPROCESS: ("NestedRestarterCallback", "NestedRestarterLogger", *_NESTED)},
     "inprocess.param_utils": {
         _INPROCESS: ("check_type=is_annotated", "count_type_in_params", "substitute_param_value"),

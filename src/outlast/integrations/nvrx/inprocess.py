@@ -34,7 +34,7 @@ from outlast.config.base import require
 from outlast.config.training import InProcessRestartConfig
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError, RestartAbort, UnhealthyRank
 from outlast.inprocess import plugins as engine
-from outlast.inprocess.call import Handle
+from outlast.inprocess.call import Handle, RestartRequested
 from outlast.inprocess.rank import RankLeft, Wrapper
 from outlast.integrations.nvrx import ranks
 from outlast.integrations.nvrx.ranks import (
@@ -554,21 +554,30 @@ class CallWrapper:
 
 
 class NoStore:
-    """A store that NVRx would make: accepted as ``store_factory``, and not made.
+    """What NVRx would make a store of: accepted as ``store_factory``, and not made."""
+
+
+class TCPStore(NoStore):
+    """NVRx's default store; see :class:`NoStore`.
 
     Raises:
         ConfigError: One is made.
     """
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
+    def __init__(
+        self,
+        host_name: str | None = None,
+        port: int | None = None,
+        world_size: int | None = None,
+        timeout: timedelta = timedelta(minutes=5),
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        use_libuv: bool = True,
+    ) -> None:
         raise ConfigError(
-            f"{type(self).__name__} is not made: the ranks of a wrapped function meet by themselves; for a store of "
+            "inprocess.store.TCPStore is not made: the ranks of a wrapped function meet by themselves; for a store of "
             "your own use torch.distributed.TCPStore"
         )
-
-
-class TCPStore(NoStore):
-    """NVRx's default store; see :class:`NoStore`."""
 
 
 _OURS = __name__.rpartition(".")[0]
@@ -615,6 +624,15 @@ def _require_no_groups(fn: Callable[..., Any]) -> None:
     require(not (dist.is_available() and dist.is_initialized()), text)
 
 
+def _max_iterations(initialize: object) -> int | None:
+    """Return the limit of a plug-in, or of one that is composed: it bounds restarts without progress, too."""
+    for one in getattr(initialize, "instances", (initialize,)):
+        found = _max_iterations(one) if isinstance(one, ComposeFromRight) else getattr(one, "max_iterations", None)
+        if found is not None:
+            return int(found)
+    return None
+
+
 _STORE_ARGUMENTS = ("host_name", "port", "world_size", "timeout", "wait_for_workers", "multi_tenant", "use_libuv")
 _S = timedelta(seconds=1)
 
@@ -657,7 +675,7 @@ class WrapperOfNVRx:
         finalize: Called after each call that was left.
         health_check: Called before each further call. If it raises, the rank is permanently removed, and the call of
             the function raises :class:`HealthCheckError` there.
-        rank_assignment: One of this module's rules, or a function of an ``Assignment``.
+        rank_assignment: One of NVRx's rules, composed or alone, or a function of an ``Assignment``.
         rank_filter: Refused: ``rank_assignment`` takes filters, too.
         monitor_thread_interval: And all timeouts and intervals: time deltas, or seconds; as in
             :class:`outlast.InProcessRestartConfig`, whose ``_SMALLER`` inequalities must hold.
@@ -723,7 +741,9 @@ class WrapperOfNVRx:
         if monitor_process_logfile is not None:
             folder = os.path.dirname(os.path.abspath(monitor_process_logfile))
         self.enabled = enabled
+        allowed = _max_iterations(initialize)
         self.config = InProcessRestartConfig(
+            **({} if allowed is None else {"max_no_progress_restarts": allowed}),
             granularity="rank",
             monitor_thread_interval=_seconds(monitor_thread_interval),
             monitor_process_interval=_seconds(monitor_process_interval),
@@ -773,6 +793,10 @@ class WrapperOfNVRx:
             given, named = substitute_param_value(fn, args, kwargs, {CallWrapper: CallWrapper(handle)})
             try:
                 return fn(*given, **named)
+            except RestartRequested:
+                if handle.is_left:
+                    raise
+                raise RestartError("the function requested a restart (RankShouldRestart)") from None
             except Exception as error:
                 self._refuse(error)
                 self._raised = _without_frames(error)
