@@ -87,6 +87,41 @@ with open(sys.argv[1], "w") as file:
 """
 
 
+HANDLES = """
+import os, signal, sys, time
+from datetime import timedelta
+from outlast.integrations import nvrx
+nvrx.install()
+import nvidia_resiliency_ext.inprocess as inprocess
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+
+def handle(number, frame):
+    os.write(1, b"handled")
+    os._exit(7)
+
+signal.signal(signal.SIGTERM, handle)
+
+@inprocess.Wrapper(
+    soft_timeout=timedelta(seconds=2), hard_timeout=timedelta(seconds=3), termination_grace_time=timedelta(seconds=300)
+)
+def train(call: inprocess.CallWrapper = None):
+    call.ping()
+    with call.atomic():
+        while True:
+            time.sleep(0.01)
+
+train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_rank_that_cannot_be_interrupted_gets_a_signal_that_its_script_handles() -> None:
+    """At the hard timeout SIGTERM comes first, and SIGKILL only ``termination_grace_time`` later."""
+    done = subprocess.run([sys.executable, "-c", HANDLES], capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stdout) == (7, "handled"), done.stderr[-4000:]
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return how each case ended, and how often its function was called."""
