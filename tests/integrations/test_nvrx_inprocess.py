@@ -147,7 +147,7 @@ def test_a_tree_keeps_a_node_in_reserve_and_gives_up_a_broken_one() -> None:
     begun = ranks_after(tree(), [member(one, node) for one, node in enumerate(nodes)])
     assert begun == {0: 0, 1: 1, 2: 2, 3: 3, 4: None, 5: None}
     after = [member(one, node, rank=begun[one], alive=one != 0) for one, node in enumerate(nodes)]
-    assert ranks_after(tree(), after) == {1: None, 2: 2, 3: 3, 4: 0, 5: 1}
+    assert ranks_after(tree(), after) == {1: None, 2: 2, 3: 3, 4: 1, 5: 0}
 
 
 def test_without_a_reserve_the_last_rank_fills_the_gap_or_all_move_up() -> None:
@@ -204,9 +204,111 @@ def test_disabled_the_function_is_called_as_it_is() -> None:
 
 
 def test_plug_ins_are_composed_from_right_to_left() -> None:
-    """``Compose(a, b)(x)`` is ``a(b(x))``; one that returns nothing hands on what it was given."""
+    """``Compose(a, b)(x)`` is ``a(b(x))``; a plug-in that returns ``None`` is warned of and passed over."""
     composed = inprocess.ComposeFromRight(lambda x: f"a({x})", lambda x: None, lambda x: f"b({x})")
-    assert composed("x") == "a(b(x))"
+    with pytest.warns(UserWarning, match="returned None"):
+        assert composed("x") == "a(b(x))"
+
+
+def test_what_is_composed_is_of_the_class_that_its_plug_ins_share() -> None:
+    """A composition passes for an instance of the nearest class that all share, also composed again."""
+
+    class Check(inprocess.StatePlugin):
+        def __call__(self, state: Any) -> Any:
+            return state
+
+    class Other(Check): ...
+
+    checks = inprocess.ComposeFromRight(Check(), Other())
+    assert isinstance(checks, Check)
+    assert not isinstance(checks, Other)
+    assert isinstance(inprocess.ComposeFromRight(checks, Other()), Check)
+    rules = inprocess.ComposeFromRight(ranks.ActivateAllRanks(), ranks.ShiftRanksUp())
+    assert isinstance(rules, ranks.AssignmentRule)
+    mixed = inprocess.ComposeFromRight(Check(), print)
+    assert not isinstance(mixed, Check)
+
+
+def test_groups_with_too_few_ranks_are_removed() -> None:
+    """``FilterCountGroupedByKey`` removes the rest of a node that lost a rank; the rule to its left closes the gaps."""
+    rule = ranks.CountedGroups(lambda _: "node", condition=lambda count: count == 2)
+    (label,) = rule.labels()
+    members = [
+        Member(initial_rank=one, node=node, rank=one, alive=one != 1, labels={label: node})
+        for one, node in enumerate("aabbcc")
+    ]
+    composed = inprocess.ComposeFromRight(ranks.ShiftRanksUp(), rule)
+    assert composed.labels() == {label: "node"}
+    assert ranks_after(composed, members) == {2: 0, 3: 1, 4: 2, 5: 3}
+    with pytest.raises(ConfigError, match="FilterCountGroupedByKey cannot count in a RankAssignmentCtx"):
+        rule(ranks.RankAssignmentCtx(ranks.WrapperState(0, 2), None, set()))
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (ranks.ShiftRanksUp(), {0: 0, 2: 1, 3: 2, 6: 3, 7: 4}),
+        (ranks.FillGapsFromTheEnd(), {0: 0, 2: 2, 3: 3, 6: 1, 7: 4}),
+    ],
+)
+def test_rules_take_the_context_of_one_rank(rule: ranks.AssignmentRule, expected: dict[int, int]) -> None:
+    """With ``RankAssignmentCtx`` a rule gives one rank its place, or raises for a rank that is gone."""
+    found = {}
+    for rank in range(8):
+        ctx = ranks.RankAssignmentCtx(ranks.WrapperState(rank, 8), None, {1, 4, 5})
+        if rank in ctx.terminated_ranks:
+            with pytest.raises(ranks.RankDiscarded, match=f"rank {rank} is permanently removed"):
+                rule(ctx)
+            continue
+        state = ranks.ActiveDivisibleBy(2)(rule(ctx)).state
+        found[rank] = state.rank
+        assert (state.world_size, state.active_world_size, ctx.terminated_ranks) == (5, 4, set())
+        assert (state.mode is ranks.Mode.ACTIVE, state.active_rank is None) == (state.rank < 4, state.rank == 4)
+    assert found == expected
+
+
+def test_a_tree_replaces_by_the_last_spare_and_by_the_last_ranks() -> None:
+    """As in NVRx: of the nearest branch the last spare, of the widest branch its last ranks, in order."""
+    backfill = ranks.LayerFlag.BACKFILL
+    layers = [ranks.Layer(flag=backfill), ranks.Layer(key_or_fn="node", flag=backfill)]
+    members = [member(one, node, rank=one, alive=one not in (2, 3)) for one, node in enumerate("aabbccdd")]
+    assert ranks_after(ranks.LayeredTree(layers), members) == {0: 0, 1: 1, 4: 4, 5: 5, 6: 2, 7: 3}
+
+
+def test_thousands_of_ranks_are_assigned_within_one_restart() -> None:
+    """A tree of 16384 ranks that loses 1024 is one pass over them, not one for each."""
+    num, flag = 1 << 14, ranks.LayerFlag.RESERVE | ranks.LayerFlag.BACKFILL
+    layers = [ranks.Layer(flag=flag), ranks.Layer(max_ranks=8, key_or_fn="node", flag=flag)]
+    members = [member(one, str(one // 8), rank=one, alive=one % 16 != 1) for one in range(num)]
+    after = ranks_after(ranks.LayeredTree(layers), members)
+    assert sorted(rank for rank in after.values() if rank is not None) == list(range(num - num // 16))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (inprocess.NicHealthCheck, "health.network_interfaces"),
+        (inprocess.TCPStore, "torch.distributed.TCPStore"),
+        (lambda: inprocess.AbortTorchDistributed("traces"), "torch_fr_trace_path is not supported"),
+    ],
+)
+def test_what_is_not_made_names_what_to_use(make: Callable[[], object], text: str) -> None:
+    """A name of NVRx that exists without its meaning is refused with what to use instead."""
+    with pytest.raises(ConfigError, match=text):
+        make()
+
+
+def test_errors_of_the_wrapper_are_nvrx_s() -> None:
+    """A script catches them by NVRx's classes, and by outlast's."""
+    state = inprocess.engine.State(
+        initial_rank=1, initial_world_size=2, rank=1, world_size=2, active_world_size=2, iteration=1, node="n",
+        fault_counts={1: 2},
+    )  # fmt: skip
+    with pytest.raises(inprocess.RankFaultsExceeded, match="rank 1 failed 2 times") as caught:
+        inprocess.RankFaultCounter(max_rank_faults=1)(state)
+    assert isinstance(caught.value, inprocess.RestartError)
+    for kind in (inprocess.InternalError, inprocess.RestartTimeout, ranks.RankDiscarded, inprocess.HealthCheckError):
+        assert issubclass(kind, inprocess.RestartError)
 
 
 def test_parameters_are_found_by_their_annotation() -> None:

@@ -273,10 +273,44 @@ def test_restarts_are_bounded() -> None:
     assert (order.restart_count, order.fault_counts) == (1, {1: 2})
 
 
+def fail_at(hub: Hub, iteration: int) -> o.Order:
+    """Have rank 1 fail, both ranks get ready after so many steps, and enter the next call; return the last order."""
+    restart_count = hub.state.restart_count + 1
+    hub.fault(1, restart_count - 1)
+    for rank in (0, 1):
+        ready = o.RankReady(restart_count=restart_count, store_address="host 1", iteration=iteration - rank)
+        hub.hear(rank, ready)
+    if hub.state.question is not None:
+        hub.assign({0: 0, 1: 1})
+    return hub.orders[-1].order
+
+
+@pytest.mark.parametrize("reached", [-1, 40])
+def test_restarts_in_a_row_without_progress_are_bounded(reached: int) -> None:
+    """Where no rank gets beyond the highest iteration before, or none is known, the limit of restarts stops all."""
+    hub = running(2, 2, msgspec.structs.replace(LIMITS, max_no_progress_restarts=3))
+    for _ in range(3):
+        assert isinstance(fail_at(hub, reached), o.Go)
+    order = fail_at(hub, reached)
+    assert isinstance(order, o.Abort)
+    assert "3 restarts in a row made no progress (max_no_progress_restarts=3)" in order.reason
+    assert ("beyond iteration 40" in order.reason) == (reached == 40)
+
+
+def test_restarts_with_progress_are_not_bounded() -> None:
+    """A call that gets further than any before starts the count again; one that repeats earlier steps does not."""
+    hub = running(2, 2, msgspec.structs.replace(LIMITS, max_no_progress_restarts=2))
+    for iteration in range(0, 100, 10):
+        assert isinstance(fail_at(hub, iteration), o.Go)
+        assert isinstance(fail_at(hub, iteration // 2), o.Go)
+    assert isinstance(fail_at(hub, 90), o.Abort)
+
+
 def test_fatal_leave_stops_all() -> None:
-    """One that leaves and takes all with it says why."""
+    """All stop with its reason when one rank gives up for all; it gets the order, too, for the counts of all ranks."""
     hub = running(2, 3)
-    assert only(hub.hear(2, o.Left(reason="enough", fatal=True))) == ((0, 1), o.Abort(reason="enough", restart_count=0))
+    order = o.Abort(reason="enough", restart_count=0)
+    assert only(hub.hear(2, o.Left(reason="enough", fatal=True))) == ((0, 1, 2), order)
 
 
 def test_who_is_left_out_is_a_member_no_more() -> None:

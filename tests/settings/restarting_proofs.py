@@ -74,7 +74,7 @@ def empties_the_cache(scene: Scene) -> None:
     for value, times in ((True, 1), (False, 0)):
         config = InProcessRestartConfig(empty_cuda_cache=value)
         one = rank.WrappedRank(config, Wrapper(config)._plugins)
-        one._handle, one._page, one._background = Mock(iteration=0), Mock(), Mock()
+        one._handle, one._page, one._background = Mock(iteration=0, reached=0), Mock(), Mock()
         emptied.reset_mock()
         one._leave(None)
         assert emptied.call_count == times
@@ -113,6 +113,7 @@ IN_PROCESS: dict[str, Proof] = {
     "active_world_size": differs(assigned, I, active_world_size=2),
     "granularity": differs(filled, I, granularity="rank"),
     "max_iterations": differs(task, I, max_iterations=3),
+    "max_no_progress_restarts": differs(task, I, max_no_progress_restarts=3),
     "soft_timeout": differs(task, I, soft_timeout=30.0),
     "hard_timeout": differs(task, I, hard_timeout=80.0),
     "heartbeat_interval": differs(task, I, heartbeat_interval=3.0),

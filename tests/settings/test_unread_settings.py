@@ -24,6 +24,7 @@ OTHERS: dict[str, Any] = {
     "state_directory": "there",
     "safety_factor": 2.0,
     "rank_termination_signal": "SIGTERM",
+    "rank_termination_grace": 5.0,
     "max_no_progress_cycles": 2,
     "max_node_faults": 1,
     "max_restart_delay": 1.0,
@@ -40,7 +41,7 @@ OTHERS: dict[str, Any] = {
     "simulated_fault_base_delay": 1.0,
 }
 """Fields of the fault tolerance settings with a value other than their default, those of timeouts aside."""
-READ_BY_TRAIN = {"rank_termination_signal", "max_no_progress_cycles", "shutdown_grace"}
+READ_BY_TRAIN = {"rank_termination_signal", "rank_termination_grace", "max_no_progress_cycles", "shutdown_grace"}
 
 
 def test_the_table_above_is_whole() -> None:

@@ -83,15 +83,38 @@ def learned_from(config: FaultToleranceConfig) -> Any:
 
 def ends_a_hung_rank_with_the_signal(scene: Scene) -> None:
     """The guard sends the configured signal, and SIGKILL without one."""
+    signals = rank_guard.signal
+    ends, terminates = FaultToleranceConfig(), FaultToleranceConfig(rank_termination_signal="SIGTERM")
+    sent = sent_to_a_hung_rank(scene, [ends, terminates], is_gone=lambda *_: True)
+    assert sent == [signals.SIGKILL, signals.SIGTERM, signals.SIGCONT]
+
+
+def waits_for_the_handler_of_a_hung_rank(scene: Scene) -> None:
+    """Between that signal and SIGKILL the guard waits as long as configured."""
+    waited: list[float] = []
+
+    def is_gone(_: Any, timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        return False
+
+    graces = (FaultToleranceConfig().rank_termination_grace, 5.0)
+    configs = [FaultToleranceConfig(rank_termination_signal="SIGTERM", rank_termination_grace=one) for one in graces]
+    sent = sent_to_a_hung_rank(scene, configs, is_gone=is_gone)
+    assert waited == [30.0, 5.0]
+    assert sent.count(rank_guard.signal.SIGKILL) == 2
+
+
+def sent_to_a_hung_rank(scene: Scene, configs: list[FaultToleranceConfig], is_gone: Any) -> list[int]:
+    """Return the signals that the guard sends to a rank that hangs, with each config in turn."""
     sent: list[int] = []
     scene.patch.setattr(rank_guard, "examine", lambda *_, **__: [])
     scene.patch.setattr(rank_guard.signal, "pidfd_send_signal", lambda _, number: sent.append(number))
-    scene.patch.setattr(rank_guard.HangWatch, "_is_gone", lambda *_: True)
+    scene.patch.setattr(rank_guard.HangWatch, "_is_gone", is_gone)
     late = Expired(
         subject=Subject.HEARTBEAT, local_rank=0, global_rank=0, pid=1, section=None,
         timeout_s=1, elapsed_s=2, since_ns=0, iteration=0,
     )  # fmt: skip
-    for config in (FaultToleranceConfig(), FaultToleranceConfig(rank_termination_signal="SIGTERM")):
+    for config in configs:
         board = Board.create()
         task = rank_guard.HangWatchTask(
             pid=os.getpid(),
@@ -102,7 +125,7 @@ def ends_a_hung_rank_with_the_signal(scene: Scene) -> None:
         )
         rank_guard.HangWatch(task, board, worker=-1).end_worker(HangReport(expired=[late], states=[]))
         board.close()
-    assert sent == [rank_guard.signal.SIGKILL, rank_guard.signal.SIGTERM, rank_guard.signal.SIGCONT]
+    return sent
 
 
 def settled(config: FaultToleranceConfig) -> JobSettings:
@@ -227,6 +250,7 @@ FAULT_TOLERANCE: dict[str, Proof] = {
     "safety_factor": differs(learned_from, F, safety_factor=2.0),
     "num_warmup_iterations": differs(overdue, F, {"rank_section_timeouts": {"step": 3.0}}, num_warmup_iterations=0),
     "rank_termination_signal": ends_a_hung_rank_with_the_signal,
+    "rank_termination_grace": waits_for_the_handler_of_a_hung_rank,
     "max_no_progress_cycles": differs(verdicts, F, {"max_node_faults": 0}, max_no_progress_cycles=2),
     "max_restart_delay": differs(delays, F, max_restart_delay=0.0),
     "max_node_faults": differs(verdicts, F, max_node_faults=1),

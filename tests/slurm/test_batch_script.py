@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from outlast.cli.slurm import slurm
-from outlast.errors import ConfigError, OutlastError
+from outlast.errors import ConfigError
 from outlast.integrations.slurm import BatchScript, step_options
-from outlast.integrations.slurm.jobs import prepare, submit
+from outlast.integrations.slurm.jobs import prepare
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
 

@@ -467,7 +467,7 @@ def measure_restarts(num_rounds: str) -> Iterator[Found]:
 
     function.__annotations__["handle"] = Handle
     config = InProcessRestartConfig(
-        max_iterations=int(num_rounds) + 1, soft_timeout=_SOFT_TIMEOUT_S, hard_timeout=_HARD_TIMEOUT_S
+        max_no_progress_restarts=int(num_rounds) + 1, soft_timeout=_SOFT_TIMEOUT_S, hard_timeout=_HARD_TIMEOUT_S
     )
     Wrapper(config)(function)()
     yield from ({"restarted": seconds} for seconds in found)

@@ -86,6 +86,9 @@ class FaultToleranceConfig(Partial):
     rank_termination_signal: str = "SIGKILL"
     """Signal that ends a hung worker when no launcher of ours does (SIGKILL, SIGTERM, ...)."""
 
+    rank_termination_grace: float = 30.0
+    """Seconds from ``rank_termination_signal`` to SIGKILL, in which a handler of the script runs; 0 = none."""
+
     max_no_progress_cycles: int = 3
     """Cycles in a row that may end without a new durable checkpoint, where progress can be known; then the
     job stops with exit code 93. Where it is not given, ``outlast run`` allows one more for each 4,096 nodes beyond the
@@ -147,6 +150,7 @@ class FaultToleranceConfig(Partial):
             require(0 < len(name.encode()) <= 39, f"section name {name!r} must have 1 to 39 bytes; shorten it")
         require_at_least(self, 1, "safety_factor", "max_no_progress_cycles", "min_nodes")
         require_at_least(self, 0, "max_restart_delay", "num_warmup_iterations", "max_node_faults", "shutdown_grace")
+        require_at_least(self, 0, "rank_termination_grace")
         require_at_least(self, 0, "simulated_fault_rank", "simulated_fault_base_delay")
         require(
             self.rank_termination_signal in signal.Signals.__members__,

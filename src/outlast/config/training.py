@@ -49,6 +49,11 @@ class InProcessRestartConfig(Partial):
     max_iterations: int | None = None
     """Restarts in process after which the job is given up to the launcher; none = no limit, 0 = none at all."""
 
+    max_no_progress_restarts: int = 10
+    """Restarts in process in a row without progress after which the job is given up to the launcher. Progress is an
+    iteration higher than any before, as a session, ``Restore`` or ``Handle.note_iteration()`` reports it; where none
+    is reported, all restarts count."""
+
     soft_timeout: float = 60.0
     """Longest time in seconds that the function's main thread may go without progress while the rest of its process
     runs; then it is interrupted, and all ranks restart."""
@@ -104,6 +109,7 @@ class InProcessRestartConfig(Partial):
         require_at_least(self, 0, "last_call_wait", "termination_grace_time")
         require_one_of(self, "granularity", ("node", "rank"))
         require_at_least(self, 1, "active_world_size", what="; write none for all ranks")
+        require_at_least(self, 0, "max_no_progress_restarts", what="; it cannot be switched off: write a large number")
         require_at_least(self, 0, "max_iterations", "max_rank_faults", what="; write none for no limit")
         require(self.monitor_process_logdir != "", "monitor_process_logdir must not be empty; write none for no files")
         for small, large, why in _SMALLER:

@@ -82,6 +82,8 @@ class Handle:
         not failed yet, or is only known to have once it raises."""
         self.config = config or InProcessRestartConfig()
         """The settings of the wrapper."""
+        self.reached = -1
+        """The highest iteration given to :meth:`note_iteration`; -1: none was."""
 
     @property
     def state(self) -> State:
@@ -110,6 +112,14 @@ class Handle:
         if not self._has_pinged:
             self._has_pinged = True
             self._on_first_ping()
+
+    def note_iteration(self, iteration: int) -> None:
+        """Record how many optimizer steps are done, which bounds restarts without progress.
+
+        A session and :class:`~outlast.inprocess.Restore` do this by themselves. Restarts in a row of which none gets
+        beyond the highest iteration before end with ``RestartAbort`` (``max_no_progress_restarts``).
+        """
+        self.reached = max(self.reached, iteration)
 
     def atomic(self) -> AbstractContextManager[None]:
         """Return a context manager in which the function is not interrupted; may be nested.
@@ -303,18 +313,27 @@ def is_consequence(error: BaseException) -> bool:
     return is_from_group and any(words in text for words in _LOST_WORDS)
 
 
-def drop(error: BaseException | None) -> None:
-    """Free what is held by the frames that an exception went through, and by those of its causes."""
-    seen: set[int] = set()
+def clear_frames(error: BaseException | None) -> list[BaseException]:
+    """Free what is held by the frames that an exception and its causes went through; return all of these.
+
+    Their tracebacks still show where they were raised.
+    """
+    found: list[BaseException] = []
     pending = [error]
     while pending:
         one = pending.pop()
-        if one is None or id(one) in seen:
+        if one is None or any(one is other for other in found):
             continue
-        seen.add(id(one))
+        found.append(one)
         pending += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
         if one.__traceback__ is not None:
             traceback.clear_frames(one.__traceback__)
+    return found
+
+
+def drop(error: BaseException | None) -> None:
+    """Free an exception's frames and tracebacks, and those of its causes."""
+    for one in clear_frames(error):
         one.__traceback__ = None
 
 

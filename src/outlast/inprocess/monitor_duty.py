@@ -152,7 +152,7 @@ class _MonitorDuty:
         elif found is not None and self._stuck is None:
             log.warning("rank %d is ended: %s", self._task.initial_rank, found.summary)
             self._stuck = found
-            self._signal(signal.SIGKILL)
+            due.append(self._end_rank())
         if next_ns is not None:
             due.append(next_ns / 1e9)
         return due
@@ -263,12 +263,19 @@ class _MonitorDuty:
             self._send_to_rank(order)
 
     def _expel(self) -> None:
-        """End a rank that counts as dead; it has a grace period first."""
+        """End a rank that counts as dead."""
         log.warning("rank %d is removed and ended", self._task.initial_rank)
-        grace_s = self._task.termination_grace_s
-        if grace_s > 0:
-            self._signal(signal.SIGTERM)
-        self._kill_s = clock.now_s() + grace_s
+        self._end_rank()
+
+    def _end_rank(self) -> float:
+        """Send SIGTERM; return when SIGKILL is due, if the rank still runs then."""
+        if self._kill_s is None:
+            grace_s = self._task.termination_grace_s
+            self._kill_s = clock.now_s() + grace_s
+            if grace_s > 0:
+                self._signal(signal.SIGTERM)
+                self._signal(signal.SIGCONT)  # a stopped process handles nothing else
+        return self._kill_s
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(OSError):  # it ended by itself meanwhile

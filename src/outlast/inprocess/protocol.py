@@ -116,6 +116,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             host=host,
             limits=RestartLimits(
                 max_iterations=config.max_iterations,
+                max_no_progress_restarts=config.max_no_progress_restarts,
                 barrier_timeout_s=config.barrier_timeout,
                 completion_timeout_s=config.completion_timeout,
                 last_call_wait_s=config.last_call_wait,

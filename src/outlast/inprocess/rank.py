@@ -219,6 +219,8 @@ class WrappedRank:
         self._restart: p.Restart | None = None
         """Since that order to go."""
         self._ready_for = -1
+        self._iteration = -1
+        """Highest number of optimizer steps that a call has reported; -1: none has."""
         self._returned: CallOutcome | None = None
         self._has_finished = False
         """The function has returned on all active ranks."""
@@ -366,7 +368,9 @@ class WrappedRank:
         self._store = calls.CallStore(self._host)
         self._ready_for = restart_count
         self._page.set_phase(RankPhase.WAITING)
-        self._link.send(p.RankReady(restart_count=restart_count, store_address=self._store.address))
+        self._link.send(
+            p.RankReady(restart_count=restart_count, store_address=self._store.address, iteration=self._iteration)
+        )
 
     def _assign(self, order: p.Assign) -> p.Assigned:
         try:
@@ -470,6 +474,7 @@ class WrappedRank:
             self._link.send(p.Left(reason="interrupted by the keyboard", fatal=True))
             raise error
         if isinstance(error, RestartAbort):
+            calls.clear_frames(error)
             self._leave(None)
             self._give_up(error)
         reason = calls.describe(error)
@@ -501,6 +506,7 @@ class WrappedRank:
         if handle is None:
             return
         self._page.set_phase(RankPhase.OUT)
+        self._iteration = max(self._iteration, handle.reached)
         self._close_store()
         self._abort_collectives(handle)
         try:

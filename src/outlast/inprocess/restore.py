@@ -461,6 +461,8 @@ class Restore:
     def note(self, iteration: int) -> None:
         """Record that the state is that of ``iteration`` steps: before the first step, and at the end of each body."""
         self._kept.note(iteration)
+        if (call := current_handle()) is not None:
+            call.note_iteration(iteration)
 
     def release(self) -> None:
         """Release the state after the call was left. Idempotent. Blocks: while it is digested."""

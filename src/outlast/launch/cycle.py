@@ -68,7 +68,7 @@ _WITHOUT_EFFECT = {
         "--config with a file that has it"
         for name in AGENTS_OWN
     },
-    "rank_termination_signal": NO_TERMINATION_SIGNAL,
+    **dict.fromkeys(("rank_termination_signal", "rank_termination_grace"), NO_TERMINATION_SIGNAL),
 }
 
 

@@ -175,8 +175,9 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
     base_env = _worker_base_env(options)
     base_env[env.RUN_KEY] = identity.key.as_variable()
     base_env[env.AGENT_STARTED] = str(start_time_s(os.getpid()))
-    if options.layers.source("rank_termination_signal") != DEFAULT:
-        log.warning("rank_termination_signal has no effect: %s", NO_TERMINATION_SIGNAL)
+    for name in ("rank_termination_signal", "rank_termination_grace"):
+        if options.layers.source(name) != DEFAULT:
+            log.warning("%s has no effect: %s", name, NO_TERMINATION_SIGNAL)
     kind, argv = _command(options)
     preload, own_preload = (PRELOAD, options.preload) if kind != "exec" else ((), ())
     folder = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(argv[0]))

@@ -42,7 +42,6 @@ from outlast.runtime.wire import MessageChannel, socket_pair
 
 log = logging.getLogger("outlast.monitor.rank_guard")
 
-_GRACE_S = 10.0
 _JOIN_S = 60.0
 """Seconds in which a guard that runs, or starts, must have begun a duty."""
 _REAP_S = 1.0
@@ -380,10 +379,11 @@ class HangWatch:
         self._send(wanted)
         if wanted != signal.SIGKILL:
             self._send(signal.SIGCONT)  # a stopped process handles nothing else
-            if not self._is_gone(_GRACE_S):
+            grace_s = self._config.rank_termination_grace
+            if not self._is_gone(grace_s):
                 log.error(
                     "rank %d (pid %d) still runs %g s after %s: sending SIGKILL",
-                    *(rank, self._task.pid, _GRACE_S, wanted.name),
+                    *(rank, self._task.pid, grace_s, wanted.name),
                 )
                 self._send(signal.SIGKILL)
 

@@ -114,6 +114,8 @@ class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_iterations: int | None = None
     """Restarts in process; ``None``: no bound."""
+    max_no_progress_restarts: int | None = None
+    """Restarts in a row without progress; ``None``: no bound."""
     barrier_timeout_s: float = 120.0
     """Seconds that a member has to be ready for the next call."""
     completion_timeout_s: float = 120.0
@@ -193,6 +195,8 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="y", array_like=T
     restart_count: int
     store_address: str
     """``host port`` of the socket that it has bound and would host that call's store on."""
+    iteration: int = -1
+    """Highest number of optimizer steps that the rank has completed in any call; -1: unknown."""
 
 
 class Completed(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

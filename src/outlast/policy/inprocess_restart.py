@@ -228,6 +228,12 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     """Faults since the last order to go, in this order."""
     num_causes: int = 0
     """How many of them did not come as a consequence."""
+    iteration: int = -1
+    """Highest number of optimizer steps that a rank had completed before the call before; -1: unknown."""
+    ready_iteration: int = -1
+    """Highest that those report that are ready for the call that forms."""
+    num_no_progress: int = 0
+    """Restarts in a row that did not raise it."""
     fault_counts: Mapping[int, int] = {}
     """Causes by initial rank, up to the last order to go."""
     question: Question | None = None
@@ -505,6 +511,7 @@ class _RestartTransition:
         if state.phase != RestartPhase.FORMING or ready.restart_count != state.restart_count:
             return
         self.set_member(rank, store_address=ready.store_address)
+        self.replace(ready_iteration=max(state.ready_iteration, ready.iteration))
         if state.question is None:
             self._form()
 
@@ -534,8 +541,7 @@ class _RestartTransition:
 
     def _on_left(self, rank: int, left: p.Left) -> None:
         if left.fatal:
-            self.remove(rank)
-            return self._abort(left.reason)
+            return self._abort(left.reason)  # the rank gets the order, too: it waits for the counts
         member, state = self.state.members[rank], self.state
         if state.phase == RestartPhase.RUNNING and member.is_running:
             return self.lose(rank, p.RankFaultKind.DIED, left.reason)
@@ -614,11 +620,29 @@ class _RestartTransition:
                 return
         self._ask()
 
+    def _spent_without_progress(self) -> str | None:
+        """Return why there have been enough restarts in a row without progress; ``None``: another one may be made.
+
+        Progress is an iteration higher than any before. Where none is known, unknown progress is none: a function that
+        fails again and again would be called without end.
+        """
+        state, limit = self.state, self.limits.max_no_progress_restarts
+        if limit is None or state.restart_count == 0 or state.num_no_progress < limit:
+            return None
+        if state.ready_iteration > state.iteration:
+            return None
+        text = f"{limit} restarts in a row made no progress (max_no_progress_restarts={limit})"
+        if state.iteration < 0:
+            return f"{text}: no rank has reported an iteration; look at the faults, or raise the limit"
+        return f"{text}: no rank got beyond iteration {state.iteration}; look at the faults before"
+
     def _ask(self) -> None:
+        if (reason := self._spent_without_progress()) is not None:
+            return self._abort(reason)
         ordinal = self.state.num_questions + 1
         question = Question(ordinal=ordinal, to=next(iter(self.state.members)), asked_s=self.at_s)
         self.replace(question=question, num_questions=ordinal)
-        self._ask_again()
+        return self._ask_again()
 
     def _ask_again(self) -> None:
         state = self.state
@@ -654,8 +678,12 @@ class _RestartTransition:
             for rank, member in state.members.items()
             if rank in ranks
         )
+        has_advanced = state.restart_count == 0 or state.ready_iteration > state.iteration
         self.replace(
             phase=RestartPhase.RUNNING,
+            iteration=max(state.iteration, state.ready_iteration),
+            ready_iteration=-1,
+            num_no_progress=int(state.restart_count > 0) if has_advanced else state.num_no_progress + 1,
             **_counted(members),
             began_s=self.at_s,
             go=go,

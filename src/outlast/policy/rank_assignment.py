@@ -87,6 +87,8 @@ def assign(
 ) -> dict[int, int | None]:
     """Return every living member's rank, ``None`` for spares, by its initial rank.
 
+    A member that the rule marks as not alive is left out.
+
     Args:
         rule: What decides.
         members: Everybody that was ever started, or at least all that live.
@@ -106,13 +108,15 @@ def assign(
         begin = begin.with_order(begin.living, active_world_size)
     ended = rule(begin)
     _check(ended, begin)
-    return {member.initial_rank: ended.ranks.get(member.initial_rank) for member in begin.living}
+    staying = {member.initial_rank for member in ended.living}
+    return {rank: ended.ranks.get(rank) for one in begin.living if (rank := one.initial_rank) in staying}
 
 
 def _check(ended: object, begin: Assignment) -> None:
     if not isinstance(ended, Assignment):
         raise ConfigError(f"rank_assignment returned {type(ended).__name__}; it must return an Assignment")
-    strangers = sorted(set(ended.ranks) - {member.initial_rank for member in begin.living})
+    living = {member.initial_rank for member in begin.living} & {member.initial_rank for member in ended.living}
+    strangers = sorted(set(ended.ranks) - living)
     if strangers:
         raise ConfigError(f"rank_assignment gave ranks to initial ranks {strangers}, which do not live; leave them out")
     if sorted(ended.ranks.values()) != list(range(len(ended.ranks))):

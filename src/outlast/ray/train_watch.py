@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 _ASK_S = 5.0
 """Seconds for another machine's watch to report what its workers do; that takes it at most about two."""
-_GRACE_S = 10.0
-"""Seconds after another signal than SIGKILL in which a worker has to end."""
 
 
 class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +177,7 @@ class TrainWatch:
         self._have_ended(attempt, culprit.position or late)
 
     def end_worker(self, attempt: int, rank: int) -> bool:
-        """End a worker of this machine; return whether it is one. Blocks: up to ``_GRACE_S``, with SIGKILL never."""
+        """End a worker of this machine; return whether it is one. Blocks: up to the grace, with SIGKILL never."""
         with self._lock:
             if attempt != self._attempt or rank not in self._workers:
                 return False
@@ -190,8 +188,9 @@ class TrainWatch:
             _send(worker, pid, wanted)
             if wanted != signal.SIGKILL:
                 _send(worker, pid, signal.SIGCONT)  # a stopped process handles nothing else
-                if not _is_gone(worker, _GRACE_S):
-                    log.error("rank %d still runs %g s after %s: sending SIGKILL", rank, _GRACE_S, wanted.name)
+                grace_s = self._config.rank_termination_grace
+                if not _is_gone(worker, grace_s):
+                    log.error("rank %d still runs %g s after %s: sending SIGKILL", rank, grace_s, wanted.name)
                     _send(worker, pid, signal.SIGKILL)
         finally:
             os.close(worker)
@@ -253,7 +252,8 @@ class TrainWatch:
         )
         if self._judge is not None:
             try:
-                ray.get(self._judge.judge.remote(attempt, first), timeout=2 * (_ASK_S + _GRACE_S))
+                timeout_s = 2 * (_ASK_S + self._config.rank_termination_grace)
+                ray.get(self._judge.judge.remote(attempt, first), timeout=timeout_s)
             except ray.exceptions.RayError as error:
                 log.warning("the watch that decides for this run does not answer: %s", describe_error(error))
             else:
@@ -264,7 +264,7 @@ class TrainWatch:
         if self.end_worker(attempt, position.global_rank):
             return
         asked = [peer.end_worker.remote(attempt, position.global_rank) for peer in self._peers]
-        if not any(answers_of(asked, _ASK_S + _GRACE_S, "end its worker")):
+        if not any(answers_of(asked, _ASK_S + self._config.rank_termination_grace, "end its worker")):
             log.error("rank %d (node %s) could not be ended", position.global_rank, position.node)
 
     def _describe(self, first: Incident, culprit: Culprit) -> Incident:

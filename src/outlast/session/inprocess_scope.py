@@ -180,7 +180,9 @@ class InProcessScope:
         self._memory.has_loaded = origin
 
     def note_iteration(self, iteration: int) -> None:
-        """Record that the state is that of ``iteration`` optimizer steps."""
+        """Record that the state is that of ``iteration`` optimizer steps, and how far a call has come."""
+        if (call := self._inside()) is not None:
+            call.note_iteration(iteration)
         if self._memory is not None:
             self._memory.note(iteration)
 

@@ -40,11 +40,12 @@ _INPROCESS = f"{__name__}.inprocess"
 _RANKS = f"{__name__}.ranks"
 _LOCAL = f"{__name__}.local_checkpoints"
 _RULES = (
-    *("ActivateAllRanks", "ActiveWorldSizeDivisibleBy=ActiveDivisibleBy", "FillGaps=FillGapsFromTheEnd", "Layer"),
-    *("LayerFlag", "MaxActiveWorldSize=AtMostActive", "RankAssignment=AssignmentRule", "RankFilter=AssignmentRule"),
+    *("ActivateAllRanks", "ActiveWorldSizeDivisibleBy=ActiveDivisibleBy", "FillGaps=FillGapsFromTheEnd"),
+    *("FilterCountGroupedByKey=CountedGroups", "Layer", "LayerFlag", "MaxActiveWorldSize=AtMostActive"),
+    *("RankAssignment=AssignmentRule", "RankAssignmentCtx", "RankDiscarded", "RankFilter=FilterRule"),
     *("ShiftRanks=ShiftRanksUp", "Tree=LayeredTree"),
 )
-_STATE = ("FrozenState=FrozenWrapperState", "Mode", "State=FrozenWrapperState")
+_STATE = ("FrozenState=FrozenWrapperState", "Mode", "State=WrapperState")
 _NESTED = tuple(f"NestedRestarter{name}" for name in ("Aborted", "Finalized", "HandlingCompleted", "HandlingStarting"))
 _LIGHTNING = "outlast.integrations.lightning"
 _STRAGGLER = {
@@ -73,21 +74,36 @@ MODULES: dict[str, Mapping[str, Sequence[str]]] = {
     },
     "fault_tolerance.dict_utils": {_CLIENT: ("dict_list_map_inplace",)},
     "inprocess": {_INPROCESS: ("CallWrapper", "Compose=ComposeFromRight", "Wrapper=WrapperOfNVRx"), _RANKS: _STATE},
-    "inprocess.abort": {_INPROCESS: ("Abort=StatePlugin", "AbortTorchDistributed", "AbortTransformerEngine")},
+    "inprocess.abort": {
+        _INPROCESS: (
+            *("Abort=StatePlugin", "AbortPersistentCheckpointProcesses=AbortAsyncCalls", "AbortTorchDistributed"),
+            "AbortTransformerEngine",
+        ),
+    },
     "inprocess.completion": {_INPROCESS: ("Completion=StatePlugin",)},
     "inprocess.compose": {_INPROCESS: ("Compose=ComposeFromRight",)},
-    "inprocess.exception": {_INPROCESS: ("HealthCheckError", "RestartError"), "outlast.errors": ("RestartAbort",)},
+    "inprocess.exception": {
+        _INPROCESS: ("HealthCheckError", "InternalError", "TimeoutError=RestartTimeout"),
+        _RANKS: ("RestartError",),
+        "outlast.errors": ("RestartAbort",),
+    },
     "inprocess.finalize": {_INPROCESS: ("Finalize=StatePlugin", "ThreadedFinalize")},
     "inprocess.health_check": {
-        _INPROCESS: ("CudaHealthCheck", "FaultCounter=RankFaultCounter", "HealthCheck=StatePlugin"),
+        _INPROCESS: (
+            *("ChainedGPUHealthCheck=GpuMemoryHealthCheck", "ChainedNVLHealthCheck=NvLinkHealthCheck"),
+            *("ChainedNicHealthCheck=NicHealthCheck", "CudaHealthCheck", "FaultCounter=RankFaultCounter"),
+            *("FaultCounterExceeded=RankFaultsExceeded", "HealthCheck=StatePlugin"),
+        ),
     },
     "inprocess.initialize": {_INPROCESS: ("Initialize=StatePlugin", "RetryController=RetryLimits")},
-    "inprocess.nested_restarter": {_INPROCESS: ("NestedRestarterCallback", *_NESTED)},
+    "inprocess.monitor_thread": {"outlast.inprocess.call": ("RankShouldRestart=RestartRequested",)},
+    "inprocess.nested_restarter": {_INPROCESS: ("NestedRestarterCallback", "NestedRestarterLogger", *_NESTED)},
     "inprocess.param_utils": {
         _INPROCESS: ("check_type=is_annotated", "count_type_in_params", "substitute_param_value"),
     },
     "inprocess.rank_assignment": {_RANKS: _RULES},
     "inprocess.state": {_RANKS: _STATE},
+    "inprocess.store": {_INPROCESS: ("StoreMixin=NoStore", "TCPStore")},
     "inprocess.terminate": {_INPROCESS: ("Terminate=StatePlugin",)},
     "inprocess.wrap": {_INPROCESS: ("CallWrapper", "Wrapper=WrapperOfNVRx")},
     "ptl_resiliency": {

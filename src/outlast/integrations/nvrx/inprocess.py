@@ -4,45 +4,71 @@
 NVRx needs and the engine does not, a store that outlives rank 0, is accepted and not made. Plug-ins get NVRx's state,
 and are composed as there, from right to left. Rules that assign ranks are the engine's, under NVRx's names; one of the
 script's own is refused, as NVRx gives it its store.
+
+A name that is not offered, or a call that is not accepted, ends restarting at once: a further call of the function
+would fail in the same way (:func:`is_refusal`).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import logging
 import os
+import re
 import sys
 import threading
+import traceback
 import types
 import typing
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from outlast.config.base import require
 from outlast.config.training import InProcessRestartConfig
-from outlast.errors import OutlastError, RestartAbort, UnhealthyRank
+from outlast.errors import ConfigError, DeadlineExceeded, OutlastError, RestartAbort, UnhealthyRank
 from outlast.inprocess import plugins as engine
-from outlast.inprocess.call import Handle
-from outlast.inprocess.rank import Wrapper
-from outlast.integrations.nvrx.ranks import ActivateAllRanks, FrozenWrapperState, Mode, ShiftRanksUp
+from outlast.inprocess.call import Handle, RestartRequested
+from outlast.inprocess.rank import RankLeft, Wrapper
+from outlast.integrations.nvrx import ranks
+from outlast.integrations.nvrx.ranks import (
+    ActivateAllRanks,
+    FrozenWrapperState,
+    Mode,
+    RankDiscarded,
+    RestartError,
+    ShiftRanksUp,
+)
 from outlast.runtime import device
+
+if TYPE_CHECKING:
+    from outlast.health.devices import NvmlReading
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class RestartError(OutlastError):
-    """What went wrong in a restart in process."""
-
-
 class HealthCheckError(RestartError):
     """A rank may not take part any longer."""
+
+
+class InternalError(RestartError):
+    """The wrapper itself cannot continue, such as without its monitor process."""
+
+
+class RestartTimeout(RestartError, DeadlineExceeded):
+    """A plug-in did not end in time."""
+
+
+class RankFaultsExceeded(RestartError, UnhealthyRank):
+    """A rank failed more often than it may."""
 
 
 def _describe(state: engine.State, error: Exception | None) -> FrozenWrapperState:
@@ -75,24 +101,67 @@ class StatePlugin(ABC):
 class ComposeFromRight:
     """Call plug-ins from right to left, each with what the one before returned: ``Compose(a, b)(x)`` is ``a(b(x))``.
 
+    It is an instance of the nearest class that all its plug-ins share. A plug-in that returns ``None`` is warned of,
+    and the next one gets what it was given.
+
     Args:
-        instances: What is called; at least one. One that returns ``None`` hands on what it was given.
+        instances: What is called; at least one.
 
     Raises:
         ConfigError: There is none, or one cannot be called.
     """
 
-    def __init__(self, *instances: Callable[[Any], Any]) -> None:
-        self.instances = instances
-        self._composed = engine.Compose(*reversed(instances))
+    instances: tuple[Callable[..., Any], ...]
 
-    def __call__(self, value: Any) -> Any:
-        """Return what the leftmost plug-in handed on."""
-        return self._composed(value)
+    def __new__(cls, *instances: Callable[..., Any]) -> ComposeFromRight:
+        """Return one that is also an instance of what its plug-ins have in common."""
+        require(bool(instances), "Compose() has no plug-ins; name at least one")
+        for instance in instances:
+            text = f"Compose was given {instance!r}, which cannot be called; pass an instance or a function"
+            require(callable(instance), text)
+        composed = object.__new__(_composed_class(instances))
+        composed.instances = instances
+        return composed
+
+    def __init__(self, *instances: Callable[..., Any]) -> None:
+        """Do nothing more, whatever the shared class does."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Return what the leftmost plug-in returned."""
+        returned: Any = None
+        for instance in reversed(self.instances):
+            returned = instance(*args)
+            if isinstance(returned, tuple):
+                args = returned
+            elif returned is not None and args:
+                args = (returned,)
+            elif args and args != (None,):
+                text = f"{instance!r} returned None for {args!r}; the next plug-in gets what it was given"
+                warnings.warn(text, stacklevel=2)
+        return returned
 
     def labels(self) -> dict[str, str]:
         """Return what its plug-ins want to be known of this rank's place."""
-        return self._composed.labels()
+        return {name: text for one in self.instances for name, text in engine.labels_of(one).items()}
+
+
+def _composed_class(instances: tuple[object, ...]) -> type[ComposeFromRight]:
+    """Return the class of a composition, below the nearest one that all instances share and that can be inherited."""
+    shared = [kind for kind in type(instances[0]).__mro__ if all(isinstance(one, kind) for one in instances)]
+    for kind in shared:
+        bases = (kind,) if issubclass(kind, ComposeFromRight) else (ComposeFromRight, kind)
+        try:
+            found = types.new_class(
+                "Composed", (ComposeFromRight,) if kind is object else bases, {}, lambda names: names.update(_NAMES)
+            )
+        except TypeError:  # such as the class of all functions
+            continue
+        found.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+        return found
+    return ComposeFromRight
+
+
+_NAMES = {"__module__": __name__, "__call__": ComposeFromRight.__call__, "labels": ComposeFromRight.labels}
 
 
 class RetryLimits(StatePlugin):
@@ -109,6 +178,7 @@ class RetryLimits(StatePlugin):
     ) -> None:
         text = f"max_iterations={max_iterations} must be at least 1, the function's first call; None = no limit"
         require(max_iterations is None or max_iterations >= 1, text)
+        self.max_iterations = max_iterations
         self._controller = engine.RetryController(
             max_iterations=None if max_iterations is None else max_iterations - 1,
             min_world_size=min_world_size or 1,
@@ -117,12 +187,29 @@ class RetryLimits(StatePlugin):
 
     def __call__(self, state: Any) -> Any:
         """Check what is left. Raises: RestartAbort, when a limit is passed."""
-        self._controller(state)
+        try:
+            self._controller(state)
+        except RestartAbort as abort:
+            raise RestartAbort(
+                f"RetryController(max_iterations={self.max_iterations}) at iteration={state.iteration}: {abort}",
+                counts=abort.counts,
+                rank=abort.rank,
+                node=abort.node,
+                iteration=abort.iteration,
+            ) from abort
         return state
 
 
 class AbortTorchDistributed(StatePlugin):
-    """Cut what collectives wait on; the engine does that by itself, with this plug-in and without."""
+    """Cut what collectives wait on; the engine does that by itself, with this plug-in and without.
+
+    Args:
+        torch_fr_trace_path: Refused.
+    """
+
+    def __init__(self, torch_fr_trace_path: str | None = None) -> None:
+        text = "torch_fr_trace_path is not supported; set TORCH_FR_DUMP_TEMP_FILE, and torch writes its traces there"
+        require(torch_fr_trace_path is None, text)
 
     def __call__(self, state: Any) -> Any:
         """Do nothing more."""
@@ -137,6 +224,18 @@ class AbortTransformerEngine(StatePlugin):
         base = sys.modules.get("transformer_engine.pytorch.module.base")
         if base is not None:
             base.destroy_ub()
+        return state
+
+
+class AbortAsyncCalls(StatePlugin):
+    """Give up the asynchronous calls that the left call of the function has scheduled; none of them is finalised."""
+
+    def __call__(self, state: Any) -> Any:
+        """Close their queues."""
+        scheduling = sys.modules.get("outlast.integrations.nvrx.async_calls")
+        if scheduling is not None:
+            for calls in [one for one in gc.get_objects() if type(one) is scheduling.AsyncCallsQueue]:
+                calls.close(abort=True)
         return state
 
 
@@ -163,7 +262,7 @@ class ThreadedFinalize(StatePlugin):
         """Call it.
 
         Raises:
-            RestartError: It did not return in time.
+            RestartTimeout: It did not return in time.
         """
         raised: list[BaseException] = []
 
@@ -178,7 +277,9 @@ class ThreadedFinalize(StatePlugin):
         thread.join(_seconds(self.timeout))
         if thread.is_alive():
             name = getattr(self.fn, "__qualname__", repr(self.fn))
-            raise RestartError(f"{name} did not return within {_seconds(self.timeout):g} s; this rank cannot continue")
+            raise RestartTimeout(
+                f"{name} did not return within {_seconds(self.timeout):g} s; this rank cannot continue"
+            )
         if raised:
             raise raised[0]
         return state
@@ -198,12 +299,81 @@ class CudaHealthCheck(StatePlugin):
         """Wait for the GPU.
 
         Raises:
-            UnhealthyRank: It does not finish.
+            RestartTimeout: It does not finish.
         """
         mark = device.mark_work()
         if mark is not None and not device.is_done(mark, timeout_s=_seconds(self.timeout)):
             text = f"the GPU did not finish its work within {_seconds(self.timeout):g} s; look at its node"
-            raise UnhealthyRank(text, rank=state.initial_rank, node=state.node)
+            raise RestartTimeout(text, rank=getattr(state, "initial_rank", None), node=getattr(state, "node", None))
+        return state
+
+
+class DriverHealthCheck(StatePlugin):
+    """Check what the NVIDIA driver has recorded of a GPU; a ``health_check`` plug-in.
+
+    Without NVML, or before this process uses the GPU, there is nothing to check.
+
+    Args:
+        device_index: Number of the GPU; ``None`` = this process's.
+    """
+
+    def __init__(self, device_index: int | None = None) -> None:
+        self.device_index = device_index
+
+    @abstractmethod
+    def judge(self, reading: NvmlReading) -> None:
+        """Judge what was read. Raises: HealthCheckError."""
+
+    def __call__(self, state: Any) -> Any:
+        """Check the GPU. Raises: HealthCheckError. Blocks: while the driver is queried."""
+        import torch
+
+        if torch.cuda.is_initialized():
+            from outlast.health.devices import read_nvml
+
+            index = torch.cuda.current_device() if self.device_index is None else self.device_index
+            reading = read_nvml(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+            if not isinstance(reading, str):
+                self.judge(reading)
+        return state
+
+
+class GpuMemoryHealthCheck(DriverHealthCheck):
+    """Check that the GPU need not be reset or replaced."""
+
+    def judge(self, reading: NvmlReading) -> None:
+        """Raises: HealthCheckError, with what the driver asks for."""
+        from outlast.health.devices import judge_reading
+
+        memory = ("name", "rows_failed", "rows_pending", "retired_pages")
+        if wrong := judge_reading(type(reading)(**{name: getattr(reading, name) for name in memory})):
+            raise HealthCheckError("; ".join(wrong))
+
+
+class NvLinkHealthCheck(DriverHealthCheck):
+    """Log links of the GPU that are down; as in NVRx, they remove no rank."""
+
+    def judge(self, reading: NvmlReading) -> None:
+        """Log them."""
+        if reading.links_active and reading.links_inactive:
+            log.warning("%d NVLinks of GPU %s are down", reading.links_inactive, self.device_index)
+
+
+class NicHealthCheck(StatePlugin):
+    """Refused; see its text.
+
+    Raises:
+        ConfigError: Always.
+    """
+
+    def __init__(self, device_index: int | None = None) -> None:
+        raise ConfigError(
+            "ChainedNicHealthCheck is not supported; name the node's interfaces in health.network_interfaces, and "
+            "outlast run checks them before each cycle"
+        )
+
+    def __call__(self, state: Any) -> Any:
+        """Return the state."""
         return state
 
 
@@ -218,60 +388,93 @@ class RankFaultCounter(StatePlugin):
         self._counter = engine.FaultCounter(max_rank_faults=max_rank_faults)
 
     def __call__(self, state: Any) -> Any:
-        """Check this rank. Raises: UnhealthyRank, when it has failed too often."""
-        self._counter(state)
+        """Check this rank. Raises: RankFaultsExceeded, when it has failed too often."""
+        try:
+            self._counter(state)
+        except UnhealthyRank as error:
+            raise RankFaultsExceeded(str(error), rank=error.rank, node=error.node) from error
         return state
+
+
+class NestedRestarterLogger:
+    """Where changes of state are logged."""
+
+    def __init__(self) -> None:
+        self.restarter_logger: logging.Logger = log
+
+    def set_connected_rank(self, rank: int | None) -> None:
+        """Do nothing: each line of the log has its rank."""
+
+    def log_for_restarter(self, message: str, *args: object) -> None:
+        """Log a change of state."""
+        self.restarter_logger.info(message, *args)
 
 
 class NestedRestarterCallback(StatePlugin):
     """Log a change of state in the form that NVRx's launcher reads.
 
     Args:
+        restarter_state: The state; ``None`` = that of the class.
+        restarter_stage: The stage; ``None`` = that of the class, if it has one.
+        logger: Where it is logged.
         special_rank: The initial rank that logs it.
     """
 
-    name_of_state = ""
-    stage: str | None = None
+    restarter_state: str = ""
+    restarter_stage: str | None = None
 
-    def __init__(self, special_rank: int = 0) -> None:
-        self.special_rank = special_rank
+    def __init__(
+        self,
+        restarter_state: str | None = None,
+        restarter_stage: str | None = None,
+        logger: NestedRestarterLogger | None = None,
+        special_rank: int = 0,
+    ) -> None:
+        self.restarter_state = restarter_state or self.restarter_state
+        self.restarter_stage = restarter_stage or self.restarter_stage
+        self.logger, self.special_rank = logger or NestedRestarterLogger(), special_rank
+        require(bool(self.restarter_state), "NestedRestarterCallback() has no restarter_state; name one")
 
     def __call__(self, state: Any) -> Any:
         """Log it."""
         if state.initial_rank == self.special_rank:
-            stage = "" if self.stage is None else f" stage={self.stage}"
-            log.info("[NestedRestarter] name=[InProcess] state=%s%s", self.name_of_state, stage)
+            self.logger.set_connected_rank(state.initial_rank)
+            stage = "" if self.restarter_stage is None else f" stage={self.restarter_stage}"
+            self.logger.log_for_restarter(f"[NestedRestarter] name=[InProcess] state={self.restarter_state}{stage}")
         return state
 
 
 class NestedRestarterHandlingCompleted(NestedRestarterCallback):
     """Log that the function begins, or that a restart is complete; an ``initialize`` plug-in."""
 
-    name_of_state = "initialize"
+    restarter_state = "initialize"
+
+    def __init__(self, special_rank: int = 0) -> None:
+        super().__init__(special_rank=special_rank)
 
     def __call__(self, state: Any) -> Any:
         """Log it."""
         super().__call__(state)
-        self.name_of_state, self.stage = "handling", "completed"
+        self.restarter_state, self.restarter_stage = "handling", "completed"
         return state
 
 
 class NestedRestarterHandlingStarting(NestedRestarterCallback):
     """Log that a restart begins; an ``abort`` plug-in."""
 
-    name_of_state, stage = "handling", "starting"
+    restarter_state, restarter_stage = "handling", "starting"
 
 
 class NestedRestarterFinalized(NestedRestarterCallback):
     """Log that the function has returned everywhere; a ``completion`` plug-in."""
 
-    name_of_state = "finalized"
+    restarter_state = "finalized"
 
 
 class NestedRestarterAborted(NestedRestarterCallback):
     """Log that restarting has ended; a ``terminate`` plug-in."""
 
-    name_of_state = "aborted"
+    restarter_state = "aborted"
 
 
 # -- parameters ---------------------------------------------------------------------------------------------------
@@ -345,6 +548,90 @@ class CallWrapper:
         """Return a context manager in which the function is not interrupted; may be nested."""
         return self._handle.atomic()
 
+    def disable_hang_protection(self) -> AbstractContextManager[None]:
+        """Return a context manager in which neither timeout holds; may be nested. Other faults end the call."""
+        return self._handle.disable_hang_protection()
+
+
+class NoStore:
+    """What NVRx would make a store of: accepted as ``store_factory``, and not made."""
+
+
+class TCPStore(NoStore):
+    """NVRx's default store; see :class:`NoStore`.
+
+    Raises:
+        ConfigError: One is made.
+    """
+
+    def __init__(
+        self,
+        host_name: str | None = None,
+        port: int | None = None,
+        world_size: int | None = None,
+        timeout: timedelta = timedelta(minutes=5),
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        use_libuv: bool = True,
+    ) -> None:
+        raise ConfigError(
+            "inprocess.store.TCPStore is not made: the ranks of a wrapped function meet by themselves; for a store of "
+            "your own use torch.distributed.TCPStore"
+        )
+
+
+_OURS = __name__.rpartition(".")[0]
+"""The package of the stand-in."""
+_CALLED = re.compile(r"([\w.]+)\(\) ")
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error only means that the stand-in does not offer a name, or does not accept a call."""
+    if isinstance(error, ImportError):
+        return (error.name or "").split(".")[0] == "nvidia_resiliency_ext"
+    if not isinstance(error, AttributeError | TypeError):
+        return False
+    found = getattr(error, "obj", None)
+    kind = found if isinstance(found, type) else type(found)
+    if kind.__module__.startswith(_OURS):
+        return True
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if frames and str(frames[-1][0].f_globals.get("__name__")).startswith(_OURS):
+        return True
+    called = _CALLED.match(str(error))  # with wrong arguments: that is raised where it is called
+    return isinstance(error, TypeError) and called is not None and called[1] in _callable_names()
+
+
+@functools.cache
+def _callable_names() -> frozenset[str]:
+    """Return the qualified names of what the stand-in offers to be called."""
+    found = set()
+    for module in (sys.modules[__name__], ranks):
+        for value in vars(module).values():
+            if getattr(value, "__module__", None) == module.__name__ and callable(value):
+                members = vars(value).values() if isinstance(value, type) else ()
+                found |= {one.__qualname__ for one in (value, *members) if hasattr(one, "__qualname__")}
+    return frozenset(found)
+
+
+def _require_no_groups(fn: Callable[..., Any]) -> None:
+    import torch.distributed as dist
+
+    text = (
+        f"{getattr(fn, '__qualname__', fn)} needs a process without process groups: not "
+        "torch.distributed.is_initialized() must hold; call torch.distributed.destroy_process_group() first"
+    )
+    require(not (dist.is_available() and dist.is_initialized()), text)
+
+
+def _max_iterations(initialize: object) -> int | None:
+    """Return the limit of a plug-in, or of one that is composed: it bounds restarts without progress, too."""
+    for one in getattr(initialize, "instances", (initialize,)):
+        found = _max_iterations(one) if isinstance(one, ComposeFromRight) else getattr(one, "max_iterations", None)
+        if found is not None:
+            return int(found)
+    return None
+
 
 _STORE_ARGUMENTS = ("host_name", "port", "world_size", "timeout", "wait_for_workers", "multi_tenant", "use_libuv")
 _S = timedelta(seconds=1)
@@ -388,7 +675,7 @@ class WrapperOfNVRx:
         finalize: Called after each call that was left.
         health_check: Called before each further call. If it raises, the rank is permanently removed, and the call of
             the function raises :class:`HealthCheckError` there.
-        rank_assignment: One of this module's rules, or a function of an ``Assignment``.
+        rank_assignment: One of NVRx's rules, composed or alone, or a function of an ``Assignment``.
         rank_filter: Refused: ``rank_assignment`` takes filters, too.
         monitor_thread_interval: And all timeouts and intervals: time deltas, or seconds; as in
             :class:`outlast.InProcessRestartConfig`, whose ``_SMALLER`` inequalities must hold.
@@ -454,7 +741,9 @@ class WrapperOfNVRx:
         if monitor_process_logfile is not None:
             folder = os.path.dirname(os.path.abspath(monitor_process_logfile))
         self.enabled = enabled
+        allowed = _max_iterations(initialize)
         self.config = InProcessRestartConfig(
+            **({} if allowed is None else {"max_no_progress_restarts": allowed}),
             granularity="rank",
             monitor_thread_interval=_seconds(monitor_thread_interval),
             monitor_process_interval=_seconds(monitor_process_interval),
@@ -471,6 +760,7 @@ class WrapperOfNVRx:
             empty_cuda_cache=False,
         )
         self._raised: Exception | None = None
+        self._refusal: Exception | None = None
         self._abort_due = [True]
         """Has an element until ``abort`` is called for the call that is left."""
         given = {"initialize": initialize, "abort": abort, "finalize": finalize, "health_check": health_check}
@@ -484,7 +774,7 @@ class WrapperOfNVRx:
             abort = self._once_a_call(abort)
         self._wrapper = Wrapper(
             self.config,
-            initialize=self._with_state(initialize),
+            initialize=self._refusing(self._with_state(initialize)),
             abort=self._with_state(abort),
             finalize=self._with_state(finalize),
             health_check=self._with_state(health_check),
@@ -503,7 +793,12 @@ class WrapperOfNVRx:
             given, named = substitute_param_value(fn, args, kwargs, {CallWrapper: CallWrapper(handle)})
             try:
                 return fn(*given, **named)
+            except RestartRequested:
+                if handle.is_left:
+                    raise
+                raise RestartError("the function requested a restart (RankShouldRestart)") from None
             except Exception as error:
+                self._refuse(error)
                 self._raised = _without_frames(error)
                 raise
 
@@ -511,13 +806,39 @@ class WrapperOfNVRx:
 
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            self._refusal = None
+            _require_no_groups(fn)
             try:
                 value: R | None = protected(args, kwargs)  # type: ignore[call-arg]
                 return value
+            except RestartAbort:
+                if self._refusal is not None:
+                    raise self._refusal from None
+                raise
+            except RankLeft as left:
+                raise RankDiscarded(str(left), rank=left.rank, node=left.node) from left
+            except OutlastError as error:
+                if type(error) is not OutlastError:
+                    raise
+                raise InternalError(str(error), rank=error.rank, node=error.node) from error
             finally:
-                self._raised = None
+                self._raised = self._refusal = None
 
         return wrapped
+
+    def _refuse(self, error: Exception) -> None:
+        """End restarting where another call of the function would fail in the same way.
+
+        Raises:
+            RestartAbort: It would; the caller gets the error itself.
+        """
+        if not is_refusal(error):
+            return
+        error.add_note(
+            "nvidia_resiliency_ext is outlast's here: it offers no such name, or call; docs/nvrx.md has them"
+        )
+        self._refusal = error
+        raise RestartAbort(f"{type(error).__name__}: {error}") from error
 
     def _once_a_call(self, abort: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return the plug-in, which does nothing when it was called already for the call that is left."""
@@ -545,6 +866,20 @@ class WrapperOfNVRx:
                 log.exception("the abort plug-in failed")
             if finalize is not None:
                 finalize(state)
+
+        return call
+
+    def _refusing(self, plugin: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+        """Return the plug-in, whose failure is retried unless the stand-in refuses something."""
+        if plugin is None:
+            return None
+
+        def call(state: Any) -> None:
+            try:
+                plugin(state)
+            except Exception as error:
+                self._refuse(error)
+                raise
 
         return call
 

@@ -1,20 +1,33 @@
 """A rank's place in a restart by NVRx's names, and the rules of NVRx that assign ranks.
 
-The rules take and return an :class:`outlast.inprocess.Assignment`, as the engine's do. :class:`LayeredTree` follows the
-documented steps of NVRx's ``Tree``.
+A rule takes and returns an :class:`outlast.inprocess.Assignment`, as the engine's do: it decides for all ranks at once.
+Given NVRx's :class:`RankAssignmentCtx`, it decides for the one rank of that context, as in NVRx, so that a script can
+test its rules. :class:`LayeredTree` follows the documented steps of NVRx's ``Tree``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, overload
 
 from outlast import env
 from outlast.config.base import require
-from outlast.errors import ConfigError, RestartAbort
-from outlast.policy.rank_assignment import Assignment, Member, fill_gaps, keep_first, keep_multiple, shift_up
+from outlast.errors import ConfigError, OutlastError, RestartAbort
+from outlast.inprocess.rank import RankLeft
+from outlast.policy.rank_assignment import Assignment, Member, fill_gaps, keep_first, shift_up
+
+
+class RestartError(OutlastError):
+    """What went wrong in a restart in process."""
+
+
+class RankDiscarded(RestartError, RankLeft):
+    """The rank assignment leaves this rank out, or the others continued without it."""
 
 
 class Mode(enum.Enum):
@@ -26,8 +39,8 @@ class Mode(enum.Enum):
     TERMINATED = enum.auto()
 
 
-@dataclasses.dataclass(frozen=True)
-class FrozenWrapperState:
+@dataclasses.dataclass
+class WrapperState:
     """This rank's place in one restart, by NVRx's names."""
 
     rank: int | None
@@ -52,45 +65,106 @@ class FrozenWrapperState:
     fault_counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Faults so far, by initial rank."""
 
+    def __post_init__(self) -> None:
+        if self.initial_rank is None:
+            self.initial_rank = self.rank
+        if self.initial_world_size is None:
+            self.initial_world_size = self.world_size
+
     @classmethod
-    def from_env(cls) -> FrozenWrapperState:
+    def from_env(cls) -> WrapperState:
         """Return it as it is before the first call."""
         place = env.read_worker()
-        rank, size = place.global_rank, place.world_size
-        return cls(rank, size, initial_rank=rank, initial_world_size=size, node=place.node)
+        return cls(place.global_rank, place.world_size, node=place.node)
+
+    def freeze(self) -> FrozenWrapperState:
+        """Return the same with fields that cannot be set, as plug-ins get it."""
+        return FrozenWrapperState(**vars(self))
+
+
+if TYPE_CHECKING:
+    FrozenWrapperState = WrapperState
+else:
+    FrozenWrapperState = dataclasses.make_dataclass(
+        "FrozenWrapperState",
+        [(field.name, field.type, field) for field in dataclasses.fields(WrapperState)],
+        namespace={"__doc__": "A :class:`WrapperState` whose fields cannot be set.", "__module__": __name__},
+        frozen=True,
+    )
+
+
+@dataclasses.dataclass
+class RankAssignmentCtx:
+    """What NVRx gives a rule: one rank's place, and who is gone."""
+
+    state: WrapperState
+    store: Any
+    """Of NVRx's own; :class:`LayeredTree` exchanges the branches of all ranks through it."""
+    terminated_ranks: set[int]
+    """Of the ranks of ``state.world_size``, those that are gone."""
 
 
 class AssignmentRule(ABC):
-    """A rule that assigns ranks. The engine gives it an ``Assignment``, and no store.
+    """A rule that assigns ranks.
 
     Raises:
-        ConfigError: By a class of the script's own: NVRx's context does not exist here.
+        ConfigError: By a class of the script's own: the engine assigns all ranks at once, without NVRx's store.
     """
 
     def __init_subclass__(cls) -> None:
-        if cls.__module__ != __name__:
+        if not cls.__module__.startswith(__name__.rpartition(".")[0]):
             raise ConfigError(
-                f"{cls.__qualname__} is a rank assignment of your own, and NVRx's context does not exist here; pass a "
-                "function that takes and returns an outlast.inprocess.Assignment"
+                f"{cls.__qualname__} is a rank assignment of your own, and no rank has NVRx's store, through which it "
+                "agrees with the others; pass a function that takes and returns an outlast.inprocess.Assignment"
             )
 
+    @overload
+    def __call__(self, given: Assignment) -> Assignment: ...
+    @overload
+    def __call__(self, given: RankAssignmentCtx) -> RankAssignmentCtx: ...
+    def __call__(self, given: Assignment | RankAssignmentCtx) -> Assignment | RankAssignmentCtx:
+        """Return the assignment, or the context, to use.
+
+        Raises:
+            RankDiscarded: With a context: its rank is gone.
+        """
+        if isinstance(given, RankAssignmentCtx):
+            return self.assign_one(given)
+        return self.assign(given)
+
     @abstractmethod
-    def __call__(self, assignment: Assignment) -> Assignment:
+    def assign(self, assignment: Assignment) -> Assignment:
         """Return the assignment to use."""
 
+    def assign_one(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Give a context's rank its new place among all ranks, those that run the function and the others.
 
-class ActivateAllRanks(AssignmentRule):
-    """Make all spares ranks, behind the others."""
+        Raises:
+            RankDiscarded: It is gone.
+        """
+        state, gone = ctx.state, set(ctx.terminated_ranks)
+        members = tuple(
+            Member(initial_rank=rank, node="", rank=rank, alive=rank not in gone) for rank in range(state.world_size)
+        )
+        kept = {member.initial_rank: member.initial_rank for member in members if member.alive}
+        ended = self.assign(Assignment(members=members, iteration=state.iteration, ranks=kept))
+        rank = state.rank
+        if rank is None or rank not in ended.ranks:
+            raise _discarded(rank, gone)
+        ctx.state = dataclasses.replace(state, rank=ended.ranks[rank], world_size=len(kept))
+        ctx.terminated_ranks = set()
+        return ctx
 
-    def __call__(self, assignment: Assignment) -> Assignment:
-        """Return the assignment without spares."""
-        return assignment.with_order([*assignment.in_order(), *assignment.spares])
+
+def _discarded(rank: int | None, gone: set[int]) -> RankDiscarded:
+    shown = ", ".join(map(str, sorted(gone)[:16])) + (", ..." if len(gone) > 16 else "")
+    return RankDiscarded(f"rank {rank} is permanently removed: ranks {shown} are gone", rank=rank)
 
 
 class ShiftRanksUp(AssignmentRule):
     """Move survivors up into the gaps, in order; spares follow behind them."""
 
-    def __call__(self, assignment: Assignment) -> Assignment:
+    def assign(self, assignment: Assignment) -> Assignment:
         """Return the assignment without gaps."""
         return shift_up(assignment)
 
@@ -98,12 +172,55 @@ class ShiftRanksUp(AssignmentRule):
 class FillGapsFromTheEnd(AssignmentRule):
     """Fill gaps with spares, and where there are none, with the last ranks."""
 
-    def __call__(self, assignment: Assignment) -> Assignment:
+    def assign(self, assignment: Assignment) -> Assignment:
         """Return the assignment without gaps."""
         return fill_gaps(assignment, may_shrink=True)
 
 
-class AtMostActive(AssignmentRule):
+class FilterRule(AssignmentRule):
+    """A rule that decides how many ranks run the function: the first ones do."""
+
+    def assign(self, assignment: Assignment) -> Assignment:
+        """Return the assignment with that many ranks."""
+        return keep_first(assignment, self.limit(assignment.active_world_size))
+
+    def assign_one(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Return the context with its rank active, or not."""
+        state = ctx.state
+        before = state.world_size if state.active_world_size is None else min(state.active_world_size, state.world_size)
+        size = self.limit(before)
+        is_active = state.rank is not None and state.rank < size
+        ctx.state = dataclasses.replace(
+            state,
+            mode=Mode.ACTIVE if is_active else Mode.INACTIVE,
+            active_rank=state.rank if is_active else None,
+            active_world_size=size,
+        )
+        return ctx
+
+    @abstractmethod
+    def limit(self, size: int) -> int:
+        """Return how many of that many ranks run the function."""
+
+
+class ActivateAllRanks(FilterRule):
+    """Make all spares ranks, behind the others."""
+
+    def assign(self, assignment: Assignment) -> Assignment:
+        """Return the assignment without spares."""
+        return assignment.with_order([*assignment.in_order(), *assignment.spares])
+
+    def assign_one(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Return the context with its rank active."""
+        ctx.state = dataclasses.replace(ctx.state, active_world_size=None)
+        return super().assign_one(ctx)
+
+    def limit(self, size: int) -> int:
+        """Return the number."""
+        return size
+
+
+class AtMostActive(FilterRule):
     """Make ranks spares beyond a number.
 
     Args:
@@ -113,14 +230,14 @@ class AtMostActive(AssignmentRule):
     def __init__(self, max_active_world_size: int | None = None) -> None:
         limit = max_active_world_size
         require(limit is None or limit >= 1, f"max_active_world_size={limit} must be at least 1; None = all")
-        self._limit = limit
+        self.max_active_world_size = limit
 
-    def __call__(self, assignment: Assignment) -> Assignment:
-        """Return the assignment with at most that many ranks."""
-        return assignment if self._limit is None else keep_first(assignment, self._limit)
+    def limit(self, size: int) -> int:
+        """Return the smaller of both numbers."""
+        return size if self.max_active_world_size is None else min(size, self.max_active_world_size)
 
 
-class ActiveDivisibleBy(AssignmentRule):
+class ActiveDivisibleBy(FilterRule):
     """Make the last ranks spares, so that a number divides how many run the function.
 
     Args:
@@ -129,11 +246,70 @@ class ActiveDivisibleBy(AssignmentRule):
 
     def __init__(self, divisor: int = 1) -> None:
         require(divisor >= 1, f"divisor={divisor} must be at least 1")
-        self._divisor = divisor
+        self.divisor = divisor
 
-    def __call__(self, assignment: Assignment) -> Assignment:
-        """Return the assignment with a multiple of that many ranks."""
-        return keep_multiple(assignment, self._divisor)
+    def limit(self, size: int) -> int:
+        """Return the greatest multiple up to the number."""
+        return size // self.divisor * self.divisor
+
+
+Key = str | int | Callable[[FrozenWrapperState], Any]
+
+
+def _key_of(key: Key, state: WrapperState) -> str:
+    return str(key(state.freeze()) if callable(key) else key)
+
+
+class CountedGroups(AssignmentRule):
+    """Permanently remove all ranks of a group, such as a node, of which too few live.
+
+    Rules to its left close the gaps: ``Compose(ShiftRanks(), FilterCountGroupedByKey(...))``.
+
+    Args:
+        key_or_fn: The group that a rank is in: a text, or a function of its state, called once on each rank.
+        condition: Returns for the number of a group's living ranks whether they stay.
+        timeout: Accepted and not needed: one rank counts for all, within ``barrier_timeout``.
+    """
+
+    _num_made = 0
+
+    def __init__(
+        self, key_or_fn: Key, condition: Callable[[int], bool], timeout: timedelta = timedelta(seconds=60)
+    ) -> None:
+        require(callable(condition), f"condition={condition!r} cannot be called; pass a function of a number of ranks")
+        self.key_or_fn, self.condition, self.timeout = key_or_fn, condition, timeout
+        self._label = f"group-{CountedGroups._num_made}"
+        CountedGroups._num_made += 1
+
+    def labels(self) -> dict[str, str]:
+        """Return this rank's group, for ``Member.labels``."""
+        return {self._label: _key_of(self.key_or_fn, WrapperState.from_env())}
+
+    def assign(self, assignment: Assignment) -> Assignment:
+        """Return the assignment without the ranks of groups that do not stay."""
+        counts: dict[str, int] = {}
+        for member in assignment.living:
+            group = member.labels.get(self._label, "")
+            counts[group] = counts.get(group, 0) + 1
+        staying = {group for group, num in counts.items() if self.condition(num)}
+        members = tuple(
+            dataclasses.replace(one, alive=one.alive and one.labels.get(self._label, "") in staying)
+            for one in assignment.members
+        )
+        living = {member.initial_rank for member in members if member.alive}
+        ranks = {initial: rank for initial, rank in assignment.ranks.items() if initial in living}
+        return dataclasses.replace(assignment, members=members, ranks=ranks)
+
+    def assign_one(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Refuse: one rank alone cannot count.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "FilterCountGroupedByKey cannot count in a RankAssignmentCtx: that has no store of outlast's; pass it to "
+            "Wrapper(rank_assignment=...), or give it an outlast.inprocess.Assignment"
+        )
 
 
 class LayerFlag(enum.Flag):
@@ -142,7 +318,7 @@ class LayerFlag(enum.Flag):
     RESERVE = enum.auto()
     """From the spares of the branch."""
     BACKFILL = enum.auto()
-    """By the last rank of the branch."""
+    """By the last ranks of the branch."""
 
 
 @dataclasses.dataclass
@@ -152,9 +328,9 @@ class Layer:
     min_ranks: int | None = 1
     """Fewest living ranks of a branch; one with fewer is given up, with all its ranks."""
     max_ranks: int | None = None
-    """Most ranks of a branch that run the function; ``None`` = no limit."""
-    key_or_fn: str | Callable[[FrozenWrapperState], str] = ""
-    """The branch that a rank is in: a text, or a function of its state, asked once on each rank."""
+    """Most ranks of a branch that run the function at first; ``None`` = no limit. A spare may exceed it in a gap."""
+    key_or_fn: Key = ""
+    """The branch that a rank is in: a text, or a function of its state, called once on each rank."""
     flag: LayerFlag | None = None
     """Where a gap in a branch may be filled from; ``None`` = from nowhere."""
 
@@ -163,8 +339,9 @@ class LayeredTree(AssignmentRule):
     """Assign ranks by their place in the machine.
 
     At first the ranks are made active in order, as far as each branch's ``max_ranks`` allow. Later branches that fell
-    below ``min_ranks`` are given up, and a gap is filled from the nearest branch around it that lets spares be taken,
-    else by the last rank of one that lets that be; what is left is closed by moving ranks up.
+    below ``min_ranks`` are given up, and a gap is filled by the last spare of the nearest branch around it that lets
+    spares be taken, else by one of the last ranks of the widest branch around it that lets those be taken; gaps that
+    are left are closed by moving ranks up.
 
     Args:
         layers: From the whole machine to its smallest part.
@@ -177,14 +354,15 @@ class LayeredTree(AssignmentRule):
     def __init__(self, layers: list[Layer], world_size_filter: Callable[[int], int] | None = None) -> None:
         require(bool(layers), "Tree(layers=[]) has no layers; name at least one")
         self.layers, self.world_size_filter = layers, world_size_filter
+        self.init_rank_map: dict[int, Leaf] = {}
+        """With a context: all ranks' places, by initial rank."""
+        self._by_rank: list[int] = []
 
     def labels(self) -> dict[str, str]:
         """Return this rank's branches, for ``Member.labels``."""
-        state = FrozenWrapperState.from_env()
-        keys = [layer.key_or_fn for layer in self.layers]
-        return {f"layer-{number}": str(key(state) if callable(key) else key) for number, key in enumerate(keys)}
+        return self._labels(self._keys(WrapperState.from_env()))
 
-    def __call__(self, assignment: Assignment) -> Assignment:
+    def assign(self, assignment: Assignment) -> Assignment:
         """Return the assignment without gaps.
 
         Raises:
@@ -196,12 +374,61 @@ class LayeredTree(AssignmentRule):
                 f"{len(assignment.living)} ranks live, and no part of the machine has its min_ranks; restart the job",
                 iteration=assignment.iteration,
             )
-        if not assignment.previous:
-            growing.activate_all()
-        else:
-            growing.fill_from_spares()
-            growing.fill_from_the_end()
-        ended = growing.closed()
+        return self._grow(growing, assignment)
+
+    def assign_one(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        """Give a context's rank its new place; the first call takes all ranks' branches from the context's store.
+
+        Raises:
+            RuntimeError: Ranks differ in the key of the first layer.
+            RankDiscarded: It is gone, or its branch is given up.
+        """
+        state = ctx.state
+        if not self.init_rank_map:
+            self._plant(state, ctx.store)
+        gone = {self._by_rank[rank] for rank in ctx.terminated_ranks}
+        leaves = self.init_rank_map
+        members = [
+            Member(
+                initial_rank=initial,
+                node="",
+                rank=leaf.state.active_rank,
+                alive=initial not in gone and leaf.state.mode != Mode.TERMINATED,
+                labels=leaf.labels,
+            )
+            for initial, leaf in leaves.items()
+        ]
+        if all(leaf.state.mode == Mode.INITIALIZED for leaf in leaves.values()):
+            everybody = tuple(dataclasses.replace(member, alive=True) for member in members)
+            begun = Assignment(members=everybody, iteration=0)
+            ranks = _Growing(self.layers, begun, gives_up=False).activated().ranks
+            members = [dataclasses.replace(one, rank=ranks.get(one.initial_rank)) for one in members]
+        kept = {one.initial_rank: one.rank for one in members if one.alive and one.rank is not None}
+        given = Assignment(members=tuple(members), iteration=state.iteration, ranks=kept)
+        growing = _Growing(self.layers, given)
+        ended = self._grow(growing, given) if growing.usable else dataclasses.replace(given, ranks={})
+        for initial, leaf in leaves.items():
+            leaf.state = dataclasses.replace(
+                state,
+                rank=None,
+                world_size=len(growing.usable),
+                active_rank=(active := ended.ranks.get(initial)),
+                active_world_size=ended.active_world_size,
+                initial_rank=initial,
+                mode=Mode.INACTIVE if active is None else Mode.ACTIVE,
+            )
+            if initial not in growing.usable:
+                leaf.state.mode = Mode.TERMINATED
+        self._number()
+        assert state.initial_rank is not None
+        own = leaves[state.initial_rank].state
+        if own.mode == Mode.TERMINATED:
+            raise _discarded(state.rank, ctx.terminated_ranks)
+        ctx.state, ctx.terminated_ranks = dataclasses.replace(own), set()
+        return ctx
+
+    def _grow(self, growing: _Growing, given: Assignment) -> Assignment:
+        ended = growing.activated() if not given.previous else growing.filled()
         if self.world_size_filter is not None:
             wanted = self.world_size_filter(ended.active_world_size)
             text = f"world_size_filter returned {wanted} for {ended.active_world_size} ranks; it must not return more"
@@ -209,94 +436,166 @@ class LayeredTree(AssignmentRule):
             ended = keep_first(ended, wanted)
         return ended
 
+    def _keys(self, state: WrapperState) -> list[str]:
+        return [_key_of(layer.key_or_fn, state) for layer in self.layers]
+
+    @staticmethod
+    def _labels(keys: Iterable[object]) -> dict[str, str]:
+        return {f"layer-{number}": str(key) for number, key in enumerate(keys)}
+
+    def _plant(self, state: WrapperState, store: Any) -> None:
+        """Take all ranks and their branches from a store, as NVRx's offers them."""
+        everybody = range(state.world_size)
+        store.send_state(state, state.rank)
+        states = store.get_states(everybody)
+        store.send_key(self._keys(state), state.rank)
+        keys = store.get_keys(everybody)
+        roots = {str(key[0]) for key in keys}
+        if len(roots) != 1:
+            raise RuntimeError(f"the first layer is the whole machine, but its keys are {sorted(roots)}; use one key")
+        leaves = {one.initial_rank: Leaf(one, self._labels(key)) for one, key in zip(states, keys, strict=True)}
+        members = [Member(initial_rank=initial, node="", labels=leaves[initial].labels) for initial in sorted(leaves)]
+        ordered = _in_order(members, len(self.layers))
+        self.init_rank_map = {initial: leaves[initial] for initial in ordered}
+        self._number()
+        started = [leaves[initial].state.initial_rank for initial in sorted(leaves)]
+        if ordered != started:
+            warnings.warn(f"the tree orders the initial ranks {ordered[:16]}: not as they were started", stacklevel=4)
+
+    def _number(self) -> None:
+        """Number all ranks in the order of the tree, those that are gone behind the others."""
+        leaves = self.init_rank_map
+        self._by_rank = sorted(leaves, key=lambda one: leaves[one].state.mode == Mode.TERMINATED)
+        for rank, initial in enumerate(self._by_rank):
+            leaf = leaves[initial].state
+            leaf.rank = None if leaf.mode == Mode.TERMINATED else rank
+
+
+@dataclasses.dataclass
+class Leaf:
+    """A rank in a :class:`LayeredTree`."""
+
+    state: WrapperState
+    labels: Mapping[str, str]
+
+
+Branch = tuple[str, ...]
+"""Keys from the first layer on."""
+
+
+def _path(member: Member, depth: int) -> Branch:
+    return tuple(member.labels.get(f"layer-{number}", "") for number in range(depth))
+
+
+def _in_order(members: Iterable[Member], depth: int) -> list[int]:
+    """Return initial ranks in the order of the tree: branches in the order of their first ranks, and so within each."""
+    firsts: dict[Branch, int] = {}
+    paths: dict[int, Branch] = {}
+    for member in members:
+        path = paths[member.initial_rank] = _path(member, depth)
+        for number in range(depth + 1):
+            firsts.setdefault(path[:number], len(firsts))
+    keys = {path: tuple(firsts[path[:number]] for number in range(depth + 1)) for path in set(paths.values())}
+    return sorted(paths, key=lambda one: (keys[paths[one]], one))
+
 
 class _Growing:
     """Ranks on their way into a tree."""
 
-    def __init__(self, layers: list[Layer], given: Assignment) -> None:
+    def __init__(self, layers: list[Layer], given: Assignment, *, gives_up: bool = True) -> None:
         self._layers, self._given = layers, given
         depth = len(layers)
-        self._paths = {
-            member.initial_rank: tuple(member.labels.get(f"layer-{number}", "") for number in range(depth))
-            for member in given.members
-        }
+        self._paths = {member.initial_rank: _path(member, depth) for member in given.members}
+        self._order = _in_order(given.members, depth)
         living = {member.initial_rank for member in given.living}
-        for number in range(depth, 0, -1):  # a branch that is given up counts for nothing in the one around it
+        for number in range(depth, 0, -1) if gives_up else ():
+            # A branch that is given up counts for nothing in the one around it.
             least = layers[number - 1].min_ranks or 1
             counts = self._count(living, number)
             living = {initial for initial in living if counts[self._paths[initial][:number]] >= least}
         self.usable = living
         """Initial ranks that can be given a rank."""
+        self._previous = given.previous
         self._ranks = {initial: rank for initial, rank in given.ranks.items() if initial in living}
 
-    def activate_all(self) -> None:
-        """Give ranks in the order of the branches, as far as there is room."""
-        order = list[tuple[str, ...]]()
-        for initial in self._paths:
-            if self._paths[initial] not in order:
-                order.append(self._paths[initial])
-        firsts: dict[tuple[str, ...], int] = {}
-        for number, path in enumerate(order):
-            for depth in range(len(path) + 1):
-                firsts.setdefault(path[:depth], number)
-        by_branch = sorted(
-            self.usable,
-            key=lambda one: ([firsts[self._paths[one][:d]] for d in range(len(self._layers) + 1)], one),
-        )
+    def activated(self) -> Assignment:
+        """Return ranks in the order of the branches, as far as there is room."""
+        num_active: dict[Branch, int] = {}
         self._ranks = {}
-        for initial in by_branch:
-            if self._has_room(initial):
+        for initial in self._order:
+            branches = [self._paths[initial][:number] for number in range(1, len(self._layers) + 1)]
+            limits = [layer.max_ranks for layer in self._layers]
+            full = (
+                limit is not None and num_active.get(branch, 0) >= limit
+                for branch, limit in zip(branches, limits, strict=True)
+            )
+            if initial in self.usable and not any(full):
                 self._ranks[initial] = len(self._ranks)
+                for branch in branches:
+                    num_active[branch] = num_active.get(branch, 0) + 1
+        return self._closed()
 
-    def fill_from_spares(self) -> None:
-        """Fill each gap from the nearest branch whose spares may be taken."""
+    def filled(self) -> Assignment:
+        """Return the ranks with gaps filled by spares, else by the last ranks, else by moving ranks up."""
+        self._fill_from_the_end(self._fill_from_spares())
+        return self._closed()
+
+    def _fill_from_spares(self) -> list[int]:
+        """Fill each gap from the nearest branch whose spares may be taken; return the gaps that are left."""
+        spares: dict[Branch, list[int]] = {}
+        for initial in self._order:
+            if initial in self.usable and initial not in self._ranks:
+                for number in range(1, len(self._layers) + 1):
+                    spares.setdefault(self._paths[initial][:number], []).append(initial)
+        left = []
         for gap in self._gaps():
             for branch in self._branches_around(gap, LayerFlag.RESERVE):
-                spares = (one for one in self._members(branch) if one not in self._ranks and self._has_room(one))
-                if (found := next(spares, None)) is not None:
-                    self._ranks[found] = gap
+                free = spares.get(branch, [])
+                while free and free[-1] in self._ranks:
+                    free.pop()
+                if free:
+                    self._ranks[free.pop()] = gap
                     break
+            else:
+                left.append(gap)
+        return left
 
-    def fill_from_the_end(self) -> None:
-        """Fill each gap by the last rank of the nearest branch of which that may be taken."""
-        for gap in self._gaps():
-            for branch in self._branches_around(gap, LayerFlag.BACKFILL):
-                active = [one for one in self._members(branch) if self._ranks.get(one, -1) > gap]
-                if active:
-                    self._ranks[max(active, key=lambda one: self._ranks[one])] = gap
-                    break
+    def _fill_from_the_end(self, gaps: list[int]) -> None:
+        """Fill gaps by the last ranks of the widest branches of which those may be taken, in order."""
+        domains: dict[Branch, list[int]] = {}
+        for gap in gaps:
+            if around := list(self._branches_around(gap, LayerFlag.BACKFILL)):
+                domains.setdefault(around[-1], []).append(gap)
+        active: dict[Branch, list[int]] = {}
+        for initial in self._ranks:
+            for number in range(1, len(self._layers) + 1):
+                if (branch := self._paths[initial][:number]) in domains:
+                    active.setdefault(branch, []).append(initial)
+        for branch, missing in domains.items():
+            last = sorted(active.get(branch, []), key=lambda one: self._ranks[one])[-len(missing) :]
+            self._ranks.update(zip(last, missing, strict=False))
 
-    def closed(self) -> Assignment:
+    def _closed(self) -> Assignment:
         """Return the assignment, with ranks moved up into the gaps that are left."""
         members = {member.initial_rank: member for member in self._given.members}
-        order: list[Member] = [members[one] for one in sorted(self._ranks, key=lambda one: self._ranks[one])]
-        return self._given.with_order(order)
+        return self._given.with_order(members[one] for one in sorted(self._ranks, key=lambda one: self._ranks[one]))
 
     def _gaps(self) -> list[int]:
+        """Return the ranks that are missing, in the order of the tree."""
         taken = set(self._ranks.values())
-        return [rank for rank in sorted(self._given.previous) if rank not in taken]
+        before = {member.initial_rank: rank for rank, member in self._previous.items() if rank not in taken}
+        return [before[initial] for initial in self._order if initial in before]
 
-    def _branches_around(self, gap: int, flag: LayerFlag) -> Iterator[tuple[str, ...]]:
+    def _branches_around(self, gap: int, flag: LayerFlag) -> Iterator[Branch]:
         """Yield the branches around a gap that have the flag, from the smallest on, until one has it not."""
-        path = self._paths[self._given.previous[gap].initial_rank]
+        path = self._paths[self._previous[gap].initial_rank]
         for number in range(len(self._layers), 0, -1):
             if flag not in (self._layers[number - 1].flag or LayerFlag(0)):
                 return
             yield path[:number]
 
-    def _members(self, branch: tuple[str, ...]) -> list[int]:
-        return [one for one in sorted(self.usable) if self._paths[one][: len(branch)] == branch]
-
-    def _has_room(self, initial: int) -> bool:
-        path = self._paths[initial]
-        for number, layer in enumerate(self._layers, start=1):
-            num_active = self._count(self._ranks, number).get(path[:number], 0)
-            if layer.max_ranks is not None and num_active >= layer.max_ranks:
-                return False
-        return True
-
-    def _count(self, ranks: Iterable[int], depth: int) -> dict[tuple[str, ...], int]:
-        counts: dict[tuple[str, ...], int] = {}
+    def _count(self, ranks: Iterable[int], depth: int) -> dict[Branch, int]:
+        counts: dict[Branch, int] = {}
         for initial in ranks:
             branch = self._paths[initial][:depth]
             counts[branch] = counts.get(branch, 0) + 1

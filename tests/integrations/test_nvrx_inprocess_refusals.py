@@ -1,0 +1,189 @@
+"""What ends restarting by NVRx's names: a refused name, a limit, restarts without progress. Each case is one rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import json, os, sys, traceback, warnings
+from datetime import timedelta
+from outlast.integrations import nvrx
+nvrx.install()
+import nvidia_resiliency_ext.inprocess as inprocess
+import torch.distributed as dist
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+SOME = dict(soft_timeout=timedelta(seconds=60), hard_timeout=timedelta(seconds=90))
+
+class Asks(inprocess.initialize.Initialize):
+    def __call__(self, state):
+        return state.no_such_field
+
+class Mine:
+    @property
+    def rate(self):
+        return None.value
+
+def refuses_a_name(call):
+    call.no_such_method()
+
+def refuses_a_call(call):
+    call.ping("now")
+
+def refuses_a_module(call):
+    import nvidia_resiliency_ext.inprocess.monitor_process
+
+def refuses_a_name_of_a_module(call):
+    inprocess.abort.AbortEverything
+
+def retries_an_error_of_its_own(call):
+    if call.iteration < 2:
+        Mine().rate
+    return "done"
+
+def gives_up(call):
+    raise inprocess.exception.RestartAbort("enough")
+
+def restarts_by_itself(call):
+    if call.iteration < 2:
+        raise inprocess.monitor_thread.RankShouldRestart
+    return "done"
+
+def never_gets_further(call):
+    raise RuntimeError("as before")
+
+def keeps_long_work(call):
+    with call.disable_hang_protection():
+        return "done"
+
+def run(function, **options):
+    calls = []
+
+    def train(call: inprocess.CallWrapper = None):
+        calls.append(call.iteration)
+        return function(call)
+
+    try:
+        ended = inprocess.Wrapper(**SOME, **options)(train)()
+    except Exception as error:
+        ended = [[kind.__name__ for kind in type(error).__mro__], str(error), getattr(error, "counts", None)]
+    return {"ended": ended, "calls": len(calls)}
+
+found = {name: run(value) for name, value in list(globals().items()) if getattr(value, "__code__", None)
+         and value.__code__.co_varnames[:1] == ("call",)}
+found["a plug-in asks"] = run(keeps_long_work, initialize=Asks())
+limit = inprocess.initialize.RetryController(max_iterations=12)
+found["a limit"] = run(never_gets_further, initialize=inprocess.Compose(limit, inprocess.initialize.RetryController()))
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.store", rank=0, world_size=1)
+found["a group exists"] = run(keeps_long_work)
+dist.destroy_process_group()
+with open(sys.argv[1], "w") as file:
+    json.dump(found, file)
+"""
+
+
+HANDLES = """
+import os, signal, sys, time
+from datetime import timedelta
+from outlast.integrations import nvrx
+nvrx.install()
+import nvidia_resiliency_ext.inprocess as inprocess
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+
+def handle(number, frame):
+    os.write(1, b"handled")
+    os._exit(7)
+
+signal.signal(signal.SIGTERM, handle)
+
+@inprocess.Wrapper(
+    soft_timeout=timedelta(seconds=2), hard_timeout=timedelta(seconds=3), termination_grace_time=timedelta(seconds=300)
+)
+def train(call: inprocess.CallWrapper = None):
+    call.ping()
+    with call.atomic():
+        while True:
+            time.sleep(0.01)
+
+train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_rank_that_cannot_be_interrupted_gets_a_signal_that_its_script_handles() -> None:
+    """At the hard timeout SIGTERM comes first, and SIGKILL only ``termination_grace_time`` later."""
+    done = subprocess.run([sys.executable, "-c", HANDLES], capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stdout) == (7, "handled"), done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return how each case ended, and how often its function was called."""
+    folder = tmp_path_factory.mktemp("refusals")
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(folder / "script.py"), str(folder / "found.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
+
+
+def raised(outcome: dict[str, Any]) -> tuple[str, str]:
+    """Return the class and the text of what the caller got."""
+    kinds, text, _ = outcome["ended"]
+    return kinds[0], text
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_name_or_call_that_is_not_offered_reaches_the_caller_at_once(found: dict[str, Any], tmp_path: Path) -> None:
+    """The function is not called again for what no further call can change; an error of the script's own is retried."""
+    for case, kind, text in (
+        ("refuses_a_name", "AttributeError", "no_such_method"),
+        ("refuses_a_call", "TypeError", "ping"),
+        ("refuses_a_module", "ModuleNotFoundError", "monitor_process"),
+        ("refuses_a_name_of_a_module", "AttributeError", "AbortEverything"),
+    ):
+        assert raised(found[case])[0] == kind, case
+        assert text in raised(found[case])[1], case
+        assert found[case]["calls"] == 1, case
+    assert raised(found["a plug-in asks"])[0] == "AttributeError"
+    assert found["a plug-in asks"]["calls"] == 0
+    assert found["retries_an_error_of_its_own"] == {"ended": "done", "calls": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_giving_up_reaches_the_caller_with_the_counts(found: dict[str, Any]) -> None:
+    """``RestartAbort`` ends all ranks' restarts; the one that raised gets the counts of all, too."""
+    kinds, text, counts = found["gives_up"]["ended"]
+    assert (kinds[0], text, counts) == ("RestartAbort", "enough", {"restarts": 0, "faults": 0})
+    assert found["restarts_by_itself"] == {"ended": "done", "calls": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_restarts_without_progress_end(found: dict[str, Any]) -> None:
+    """A function that always fails is called 11 times, or as often as its ``RetryController`` allows."""
+    kind, text = raised(found["never_gets_further"])
+    assert kind == "RestartAbort"
+    assert "10 restarts in a row made no progress (max_no_progress_restarts=10)" in text
+    assert found["never_gets_further"]["calls"] == 11
+    kind, text = raised(found["a limit"])
+    assert "iteration=12" in text, text
+    assert found["a limit"]["calls"] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_hang_protection_can_be_disabled_and_groups_are_refused(found: dict[str, Any]) -> None:
+    """``disable_hang_protection()`` exists; a call with a process group is refused, as the wrapper would destroy it."""
+    assert found["keeps_long_work"] == {"ended": "done", "calls": 1}
+    kind, text = raised(found["a group exists"])
+    assert (kind, found["a group exists"]["calls"]) == ("ConfigError", 0)
+    assert "not torch.distributed.is_initialized()" in text
