@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import multiprocessing
+import queue
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from outlast.errors import CheckpointError, ConfigError, OutlastError
 from outlast.integrations.nvrx import async_calls
@@ -30,6 +37,106 @@ def test_two_ranks_agree() -> None:
         assert codes == [0, 0], ranks.output(0) + ranks.output(1)
         for rank in range(2):
             assert ranks.output(rank).splitlines()[-1] == "ok"
+
+
+class Training:
+    """A model whose optimizer has a step on the CPU, and values that change in place."""
+
+    def __init__(self) -> None:
+        self.weights = torch.nn.Parameter(torch.zeros(4))
+        self.optimizer = torch.optim.AdamW([self.weights], lr=0.1)
+        self.counters = {"samples": 0, "seen": [0]}
+        self.order = numpy.zeros(2)
+
+    def step(self) -> None:
+        self.weights.grad = torch.ones(4)
+        self.optimizer.step()
+        self.counters["samples"] += 8  # type: ignore[operator]
+        self.counters["seen"][0] += 1  # type: ignore[index]
+        self.order += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as a loop passes it: nothing is copied."""
+        moments = self.optimizer.state[self.weights]
+        return {"weights": self.weights, **moments, "counters": self.counters, "order": self.order}
+
+
+def values(state: dict[str, Any]) -> list[Any]:
+    """Return what distinguishes an iteration."""
+    numbers = [state[name].tolist() for name in ("weights", "step", "exp_avg", "order")]
+    return [*numbers, state["counters"]["samples"], state["counters"]["seen"][0]]
+
+
+class Stage:
+    """A stage that is not a function with its arguments: its result refers to what training changes."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def __call__(self) -> dict[str, Any]:
+        return self.state
+
+
+def stage(state: dict[str, Any], *, non_blocking: bool) -> dict[str, Any]:
+    """Stage as Megatron does: a tensor that is on the CPU is passed on."""
+    to_cpu = {name: one.to("cpu", non_blocking=non_blocking) for name, one in state.items() if torch.is_tensor(one)}
+    return {**state, **to_cpu}
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("passed", ["argument", "keyword", "partial", "staged", "stage_object"])
+def test_a_call_that_is_late_has_the_values_of_its_request(persistent: bool, passed: str) -> None:
+    """A call that runs two steps later writes the iteration in which it was scheduled: tensors on the CPU, also the
+    optimizer's step, numbers, lists and arrays. Tensors that shared memory share it again."""
+    training, may_write = Training(), threading.Event()
+    written: list[dict[str, Any]] = []
+    for _ in range(3):
+        training.step()
+    expected = values(copy.deepcopy(training.state()))
+
+    def write(gate: threading.Event, state: dict[str, Any]) -> None:
+        gate.wait(60)
+        written.append(state)
+
+    state = {**training.state(), "view": training.weights.detach()[1:3]}
+    request = {
+        "argument": AsyncRequest(write, (may_write, state), []),
+        "keyword": AsyncRequest(write, (may_write,), [], async_fn_kwargs={"state": state}),
+        "partial": AsyncRequest(functools.partial(write, state=state), (may_write,), []),
+        "staged": AsyncRequest(
+            write, (may_write, None), [], preload_fn=functools.partial(stage, state, non_blocking=True)
+        ),
+        "stage_object": AsyncRequest(write, (may_write, None), [], preload_fn=Stage(state)),
+    }[passed]
+    calls = AsyncCallsQueue(persistent=persistent)
+    calls.schedule_async_request(request)
+    for _ in range(2):
+        training.step()
+    may_write.set()
+    calls.close()
+    assert values(written[0]) == expected != values(training.state())
+    with torch.no_grad():
+        written[0]["weights"].zero_()
+    assert written[0]["view"].tolist() == [0.0, 0.0]
+    assert training.weights.tolist() != [0.0] * 4
+
+
+def test_what_cannot_be_copied_is_refused_by_name(tmp_path: Path) -> None:
+    """Handles (files, locks, queues) reach the call as the same objects, and only the bytes that a view uses are
+    copied; an object that can be neither copied nor shared is refused, and nothing is scheduled."""
+    calls, seen = AsyncCallsQueue(), []
+    large = torch.arange(1 << 16)
+    handles = threading.Lock(), queue.Queue[int](), multiprocessing.get_context("fork").Queue()
+    with (tmp_path / "log").open("w") as file:
+        calls.schedule_async_request(AsyncRequest(lambda *given: seen.append(given), (file, *handles, large[4:8]), []))
+        calls.maybe_finalize_async_calls(blocking=True)
+        assert all(given is own for given, own in zip(seen[0], (file, *handles), strict=False))
+    assert seen[0][-1].tolist() == [4, 5, 6, 7]
+    assert seen[0][-1].untyped_storage().nbytes() <= 64
+    with pytest.raises(OutlastError, match=r"argument 1 of async_fn cannot be copied .*builtins.generator"):
+        calls.schedule_async_request(AsyncRequest(print, (1, {"batches": (one for one in range(3))}), []))
+    assert calls.get_num_unfinalized_calls() == 0
+    calls.close()
 
 
 def test_three_failures_in_a_row_are_an_error(caplog: pytest.LogCaptureFixture) -> None:

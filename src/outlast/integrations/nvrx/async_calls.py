@@ -1,19 +1,22 @@
-"""``nvidia_resiliency_ext.checkpointing.async_ckpt.core``: calls beside training that all ranks finalise alike.
+"""``nvidia_resiliency_ext.checkpointing.async_ckpt.core``: asynchronous calls that are finalised on all ranks or none.
 
-A call runs in a thread of this process. The extension starts a process for it; a thread copies nothing, leaves nothing
-behind when the rank is killed, and needs nothing that can be pickled.
+A call runs in a thread of this process. The extension starts a process; a thread leaves nothing behind when the rank
+is killed. The arguments of a call are copied when it is scheduled (:mod:`outlast.integrations.nvrx.snapshot`), so that
+a call that runs later writes the values of its own iteration.
 
-A call is finalised once it has ended well on *all* ranks, and on none otherwise. The extension finalises a call whose
-process has died, too, and so commits a checkpoint that lacks a part.
+A call is finalised once it has succeeded on *all* ranks, and on none otherwise. The extension also finalises a call
+whose process has died, and so commits a checkpoint that lacks a part.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import queue
 import secrets
 import threading
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +31,7 @@ from outlast import clock
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, OutlastError, PeerLost
 from outlast.integrations.nvrx.exchange import WorldExchange
+from outlast.integrations.nvrx.snapshot import copy_arguments
 from outlast.runtime.process_groups import is_initialised
 
 log = logging.getLogger(__name__)
@@ -36,6 +40,7 @@ CALL_TIMEOUT_S = 3600.0
 """Seconds after which a call that still runs counts as failed."""
 _MARGIN_S = 60.0
 """Seconds beyond that within which the other ranks have said so."""
+_GIVEN_UP = "is given up, and what it wrote is not committed"
 MAX_FAILURES = 3
 """Calls in a row that may fail before that is an error in a call that does not wait."""
 
@@ -49,14 +54,14 @@ class _AsyncCallStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AsyncRequest(NamedTuple):
-    """A function to run beside training, and what follows once it has ended on all ranks."""
+    """A function to run alongside training, and the functions that follow once it has ended on all ranks."""
 
     async_fn: Callable[..., Any] | None
     """``None``: there is nothing to run, only to finalise."""
     async_fn_args: tuple[Any, ...]
     finalize_fns: list[Callable[[], Any]]
     """Called in the thread of the training loop, on all ranks."""
-    async_fn_kwargs: dict[str, Any] = {}
+    async_fn_kwargs: dict[str, Any] | None = None
     preload_fn: Callable[[], Any] | None = None
     """Called at once; what it returns takes the place of the second argument."""
     is_frozen: bool = False
@@ -85,9 +90,18 @@ class AsyncRequest(NamedTuple):
         Collective: all ranks.
         Blocks: until it has ended on all ranks.
         """
-        calls = AsyncCallsQueue(persistent=False)
-        calls.schedule_async_request(self)
-        calls.close()
+        arguments = list(self.async_fn_args)
+        if self.preload_fn is not None:
+            arguments = _two_arguments(self)
+            arguments[1] = self.preload_fn()
+        call = _ScheduledCall(self.call_idx, self._replace(async_fn_args=tuple(arguments)))
+        call.run()
+        exchange = WorldExchange("the end of a synchronous call", 2 * CALL_TIMEOUT_S)
+        try:
+            _agree(exchange.gather(call.outcome(blocking=True), _AsyncCallStatus), what=_GIVEN_UP)
+            _finalise(self, exchange)
+        finally:
+            exchange.close()
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
         """Call what follows, in order; return the number of the call.
@@ -149,13 +163,56 @@ def _agree(outcomes: list[_AsyncCallStatus], *, what: str) -> None:
         raise CheckpointError(f"asynchronous call {numbers[0]} {what}: rank {rank}{others} failed with {error}")
 
 
+def _two_arguments(request: AsyncRequest) -> list[Any]:
+    """Return the arguments; ``preload_fn`` gives the second one."""
+    if len(request.async_fn_args) < 2:
+        raise OutlastError("preload_fn gives the second argument of async_fn, which has fewer: give two")
+    return list(request.async_fn_args)
+
+
+def _snapshot(request: AsyncRequest) -> AsyncRequest:
+    """Return a request whose function, now with all its arguments, is independent of what training changes.
+
+    The tensors of a device that ``preload_fn`` copies are not copied a second time: where it is a function with its
+    arguments (:func:`functools.partial`), its arguments on the host are copied before the call, otherwise its result is
+    copied.
+
+    Raises:
+        OutlastError: An argument cannot be copied.
+        Exception: ``preload_fn`` raised it.
+    """
+    arguments, preload = list(request.async_fn_args), request.preload_fn
+    staged: dict[int, Any] = {}
+    if preload is not None:
+        arguments = _two_arguments(request)
+        if isinstance(preload, functools.partial) and isinstance(preload.func, types.FunctionType):
+            name = "an argument of preload_fn"
+            staged[1] = copy_arguments({name: preload}, keeps_device_tensors=True)[name]()
+        else:
+            arguments[1] = preload()
+    named: dict[str, Any] = {f"argument {at} of async_fn": one for at, one in enumerate(arguments) if at not in staged}
+    if isinstance(request.async_fn, functools.partial):
+        named["async_fn"] = request.async_fn
+    if request.async_fn_kwargs:
+        named["a keyword argument of async_fn"] = dict(request.async_fn_kwargs)
+    copied = copy_arguments(named)
+    return request._replace(
+        async_fn=copied.get("async_fn", request.async_fn),
+        async_fn_args=tuple(
+            staged[at] if at in staged else copied[f"argument {at} of async_fn"] for at in range(len(arguments))
+        ),
+        async_fn_kwargs=copied.get("a keyword argument of async_fn"),
+        preload_fn=None,
+    )
+
+
 @dataclass
 class _ScheduledCall:
     """A call that is not finalised yet."""
 
     idx: int
     request: AsyncRequest
-    arguments: tuple[Any, ...]
+    """Staged: it refers to nothing that training changes."""
     began_ns: int = field(default_factory=clock.now_ns)
     ended: threading.Event = field(default_factory=threading.Event)
     error: str = ""
@@ -166,7 +223,7 @@ class _ScheduledCall:
     def run(self) -> None:
         try:
             if self.request.async_fn is not None:
-                self.request.async_fn(*self.arguments, **self.request.async_fn_kwargs)
+                self.request.async_fn(*self.request.async_fn_args, **(self.request.async_fn_kwargs or {}))
         except BaseException as error:  # whatever ends it, the ranks must know
             self.error = _describe(error)
             log.exception("asynchronous call %d failed", self.idx)
@@ -220,7 +277,10 @@ class AsyncCallsQueue:
         self._start()
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Stage what the request needs, and run it beside training.
+        """Copy what the request needs, and run it alongside training.
+
+        Copied are the arguments, also those of a :func:`functools.partial`: training may change them afterwards. Not
+        copied are functions with what they refer to, objects whose method is called, and handles (files, locks, queues).
 
         Args:
             async_request: Also one of an older version, or of Megatron-Core's own class.
@@ -229,23 +289,20 @@ class AsyncCallsQueue:
             The number of the call, from 0.
 
         Raises:
-            Exception: What staging (``preload_fn``) raised; nothing is scheduled then.
+            OutlastError: An argument cannot be copied; nothing is scheduled.
+            Exception: What staging (``preload_fn``) raised; nothing is scheduled.
             PeerLost: A peer left, or did not come in time; in the first call in a world alone.
 
         Collective: all ranks, with requests of the same kind.
-        Blocks: while it is staged; the first call in a world, until all ranks have come.
+        Blocks: while it is copied; the first call in a world, until all ranks have come.
         """
         place = self._agree_place()
         number = self.call_idx + 1
         given = async_request._asdict()
         request = AsyncRequest(**{name: given[name] for name in AsyncRequest._fields if name in given})
-        arguments = list(request.async_fn_args)
-        if request.preload_fn is not None:
-            if len(arguments) < 2:
-                raise OutlastError("preload_fn gives the second argument of async_fn, which has fewer: give two")
-            arguments[1] = request.preload_fn()
+        request = _snapshot(request)._replace(is_frozen=True, call_idx=number)
         self.call_idx = number
-        call = _ScheduledCall(number, request.freeze()._replace(call_idx=number), tuple(arguments), place=place)
+        call = _ScheduledCall(number, request, place=place)
         self._calls.append(call)
         self._start()
         self._work.put(call)
@@ -284,7 +341,7 @@ class AsyncCallsQueue:
                 break
             self._calls.popleft()
             try:
-                _agree(outcomes, what="is given up, and what it wrote is not committed")
+                _agree(outcomes, what=_GIVEN_UP)
                 _finalise(call.request, None if no_dist else self._exchange)
             except CheckpointError as error:
                 log.error("%s", error)
