@@ -206,7 +206,7 @@ def test_the_detector_refuses_what_it_cannot_do() -> None:
             call()
     for wrong in ({"scores_to_compute": "fast"}, {"profiling_interval": 0}, {"report_time_interval": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            Detector.initialize(**wrong)  # type: ignore[arg-type]
+            Detector.initialize(**wrong)
     with pytest.raises(ConfigError, match="arg_filter_fn"):
         CallableId(str, "upper", arg_filter_fn=bool)
     Detector.initialize(gather_on_rank0=False)

@@ -61,7 +61,7 @@ class AsyncRequest(NamedTuple):
     async_fn_args: tuple[Any, ...]
     finalize_fns: list[Callable[[], Any]]
     """Called in the thread of the training loop, on all ranks."""
-    async_fn_kwargs: dict[str, Any] | None = None
+    async_fn_kwargs: dict[str, Any] | None = {}  # a queue of Megatron-Core's takes no None
     preload_fn: Callable[[], Any] | None = None
     """Called at once; what it returns takes the place of the second argument."""
     is_frozen: bool = False
@@ -280,7 +280,7 @@ class AsyncCallsQueue:
         """Copy what the request needs, and run it alongside training.
 
         Copied are the arguments, also those of a :func:`functools.partial`: training may change them afterwards. Not
-        copied are functions with what they refer to, objects whose method is called, and handles (files, locks, queues).
+        copied are functions with what they refer to, the objects of methods, and handles (files, locks, queues).
 
         Args:
             async_request: Also one of an older version, or of Megatron-Core's own class.

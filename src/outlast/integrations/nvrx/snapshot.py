@@ -49,7 +49,7 @@ _HANDLES = (
     *(multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue, multiprocessing.shared_memory.SharedMemory),
     *(multiprocessing.synchronize.SemLock, multiprocessing.synchronize.Event, multiprocessing.synchronize.Condition),
     *(multiprocessing.connection.Connection, multiprocessing.connection.Listener),
-    *(dist.ProcessGroup, dist.Store, torch.Stream, torch.Event),
+    *(dist.ProcessGroup, dist.distributed_c10d.Store, torch.Stream, torch.Event),
 )
 """Types of objects that are the same ones afterwards, except for :data:`_IN_MEMORY`."""
 _IN_MEMORY = (io.BytesIO, io.StringIO)
@@ -146,8 +146,8 @@ class _Pickler(pickle.Pickler):
 
 def _used_bytes(tensor: torch.Tensor) -> tuple[int, int]:
     """Return where a tensor's bytes begin and end in its memory."""
-    start = tensor.storage_offset()
-    num = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+    start = int(tensor.storage_offset())
+    num = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
     return start * tensor.itemsize, (start + num) * tensor.itemsize
 
 
