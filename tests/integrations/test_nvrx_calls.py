@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import multiprocessing
+import os
 import queue
 import subprocess
 import sys
@@ -13,13 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil
 import pytest
 import torch
 
 from outlast.errors import CheckpointError, ConfigError, OutlastError
 from outlast.integrations.nvrx import async_calls
-from outlast.integrations.nvrx.async_calls import AsyncCallsQueue, AsyncRequest
-from outlast.integrations.nvrx.fault_injection import WorkloadFault, dispatch_fault_injection
+from outlast.integrations.nvrx.async_calls import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
+from outlast.integrations.nvrx.fault_injection import (
+    WorkloadFault,
+    dispatch_fault_injection,
+    inject_fault,
+    register_fault,
+)
 from outlast.integrations.nvrx.straggler import CallableId, Detector, PerformanceReport, StragglerId
 from outlast.testing import RankProcesses
 
@@ -202,8 +209,9 @@ def test_the_detector_refuses_what_it_cannot_do() -> None:
     with pytest.raises(RuntimeError, match="used without making one"):
         Detector()
     for call in (Detector.generate_report, Detector.is_interval_elapsed, Detector.detection_section("a").__enter__):
-        with pytest.raises(OutlastError, match="not initialised"):
+        with pytest.raises(RuntimeError, match="not initialised") as raised:
             call()
+        assert isinstance(raised.value, OutlastError)
     for wrong in ({"scores_to_compute": "fast"}, {"profiling_interval": 0}, {"report_time_interval": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             Detector.initialize(**wrong)
@@ -269,11 +277,79 @@ def test_faults_happen(tmp_path: Path, fault: str, code: int) -> None:
     assert f"the fault {fault} is injected on purpose" in done.stderr
 
 
+def test_ranks_that_have_a_fault_are_drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """inject_fault() draws the same ranks, fault and delay on all ranks, and spares the first ones; register_fault()
+    adds a fault, or replaces the function of one."""
+    seen: list[tuple[str, int, float]] = []
+    meteor = register_fault("METEOR", lambda delay, callback: seen.append(("METEOR", 0, delay)))
+    assert WorkloadFault["METEOR"] is meteor in WorkloadFault
+    assert (
+        register_fault("METEOR", lambda delay, callback: seen.append(("METEOR", int(os.environ["RANK"]), delay)))
+        is meteor
+    )
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    for rank in range(6):
+        monkeypatch.setenv("RANK", str(rank))
+        inject_fault((meteor,), (2, 3), keep_alive=2, delay=(1.0, 9.0), seed=4)
+    assert len(seen) in (2, 3)
+    assert {rank for _, rank, _ in seen} <= {2, 3, 4, 5}
+    assert len({delay for _, _, delay in seen}) == 1
+    for wrong in ({"faults": ()}, {"num_faults": (3, 2)}, {"keep_alive": 7}, {"delay": -1.0}):
+        given: dict[str, Any] = {
+            "faults": (meteor,),
+            "num_faults": 1,
+            "keep_alive": 0,
+            "delay": 0.0,
+            "seed": 0,
+            **wrong,
+        }
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            inject_fault(**given)
+
+
+def test_a_queue_takes_the_options_of_the_extensions_process() -> None:
+    """The persistent thread has the nice value and the class of input and output of its queue, or those of the warm-up;
+    options of a process are refused by name."""
+    seen: list[tuple[int, int]] = []
+
+    def note() -> None:
+        thread = threading.get_native_id()
+        seen.append((os.getpriority(os.PRIO_PROCESS, thread), psutil.Process(thread).ionice().ioclass))
+
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=19, io_priority=3)
+    for calls in (AsyncCallsQueue(), AsyncCallsQueue(True, False, 10, 2), AsyncCallsQueue(persistent=False)):
+        calls.schedule_async_request(AsyncRequest(note, (), []))
+        calls.close()
+    assert seen[:2] == [(19, 3), (max(10, here), 2)]
+    assert seen[2][0] == os.getpriority(os.PRIO_PROCESS, 0) == here
+    for wrong in ({"cpu_priority": 20}, {"io_priority": 4}, {"sigterm_timeout": 60.0}, {"cpu_shm_mode": True}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            AsyncCallsQueue(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_abort_closes_every_queue(caplog: pytest.LogCaptureFixture) -> None:
+    """abort_nvrx_checkpoint() finalises nothing, waits for nothing, and drops calls that have not begun; the numbers
+    of a queue begin again, as those of a rank that was restarted."""
+    calls, may_end, seen = AsyncCallsQueue(), threading.Event(), []
+    calls.schedule_async_request(AsyncRequest(may_end.wait, (60,), [lambda: seen.append("finalised")]))
+    running = calls._thread
+    calls.schedule_async_request(AsyncRequest(lambda: seen.append("written"), (), []))
+    abort_nvrx_checkpoint()
+    assert "are not finalised, and what they wrote is not committed: 0, 1" in caplog.text
+    may_end.set()
+    assert running is not None
+    running.join(60)
+    assert calls.schedule_async_request(AsyncRequest(lambda: seen.append("new"), (), [])) == 0
+    calls.close()
+    assert seen == ["new"]
+
+
 def test_faults_of_a_gpu_are_refused() -> None:
     """What cannot be caused here is refused by name, with what to use instead."""
     with pytest.raises(ConfigError, match=r"GPU_SLEEP is not supported.*Fault\.SIGSTOP"):
         dispatch_fault_injection(WorkloadFault.GPU_SLEEP, 1.0, None)
     with pytest.raises(ConfigError, match="delay=-1"):
         dispatch_fault_injection(WorkloadFault.SIGKILL, -1, None)
-    with pytest.raises(ConfigError, match="is no fault"):
+    with pytest.raises(ConfigError, match="is not a fault"):
         dispatch_fault_injection("SIGKILL", 1.0, None)  # type: ignore[arg-type]

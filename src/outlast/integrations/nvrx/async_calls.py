@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import os
 import queue
 import secrets
 import threading
@@ -22,12 +23,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
+import psutil
 import torch.distributed as dist
 
 from outlast import clock
+from outlast.config.base import require
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, OutlastError, PeerLost
 from outlast.integrations.nvrx.exchange import WorldExchange
@@ -41,6 +44,7 @@ CALL_TIMEOUT_S = 3600.0
 _MARGIN_S = 60.0
 """Seconds beyond that within which the other ranks have said so."""
 _GIVEN_UP = "is given up, and what it wrote is not committed"
+_SIGTERM_TIMEOUT_S = 30.0
 MAX_FAILURES = 3
 """Calls in a row that may fail before that is an error in a call that does not wait."""
 
@@ -219,10 +223,12 @@ class _ScheduledCall:
     place: str = ""
     """Where the ranks tell each other of it, in the store of the world."""
     is_posted: bool = False
+    is_given_up: bool = False
+    """The queue was closed with ``abort``."""
 
     def run(self) -> None:
         try:
-            if self.request.async_fn is not None:
+            if self.request.async_fn is not None and not self.is_given_up:
                 self.request.async_fn(*self.request.async_fn_args, **(self.request.async_fn_kwargs or {}))
         except BaseException as error:  # whatever ends it, the ranks must know
             self.error = _describe(error)
@@ -239,18 +245,78 @@ class _ScheduledCall:
         return _AsyncCallStatus(call_idx=self.idx, ended=has_ended, error=error)
 
 
+class _Priorities(NamedTuple):
+    """How much a persistent thread gets of the processors and disks, compared with training."""
+
+    nice: int
+    io_class: int | None
+
+    @classmethod
+    def check(
+        cls, cpu_priority: int, io_priority: int | None, sigterm_timeout: float, cpu_shm_mode: bool
+    ) -> _Priorities:
+        """Return the priorities that a queue is given.
+
+        Raises:
+            ConfigError: A value is out of range, or not supported.
+        """
+        require(cpu_priority in range(20), f"cpu_priority={cpu_priority!r} must be from 0 to 19")
+        text = f"io_priority={io_priority!r} must be 0 (default), 1 (realtime), 2 (best effort), 3 (idle) or None"
+        require(io_priority is None or io_priority in range(4), text)
+        text = f"sigterm_timeout={sigterm_timeout!r} is not supported: calls run in a thread, which no signal ends"
+        require(sigterm_timeout == _SIGTERM_TIMEOUT_S, f"{text}; leave it out")
+        text = "cpu_shm_mode=True is not supported: arguments are copied, and calls run in this process; leave it out"
+        require(not cpu_shm_mode, text)
+        return cls(cpu_priority, io_priority)
+
+    def apply(self) -> None:
+        """Set them for this thread, and for the processes that it starts."""
+        thread = threading.get_native_id()
+        try:
+            if self.nice > os.getpriority(os.PRIO_PROCESS, thread):
+                os.setpriority(os.PRIO_PROCESS, thread, self.nice)
+            if self.io_class is not None:
+                psutil.Process(thread).ionice(self.io_class)
+        except (OSError, psutil.Error, ValueError, AttributeError) as error:
+            log.warning("asynchronous calls have the priority of training: cpu_priority, io_priority: %s", error)
+
+
 class AsyncCallsQueue:
-    """Runs requests beside training, and finalises them in the order in which they come.
+    """Runs requests alongside training, and finalises them in the order in which they come.
 
     Args:
         persistent: One thread runs the requests, one after the other, until :meth:`close`; otherwise each has a thread
             of its own, and begins at once.
+        is_daemon: Either value: the thread never keeps the process alive, and a call may start processes.
+        cpu_priority: Nice value of the persistent thread, and of the processes that its calls start, from 0 to 19; it
+            is never lowered.
+        io_priority: Class of their input and output: 0 = the kernel's default, 1 = realtime, 2 = best effort, 3 = idle;
+            ``None`` = unchanged.
+        sigterm_timeout: Only the default: there is no process that a signal ends.
+        cpu_shm_mode: Only ``False``: arguments are copied, so that no memory is shared with a process.
+
+    Raises:
+        ConfigError: A value is out of range, or not supported.
 
     Thread: that of the training loop.
     """
 
-    def __init__(self, persistent: bool = True) -> None:
-        self.persistent = persistent
+    _warmed_up: ClassVar[_Priorities | None] = None
+    """What :meth:`warmup_persistent_caller` was given, until a queue uses it."""
+
+    def __init__(
+        self,
+        persistent: bool = True,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = _SIGTERM_TIMEOUT_S,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        self.persistent, self.is_daemon = persistent, is_daemon
+        self.cpu_priority, self.io_priority = cpu_priority, io_priority
+        self.sigterm_timeout, self.cpu_shm_mode = sigterm_timeout, cpu_shm_mode
+        self._priorities = _Priorities.check(cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode)
         self.call_idx = -1
         """Of the newest request."""
         self._calls: deque[_ScheduledCall] = deque()
@@ -263,18 +329,33 @@ class AsyncCallsQueue:
         self._world: weakref.ref[Any] | None = None
         """The world that it was drawn in."""
         self._num_placed = 0
-        atexit.register(self._warn)
 
-    def warmup_persistent_caller(self, rank: int | None = None, **process_options: Any) -> None:
-        """Start the thread ahead of the first request.
+    @classmethod
+    def warmup_persistent_caller(
+        cls,
+        rank: int,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = _SIGTERM_TIMEOUT_S,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        """Set the priorities of the next persistent thread. A thread, unlike a process, need not be started ahead.
 
         Args:
             rank: This process's; known here without it.
-            process_options: What the extension gives to the process that it starts; here it is a thread.
+            is_daemon: As for the class, as are the others.
+            cpu_priority: Nice value.
+            io_priority: Class of input and output.
+            sigterm_timeout: Only the default.
+            cpu_shm_mode: Only ``False``.
+
+        Raises:
+            ConfigError: A value is out of range, or not supported.
         """
-        if process_options:
-            log.debug("there is no process that needs %s: calls run in a thread", ", ".join(process_options))
-        self._start()
+        priorities = _Priorities.check(cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode)
+        if cls._warmed_up is None:
+            cls._warmed_up = priorities
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Copy what the request needs, and run it alongside training.
@@ -304,6 +385,7 @@ class AsyncCallsQueue:
         self.call_idx = number
         call = _ScheduledCall(number, request, place=place)
         self._calls.append(call)
+        _in_use.add(self)
         self._start()
         self._work.put(call)
         if not self.persistent:
@@ -366,7 +448,7 @@ class AsyncCallsQueue:
         """Finalise all calls, and end the thread. Idempotent.
 
         Args:
-            abort: Finalise none; what runs is left to itself.
+            abort: Finalise none; a call that runs is not waited for, and one that has not begun is dropped.
 
         Raises:
             CheckpointError: A call failed, or could not be finalised.
@@ -377,7 +459,9 @@ class AsyncCallsQueue:
         """
         try:
             if abort:
-                self._warn()
+                self.warn()
+                for call in self._calls:
+                    call.is_given_up = True
                 self._calls.clear()
             else:
                 self.maybe_finalize_async_calls(blocking=True)
@@ -386,13 +470,16 @@ class AsyncCallsQueue:
                 self._work.put(None)
                 self._thread = None
             self._exchange.close()
-            atexit.unregister(self._warn)
+            self.call_idx = -1  # a rank that was restarted begins at the same number
+            _in_use.discard(self)
 
     def _start(self) -> None:
         if self._thread is None:
-            self._work = queue.SimpleQueue()
+            priorities, self._work = None, queue.SimpleQueue()
+            if self.persistent:
+                priorities, AsyncCallsQueue._warmed_up = AsyncCallsQueue._warmed_up or self._priorities, None
             self._thread = threading.Thread(
-                target=_run_calls, args=(self._work,), name="outlast-async-calls", daemon=True
+                target=_run_calls, args=(self._work, priorities), name="outlast-async-calls", daemon=True
             )
             self._thread.start()
 
@@ -435,12 +522,31 @@ class AsyncCallsQueue:
                 f"({error}); its own log or the launcher's report says why"
             ) from error
 
-    def _warn(self) -> None:
+    def warn(self) -> None:
+        """Log which calls are not finalised."""
         if self._calls:
             numbers = ", ".join(str(call.idx) for call in self._calls)
             log.warning("asynchronous calls are not finalised, and what they wrote is not committed: %s", numbers)
 
 
-def _run_calls(work: queue.SimpleQueue[_ScheduledCall | None]) -> None:
+_in_use: set[AsyncCallsQueue] = set()
+"""Queues that have taken a request and are not closed."""
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    for one in _in_use:
+        one.warn()
+
+
+def abort_nvrx_checkpoint() -> None:
+    """Close all queues of this process without finalising their calls, for a restart in the same process."""
+    for one in list(_in_use):
+        one.close(abort=True)
+
+
+def _run_calls(work: queue.SimpleQueue[_ScheduledCall | None], priorities: _Priorities | None) -> None:
+    if priorities is not None:
+        priorities.apply()
     while (call := work.get()) is not None:
         call.run()
