@@ -22,7 +22,6 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-
 FOLDERS = (*("inprocess", "fault_tolerance/unit", "straggler/unit", "checkpointing/unit", "ptl_resiliency/unit"),)
 """Below ``tests`` of the checkout."""
 PAGE = Path(__file__).parents[2] / "docs" / "nvrx.md"

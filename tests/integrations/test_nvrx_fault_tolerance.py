@@ -349,7 +349,7 @@ def test_what_the_extension_accepts_is_accepted(caplog: pytest.LogCaptureFixture
 
 
 def test_settings_are_written_and_read_again(tmp_path: Path) -> None:
-    """to_yaml_file() writes all fields, from_yaml_file() returns them equal; from_args() takes options before a file."""
+    """to_yaml_file() writes all fields, from_yaml_file() returns them equal; from_args() prefers options to a file."""
     config = NvrxFaultToleranceConfig(rank_section_timeouts={"setup": 600.0, "step": None})
     config.rank_termination_signal = "sigusr2"  # type: ignore[assignment]
     config.log_level = "DBG"  # type: ignore[assignment]
@@ -365,7 +365,7 @@ def test_settings_are_written_and_read_again(tmp_path: Path) -> None:
     assert (read.safety_factor, read.rank_section_timeouts) == (3.5, {"step": 180.0, "setup": None})
     assert read.rank_termination_signal == signal.SIGUSR2
     config.rank_heartbeat_timeout = -1.0
-    with pytest.raises(ConfigError, match="rank_heartbeat_timeout=-1.0 must be above 0"):
+    with pytest.raises(ConfigError, match=r"rank_heartbeat_timeout=-1\.0 must be above 0"):
         config.to_yaml_file(str(path))
     with pytest.raises(ConfigError, match="cannot be written"):
         again.to_yaml_file(str(tmp_path / "none" / "ft"))

@@ -79,7 +79,9 @@ MODULES: dict[str, Mapping[str, Sequence[str]]] = {
         ),
     },
     "fault_tolerance.config": {_CLIENT: ("FaultToleranceConfig=NvrxFaultToleranceConfig",)},
-    "fault_tolerance.data": {_CLIENT: ("WorkloadAction", "WorkloadControlRequest")},
+    "fault_tolerance.data": {
+        _CLIENT: ("HeartbeatTimeouts", "SectionTimeouts", "WorkloadAction", "WorkloadControlRequest")
+    },
     "fault_tolerance.dict_utils": {_CLIENT: ("dict_list_map_inplace", "dict_list_map_outplace")},
     "fault_tolerance.rank_monitor_client": {_CLIENT: ("RankMonitorClient", "RankMonitorClientError")},
     "inprocess": {_INPROCESS: ("CallWrapper", "Compose=ComposeFromRight", "Wrapper=WrapperOfNVRx"), _RANKS: _STATE},
@@ -127,7 +129,6 @@ _OWN = "a helper of the extension's own code; copy what you use of it"
 _ENGINE = "copies are made and found by outlast's checkpoints; use LocalCheckpointManager(..., repl_strategy=...)"
 _MONITOR = "outlast run, or the client, starts the monitor of a rank itself; use RankMonitorClient"
 _FAULT = "use dispatch_fault_injection(Fault.NAME, delay, callback), or register_fault() with a function of yours"
-_TRANSFER = "use torch.distributed with GroupWrapper(...).group"
 
 REFUSED: dict[str, Mapping[str, str]] = {
     "checkpointing.async_ckpt.core": dict.fromkeys(
@@ -138,25 +139,11 @@ REFUSED: dict[str, Mapping[str, str]] = {
         "TensorPlaceholder": "the place of a tensor in hollow state is not public; use pop_tensors(), insert_tensors()",
         **dict.fromkeys(("dict_list_map_inplace", "nested_values"), _OWN),
     },
-    "checkpointing.local.replication.group_utils": {
-        **dict.fromkeys(("ExchangePlan", "ExchangePlanEntry", "batched"), _ENGINE),
-        **{
-            f"GroupWrapper.{name}": _TRANSFER
-            for name in (
-                *("all_gather_batch", "all_gather_object", "backend", "broadcast", "execute_plan", "get_device"),
-                *("from_list_of_groups", "get_global_rank", "get_group_rank", "irecv_state_dict", "isend_state_dict"),
-                *("recv_object", "send_object", "supported_devices"),
-            )
-        },
-    },
+    "checkpointing.local.replication.group_utils": dict.fromkeys(
+        ("ExchangePlan", "ExchangePlanEntry", "batched"), _ENGINE
+    ),
     "checkpointing.local.replication.strategies": dict.fromkeys(
-        ("LazyReplicationStrategyBuilder", "NoReplicasAvailableError")
-        + tuple(
-            f"{kind}.{name}"
-            for kind in ("ReplicationStrategy", "CliqueReplicationStrategy", "LazyCliqueReplicationStrategy")
-            for name in ("replicate", "replication_strategy", "retrieve_execute", "retrieve_plan")
-        ),
-        _ENGINE,
+        ("LazyReplicationStrategyBuilder", "NoReplicasAvailableError"), _ENGINE
     ),
     "fault_tolerance": dict.fromkeys(
         ("InvalidStateTransitionException", "RankMonitorServer", "RankMonitorState", "RankMonitorStateMachine"),
@@ -165,7 +152,7 @@ REFUSED: dict[str, Mapping[str, str]] = {
     "fault_tolerance.data": dict.fromkeys(
         (
             *("AuthkeyMsg", "ErrorMsg", "HeartbeatMsg", "InitMsg", "OkMsg", "RankInfo", "SectionAction", "SectionMsg"),
-            *("UpdateConfigMsg", "HeartbeatTimeouts", "SectionTimeouts"),
+            "UpdateConfigMsg",
         ),
         "a message between the extension's own processes; use RankMonitorClient",
     ),
@@ -179,14 +166,6 @@ REFUSED: dict[str, Mapping[str, str]] = {
     ),
     "ptl_resiliency.local_checkpoint_callback": {
         "LOCAL_CKPT_OPTS_KEY": "pass storage_options to HierarchicalCheckpointIO.save_checkpoint",
-        **dict.fromkeys(
-            (
-                "HierarchicalCheckpointIO.from_tensor_aware_state_dict",
-                "HierarchicalCheckpointIO.get_partial_wrapper_constructor",
-                "HierarchicalCheckpointIO.to_tensor_aware_state_dict",
-            ),
-            "the state dict is saved as it is; make HierarchicalCheckpointIO(...) with its arguments",
-        ),
     },
     "shared_utils.inject_fault": dict.fromkeys(
         (
@@ -256,7 +235,7 @@ def _real() -> str | None:
 
 
 def _find_real() -> ModuleSpec | None:
-    """Return how another finder finds the extension; folders without a module, as of ``pip uninstall``, do not count."""
+    """Return how another finder finds the extension; folders without a module, left by ``pip``, are none."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         if isinstance(finder, _NvrxFinder) or find is None:
