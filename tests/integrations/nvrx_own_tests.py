@@ -114,7 +114,8 @@ def explain(name: str, test: str, message: str) -> str | None:
         r"No module named '(?:nvidia_resiliency_ext\.)?([\w.]+)'": "module not offered: `{}`",
         r"nvidia_resiliency_ext\.([\w.]+) is not among the names": "name not offered: `{}`",
         r"cannot import name '(\w+)' from 'nvidia_resiliency_ext": "name not offered: `{}`",
-        r"(?:has no attribute|does not have the attribute) '(_[a-z]\w*)'": "uses the private name `{}`",
+        r"\(outlast\.integrations\.nvrx\)> does not have the attribute '(\w+)'": "replaces `{}` in the extension's module",
+        r"has no attribute '(_[a-z]\w*)'": "uses the private name `{}`",
     }.items():
         if found := re.search(pattern, message):
             return reason.format(found[1])
