@@ -37,7 +37,9 @@ BRIDGE = ("test_fault_tolerance.py", "test_nvrx_straggler.py", "test_inprocess_r
 PAGE = Path(__file__).parents[2] / "docs" / "nvrx.md"
 BEGIN, END = "<!-- begin: tests of NVRx -->\n", "<!-- end: tests of NVRx -->"
 
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "straggler/unit/test_*_gpu_scores.py::*": "module not offered: `attribution.straggler.reporting`",
+}
 """Why tests pass over the extension alone, by patterns of ``file::test``, where their errors do not show it."""
 
 Outcomes = dict[str, tuple[str, str]]
@@ -114,7 +116,7 @@ def explain(name: str, test: str, message: str) -> str | None:
         r"No module named '(?:nvidia_resiliency_ext\.)?([\w.]+)'": "module not offered: `{}`",
         r"nvidia_resiliency_ext\.([\w.]+) is not among the names": "name not offered: `{}`",
         r"cannot import name '(\w+)' from 'nvidia_resiliency_ext": "name not offered: `{}`",
-        r"\(outlast\.integrations\.nvrx\)> does not have the attribute '(\w+)'": "replaces `{}` in the extension's module",
+        r"\(outlast\.integrations\.nvrx\)> does not have the attribute '(\w+)'": "replaces the inner `{}`",
         r"has no attribute '(_[a-z]\w*)'": "uses the private name `{}`",
     }.items():
         if found := re.search(pattern, message):
