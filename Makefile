@@ -113,7 +113,9 @@ $(OVERLAY_STAMP): $(STAMP)
 	$(OVERLAY_PIP) nemo-run==0.11.1 leptonai==0.27.3 wandb==0.31.0 mlflow-skinny==3.17.2 kubernetes-validate==1.37.0
 	$(OVERLAY_PIP) --constraint constraints.txt gcsfs gcp-storage-emulator==2026.7.19 'ray[default]'
 	$(OVERLAY_PIP) --no-deps megatron-bridge==0.3.1
-	$(OVERLAY_PIP) --no-deps --upgrade --target $(OVERLAY)/nvrx nvidia-resiliency-ext==0.4.1
+	$(OVERLAY_PIP) --no-deps --only-binary :all: --platform manylinux_2_39_$$(uname -m) --python-version \
+	  $$($(OVERLAY)/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])') --upgrade --target $(OVERLAY)/nvrx \
+	  nvidia-resiliency-ext==0.6.0 defusedxml httpx==0.27.2
 	@touch $(OVERLAY_STAMP)
 
 test-integrations: slurm $(OVERLAY_STAMP)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pages import python_blocks
 
 import outlast
@@ -103,6 +104,26 @@ def test_a_full_pipe_holds_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.process
+class Figures(Listed):
+    """Keeps the figures, not the iterations."""
+
+    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+        self._do(tuple(figures.items()))
+
+
+def test_a_sink_writes_the_values_of_its_call() -> None:
+    """A tensor that changes in place before the sink's thread reads it is written as it was when it was passed."""
+    sink, loss = Figures(), torch.tensor(3.0)
+    sink.begin_run(RUN)
+    sink.gate.clear()
+    figures: Any = {"loss": loss}
+    sink(figures, 1)
+    loss += 2
+    sink.gate.set()
+    sink.end_run(WITHIN_S)
+    assert sink.calls[1:-1] == [(("loss", 3.0),)]
+
+
 def test_a_sink_that_hangs_ends_no_session_late(tmp_path: Path) -> None:
     """A whole session trains to its end beside a sink whose first write hangs."""
     script = tmp_path / "train.py"

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import multiprocessing
+import os
+import queue
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy
+import psutil
 import pytest
+import torch
 
 from outlast.errors import CheckpointError, ConfigError, OutlastError
 from outlast.integrations.nvrx import async_calls
-from outlast.integrations.nvrx.async_calls import AsyncCallsQueue, AsyncRequest
-from outlast.integrations.nvrx.fault_injection import WorkloadFault, dispatch_fault_injection
+from outlast.integrations.nvrx.async_calls import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
+from outlast.integrations.nvrx.fault_injection import (
+    WorkloadFault,
+    dispatch_fault_injection,
+    inject_fault,
+    register_fault,
+)
 from outlast.integrations.nvrx.straggler import CallableId, Detector, PerformanceReport, StragglerId
 from outlast.testing import RankProcesses
 
@@ -54,6 +68,106 @@ def test_a_save_is_logged_once_when_it_is_scheduled_and_once_when_it_is_committe
         "async checkpoint save (call 0) is committed",
         "Scheduling async checkpoint save (call 1)",
     ]
+
+
+class Training:
+    """A model whose optimizer has a step on the CPU, and values that change in place."""
+
+    def __init__(self) -> None:
+        self.weights = torch.nn.Parameter(torch.zeros(4))
+        self.optimizer = torch.optim.AdamW([self.weights], lr=0.1)
+        self.counters = {"samples": 0, "seen": [0]}
+        self.order = numpy.zeros(2)
+
+    def step(self) -> None:
+        self.weights.grad = torch.ones(4)
+        self.optimizer.step()
+        self.counters["samples"] += 8  # type: ignore[operator]
+        self.counters["seen"][0] += 1  # type: ignore[index]
+        self.order += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as a loop passes it: nothing is copied."""
+        moments = self.optimizer.state[self.weights]
+        return {"weights": self.weights, **moments, "counters": self.counters, "order": self.order}
+
+
+def values(state: dict[str, Any]) -> list[Any]:
+    """Return what distinguishes an iteration."""
+    numbers = [state[name].tolist() for name in ("weights", "step", "exp_avg", "order")]
+    return [*numbers, state["counters"]["samples"], state["counters"]["seen"][0]]
+
+
+class Stage:
+    """A stage that is not a function with its arguments: its result refers to what training changes."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def __call__(self) -> dict[str, Any]:
+        return self.state
+
+
+def stage(state: dict[str, Any], *, non_blocking: bool) -> dict[str, Any]:
+    """Stage as Megatron does: a tensor that is on the CPU is passed on."""
+    to_cpu = {name: one.to("cpu", non_blocking=non_blocking) for name, one in state.items() if torch.is_tensor(one)}
+    return {**state, **to_cpu}
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("passed", ["argument", "keyword", "partial", "staged", "stage_object"])
+def test_a_call_that_is_late_has_the_values_of_its_request(persistent: bool, passed: str) -> None:
+    """A call that runs two steps later writes the iteration in which it was scheduled: tensors on the CPU, also the
+    optimizer's step, numbers, lists and arrays. Tensors that shared memory share it again."""
+    training, may_write = Training(), threading.Event()
+    written: list[dict[str, Any]] = []
+    for _ in range(3):
+        training.step()
+    expected = values(copy.deepcopy(training.state()))
+
+    def write(gate: threading.Event, state: dict[str, Any]) -> None:
+        gate.wait(60)
+        written.append(state)
+
+    state = {**training.state(), "view": training.weights.detach()[1:3]}
+    request = {
+        "argument": AsyncRequest(write, (may_write, state), []),
+        "keyword": AsyncRequest(write, (may_write,), [], async_fn_kwargs={"state": state}),
+        "partial": AsyncRequest(functools.partial(write, state=state), (may_write,), []),
+        "staged": AsyncRequest(
+            write, (may_write, None), [], preload_fn=functools.partial(stage, state, non_blocking=True)
+        ),
+        "stage_object": AsyncRequest(write, (may_write, None), [], preload_fn=Stage(state)),
+    }[passed]
+    calls = AsyncCallsQueue(persistent=persistent)
+    calls.schedule_async_request(request)
+    for _ in range(2):
+        training.step()
+    may_write.set()
+    calls.close()
+    assert values(written[0]) == expected != values(training.state())
+    with torch.no_grad():
+        written[0]["weights"].zero_()
+    assert written[0]["view"].tolist() == [0.0, 0.0]
+    assert training.weights.tolist() != [0.0] * 4
+
+
+def test_what_cannot_be_copied_is_refused_by_name(tmp_path: Path) -> None:
+    """Handles (files, locks, queues) reach the call as the same objects, and only the bytes that a view uses are
+    copied; an object that can be neither copied nor shared is refused, and nothing is scheduled."""
+    calls, seen = AsyncCallsQueue(), []
+    large = torch.arange(1 << 16)
+    handles = threading.Lock(), queue.Queue[int](), multiprocessing.get_context("fork").Queue()
+    with (tmp_path / "log").open("w") as file:
+        calls.schedule_async_request(AsyncRequest(lambda *given: seen.append(given), (file, *handles, large[4:8]), []))
+        calls.maybe_finalize_async_calls(blocking=True)
+        assert all(given is own for given, own in zip(seen[0], (file, *handles), strict=False))
+    assert seen[0][-1].tolist() == [4, 5, 6, 7]
+    assert seen[0][-1].untyped_storage().nbytes() <= 64
+    with pytest.raises(OutlastError, match=r"argument 1 of async_fn cannot be copied .*builtins.generator"):
+        calls.schedule_async_request(AsyncRequest(print, (1, {"batches": (one for one in range(3))}), []))
+    assert calls.get_num_unfinalized_calls() == 0
+    calls.close()
 
 
 def test_three_failures_in_a_row_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,11 +233,12 @@ def test_the_detector_refuses_what_it_cannot_do() -> None:
     with pytest.raises(RuntimeError, match="used without making one"):
         Detector()
     for call in (Detector.generate_report, Detector.is_interval_elapsed, Detector.detection_section("a").__enter__):
-        with pytest.raises(OutlastError, match="not initialised"):
+        with pytest.raises(RuntimeError, match="not initialised") as raised:
             call()
+        assert isinstance(raised.value, OutlastError)
     for wrong in ({"scores_to_compute": "fast"}, {"profiling_interval": 0}, {"report_time_interval": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            Detector.initialize(**wrong)  # type: ignore[arg-type]
+            Detector.initialize(**wrong)
     with pytest.raises(ConfigError, match="arg_filter_fn"):
         CallableId(str, "upper", arg_filter_fn=bool)
     Detector.initialize(gather_on_rank0=False)
@@ -186,11 +301,79 @@ def test_faults_happen(tmp_path: Path, fault: str, code: int) -> None:
     assert f"the fault {fault} is injected on purpose" in done.stderr
 
 
+def test_ranks_that_have_a_fault_are_drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """inject_fault() draws the same ranks, fault and delay on all ranks, and spares the first ones; register_fault()
+    adds a fault, or replaces the function of one."""
+    seen: list[tuple[str, int, float]] = []
+    meteor = register_fault("METEOR", lambda delay, callback: seen.append(("METEOR", 0, delay)))
+    assert WorkloadFault["METEOR"] is meteor in WorkloadFault
+    assert (
+        register_fault("METEOR", lambda delay, callback: seen.append(("METEOR", int(os.environ["RANK"]), delay)))
+        is meteor
+    )
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    for rank in range(6):
+        monkeypatch.setenv("RANK", str(rank))
+        inject_fault((meteor,), (2, 3), keep_alive=2, delay=(1.0, 9.0), seed=4)
+    assert len(seen) in (2, 3)
+    assert {rank for _, rank, _ in seen} <= {2, 3, 4, 5}
+    assert len({delay for _, _, delay in seen}) == 1
+    for wrong in ({"faults": ()}, {"num_faults": (3, 2)}, {"keep_alive": 7}, {"delay": -1.0}):
+        given: dict[str, Any] = {
+            "faults": (meteor,),
+            "num_faults": 1,
+            "keep_alive": 0,
+            "delay": 0.0,
+            "seed": 0,
+            **wrong,
+        }
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            inject_fault(**given)
+
+
+def test_a_queue_takes_the_options_of_the_extensions_process() -> None:
+    """The persistent thread has the nice value and the class of input and output of its queue, or those of the warm-up;
+    options of a process are refused by name."""
+    seen: list[tuple[int, int]] = []
+
+    def note() -> None:
+        thread = threading.get_native_id()
+        seen.append((os.getpriority(os.PRIO_PROCESS, thread), psutil.Process(thread).ionice().ioclass))
+
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=19, io_priority=3)
+    for calls in (AsyncCallsQueue(), AsyncCallsQueue(True, False, 10, 2), AsyncCallsQueue(persistent=False)):
+        calls.schedule_async_request(AsyncRequest(note, (), []))
+        calls.close()
+    assert seen[:2] == [(19, 3), (max(10, here), 2)]
+    assert seen[2][0] == os.getpriority(os.PRIO_PROCESS, 0) == here
+    for wrong in ({"cpu_priority": 20}, {"io_priority": 4}, {"sigterm_timeout": 60.0}, {"cpu_shm_mode": True}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            AsyncCallsQueue(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_abort_closes_every_queue(caplog: pytest.LogCaptureFixture) -> None:
+    """abort_nvrx_checkpoint() finalises nothing, waits for nothing, and drops calls that have not begun; the numbers
+    of a queue begin again, as those of a rank that was restarted."""
+    calls, may_end, seen = AsyncCallsQueue(), threading.Event(), []
+    calls.schedule_async_request(AsyncRequest(may_end.wait, (60,), [lambda: seen.append("finalised")]))
+    running = calls._thread
+    calls.schedule_async_request(AsyncRequest(lambda: seen.append("written"), (), []))
+    abort_nvrx_checkpoint()
+    assert "are not finalised, and what they wrote is not committed: 0, 1" in caplog.text
+    may_end.set()
+    assert running is not None
+    running.join(60)
+    assert calls.schedule_async_request(AsyncRequest(lambda: seen.append("new"), (), [])) == 0
+    calls.close()
+    assert seen == ["new"]
+
+
 def test_faults_of_a_gpu_are_refused() -> None:
     """What cannot be caused here is refused by name, with what to use instead."""
     with pytest.raises(ConfigError, match=r"GPU_SLEEP is not supported.*Fault\.SIGSTOP"):
         dispatch_fault_injection(WorkloadFault.GPU_SLEEP, 1.0, None)
     with pytest.raises(ConfigError, match="delay=-1"):
         dispatch_fault_injection(WorkloadFault.SIGKILL, -1, None)
-    with pytest.raises(ConfigError, match="is no fault"):
+    with pytest.raises(ConfigError, match="is not a fault"):
         dispatch_fault_injection("SIGKILL", 1.0, None)  # type: ignore[arg-type]

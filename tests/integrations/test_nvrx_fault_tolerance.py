@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +24,7 @@ from outlast.integrations.nvrx.fault_tolerance import (
     WorkloadAction,
     WorkloadControlRequest,
     dict_list_map_inplace,
+    dict_list_map_outplace,
 )
 from outlast.monitor import RankMonitor
 from outlast.monitor.rank_monitor import open_monitor
@@ -284,24 +288,87 @@ def test_client_and_session_share_a_monitor(tmp_path: Path) -> None:
 
 
 def test_settings_are_the_extensions(tmp_path: Path) -> None:
-    """The config class has the extension's fields and defaults, reads its YAML, refuses what has no meaning here."""
-    path = tmp_path / "ft.yaml"
+    """The config class has the extension's fields and defaults, reads its YAML under any name, refuses what has no
+    meaning here."""
+    path = tmp_path / "settings"
     path.write_text(
         "model:\n  fault_tolerance:\n    rank_heartbeat_timeout: 60\n    rank_termination_signal: sigterm\n    x: 1\n"
-        "    gpu_memory_reclaim_timeout: 20\n    gpu_memory_poll_interval: 2\n"
+        "    gpu_memory_reclaim_timeout: 20\n    gpu_memory_poll_interval: 2\n    num_warmup_iterations: 3\n"
     )
     config = NvrxFaultToleranceConfig.from_yaml_file(str(path))
-    assert (config.rank_heartbeat_timeout, config.initial_rank_heartbeat_timeout) == (60, 3600.0)
-    assert config.to_outlast().rank_termination_signal == "SIGTERM"
-    assert {name: value for name, value in config.to_outlast().given.items() if name.startswith("gpu_memory")} == {
+    assert (config.rank_heartbeat_timeout, config.initial_rank_heartbeat_timeout) == (60, None)
+    ours = config.to_outlast()
+    assert (ours.rank_termination_signal, ours.num_warmup_iterations) == ("SIGTERM", 3)
+    assert NvrxFaultToleranceConfig().to_outlast().num_warmup_iterations == 5
+    assert {name: value for name, value in ours.given.items() if name.startswith(("gpu_memory", "max_no"))} == {
         "gpu_memory_reclaim_timeout": 20  # what is as in the extension is left to the launcher
     }
     with pytest.raises(ConfigError, match="not used here: x"):
         NvrxFaultToleranceConfig.from_yaml_file(str(path), ignore_not_recognized=False)
-    with pytest.raises(ConfigError, match=r"health\.network_interfaces"):
-        NvrxFaultToleranceConfig(pci_topo_file="/topology")
-    with pytest.raises(ConfigError, match="must be above 0"):
-        NvrxFaultToleranceConfig(rank_heartbeat_timeout=0)
+    path.write_text("model: {}\n")
+    with pytest.raises(ConfigError, match="there is no section 'fault_tolerance'"):
+        NvrxFaultToleranceConfig.from_yaml_file(str(path))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "instead"),
+    [
+        ("pci_topo_file", "/topology", r"health\.network_interfaces"),
+        ("enable_nic_monitor", True, r"health\.network_interfaces"),
+        ("enable_nic_healthcheck", False, r"health\.before_joining=false"),
+        ("storage_healthcheck_path", "/data", r"health\.commands"),
+        ("segment", 4, "not chosen by NVLink domain"),
+        ("numa_bind_strict", False, "--numa-binding"),
+        ("checkpoint_iteration_file", "latest.txt", r"monitor\.set_durable_iteration"),
+        ("cycle_info_dir", "/info", "outlast status RUN_DIR --json"),
+        ("max_no_progress_cycles", 0, "must be at least 1"),
+        ("rank_heartbeat_timeout", 0, "must be above 0"),
+        ("rank_heartbeat_timeout", "soon", "'soon' does not fit"),
+        ("rank_section_timeouts", [180], "does not fit; write name:seconds"),
+        ("log_level", None, "is not a level"),
+        ("rank_termination_signal", -999, "is not a signal"),
+    ],
+)
+def test_settings_without_a_meaning_here_are_refused(setting: str, value: object, instead: str) -> None:
+    """The error names the setting with its value, and what to use instead."""
+    with pytest.raises(ConfigError, match=rf"{setting}.*{instead}"):
+        NvrxFaultToleranceConfig(**{setting: value})  # type: ignore[arg-type]
+
+
+def test_what_the_extension_accepts_is_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    """A timeout of heartbeats may be above that of the first one, which is then enforced as the other; sections may
+    be None; a setting that nothing here needs is logged."""
+    assert NvrxFaultToleranceConfig(rank_heartbeat_timeout=5400).to_outlast().rank_heartbeat_timeout == 5400
+    assert NvrxFaultToleranceConfig(rank_section_timeouts=None).to_outlast().rank_section_timeouts == {}  # type: ignore[arg-type]
+    assert caplog.text == ""
+    config = NvrxFaultToleranceConfig(initial_rank_heartbeat_timeout=60, rank_heartbeat_timeout=5400)
+    assert (config.initial_rank_heartbeat_timeout, config.to_outlast().initial_rank_heartbeat_timeout) == (60, 5400)
+    assert "initial_rank_heartbeat_timeout=60 is below rank_heartbeat_timeout=5400" in caplog.text
+    NvrxFaultToleranceConfig(workload_check_interval=1.0)
+    assert "without effect here: workload_check_interval (a hang is detected when its timeout passes)" in caplog.text
+
+
+def test_settings_are_written_and_read_again(tmp_path: Path) -> None:
+    """to_yaml_file() writes all fields, from_yaml_file() returns them equal; from_args() prefers options to a file."""
+    config = NvrxFaultToleranceConfig(rank_section_timeouts={"setup": 600.0, "step": None})
+    config.rank_termination_signal = "sigusr2"  # type: ignore[assignment]
+    config.log_level = "DBG"  # type: ignore[assignment]
+    path = tmp_path / "ft"
+    config.to_yaml_file(str(path))
+    again = NvrxFaultToleranceConfig.from_yaml_file(str(path), ignore_not_recognized=False)
+    assert again == config
+    assert (again.rank_termination_signal, again.log_level) == (signal.SIGUSR2, logging.DEBUG)
+    options = argparse.Namespace(
+        ft_cfg_path=str(path), ft_safety_factor="3.5", ft_rank_section_timeouts="step:180,setup:", ft_log_level=None
+    )
+    read = NvrxFaultToleranceConfig.from_args(options)
+    assert (read.safety_factor, read.rank_section_timeouts) == (3.5, {"step": 180.0, "setup": None})
+    assert read.rank_termination_signal == signal.SIGUSR2
+    config.rank_heartbeat_timeout = -1.0
+    with pytest.raises(ConfigError, match=r"rank_heartbeat_timeout=-1\.0 must be above 0"):
+        config.to_yaml_file(str(path))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        again.to_yaml_file(str(tmp_path / "none" / "ft"))
 
 
 def test_nested_values_are_mapped_in_place() -> None:
@@ -311,6 +378,8 @@ def test_nested_values_are_mapped_in_place() -> None:
     assert dict_list_map_inplace(lambda x: x + 1, outer) is outer
     assert outer == {"a": [2, {"b": 3}]}
     assert outer["a"] is inner
+    assert dict_list_map_outplace(str, outer) == {"a": ["2", {"b": "3"}]}
+    assert outer == {"a": [2, {"b": 3}]}
 
 
 LONG_STEPS = """

@@ -105,10 +105,41 @@ def test_a_real_package_that_comes_later_is_found_first(tmp_path: Path) -> None:
 
 
 def test_parts_of_the_real_package_are_named(tmp_path: Path) -> None:
-    """Where something is left of a package that was removed, install() returns False and says what is to be removed."""
-    (tmp_path / "nvidia_resiliency_ext" / "__pycache__").mkdir(parents=True)
+    """Where a module is left of a package that was removed, install() returns False and the log has what to remove."""
+    (tmp_path / "nvidia_resiliency_ext" / "shared_utils").mkdir(parents=True)
+    (tmp_path / "nvidia_resiliency_ext" / "shared_utils" / "log.py").touch()
     (line,) = run(INSTALL + "assert nvrx.install() is False", path=tmp_path).splitlines()
     assert f"only parts of nvidia_resiliency_ext are at {tmp_path / 'nvidia_resiliency_ext'}; remove them" in line
+
+
+@pytest.mark.parametrize("order", ["install, then folders", "folders, then install"])
+def test_empty_folders_of_the_real_package_do_not_count(tmp_path: Path, order: str) -> None:
+    """Folders without a module, as they are left of an uninstalled package, are not the extension: outlast's is found,
+    also where a test of an import has found the folders before."""
+    left = tmp_path / "nvidia_resiliency_ext" / "inprocess" / "__pycache__"
+    left.mkdir(parents=True)
+    (left / "wrap.cpython-311.pyc").touch()
+    add = "sys.path.insert(0, sys.argv[1]); import importlib.util; importlib.util.find_spec('nvidia_resiliency_ext'); "
+    install = "assert nvrx.install(); "
+    code = INSTALL + (install + add if order.startswith("install") else add + install)
+    code += "import nvidia_resiliency_ext.fault_tolerance as ft; assert nvrx.install(); assert ft.__doc__"
+    assert run(code, str(tmp_path)) == ""
+
+
+def test_an_import_of_a_refused_name_has_what_to_use_instead() -> None:
+    """A public name of the extension that is not offered is an ImportError with its replacement; hasattr() is False."""
+    code = INSTALL + (
+        "nvrx.install(); import nvidia_resiliency_ext.fault_tolerance as ft\n"
+        "assert not hasattr(ft, 'RankMonitorServer') and getattr(ft, 'unknown', 7) == 7\n"
+        "for name in 'RankMonitorServer', 'unknown':\n"
+        "    try: exec(f'from nvidia_resiliency_ext.fault_tolerance import {name}')\n"
+        "    except ImportError as error: print(error)"
+    )
+    refused, unknown = run(code).splitlines()
+    assert refused.endswith("use RankMonitorClient")
+    assert unknown.endswith(
+        "fault_tolerance.unknown is not among the names that outlast offers of nvidia_resiliency_ext"
+    )
 
 
 def test_a_stub_of_somebody_elses_stays() -> None:

@@ -167,17 +167,18 @@ def _nearest_known(known: Iterable[str], key: str) -> str | None:
     return close[0] if close else None
 
 
-def load_values(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str]:
+def load_values(path: str | os.PathLike[str], otherwise: str | None = None) -> tuple[Mapping[str, Any], str]:
     """Read a file of keys and values; return them as they stand there, and the file's text.
 
     Args:
         path: As for :func:`load_config`.
+        otherwise: The form of a file whose name has another ending; ``None`` = such a file is refused.
 
     Raises:
         ConfigError: The file is of another type, cannot be read, is not well-formed, or repeats a key.
     """
     path = Path(path)
-    form = _FORMATS.get(path.suffix.lower())
+    form = _FORMATS.get(path.suffix.lower(), otherwise)
     if form is None:
         known = ", ".join(sorted(_FORMATS))
         raise ConfigError(f"{path}: a config file ends in one of {known}; rename or convert it")

@@ -122,7 +122,9 @@ class BackgroundSink(ABC):
                 self._has_told_full = True
                 log.warning("%s does not keep up; figures are dropped, and training continues", self.name)
             return
-        self._queue.append((dict(figures), iteration))
+        # As numbers now: a tensor or array of the script changes before the sink's thread reads it.
+        numbers = {name: float(value) if hasattr(value, "__float__") else value for name, value in figures.items()}
+        self._queue.append((numbers, iteration))
         self._wake.set()
 
     def begin_run(self, run: MetricsRun) -> None:

@@ -15,14 +15,17 @@ each other's files), and a ``sitecustomize`` (it would act in every process of t
 
 from __future__ import annotations
 
-import importlib.util
+import dis
+import importlib
+import importlib.machinery
 import logging
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from outlast import env
@@ -54,10 +57,14 @@ _STRAGGLER = {
 
 MODULES: dict[str, Mapping[str, Sequence[str]]] = {
     "attribution.straggler": _STRAGGLER,
-    "checkpointing.async_ckpt.core": {f"{__name__}.async_calls": ("AsyncCallsQueue", "AsyncRequest")},
+    "checkpointing.async_ckpt.core": {
+        f"{__name__}.async_calls": ("AsyncCallsQueue", "AsyncRequest", "abort_nvrx_checkpoint"),
+    },
     "checkpointing.local.base_state_dict": {_LOCAL: ("TensorAwareStateDict",)},
     "checkpointing.local.basic_state_dict": {_LOCAL: ("BasicTensorAwareStateDict",)},
-    "checkpointing.local.ckpt_managers.base_manager": {_LOCAL: ("BaseCheckpointManager", "CheckpointingException")},
+    "checkpointing.local.ckpt_managers.base_manager": {
+        _LOCAL: ("BaseCheckpointManager", "CheckpointingException", "SameMachineReplicationException")
+    },
     "checkpointing.local.ckpt_managers.local_manager": {_LOCAL: ("LocalCheckpointManager",)},
     "checkpointing.local.replication.group_utils": {_LOCAL: ("GroupWrapper", "parse_group_sequence")},
     "checkpointing.local.replication.strategies": {
@@ -72,7 +79,12 @@ MODULES: dict[str, Mapping[str, Sequence[str]]] = {
             "WorkloadControlRequest",
         ),
     },
-    "fault_tolerance.dict_utils": {_CLIENT: ("dict_list_map_inplace",)},
+    "fault_tolerance.config": {_CLIENT: ("FaultToleranceConfig=NvrxFaultToleranceConfig",)},
+    "fault_tolerance.data": {
+        _CLIENT: ("HeartbeatTimeouts", "SectionTimeouts", "WorkloadAction", "WorkloadControlRequest")
+    },
+    "fault_tolerance.dict_utils": {_CLIENT: ("dict_list_map_inplace", "dict_list_map_outplace")},
+    "fault_tolerance.rank_monitor_client": {_CLIENT: ("RankMonitorClient", "RankMonitorClientError")},
     "inprocess": {_INPROCESS: ("CallWrapper", "Compose=ComposeFromRight", "Wrapper=WrapperOfNVRx"), _RANKS: _STATE},
     "inprocess.abort": {
         _INPROCESS: (
@@ -119,7 +131,7 @@ MODULES: dict[str, Mapping[str, Sequence[str]]] = {
     "shared_utils.inject_fault": {
         f"{__name__}.fault_injection": (
             *("Fault=WorkloadFault", "InjectedException", "clear_workload_exception", "dispatch_fault_injection"),
-            "maybe_raise_workload_exception",
+            *("inject_fault", "maybe_raise_workload_exception", "register_fault"),
         ),
     },
     "straggler": _STRAGGLER,
@@ -128,6 +140,59 @@ MODULES: dict[str, Mapping[str, Sequence[str]]] = {
 
 A name ``theirs=ours`` is called otherwise here. The packages above a module need no entry of their own.
 """
+
+_OWN = "a helper of the extension's own code; copy what you use of it"
+_ENGINE = "copies are made and found by outlast's checkpoints; use LocalCheckpointManager(..., repl_strategy=...)"
+_MONITOR = "outlast run, or the client, starts the monitor of a rank itself; use RankMonitorClient"
+_FAULT = "use dispatch_fault_injection(Fault.NAME, delay, callback), or register_fault() with a function of yours"
+
+REFUSED: dict[str, Mapping[str, str]] = {
+    "checkpointing.async_ckpt.core": dict.fromkeys(
+        ("AsyncCaller", "ObjectTracker", "PersistentAsyncCaller", "TemporalAsyncCaller"),
+        "use AsyncCallsQueue(persistent=True), or persistent=False",
+    ),
+    "checkpointing.local.basic_state_dict": {
+        "TensorPlaceholder": "the place of a tensor in hollow state is not public; use pop_tensors(), insert_tensors()",
+        **dict.fromkeys(("dict_list_map_inplace", "nested_values"), _OWN),
+    },
+    "checkpointing.local.replication.group_utils": dict.fromkeys(
+        ("ExchangePlan", "ExchangePlanEntry", "batched"), _ENGINE
+    ),
+    "checkpointing.local.replication.strategies": dict.fromkeys(
+        ("LazyReplicationStrategyBuilder", "NoReplicasAvailableError"), _ENGINE
+    ),
+    "fault_tolerance": dict.fromkeys(
+        ("InvalidStateTransitionException", "RankMonitorServer", "RankMonitorState", "RankMonitorStateMachine"),
+        _MONITOR,
+    ),
+    "fault_tolerance.data": dict.fromkeys(
+        (
+            *("AuthkeyMsg", "ErrorMsg", "HeartbeatMsg", "InitMsg", "OkMsg", "RankInfo", "SectionAction", "SectionMsg"),
+            "UpdateConfigMsg",
+        ),
+        "a message between the extension's own processes; use RankMonitorClient",
+    ),
+    "fault_tolerance.dict_utils": dict.fromkeys(
+        (
+            *("compare_namespaces", "compare_state_dicts_and_get_new_values", "dict_map", "dict_map_with_key", "diff"),
+            *("extract_matching_values", "inspect_types", "map_reduce", "merge", "merge_namespace_changes"),
+            *("merge_namespaces_", "merge_state_dicts_", "nested_items_iter", "nested_values"),
+        ),
+        _OWN,
+    ),
+    "ptl_resiliency.local_checkpoint_callback": {
+        "LOCAL_CKPT_OPTS_KEY": "pass storage_options to HierarchicalCheckpointIO.save_checkpoint",
+    },
+    "shared_utils.inject_fault": dict.fromkeys(
+        (
+            *("abort", "async_raise", "async_raise_exception", "gpu_sleep", "lock_gil", "raise_gpu_error", "segfault"),
+            *("send_signal", "termination_signal_handler", "workload_exception"),
+        ),
+        _FAULT,
+    ),
+}
+"""By module: public names of the extension that are not offered, and what to use instead. Importing one raises an
+``ImportError`` with that text. Other modules are left out whole, so that callers fall back."""
 
 _LOOK_FOR_IT = (
     "megatron.bridge.training",
@@ -154,8 +219,7 @@ def install() -> bool:
         log.log(level, "%s: outlast's is not installed over it", real)
         return False
     if not any(isinstance(finder, _NvrxFinder) for finder in sys.meta_path):
-        # The last finder: should the real package come onto the path before its first import, it is found before.
-        sys.meta_path.append(_NvrxFinder())
+        sys.meta_path.insert(0, _NvrxFinder())
         importlib.invalidate_caches()
         log.debug("%s %s is outlast's", PACKAGE, VERSION)
         late = [name for name in _LOOK_FOR_IT if name in sys.modules]
@@ -173,8 +237,8 @@ def _real() -> str | None:
         if isinstance(getattr(loaded, "__loader__", None), _NvrxLoader):
             return None
         return f"{PACKAGE} is loaded already, from {getattr(loaded, '__file__', None) or 'elsewhere'}"
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or isinstance(spec.loader, _NvrxLoader):
+    spec = _find_real()
+    if spec is None:
         return None
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     where = spec.origin or ", ".join(map(str, folders))
@@ -186,12 +250,41 @@ def _real() -> str | None:
     return f"{PACKAGE} is installed at {where}"
 
 
+def _find_real() -> ModuleSpec | None:
+    """Return how another finder finds the extension; folders without a module, left by ``pip``, are none."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        if isinstance(finder, _NvrxFinder) or find is None:
+            continue
+        spec: ModuleSpec | None = find(PACKAGE, None)
+        if spec is not None and (spec.origin is not None or _has_module(spec.submodule_search_locations or ())):
+            return spec
+    return None
+
+
+def _has_module(folders: Iterable[str]) -> bool:
+    suffixes = tuple(importlib.machinery.all_suffixes())
+    return any(
+        os.path.basename(folder) != "__pycache__" and any(name.endswith(suffixes) for name in names)
+        for top in folders
+        for folder, _, names in os.walk(top)
+    )
+
+
 def _is_package(name: str) -> bool:
     return not name or any(other.startswith(f"{name}.") for other in MODULES)
 
 
+def _is_import(frame: FrameType) -> bool:
+    """Return whether a frame is at ``from ... import``."""
+    return frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
+
+
 class _NvrxFinder(MetaPathFinder):
-    """Finds the modules of the table."""
+    """Finds the modules of the table, unless the real package has come onto the path before its first import.
+
+    Before the others, as one of those finds a namespace package in folders without a module.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -201,6 +294,8 @@ class _NvrxFinder(MetaPathFinder):
             return None
         if name and not isinstance(getattr(sys.modules.get(root), "__loader__", None), _NvrxLoader):
             return None  # a part of the real package that is not there
+        if not name and _find_real() is not None:
+            return None
         return ModuleSpec(fullname, _NvrxLoader(name), origin="outlast.integrations.nvrx", is_package=_is_package(name))
 
 
@@ -230,9 +325,11 @@ class _NvrxLoader(Loader):
             elif attribute in children:
                 value = importlib.import_module(f"{module.__name__}.{attribute}")
             else:
-                raise AttributeError(
-                    f"{module.__name__}.{attribute} is not among the names that outlast offers of {PACKAGE}"
-                )
+                instead = REFUSED.get(name, {}).get(attribute)
+                text = f"{module.__name__}.{attribute} is not among the names that outlast offers of {PACKAGE}"
+                # `from ... import` replaces an AttributeError by an ImportError with another text.
+                kind = ImportError if _is_import(sys._getframe(1)) else AttributeError
+                raise kind(f"{text}: {instead}" if instead else text)
             setattr(module, attribute, value)
             return value
 

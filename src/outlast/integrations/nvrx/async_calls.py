@@ -1,33 +1,46 @@
-"""``nvidia_resiliency_ext.checkpointing.async_ckpt.core``: calls beside training that all ranks finalise alike.
+"""``nvidia_resiliency_ext.checkpointing.async_ckpt.core``: asynchronous calls that are finalised on all ranks or none.
 
-A call runs in a thread of this process. The extension starts a process for it; a thread copies nothing, leaves nothing
-behind when the rank is killed, and needs nothing that can be pickled.
+A call runs in a thread of this process. The extension starts a process; a thread leaves nothing behind when the rank
+is killed. The arguments of a call are copied when it is scheduled (:mod:`outlast.integrations.nvrx.snapshot`), so that
+a call that runs later writes the values of its own iteration.
 
-A call is finalised once it has ended well on *all* ranks, and on none otherwise. The extension finalises a call whose
-process has died, too, and so commits a checkpoint that lacks a part.
+A call is finalised once it has succeeded on *all* ranks, and on none otherwise. The extension also finalises a call
+whose process has died, and so commits a checkpoint that lacks a part.
 """
 
 from __future__ import annotations
 
+<<<<<<< HEAD
+=======
+import functools
+>>>>>>> part14c-nvrxft
 import logging
+import os
 import queue
 import secrets
 import threading
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
+import psutil
 import torch.distributed as dist
 
 from outlast import clock
+from outlast.config.base import require
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, OutlastError, PeerLost
 from outlast.integrations.nvrx.exchange import WorldExchange
-from outlast.runtime.exits import at_exit, forget_at_exit
+<<<<<<< HEAD
+from outlast.runtime.exits import at_exit
+=======
+from outlast.integrations.nvrx.snapshot import copy_arguments
+>>>>>>> part14c-nvrxft
 from outlast.runtime.process_groups import is_initialised
 
 log = logging.getLogger(__name__)
@@ -36,6 +49,8 @@ CALL_TIMEOUT_S = 3600.0
 """Seconds after which a call that still runs counts as failed."""
 _MARGIN_S = 60.0
 """Seconds beyond that within which the other ranks have said so."""
+_GIVEN_UP = "is given up, and what it wrote is not committed"
+_SIGTERM_TIMEOUT_S = 30.0
 MAX_FAILURES = 3
 """Calls in a row that may fail before that is an error in a call that does not wait."""
 
@@ -49,14 +64,14 @@ class _AsyncCallStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AsyncRequest(NamedTuple):
-    """A function to run beside training, and what follows once it has ended on all ranks."""
+    """A function to run alongside training, and the functions that follow once it has ended on all ranks."""
 
     async_fn: Callable[..., Any] | None
     """``None``: there is nothing to run, only to finalise."""
     async_fn_args: tuple[Any, ...]
     finalize_fns: list[Callable[[], Any]]
     """Called in the thread of the training loop, on all ranks."""
-    async_fn_kwargs: dict[str, Any] = {}
+    async_fn_kwargs: dict[str, Any] | None = {}  # a queue of Megatron-Core's takes no None
     preload_fn: Callable[[], Any] | None = None
     """Called at once; what it returns takes the place of the second argument."""
     is_frozen: bool = False
@@ -85,9 +100,18 @@ class AsyncRequest(NamedTuple):
         Collective: all ranks.
         Blocks: until it has ended on all ranks.
         """
-        calls = AsyncCallsQueue(persistent=False)
-        calls.schedule_async_request(self)
-        calls.close()
+        arguments = list(self.async_fn_args)
+        if self.preload_fn is not None:
+            arguments = _two_arguments(self)
+            arguments[1] = self.preload_fn()
+        call = _ScheduledCall(self.call_idx, self._replace(async_fn_args=tuple(arguments)))
+        call.run()
+        exchange = WorldExchange("the end of a synchronous call", 2 * CALL_TIMEOUT_S)
+        try:
+            _agree(exchange.gather(call.outcome(blocking=True), _AsyncCallStatus), what=_GIVEN_UP)
+            _finalise(self, exchange)
+        finally:
+            exchange.close()
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
         """Call what follows, in order; return the number of the call.
@@ -149,24 +173,69 @@ def _agree(outcomes: list[_AsyncCallStatus], *, what: str) -> None:
         raise CheckpointError(f"asynchronous call {numbers[0]} {what}: rank {rank}{others} failed with {error}")
 
 
+def _two_arguments(request: AsyncRequest) -> list[Any]:
+    """Return the arguments; ``preload_fn`` gives the second one."""
+    if len(request.async_fn_args) < 2:
+        raise OutlastError("preload_fn gives the second argument of async_fn, which has fewer: give two")
+    return list(request.async_fn_args)
+
+
+def _snapshot(request: AsyncRequest) -> AsyncRequest:
+    """Return a request whose function, now with all its arguments, is independent of what training changes.
+
+    The tensors of a device that ``preload_fn`` copies are not copied a second time: where it is a function with its
+    arguments (:func:`functools.partial`), its arguments on the host are copied before the call, otherwise its result is
+    copied.
+
+    Raises:
+        OutlastError: An argument cannot be copied.
+        Exception: ``preload_fn`` raised it.
+    """
+    arguments, preload = list(request.async_fn_args), request.preload_fn
+    staged: dict[int, Any] = {}
+    if preload is not None:
+        arguments = _two_arguments(request)
+        if isinstance(preload, functools.partial) and isinstance(preload.func, types.FunctionType):
+            name = "an argument of preload_fn"
+            staged[1] = copy_arguments({name: preload}, keeps_device_tensors=True)[name]()
+        else:
+            arguments[1] = preload()
+    named: dict[str, Any] = {f"argument {at} of async_fn": one for at, one in enumerate(arguments) if at not in staged}
+    if isinstance(request.async_fn, functools.partial):
+        named["async_fn"] = request.async_fn
+    if request.async_fn_kwargs:
+        named["a keyword argument of async_fn"] = dict(request.async_fn_kwargs)
+    copied = copy_arguments(named)
+    return request._replace(
+        async_fn=copied.get("async_fn", request.async_fn),
+        async_fn_args=tuple(
+            staged[at] if at in staged else copied[f"argument {at} of async_fn"] for at in range(len(arguments))
+        ),
+        async_fn_kwargs=copied.get("a keyword argument of async_fn"),
+        preload_fn=None,
+    )
+
+
 @dataclass
 class _ScheduledCall:
     """A call that is not finalised yet."""
 
     idx: int
     request: AsyncRequest
-    arguments: tuple[Any, ...]
+    """Staged: it refers to nothing that training changes."""
     began_ns: int = field(default_factory=clock.now_ns)
     ended: threading.Event = field(default_factory=threading.Event)
     error: str = ""
     place: str = ""
     """Where the ranks tell each other of it, in the store of the world."""
     is_posted: bool = False
+    is_given_up: bool = False
+    """The queue was closed with ``abort``."""
 
     def run(self) -> None:
         try:
-            if self.request.async_fn is not None:
-                self.request.async_fn(*self.arguments, **self.request.async_fn_kwargs)
+            if self.request.async_fn is not None and not self.is_given_up:
+                self.request.async_fn(*self.request.async_fn_args, **(self.request.async_fn_kwargs or {}))
         except BaseException as error:  # whatever ends it, the ranks must know
             self.error = _describe(error)
             log.exception("asynchronous call %d failed", self.idx)
@@ -182,18 +251,78 @@ class _ScheduledCall:
         return _AsyncCallStatus(call_idx=self.idx, ended=has_ended, error=error)
 
 
+class _Priorities(NamedTuple):
+    """How much a persistent thread gets of the processors and disks, compared with training."""
+
+    nice: int
+    io_class: int | None
+
+    @classmethod
+    def check(
+        cls, cpu_priority: int, io_priority: int | None, sigterm_timeout: float, cpu_shm_mode: bool
+    ) -> _Priorities:
+        """Return the priorities that a queue is given.
+
+        Raises:
+            ConfigError: A value is out of range, or not supported.
+        """
+        require(cpu_priority in range(20), f"cpu_priority={cpu_priority!r} must be from 0 to 19")
+        text = f"io_priority={io_priority!r} must be 0 (default), 1 (realtime), 2 (best effort), 3 (idle) or None"
+        require(io_priority is None or io_priority in range(4), text)
+        text = f"sigterm_timeout={sigterm_timeout!r} is not supported: calls run in a thread, which no signal ends"
+        require(sigterm_timeout == _SIGTERM_TIMEOUT_S, f"{text}; leave it out")
+        text = "cpu_shm_mode=True is not supported: arguments are copied, and calls run in this process; leave it out"
+        require(not cpu_shm_mode, text)
+        return cls(cpu_priority, io_priority)
+
+    def apply(self) -> None:
+        """Set them for this thread, and for the processes that it starts."""
+        thread = threading.get_native_id()
+        try:
+            if self.nice > os.getpriority(os.PRIO_PROCESS, thread):
+                os.setpriority(os.PRIO_PROCESS, thread, self.nice)
+            if self.io_class is not None:
+                psutil.Process(thread).ionice(self.io_class)
+        except (OSError, psutil.Error, ValueError, AttributeError) as error:
+            log.warning("asynchronous calls have the priority of training: cpu_priority, io_priority: %s", error)
+
+
 class AsyncCallsQueue:
-    """Runs requests beside training, and finalises them in the order in which they come.
+    """Runs requests alongside training, and finalises them in the order in which they come.
 
     Args:
         persistent: One thread runs the requests, one after the other, until :meth:`close`; otherwise each has a thread
             of its own, and begins at once.
+        is_daemon: Either value: the thread never keeps the process alive, and a call may start processes.
+        cpu_priority: Nice value of the persistent thread, and of the processes that its calls start, from 0 to 19; it
+            is never lowered.
+        io_priority: Class of their input and output: 0 = the kernel's default, 1 = realtime, 2 = best effort, 3 = idle;
+            ``None`` = unchanged.
+        sigterm_timeout: Only the default: there is no process that a signal ends.
+        cpu_shm_mode: Only ``False``: arguments are copied, so that no memory is shared with a process.
+
+    Raises:
+        ConfigError: A value is out of range, or not supported.
 
     Thread: that of the training loop.
     """
 
-    def __init__(self, persistent: bool = True) -> None:
-        self.persistent = persistent
+    _warmed_up: ClassVar[_Priorities | None] = None
+    """What :meth:`warmup_persistent_caller` was given, until a queue uses it."""
+
+    def __init__(
+        self,
+        persistent: bool = True,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = _SIGTERM_TIMEOUT_S,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        self.persistent, self.is_daemon = persistent, is_daemon
+        self.cpu_priority, self.io_priority = cpu_priority, io_priority
+        self.sigterm_timeout, self.cpu_shm_mode = sigterm_timeout, cpu_shm_mode
+        self._priorities = _Priorities.check(cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode)
         self.call_idx = -1
         """Of the newest request."""
         self._calls: deque[_ScheduledCall] = deque()
@@ -206,21 +335,42 @@ class AsyncCallsQueue:
         self._world: weakref.ref[Any] | None = None
         """The world that it was drawn in."""
         self._num_placed = 0
-        at_exit(self._warn)
+<<<<<<< HEAD
+=======
+>>>>>>> part14c-nvrxft
 
-    def warmup_persistent_caller(self, rank: int | None = None, **process_options: Any) -> None:
-        """Start the thread ahead of the first request.
+    @classmethod
+    def warmup_persistent_caller(
+        cls,
+        rank: int,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = _SIGTERM_TIMEOUT_S,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        """Set the priorities of the next persistent thread. A thread, unlike a process, need not be started ahead.
 
         Args:
             rank: This process's; known here without it.
-            process_options: What the extension gives to the process that it starts; here it is a thread.
+            is_daemon: As for the class, as are the others.
+            cpu_priority: Nice value.
+            io_priority: Class of input and output.
+            sigterm_timeout: Only the default.
+            cpu_shm_mode: Only ``False``.
+
+        Raises:
+            ConfigError: A value is out of range, or not supported.
         """
-        if process_options:
-            log.debug("there is no process that needs %s: calls run in a thread", ", ".join(process_options))
-        self._start()
+        priorities = _Priorities.check(cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode)
+        if cls._warmed_up is None:
+            cls._warmed_up = priorities
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Stage what the request needs, and run it beside training.
+        """Copy what the request needs, and run it alongside training.
+
+        Copied are the arguments, also those of a :func:`functools.partial`: training may change them afterwards. Not
+        copied are functions with what they refer to, the objects of methods, and handles (files, locks, queues).
 
         Args:
             async_request: Also one of an older version, or of Megatron-Core's own class.
@@ -229,25 +379,26 @@ class AsyncCallsQueue:
             The number of the call, from 0.
 
         Raises:
-            Exception: What staging (``preload_fn``) raised; nothing is scheduled then.
+            OutlastError: An argument cannot be copied; nothing is scheduled.
+            Exception: What staging (``preload_fn``) raised; nothing is scheduled.
             PeerLost: A peer left, or did not come in time; in the first call in a world alone.
 
         Collective: all ranks, with requests of the same kind.
-        Blocks: while it is staged; the first call in a world, until all ranks have come.
+        Blocks: while it is copied; the first call in a world, until all ranks have come.
         """
         place = self._agree_place()
         number = self.call_idx + 1
         given = async_request._asdict()
         request = AsyncRequest(**{name: given[name] for name in AsyncRequest._fields if name in given})
-        arguments = list(request.async_fn_args)
-        if request.preload_fn is not None:
-            if len(arguments) < 2:
-                raise OutlastError("preload_fn gives the second argument of async_fn, which has fewer: give two")
-            arguments[1] = request.preload_fn()
+        request = _snapshot(request)._replace(is_frozen=True, call_idx=number)
         self.call_idx = number
-        call = _ScheduledCall(number, request.freeze()._replace(call_idx=number), tuple(arguments), place=place)
+        call = _ScheduledCall(number, request, place=place)
         self._calls.append(call)
+<<<<<<< HEAD
         _log_save(call, "Scheduling async checkpoint save (call %d)")
+=======
+        _in_use.add(self)
+>>>>>>> part14c-nvrxft
         self._start()
         self._work.put(call)
         if not self.persistent:
@@ -285,7 +436,7 @@ class AsyncCallsQueue:
                 break
             self._calls.popleft()
             try:
-                _agree(outcomes, what="is given up, and what it wrote is not committed")
+                _agree(outcomes, what=_GIVEN_UP)
                 _finalise(call.request, None if no_dist else self._exchange)
             except CheckpointError as error:
                 log.error("%s", error)
@@ -311,7 +462,7 @@ class AsyncCallsQueue:
         """Finalise all calls, and end the thread. Idempotent.
 
         Args:
-            abort: Finalise none; what runs is left to itself.
+            abort: Finalise none; a call that runs is not waited for, and one that has not begun is dropped.
 
         Raises:
             CheckpointError: A call failed, or could not be finalised.
@@ -322,7 +473,9 @@ class AsyncCallsQueue:
         """
         try:
             if abort:
-                self._warn()
+                self.warn()
+                for call in self._calls:
+                    call.is_given_up = True
                 self._calls.clear()
             else:
                 self.maybe_finalize_async_calls(blocking=True)
@@ -331,13 +484,19 @@ class AsyncCallsQueue:
                 self._work.put(None)
                 self._thread = None
             self._exchange.close()
-            forget_at_exit(self._warn)
+<<<<<<< HEAD
+=======
+            self.call_idx = -1  # a rank that was restarted begins at the same number
+            _in_use.discard(self)
+>>>>>>> part14c-nvrxft
 
     def _start(self) -> None:
         if self._thread is None:
-            self._work = queue.SimpleQueue()
+            priorities, self._work = None, queue.SimpleQueue()
+            if self.persistent:
+                priorities, AsyncCallsQueue._warmed_up = AsyncCallsQueue._warmed_up or self._priorities, None
             self._thread = threading.Thread(
-                target=_run_calls, args=(self._work,), name="outlast-async-calls", daemon=True
+                target=_run_calls, args=(self._work, priorities), name="outlast-async-calls", daemon=True
             )
             self._thread.start()
 
@@ -380,13 +539,34 @@ class AsyncCallsQueue:
                 f"({error}); its own log or the launcher's report says why"
             ) from error
 
-    def _warn(self) -> None:
+    def warn(self) -> None:
+        """Log which calls are not finalised."""
         if self._calls:
             numbers = ", ".join(str(call.idx) for call in self._calls)
             log.warning("asynchronous calls are not finalised, and what they wrote is not committed: %s", numbers)
 
 
-def _run_calls(work: queue.SimpleQueue[_ScheduledCall | None]) -> None:
+_in_use: set[AsyncCallsQueue] = set()
+"""Queues that have taken a request and are not closed."""
+
+
+def _warn_at_exit() -> None:
+    for one in _in_use:
+        one.warn()
+
+
+at_exit(_warn_at_exit)
+
+
+def abort_nvrx_checkpoint() -> None:
+    """Close all queues of this process without finalising their calls, for a restart in the same process."""
+    for one in list(_in_use):
+        one.close(abort=True)
+
+
+def _run_calls(work: queue.SimpleQueue[_ScheduledCall | None], priorities: _Priorities | None) -> None:
+    if priorities is not None:
+        priorities.apply()
     while (call := work.get()) is not None:
         call.run()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import random
 import re
 import signal
 import threading
@@ -17,6 +18,7 @@ from enum import Enum, auto
 from types import FrameType
 from typing import Any
 
+from outlast import env
 from outlast.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -80,11 +82,14 @@ def dispatch_fault_injection(fault: WorkloadFault, delay: float, callback: Calla
     Thread: the main thread for ``SIGNAL_EXC``, otherwise any.
     """
     if not isinstance(fault, WorkloadFault):
-        raise ConfigError(f"{fault!r} is no fault; give one of Fault")
-    if fault in (WorkloadFault.GPU_ERROR, WorkloadFault.GPU_SLEEP):
-        raise ConfigError(f"{fault.name} is not supported; hang or kill the rank instead: Fault.SIGSTOP, Fault.SIGKILL")
+        raise ConfigError(f"{fault!r} is not a fault; give one of Fault")
     if not delay >= 0:
         raise ConfigError(f"delay={delay} must be at least 0 seconds")
+    if fault in _registered:
+        _registered[fault](delay, callback)
+        return
+    if fault in (WorkloadFault.GPU_ERROR, WorkloadFault.GPU_SLEEP):
+        raise ConfigError(f"{fault.name} is not supported; hang or kill the rank instead: Fault.SIGSTOP, Fault.SIGKILL")
     if fault == WorkloadFault.SIGNAL_EXC:
         signal.signal(signal.SIGUSR1, _raise_in_handler)
 
@@ -104,6 +109,72 @@ def dispatch_fault_injection(fault: WorkloadFault, delay: float, callback: Calla
     has_started.set()
 
 
+def register_fault(
+    fault_name_or_enum: str | WorkloadFault, handler: Callable[[float, Callable[[], Any] | None], Any]
+) -> WorkloadFault:
+    """Set the function that causes a fault.
+
+    Args:
+        fault_name_or_enum: A member of ``Fault``, or the name of another fault, which becomes one.
+        handler: Called by :func:`dispatch_fault_injection` with its delay and callback, in the thread of the caller.
+
+    Returns:
+        The member of ``Fault``.
+    """
+    fault = fault_name_or_enum
+    if not isinstance(fault, WorkloadFault):
+        name, members = fault, WorkloadFault._member_map_
+        if name not in members:
+            added = object.__new__(WorkloadFault)
+            added._name_, added._value_ = name, 1 + max(one.value for one in WorkloadFault)
+            members[name] = WorkloadFault._value2member_map_[added._value_] = added
+            WorkloadFault._member_names_.append(name)
+        fault = WorkloadFault[name]
+    _registered[fault] = handler
+    return fault
+
+
+def inject_fault(
+    faults: tuple[WorkloadFault, ...],
+    num_faults: int | tuple[int, int],
+    keep_alive: int,
+    delay: float | tuple[float, float],
+    seed: int,
+    callback: Callable[[], Any] | None = None,
+) -> None:
+    """Cause a fault of some ranks, drawn at random, and the same on all ranks.
+
+    Args:
+        faults: The faults to draw one from.
+        num_faults: The number of ranks, or the smallest and largest number to draw from.
+        keep_alive: The first ranks, this many, have no fault.
+        delay: Seconds from now, or the smallest and largest number to draw from.
+        seed: Of the draw; the same on all ranks.
+        callback: As for :func:`dispatch_fault_injection`.
+
+    Raises:
+        ConfigError: There is no fault to draw, or a number is out of range.
+    """
+    worker, generator = env.read_worker(), random.Random(seed)
+    fewest, most = (num_faults, num_faults) if isinstance(num_faults, int) else num_faults
+    shortest_s, longest_s = (delay, delay) if isinstance(delay, int | float) else delay
+    if not faults:
+        raise ConfigError("faults is empty; give at least one of Fault")
+    if not 0 <= fewest <= most:
+        raise ConfigError(f"num_faults={num_faults} must be at least 0, or two numbers in ascending order")
+    if not 0 <= keep_alive <= worker.world_size:
+        raise ConfigError(f"keep_alive={keep_alive} must be from 0 to the number of ranks, {worker.world_size}")
+    if not 0 <= shortest_s <= longest_s:
+        raise ConfigError(f"delay={delay} must be at least 0 seconds, or two numbers in ascending order")
+    drawn_s = generator.uniform(shortest_s, longest_s)
+    others = range(keep_alive, worker.world_size)
+    ranks = generator.sample(others, min(generator.randint(fewest, most), len(others)))
+    fault = generator.choice(faults)
+    if worker.global_rank in ranks:
+        log.info("rank %d: the fault %s follows in %.3f s (seed %d)", worker.global_rank, fault.name, drawn_s, seed)
+        dispatch_fault_injection(fault, drawn_s, callback)
+
+
 def _raise_in_handler(number: int, frame: FrameType | None) -> None:
     raise InjectedException(f"a fault that was injected on purpose, by {signal.Signals(number).name}")
 
@@ -117,6 +188,8 @@ def _send(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
+_registered: dict[WorkloadFault, Callable[[float, Callable[[], Any] | None], Any]] = {}
+"""Functions of :func:`register_fault`."""
 _CAUSES: dict[WorkloadFault, Callable[[], object]] = {
     WorkloadFault.WORKLOAD_EXC: _wanted.set,
     WorkloadFault.ASYNC_EXC: _raise_in_main_thread,

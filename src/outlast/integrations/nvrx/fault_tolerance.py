@@ -9,9 +9,12 @@ What the client measures for its calculation is its own: it starts anew with eac
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import logging
 import signal
+import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,11 +22,12 @@ from typing import Any
 
 import msgspec
 
-from outlast import clock
+from outlast import clock, env
 from outlast.config import FaultToleranceConfig
-from outlast.config.sources import load_values
+from outlast.config.base import from_mapping, parse_text
+from outlast.config.sources import ft_option, load_values
 from outlast.errors import ConfigError, OutlastError
-from outlast.integrations.ft_launcher import find_section
+from outlast.integrations.ft_launcher import find_section, with_none_written
 from outlast.integrations.nvrx.exchange import WorldExchange
 from outlast.monitor.rank_monitor import RankMonitor, enforce, open_monitor, request_at_failure, yield_to_next
 from outlast.monitor.watchdog import read_learned
@@ -93,37 +97,106 @@ class WorkloadControlRequest:
         return f"{self.action.name} ({self.description})"
 
 
+_WITHOUT_EFFECT = {
+    "workload_check_interval": "a hang is detected when its timeout passes",
+    "node_health_check_interval": "set health.node_interval of outlast's config",
+    "restart_check_interval": "a restart inside the processes is reported, not polled",
+}
+"""Settings that are accepted and logged: there is nothing here that they set."""
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "enable_nic_monitor": (False, "name the links in health.network_interfaces of outlast's config"),
+    "enable_nic_healthcheck": (True, "to skip all checks before a node joins set health.before_joining=false"),
+    "enable_dist_storage_healthcheck": (False, "the tiers' folders are checked; add others to health.commands"),
+    "storage_healthcheck_path": (None, "the tiers' folders are checked; add others to health.commands"),
+    "pci_topo_file": (None, "name the links in health.network_interfaces of outlast's config"),
+    "link_down_path_template": (None, "name the links in health.network_interfaces of outlast's config"),
+    "link_state_path_template": (None, "name the links in health.network_interfaces of outlast's config"),
+    "segment": (None, "spares are not chosen by NVLink domain; leave it out"),
+    "numa_bind_strict": (True, "use --numa-binding of outlast run"),
+    "check_remaining_processes": (False, "outlast run waits for the processes of a worker always; leave it out"),
+    "min_progress_iterations": (1, "any newer committed checkpoint is progress; leave it out"),
+    "checkpoint_iteration_file": (None, "report progress with monitor.set_durable_iteration()"),
+    "install_exception_hook": (False, "outlast run keeps the error of each rank always; leave it out"),
+    "attribution_endpoint": (None, "outlast identifies the root cause itself; leave it out"),
+    "attribution_stop_action": (None, "outlast identifies the root cause itself; leave it out"),
+    "attribution_export_url": (None, "outlast identifies the root cause itself; leave it out"),
+    "cycle_info_dir": (None, "the journal has each cycle; read it with outlast status RUN_DIR --json"),
+    "segment_health_check_dir": (None, "add a command that reads the folder to health.commands of outlast's config"),
+}
+"""Settings that only have one value here, and what to use instead of another one."""
+_LEVELS = {"DBG": logging.DEBUG}
+
+
 @dataclass
 class NvrxFaultToleranceConfig:
-    """The extension's settings of monitoring, by its names and defaults; :meth:`to_outlast` makes ours of them.
+    """The extension's settings of monitoring, by the names of 0.6 and 0.7 and with their defaults.
+
+    Where the two differ (``max_no_progress_cycles``), the default is that of 0.7. :meth:`to_outlast` returns outlast's.
 
     Raises:
-        ConfigError: A setting is given that has no meaning here; the message names what to use instead.
+        ConfigError: A value is wrong, or a setting has no meaning here; the message names what to use instead.
     """
 
     workload_check_interval: float = 5.0
-    """Not needed: a timeout is noticed when it passes, not at the next check."""
-    initial_rank_heartbeat_timeout: float | None = 3600.0
-    rank_heartbeat_timeout: float | None = 2700.0
+    """Without effect: a hang is detected when its timeout passes."""
+    initial_rank_heartbeat_timeout: float | None = None
+    """Seconds. One that is below ``rank_heartbeat_timeout`` is accepted, and enforced as that."""
+    rank_heartbeat_timeout: float | None = None
     rank_section_timeouts: Mapping[str, float | None] = field(default_factory=dict)
+    """``None`` = no section has a timeout."""
     rank_out_of_section_timeout: float | None = None
     node_health_check_interval: float = 5.0
-    """Not needed: nodes are checked before they join and after a fault there."""
+    """Without effect: nodes are checked before they join and after a fault there."""
     safety_factor: float = 5.0
     rank_termination_signal: signal.Signals = signal.SIGKILL
     log_level: int = logging.INFO
-    """The level of the extension's own components; ours is set with ``--log-level`` of ``outlast run``."""
+    """The level of the extension's own components; outlast's is set with ``--log-level`` of ``outlast run``."""
     restart_check_interval: float = 60.0
-    """Not needed: restarts are ordered, not looked for."""
-    enable_nic_monitor: bool = True
+    """Without effect: restarts are reported, not polled."""
+    enable_nic_monitor: bool = False
+    enable_nic_healthcheck: bool = True
+    enable_dist_storage_healthcheck: bool = False
+    storage_healthcheck_path: str | None = None
     pci_topo_file: str | None = None
     link_down_path_template: str | None = None
+    link_state_path_template: str | None = None
+    skip_section_response: bool = True
+    """Either value: a section is a write into shared memory, which needs no response, and errors are raised at once."""
+    segment: int | None = None
+    numa_bind_strict: bool = True
     gpu_memory_reclaim_timeout: float = 50.0
-    """The launcher's, as are the next two: in a script they have no effect, and a session logs so."""
+    """The launcher's, as are the next two and ``max_no_progress_cycles``: in a script they have no effect, and a
+    session logs so."""
     gpu_memory_tolerance_mb: float = 512.0
     gpu_memory_poll_interval: float = 2.0
+    check_remaining_processes: bool = False
+    max_no_progress_cycles: int = 3
+    """At least 1; to switch it off write a large number."""
+    min_progress_iterations: int = 1
+    checkpoint_iteration_file: str | None = None
+    install_exception_hook: bool = False
+    num_warmup_iterations: int = 5
+    attribution_endpoint: str | None = None
+    attribution_stop_action: str | None = None
+    attribution_export_url: str | None = None
+    cycle_info_dir: str | None = None
+    segment_health_check_dir: str | None = None
 
     def __post_init__(self) -> None:
+        self._check()
+        changed = [f"{name} ({why})" for name, why in _WITHOUT_EFFECT.items() if self._is_changed(name)]
+        level = logging.WARNING if env.read_worker().global_rank == 0 else logging.DEBUG
+        if changed:
+            log.log(level, "fault tolerance settings without effect here: %s", "; ".join(changed))
+        if self._is_first_shorter():
+            first, later = self.initial_rank_heartbeat_timeout, self.rank_heartbeat_timeout
+            text = "initial_rank_heartbeat_timeout=%g is below rank_heartbeat_timeout=%g, which is enforced instead"
+            log.log(level, text, first, later)
+
+    def _is_changed(self, name: str) -> bool:
+        return bool(getattr(self, name) != getattr(NvrxFaultToleranceConfig, name))
+
+    def _check(self) -> None:
         given: Any = self.rank_termination_signal
         try:
             named = isinstance(given, str)
@@ -131,21 +204,26 @@ class NvrxFaultToleranceConfig:
         except (KeyError, ValueError):
             raise ConfigError(f"rank_termination_signal={given!r} is not a signal; write for example SIGKILL") from None
         level: Any = self.log_level
-        known = logging.getLevelNamesMapping().get(level.upper()) if isinstance(level, str) else level
+        levels = {**logging.getLevelNamesMapping(), **_LEVELS}
+        known = levels.get(level.upper()) if isinstance(level, str) else level
         if not isinstance(known, int) or not logging.DEBUG <= known <= logging.CRITICAL:
             raise ConfigError(f"log_level={level!r} is not a level; write for example INFO")
         self.log_level = known
-        for name in ("pci_topo_file", "link_down_path_template"):
-            if (value := getattr(self, name)) is not None:
-                raise ConfigError(
-                    f"{name}={value!r} is the extension's own way to watch links; name the links in "
-                    "health.network_interfaces of outlast's config instead"
-                )
+        sections: Any = self.rank_section_timeouts
+        self.rank_section_timeouts = {} if sections is None else sections
+        for name, (only, instead) in _REFUSED.items():
+            if (value := getattr(self, name)) != only:
+                raise ConfigError(f"{name}={value!r} is not supported, only {only!r} is: {instead}")
         self.to_outlast()
+
+    @property
+    def is_progress_tracking_enabled(self) -> bool:
+        """Whether cycles without progress are counted: always, as ``max_no_progress_cycles`` is at least 1."""
+        return self.max_no_progress_cycles > 0
 
     @staticmethod
     def from_kwargs(ignore_not_recognized: bool = True, **kwargs: Any) -> NvrxFaultToleranceConfig:
-        """Make it of keyword arguments.
+        """Create a config from keyword arguments.
 
         Args:
             ignore_not_recognized: Log other names; otherwise they are an error.
@@ -164,37 +242,83 @@ class NvrxFaultToleranceConfig:
 
     @staticmethod
     def from_yaml_file(cfg_path: str, ignore_not_recognized: bool = True) -> NvrxFaultToleranceConfig:
-        """Read the section ``fault_tolerance`` of a YAML file, wherever it stands in there.
+        """Read the section ``fault_tolerance`` of a YAML file of any name, at the top or within another section.
 
         Raises:
-            ConfigError: There is none, or it is wrong.
+            ConfigError: There is no such section, or a setting of it is wrong.
         """
-        found = find_section(load_values(cfg_path)[0])
+        found = find_section(load_values(cfg_path, otherwise="yaml")[0])
         if found is None:
             raise ConfigError(f"{cfg_path}: there is no section 'fault_tolerance'; add one")
         return NvrxFaultToleranceConfig.from_kwargs(ignore_not_recognized=ignore_not_recognized, **found)
 
+    @staticmethod
+    def from_args(args: argparse.Namespace) -> NvrxFaultToleranceConfig:
+        """Create a config from parsed options ``--ft-<field>``, which come before those of ``--ft-cfg-path``.
+
+        Args:
+            args: A namespace with attributes ``ft_<field>`` and ``ft_cfg_path``; ``None`` = not given.
+
+        Raises:
+            ConfigError: A value is wrong. A file without the section ``fault_tolerance`` counts as empty.
+        """
+        path = getattr(args, "ft_cfg_path", None)
+        settings = dict((find_section(load_values(path, otherwise="yaml")[0]) if path is not None else None) or {})
+        hints = typing.get_type_hints(FaultToleranceConfig)
+        for one in dataclasses.fields(NvrxFaultToleranceConfig):
+            value = getattr(args, f"ft_{one.name}", None)
+            if value is None:
+                continue
+            is_text = isinstance(value, str) and one.name in hints and one.name != "rank_termination_signal"
+            if is_text:
+                text = with_none_written(value) if one.name == "rank_section_timeouts" else value
+                value = parse_text(hints[one.name], text, where=ft_option(one.name))
+            settings[one.name] = value
+        return NvrxFaultToleranceConfig.from_kwargs(**settings)
+
+    def to_yaml_file(self, cfg_path: str) -> None:
+        """Write a YAML file with the section ``fault_tolerance``, which :meth:`from_yaml_file` reads.
+
+        Raises:
+            ConfigError: A value has become wrong since it was checked, or the file cannot be written.
+        """
+        self._check()
+        settings = dataclasses.asdict(self)
+        settings["rank_termination_signal"] = self.rank_termination_signal.name
+        lines = [f"  {name}: {json.dumps(value)}\n" for name, value in settings.items()]  # YAML has JSON's values
+        try:
+            with open(cfg_path, "w") as file:
+                file.write("".join(["fault_tolerance:\n", *lines]))
+        except OSError as error:
+            raise ConfigError(f"{cfg_path} cannot be written ({error.strerror}); check path and permissions") from None
+
     def to_outlast(self) -> FaultToleranceConfig:
-        """Return what ``outlast.Config`` takes as ``fault_tolerance``.
+        """Return the settings that ``outlast.Config`` takes as ``fault_tolerance``.
 
         Raises:
             ConfigError: A value is out of range, or contradicts another.
         """
-        changed = {
-            name: value
-            for name in ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval")
-            if (value := getattr(self, name)) != getattr(NvrxFaultToleranceConfig, name)
-        }
-        return FaultToleranceConfig(
-            enable_ft_package=True,
-            initial_rank_heartbeat_timeout=self.initial_rank_heartbeat_timeout,
-            rank_heartbeat_timeout=self.rank_heartbeat_timeout,
-            rank_section_timeouts=self.rank_section_timeouts,
-            rank_out_of_section_timeout=self.rank_out_of_section_timeout,
-            safety_factor=self.safety_factor,
-            rank_termination_signal=self.rank_termination_signal.name,
-            **changed,
+        of_launcher = (
+            *("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
+            "max_no_progress_cycles",
         )
+        first, later = self.initial_rank_heartbeat_timeout, self.rank_heartbeat_timeout
+        values = {
+            "enable_ft_package": True,
+            "initial_rank_heartbeat_timeout": later if self._is_first_shorter() else first,
+            "rank_heartbeat_timeout": later,
+            "rank_section_timeouts": self.rank_section_timeouts,
+            "rank_out_of_section_timeout": self.rank_out_of_section_timeout,
+            "safety_factor": self.safety_factor,
+            "num_warmup_iterations": self.num_warmup_iterations,
+            "rank_termination_signal": self.rank_termination_signal.name,
+            **{name: getattr(self, name) for name in of_launcher if self._is_changed(name)},
+        }
+        return from_mapping(FaultToleranceConfig, values, where="FaultToleranceConfig")
+
+    def _is_first_shorter(self) -> bool:
+        first, later = self.initial_rank_heartbeat_timeout, self.rank_heartbeat_timeout
+        return isinstance(first, int | float) and isinstance(later, int | float) and 0 < first < later
 
 
 class _Measured:
@@ -534,6 +658,7 @@ class RankMonitorClient:
             rank_section_timeouts=dict(config.rank_section_timeouts),
             rank_out_of_section_timeout=config.rank_out_of_section_timeout,
             safety_factor=config.safety_factor,
+            num_warmup_iterations=config.num_warmup_iterations,
             rank_termination_signal=signal.Signals[config.rank_termination_signal],
         )
         initial, later = calculated.initial_heartbeat_s, calculated.heartbeat_s
@@ -561,4 +686,13 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
         for at, value in enumerate(x):
             x[at] = dict_list_map_inplace(f, value)
         return x
+    return f(x)
+
+
+def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
+    """Return nested dicts and lists like ``x``, with the results of ``f`` for everything in them that is neither."""
+    if isinstance(x, dict):
+        return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [dict_list_map_outplace(f, value) for value in x]
     return f(x)

@@ -53,6 +53,10 @@ class CheckpointingException(Exception):
     """A local checkpoint was not saved, or could not be loaded; the text says why and what to do."""
 
 
+class SameMachineReplicationException(CheckpointingException):
+    """Never raised: copies go to other nodes. For code that handles NVRx's."""
+
+
 class TensorAwareStateDict(ABC):
     """A state dict that can release its tensors, and take others in their place: what a manager saves."""
 

@@ -50,6 +50,10 @@ _SECTION = "section "
 """Begins a section's name where those of kernels stand, too."""
 
 
+class DetectorNotInitialized(OutlastError, RuntimeError):
+    """The detector is used before ``Detector.initialize()``, or after ``Detector.shutdown()``."""
+
+
 class Statistic(Enum):
     """What is known of the times of a section or kernel; they are in milliseconds."""
 
@@ -273,16 +277,12 @@ class Detector:
 
     @classmethod
     def shutdown(cls) -> None:
-        """End, and put back what was wrapped. Idempotent. Blocks: while a trace of kernels ends."""
+        """End, and restore the callables that were wrapped. Idempotent. Blocks: while a trace of kernels ends."""
+        cls.restore_original_callables()
         state, cls._state = cls._state, None
         cls.initialized = False
         if state is None:
             return
-        for target, had_own, original in reversed(state.wrapped):
-            if had_own:
-                setattr(target.obj, target.name, original)
-            else:
-                delattr(target.obj, target.name)
         state.kernels.stop()
         state.exchange.close()
 
@@ -296,7 +296,7 @@ class Detector:
             profile_cuda: Its kernels count for the score of the GPU.
 
         Raises:
-            OutlastError: The detector is not initialised.
+            RuntimeError: The detector is not initialised.
         """
         state = cls._get()
         if name is None:
@@ -330,7 +330,7 @@ class Detector:
             profile_cuda: As for :meth:`detection_section`.
 
         Raises:
-            OutlastError: The detector is not initialised, or there is no such callable.
+            OutlastError: There is no such callable; also a ``RuntimeError``: the detector is not initialised.
         """
         state = cls._get()
         for target in callable_ids:
@@ -341,6 +341,16 @@ class Detector:
             there = vars(target.obj)[target.name] if had_own else original
             setattr(target.obj, target.name, cls._timed(original, str(target), profile_cuda))
             state.wrapped.append((target, had_own, there))
+
+    @classmethod
+    def restore_original_callables(cls) -> None:
+        """Restore the callables that :meth:`wrap_callables` has wrapped. Idempotent."""
+        while cls._state is not None and cls._state.wrapped:
+            target, had_own, original = cls._state.wrapped.pop()
+            if had_own:
+                setattr(target.obj, target.name, original)
+            else:
+                delattr(target.obj, target.name)
 
     @classmethod
     def _timed(cls, function: Callable[..., Any], name: str, profile_cuda: bool) -> Callable[..., Any]:
@@ -361,7 +371,7 @@ class Detector:
             The report; ``None`` on other ranks than 0 with ``gather_on_rank0``.
 
         Raises:
-            OutlastError: The detector is not initialised.
+            RuntimeError: The detector is not initialised.
             PeerLost: A peer left, or did not come in time.
 
         Collective: all ranks.
@@ -419,7 +429,7 @@ class Detector:
     @classmethod
     def _get(cls) -> _Detection:
         if cls._state is None:
-            raise OutlastError("the detector is not initialised; call Detector.initialize() first")
+            raise DetectorNotInitialized("the detector is not initialised; call Detector.initialize() first")
         return cls._state
 
 

@@ -1,0 +1,211 @@
+"""Run the tests of NVIDIA's extension over the extension itself and over outlast's, and write the counts into the docs.
+
+    git clone --depth 1 --branch v0.6.0 https://github.com/NVIDIA/nvidia-resiliency-ext
+    make test-integrations  # installs the extension
+    .venv-integrations/bin/python tests/integrations/nvrx_own_tests.py nvidia-resiliency-ext
+
+Each test file runs in a process of its own, with a time limit, once over each of the two; it takes about an hour. The
+exit code is 1 where a test that passes over the extension does not pass over outlast's, and neither its error (a module
+or name that is not offered, a private name) nor an entry of REASONS explains that.
+
+With ``--bridge`` it runs the tests of Megatron-Bridge that use the extension over outlast's, too::
+
+    git clone --depth 1 --branch v0.3.1 https://github.com/NVIDIA-NeMo/Megatron-Bridge
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+FOLDERS = ("inprocess", "fault_tolerance/unit", "straggler/unit", "checkpointing/unit", "ptl_resiliency/unit")
+"""Below ``tests`` of the checkout."""
+BRIDGE = ("test_fault_tolerance.py", "test_nvrx_straggler.py", "test_inprocess_restart.py")
+"""Below ``tests/unit_tests/training`` of Bridge's checkout."""
+PAGE = Path(__file__).parents[2] / "docs" / "nvrx.md"
+BEGIN, END = "<!-- begin: tests of NVRx -->\n", "<!-- end: tests of NVRx -->"
+
+REASONS: dict[str, str] = {
+    "straggler/unit/test_*_gpu_scores.py::*": "module not offered: `attribution.straggler.reporting`",
+}
+"""Why tests pass over the extension alone, by patterns of ``file::test``, where their errors do not show it."""
+
+Outcomes = dict[str, tuple[str, str]]
+"""By test: ``passed``, ``skipped``, ``failure`` or ``error``; and the message."""
+
+IN_EACH_PROCESS = {
+    "extension": """
+import importlib.util, sys, unittest.mock
+for name in ("defusedxml.ElementTree", "defusedxml", "httpx"):
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        sys.modules[name] = unittest.mock.MagicMock()
+""",
+    "outlast": """
+from outlast.integrations import nvrx
+assert nvrx.install()
+""",
+}
+"""What every Python process of a run does first: also those that a test spawns."""
+
+
+def run_file(file: Path, checkout: Path, in_each_process: str, path: str, arguments: argparse.Namespace) -> Outcomes:
+    """Run one test file in a process of its own, and end all that it leaves."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        Path(folder, "sitecustomize.py").write_text(in_each_process)
+        report = Path(folder, "report.xml")
+        options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull]
+        # The tests of checkpoints read the first ones when they are imported.
+        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} if "checkpointing" in file.parts else {}
+        with subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, f"--rootdir={checkout}", f"--junitxml={report}", str(file)],
+            cwd=checkout,
+            env={
+                **os.environ,
+                **world,
+                "PYTHONPATH": os.pathsep.join(filter(None, [folder, path, os.environ.get("PYTHONPATH", "")])),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTEST_FORCE_EXIT": "0",
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=arguments.timeout)
+            except subprocess.TimeoutExpired:
+                output = f"the file is not finished within {arguments.timeout:g} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if not report.exists():
+            return {"": ("error", output[-2000:])}
+        return dict(map(outcome_of, ElementTree.parse(report).iter("testcase")))
+
+
+def outcome_of(case: ElementTree.Element) -> tuple[str, tuple[str, str]]:
+    """Return a test's name, and what became of it; the name is empty where the file cannot be imported."""
+    name, parent = case.get("name", ""), case.get("classname", "").rpartition(".")[2]
+    full = "" if not parent else name if parent.startswith("test_") else f"{parent}.{name}"
+    for one in case:
+        if one.tag in ("failure", "error", "skipped"):
+            return full, (one.tag, f"{one.get('message', '')}\n{one.text or ''}"[-20000:])
+    return full, ("passed", "")
+
+
+def explain(name: str, test: str, message: str) -> str | None:
+    """Return why a test does not pass over outlast's; ``None``: nothing is known."""
+    for pattern, reason in REASONS.items():
+        if fnmatch.fnmatchcase(f"{name}::{test}", pattern):
+            return reason
+    for pattern, reason in {
+        r"No module named '(?:nvidia_resiliency_ext\.)?([\w.]+)'": "module not offered: `{}`",
+        r"nvidia_resiliency_ext\.([\w.]+) is not among the names": "name not offered: `{}`",
+        r"cannot import name '(\w+)' from 'nvidia_resiliency_ext": "name not offered: `{}`",
+        r"\(outlast\.integrations\.nvrx\)> does not have the attribute '(\w+)'": "replaces the inner `{}`",
+        r"has no attribute '(_[a-z]\w*)'": "uses the private name `{}`",
+    }.items():
+        if found := re.search(pattern, message):
+            return reason.format(found[1])
+    return None
+
+
+def make_table(results: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
+    """Return the table of the docs, and the tests that nothing explains."""
+    lines = ["| file | over the extension | over outlast | the others |", "| --- | --- | --- | --- |"]
+    unexplained: list[str] = []
+    totals, none = [0, 0], []
+    for name, of_file in sorted(results.items()):
+        theirs, ours = of_file["extension"], of_file["outlast"]
+        wanted = [test for test, (outcome, _) in theirs.items() if outcome == "passed"]
+        if not wanted:
+            none.append(f"`{name}`")
+            continue
+        reasons: dict[str, int] = {}
+        for test in wanted:
+            outcome, message = ours.get(test) or ours.get("") or ("error", "")
+            if outcome == "passed":
+                continue
+            if (reason := explain(name, test, message)) is None:
+                unexplained.append(f"{name}::{test}: {outcome}: {message.strip().splitlines()[:1]}")
+                reason = "not explained"
+            reasons[reason] = reasons.get(reason, 0) + 1
+        num = len(wanted) - sum(reasons.values())
+        totals = [totals[0] + len(wanted), totals[1] + num]
+        why = "; ".join(f"{many}: {reason}" if len(reasons) > 1 else reason for reason, many in reasons.items())
+        lines.append(f"| `{name}` | {len(wanted)} | {num} | {why} |")
+    lines.append(f"| all | {totals[0]} | {totals[1]} | |")
+    lines += ["", f"No test passes over the extension without a GPU, or within the time limit, in {', '.join(none)}."]
+    return "\n".join(lines) + "\n", unexplained
+
+
+def run_bridge(arguments: argparse.Namespace) -> int:
+    """Run Bridge's tests over outlast's; return how many do not pass."""
+    begin: str = runpy.run_path(str(Path(__file__).with_name("test_megatron_bridge.py")))["BEGIN"]
+    num_failed = 0
+    for name in BRIDGE:
+        file = arguments.bridge / "tests" / "unit_tests" / "training" / name
+        outcomes = [outcome for outcome, _ in run_file(file, arguments.bridge, begin, "", arguments).values()]
+        print(f"Megatron-Bridge, {name}: {outcomes.count('passed')} of {len(outcomes)} pass over outlast", flush=True)
+        num_failed += len(outcomes) - outcomes.count("passed")
+    return num_failed
+
+
+def main() -> int:
+    """Run them, and write the table into the docs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="source of the extension at v0.6.0")
+    parser.add_argument("--extension", default=str(Path(sys.prefix, "nvrx")), help="its wheel, unpacked, as a path")
+    parser.add_argument("--bridge", type=Path, help="source of Megatron-Bridge at v0.3.1: run its tests instead")
+    parser.add_argument("--only", default="*", help="pattern of the files below tests that are run")
+    parser.add_argument("--over", choices=IN_EACH_PROCESS, action="append", help="run them over this alone")
+    parser.add_argument("--results", type=Path, help="JSON file that keeps outcomes from one call to the next")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one file")
+    arguments = parser.parse_args()
+    if arguments.bridge is not None:
+        arguments.bridge = arguments.bridge.resolve()
+        return min(1, run_bridge(arguments))
+    checkout, kept = arguments.checkout.resolve(), arguments.results
+    results: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+    files = {
+        file.relative_to(checkout / "tests").as_posix(): file
+        for folder in FOLDERS
+        for file in sorted((checkout / "tests" / folder).glob("test_*.py"))
+    }
+    for name, file in files.items():
+        if not fnmatch.fnmatch(name, arguments.only):
+            continue
+        for over in arguments.over or IN_EACH_PROCESS:
+            path = arguments.extension if over == "extension" else ""
+            outcomes = run_file(file, checkout, IN_EACH_PROCESS[over], path, arguments)
+            results.setdefault(name, {})[over] = outcomes
+            num_passed = [outcome for outcome, _ in outcomes.values()].count("passed")
+            print(f"{name}: {num_passed} of {len(outcomes)} pass over {over}", flush=True)
+            if kept is not None:
+                kept.write_text(json.dumps(results))
+    if any(len(results.get(name, {})) < len(IN_EACH_PROCESS) for name in files):
+        print("the docs are as they were: not all files were run over both")
+        return 0
+    table, unexplained = make_table(results)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+    print("\n".join(unexplained) or f"written into {PAGE}")
+    return min(1, len(unexplained))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
