@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import StrEnum
@@ -501,7 +502,7 @@ class TrainerHost:
         step = int(loaded["checkpoint"]["global_step"])
         if cannot_read:
             path, why = self._unreadable or (given, "on another rank")
-            reason = f"{type(why).__name__}: {why}".splitlines()[0] if isinstance(why, Exception) else why
+            reason = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
             what = (
                 "%s, which fit() was given, cannot be read (%s); resuming from step %d, which this run saved, instead"
             )
