@@ -314,20 +314,26 @@ def finder(name: str) -> Any:
 def settings(trainer: Any) -> outlast.Config:
     """Return the settings that a trainer's callbacks make together."""
     hosted = [callback for callback in trainer.callbacks if isinstance(callback, adapter._HostedCallback)]
-    return adapter._merged(trainer, hosted)
+    made: outlast.Config = adapter._merged(trainer, hosted)[0]
+    return made
 
 
 def test_what_contradicts_or_lacks_something_is_refused_by_name(tmp_path: Path) -> None:
     """Each refusal is one line with the fault and the remedy."""
     refused: list[tuple[Any, str]] = [
-        (lambda: settings(trainer_of(adapter.FaultToleranceCallback())), "autoresume=True.* has nowhere to save to"),
-        (lambda: settings(trainer_of(adapter.PreemptionCallback())), "PreemptionCallback has nowhere to save to"),
+        (
+            lambda: settings(trainer_of(adapter.FaultToleranceCallback(trainer_saves=False))),
+            "trainer_saves=False.* has nowhere to save to",
+        ),
+        (
+            lambda: adapter.FaultToleranceCallback(autoresume=False, trainer_saves=False),
+            "trainer_saves=False has no effect with autoresume=False",
+        ),
         (lambda: adapter.PreemptionCallback(sig=4000), "sig=4000 is not a signal"),
         (lambda: adapter.PreemptionCallback(sig=signal.SIGKILL), "SIGKILL"),
         (adapter.LocalCheckpointCallback, "every_n_train_steps or train_time_interval"),
         (lambda: adapter.LocalCheckpointCallback(0), "every_n_train_steps=0"),
         (lambda: adapter.LocalCheckpointCallback(train_time_interval=timedelta(0)), "train_time_interval"),
-        (lambda: settings(trainer_of(adapter.LocalCheckpointCallback(5))), "has no local folder"),
         (
             lambda: adapter.StragglerDetectionCallback(calc_relative_gpu_perf=False, calc_individual_gpu_perf=False),
             "calc",
@@ -336,7 +342,7 @@ def test_what_contradicts_or_lacks_something_is_refused_by_name(tmp_path: Path) 
         (lambda: adapter.FaultToleranceCallback(simulated_fault_params={"fault_typ": "random"}), "fault_type"),
         (lambda: adapter.FaultToleranceCallback(simulated_fault_params={"fault_type": "random"}), "base_delay"),
         (lambda: adapter.update_trainer_local_checkpoint_io(trainer_of(), tmp_path, replicaton=True), "replication"),
-        (lambda: adapter.HierarchicalCheckpointIO(None, object(), int), "local_ckpt_manager takes a LocalTier"),  # type: ignore[arg-type]
+        (lambda: adapter.HierarchicalCheckpointIO(None, object(), int), "takes a LocalTier, or a manager"),  # type: ignore[arg-type]
         (
             lambda: settings(
                 trainer_of(
@@ -345,15 +351,6 @@ def test_what_contradicts_or_lacks_something_is_refused_by_name(tmp_path: Path) 
                 )
             ),
             "different config=",
-        ),
-        (
-            lambda: settings(
-                trainer_of(
-                    adapter.FaultToleranceCallback(autoresume=False, config=config(tmp_path)),
-                    adapter.PreemptionCallback(),
-                )
-            ),
-            "nowhere to save",
         ),
         (lambda: adapter._refuse(trainer_of(strategy="ddp_spawn", devices=2)), "DDPStrategy starts its ranks by"),
         (lambda: adapter._refuse(trainer_of(strategy="ddp", devices=2)), "itself started the 2 ranks.* outlast run"),
@@ -366,14 +363,50 @@ def test_what_contradicts_or_lacks_something_is_refused_by_name(tmp_path: Path) 
         assert "\n" not in str(caught.value)
 
 
-def test_strategies_that_shard_state_are_refused_by_name() -> None:
-    """FSDP and the like are refused before anything is trained."""
+def test_state_that_is_sharded_is_not_saved_by_the_session(tmp_path: Path) -> None:
+    """A strategy that shards its state, such as FSDP, is refused by name with a checkpoint directory, before anything
+    is trained; without one, or on request, the trainer saves. What compares whole weights is refused, too."""
 
     class FSDPStrategy:
         """Stands for Lightning's, which needs a GPU to be made."""
 
-    with pytest.raises(ConfigError, match=r"^strategy FSDPStrategy is not supported by .* use strategy='ddp'"):
-        adapter._refuse(types.SimpleNamespace(strategy=FSDPStrategy()))
+        checkpoint_io = None
+
+    def merged(**options: Any) -> Any:
+        callback = adapter.FaultToleranceCallback(**options)
+        trainer = types.SimpleNamespace(strategy=FSDPStrategy(), callbacks=[callback])
+        return adapter._merged(trainer, trainer.callbacks)
+
+    where = re.escape(str(tmp_path / "ckpt"))
+    with pytest.raises(ConfigError, match=f"^checkpoint.directory='{where}'.* FSDPStrategy: .* use strategy='ddp'"):
+        merged(config=config(tmp_path))
+    with pytest.raises(ConfigError, match=r"^strategy FSDPStrategy: .* whole on each rank"):
+        merged(trainer_saves=False)
+    with pytest.raises(ConfigError, match=r"differ with FSDPStrategy; remove \[replica_digest\]"):
+        merged(config=outlast.Config(replica_digest=outlast.ReplicaDigestConfig()))
+    assert merged()[1] == "FSDPStrategy shards its state"
+    for options in ({"trainer_saves": True}, {"autoresume": False}):
+        made, why = merged(config=config(tmp_path), **options)
+        assert made.checkpoint is None
+        assert why == "as requested"
+
+
+def test_without_a_directory_the_trainer_saves(caplog: pytest.LogCaptureFixture) -> None:
+    """Each callback works without settings; a local checkpoint that cannot be made is a WARNING with the remedy."""
+    callbacks = [
+        adapter.FaultToleranceCallback(),
+        adapter.PreemptionCallback(),
+        adapter.straggler_det_callback(),
+        adapter.LocalCheckpointCallback(every_n_train_steps=10),
+    ]
+    for callback in callbacks:
+        made, why = adapter._merged(trainer_of(callback), [callback])
+        assert (made.checkpoint, why) == (None, "no checkpoint.directory is known")
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "saves nothing: call update_trainer_local_checkpoint_io(" in warning
+    found = settings(trainer_of(callbacks[2])).straggler_detection
+    assert found is not None
+    assert (found.enabled, found.report_time_interval, found.stop_if_detected) == (True, 300, True)
 
 
 def test_the_callbacks_settings_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -716,6 +749,30 @@ timed = outlast.Config(checkpoint=outlast.CheckpointConfig(directory="global3"))
 fit(6, FaultToleranceCallback(config=timed), LocalCheckpointCallback(train_time_interval=timedelta(microseconds=1)),
     local="fast3")
 assert [path for path in pathlib.Path("fast3").rglob("step-5")], os.listdir("fast3")
+# A checkpoint that fit() is given and cannot be read, cut or missing, does not end a run that has saved its own.
+content = pathlib.Path("nine.ckpt").read_bytes()
+pathlib.Path("cut.ckpt").write_bytes(content[: len(content) // 2])
+pathlib.Path("text.ckpt").write_text("this is not a checkpoint")
+warned = []
+second = logging.Handler(logging.WARNING)
+second.emit = lambda record: warned.append(record.getMessage())
+logging.getLogger("outlast").addHandler(second)
+for steps, given in ((9, "cut.ckpt"), (10, "missing.ckpt"), (11, "text.ckpt")):
+    for attempt in range(2 if steps == 9 else 1):
+        warned.clear()
+        _, begins = fit(steps, FaultToleranceCallback(config=tiers), ckpt_path=given)
+        assert begins == ([steps - 1] if not attempt else []), begins
+        lines = [line for line in warned if "cannot be read" in line]
+        assert len(lines) == 1 and f"{given}, which fit() was given" in lines[0], warned
+empty = outlast.Config(checkpoint=outlast.CheckpointConfig(directory="empty"))
+for given in ("cut.ckpt", "missing.ckpt"):
+    try:
+        fit(9, FaultToleranceCallback(config=empty), ckpt_path=given)
+    except Exception as error:
+        assert not isinstance(error, (outlast.OutlastError, AssertionError)), error
+    else:
+        raise AssertionError("an unreadable checkpoint is the only one, and was ignored")
+logging.getLogger("outlast").removeHandler(second)
 # Scores of slow ranks reach the trainer's loggers.
 class Scores(pl.loggers.CSVLogger):
     got = []

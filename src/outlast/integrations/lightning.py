@@ -1,13 +1,18 @@
-"""Lightning's Trainer, kept alive: callbacks that drive one session from its hooks.
+"""Lightning's and NeMo's Trainer, kept alive: callbacks that drive one session from its hooks.
 
-Whichever of the callbacks a trainer has, the first of them opens the session and drives it
-(:mod:`outlast.integrations.lightning_host`); the others only say what they want. All hooks are Lightning's; the loop
+The first of the callbacks that a trainer has opens the session and drives it
+(:mod:`outlast.integrations.lightning_host`); the others only contribute settings. All hooks are Lightning's; the loop
 stays its own.
+
+With a checkpoint directory, and a strategy in which each rank's state is whole, the session saves and restores. In any
+other case, such as NeMo's MegatronStrategy, it only monitors: the trainer's own checkpoints are all there is, and a
+shutdown is carried out with them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import logging
 import os
@@ -29,7 +34,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateF
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from outlast import env
@@ -43,10 +48,20 @@ from outlast.integrations.hosted_session import (
     touch_finished_flag,
     with_fault_tolerance,
 )
-from outlast.integrations.lightning_host import IterationOf, ResumableDistributedSampler, TrainerHost
+from outlast.integrations.lightning_host import (
+    LOCAL_OPTIONS,
+    IterationOf,
+    ResumableDistributedSampler,
+    TrainerHost,
+    unwrapped,
+    with_infinite,
+    without_infinite,
+)
 from outlast.runtime.process_groups import current_place
 from outlast.session.session import Session
 
+log = logging.getLogger(__name__)
+_SHARDED_OPTIONS = {"local_ckpt_algo", "parallelization_group"}
 __all__ = [
     "FaultToleranceCallback",
     "FaultToleranceSectionsCallback",
@@ -58,6 +73,7 @@ __all__ = [
     "SimulatedFaultParams",
     "StragglerDetectionCallback",
     "get_iteration_from_checkpoint",
+    "straggler_det_callback",
     "update_trainer_local_checkpoint_io",
 ]
 
@@ -188,13 +204,17 @@ class FaultToleranceCallback(_HostedCallback):
     Parameters and defaults are those of NVRx's callback.
 
     Args:
-        autoresume: Save and restore generations; off: only heartbeats and timeouts.
-        calculate_timeouts: Learn timeouts from what this run takes; they are kept in the run directory.
+        autoresume: Save and restore checkpoints where a directory is known; off: the same as ``trainer_saves=True``.
+        calculate_timeouts: Learn timeouts from what this run takes, and keep them for its next start: next to the
+            checkpoints, else in ``exp_dir``, else in the run directory.
         simulated_fault_params: A fault to cause on purpose, or a mapping of its fields.
-        exp_dir: The run directory, where neither the launcher nor the settings name one.
+        exp_dir: Where learned timeouts are kept; also the run directory, if neither the launcher nor the settings name
+            one.
         logger_name: Logger of this callback's own lines.
         config: Settings, or a file of them; ``None`` = the file that ``outlast run --config`` was given.
         calculate_timeout: Another name of ``calculate_timeouts``.
+        trainer_saves: Leave saving and restoring to the trainer's own checkpoints; ``False`` = refuse where the session
+            cannot; ``None`` = where the session cannot, as it knows no directory, or the strategy shards its state.
 
     Raises:
         ConfigError: A value is wrong.
@@ -210,21 +230,28 @@ class FaultToleranceCallback(_HostedCallback):
         *,
         config: HostedConfig = None,
         calculate_timeout: bool | None = None,
+        trainer_saves: bool | None = None,
     ) -> None:
         super().__init__(config)
-        self._autoresume = autoresume
+        if not autoresume and trainer_saves is False:
+            raise ConfigError("trainer_saves=False has no effect with autoresume=False; drop one of them")
+        self.trainer_saves = trainer_saves if autoresume else True
         self._learns = calculate_timeouts if calculate_timeout is None else calculate_timeout
         self._fault = _fault_of(simulated_fault_params)
         self._exp_dir = None if exp_dir is None else os.fspath(exp_dir)
         self._logger = logging.getLogger(logger_name or __name__)
 
     def _adapt(self, config: Config, trainer: Any) -> Config:
-        if config.run_dir is None and self._exp_dir is not None:
+        if self._exp_dir is not None and config.run_dir is None and current_place().run_dir is None:
             config = dataclasses.replace(config, run_dir=self._exp_dir)
-        saves = config.checkpoint
-        kept_in = (config.run_dir, current_place().run_dir, saves.directory if saves is not None else None)
+        saves, given = config.checkpoint, config.fault_tolerance
+        directory = None if saves is None else saves.directory
+        kept_in = (config.run_dir, current_place().run_dir, directory)
         if self._learns and any(where is not None for where in kept_in):
             config = with_fault_tolerance(config, calc_ft_timeouts=True)
+            is_placed = given is not None and given.state_directory is not None
+            if self._exp_dir is not None and directory is None and not is_placed:
+                config = with_fault_tolerance(config, state_directory=os.path.abspath(self._exp_dir))
         if (fault := self._fault) is not None:
             config = with_fault_tolerance(
                 config,
@@ -233,11 +260,8 @@ class FaultToleranceCallback(_HostedCallback):
                 simulated_fault_rank=fault.rank_to_fail,
                 simulated_fault_base_delay=fault.base_delay + random.Random().uniform(0, fault.rand_delay),
             )
-        if self._autoresume:
-            require_directory(config, f"{type(self).__name__}(autoresume=True)")
-        elif config.checkpoint is not None:
-            self._logger.info("autoresume is off: nothing is saved or restored")
-            config = dataclasses.replace(config, checkpoint=None)
+        if self.trainer_saves is False:
+            require_directory(config, f"{type(self).__name__}(trainer_saves=False)")
         return config
 
 
@@ -257,6 +281,7 @@ class FaultToleranceSectionsCallback(FaultToleranceCallback):
             93, which nothing restarts, and make the finished flag).
         config: See there.
         calculate_timeout: See there.
+        trainer_saves: See there.
     """
 
     def __init__(
@@ -270,6 +295,7 @@ class FaultToleranceSectionsCallback(FaultToleranceCallback):
         *,
         config: HostedConfig = None,
         calculate_timeout: bool | None = None,
+        trainer_saves: bool | None = None,
     ) -> None:
         super().__init__(
             autoresume,
@@ -279,6 +305,7 @@ class FaultToleranceSectionsCallback(FaultToleranceCallback):
             logger_name,
             config=config,
             calculate_timeout=calculate_timeout,
+            trainer_saves=trainer_saves,
         )
         self._policy = exc_handling_policy
 
@@ -369,7 +396,9 @@ class StragglerDetectionCallback(_HostedCallback):
 
 
 class PreemptionCallback(_HostedCallback):
-    """Save and leave with code 75, all ranks after the same step, when any rank gets the signal.
+    """Save and exit with code 75, all ranks after the same step, when any rank receives the signal.
+
+    Without a checkpoint directory the trainer's own ``ModelCheckpoint`` saves.
 
     Args:
         sig: The signal; ``None`` = SIGTERM.
@@ -388,7 +417,6 @@ class PreemptionCallback(_HostedCallback):
         PreemptionConfig(exit_signal=self._signal)
 
     def _adapt(self, config: Config, trainer: Any) -> Config:
-        require_directory(config, type(self).__name__)
         changes: dict[str, Any] = {"exit_signal_handler": True}
         if self._signal is not None:
             changes["exit_signal"] = self._signal
@@ -399,7 +427,8 @@ class PreemptionCallback(_HostedCallback):
 class LocalCheckpointCallback(_HostedCallback):
     """Save to each node's own disk between the saves to the global tier.
 
-    Needs :func:`update_trainer_local_checkpoint_io`, or ``checkpoint.local_directory`` in the settings.
+    Needs :func:`update_trainer_local_checkpoint_io`, or ``checkpoint.local_directory`` in the settings; without both it
+    makes no local checkpoints, which one line reports.
 
     Args:
         every_n_train_steps: Optimizer steps between two local saves.
@@ -424,24 +453,54 @@ class LocalCheckpointCallback(_HostedCallback):
             raise ConfigError(f"every_n_train_steps={every_n_train_steps} must be at least 1")
         if train_time_interval is not None and train_time_interval.total_seconds() <= 0:
             raise ConfigError(f"train_time_interval={train_time_interval} must be above 0")
-        self._every = every_n_train_steps
+        self.every_n_train_steps = every_n_train_steps
         self.interval_s = None if train_time_interval is None else train_time_interval.total_seconds()
 
     def _adapt(self, config: Config, trainer: Any) -> Config:
         if config.checkpoint is None or config.checkpoint.local_directory is None:
-            raise ConfigError(
-                "LocalCheckpointCallback has no local folder: call update_trainer_local_checkpoint_io(trainer, "
-                "folder, ...) before trainer.fit(), or give it checkpoint.local_directory"
-            )
-        if self._every is None:
+            if (wrapper := _hierarchical(trainer)) is None or wrapper.local_tier is not None:
+                log.warning(
+                    "LocalCheckpointCallback has no local folder and saves nothing: call "
+                    "update_trainer_local_checkpoint_io(trainer, folder, ...) before trainer.fit(), or give it "
+                    "checkpoint.local_directory"
+                )
             return config
-        checkpoint = dataclasses.replace(config.checkpoint, non_persistent_save_interval=self._every)
+        if self.every_n_train_steps is None:
+            return config
+        checkpoint = dataclasses.replace(config.checkpoint, non_persistent_save_interval=self.every_n_train_steps)
         return dataclasses.replace(config, checkpoint=checkpoint)
+
+
+def straggler_det_callback(
+    straggler_report_time_interval: float = 300,
+    stop_if_detected_straggler: bool = True,
+    gpu_relative_perf_threshold: float = 0.7,
+    gpu_individual_perf_threshold: float = 0.7,
+) -> StragglerDetectionCallback:
+    """Return a callback for a trainer that finds slow ranks, with the defaults of NeMo's recipe of this name.
+
+    A ``run.Partial`` takes the one of :mod:`outlast.integrations.nemo_run`, which returns a ``run.Config``.
+
+    Args:
+        straggler_report_time_interval: Seconds from one report to the next.
+        stop_if_detected_straggler: Save and exit with code 18 once a rank is slow, so that a spare takes its place.
+        gpu_relative_perf_threshold: Score, 0 to 1, below which a rank is a straggler.
+        gpu_individual_perf_threshold: The same for the score of a rank against its own past.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
+    return StragglerDetectionCallback(
+        straggler_report_time_interval,
+        stop_if_detected=stop_if_detected_straggler,
+        gpu_relative_perf_threshold=gpu_relative_perf_threshold,
+        gpu_individual_perf_threshold=gpu_individual_perf_threshold,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalTier:
-    """Where local checkpoints lie, and how they are made; see :func:`update_trainer_local_checkpoint_io`."""
+    """Where local checkpoints are stored, and how they are made; see :func:`update_trainer_local_checkpoint_io`."""
 
     base_dir: str
     """A folder on a disk of each node."""
@@ -455,45 +514,128 @@ class LocalTier:
 
 
 class HierarchicalCheckpointIO(_WrappingCheckpointIO):
-    """Lightning's checkpoints as before, beside local ones that the session keeps.
+    """Lightning's checkpoints as before, and local ones between them.
 
-    On resume the newer of the two is loaded, on all ranks the same one.
+    On resume the newer of the two is loaded, the same one on all ranks.
 
     Args:
         wrapped_checkpoint_io: What reads and writes Lightning's own checkpoints.
-        local_ckpt_manager: Where local checkpoints lie.
+        local_ckpt_manager: A :class:`LocalTier`: the session saves and restores local checkpoints. Or a manager with
+            ``save()``, ``find_latest()`` and ``load()``, NVRx's or
+            :class:`outlast.integrations.nvrx.local_checkpoints.LocalCheckpointManager`: for strategies that shard their
+            state, and save on all ranks.
         get_global_ckpt_iteration_fn: Returns the number of optimizer steps that a checkpoint of Lightning's has done,
             from its path.
-        async_save: Training goes on while a local checkpoint is written.
+        async_save: Training continues while a local checkpoint is written. With a manager a wrapper has to finalize
+            the request that :meth:`save_checkpoint` returns, as NeMo's ``AsyncFinalizableCheckpointIO`` does.
+        local_ckpt_algo: Megatron's algorithm for local state, with a manager.
+        parallelization_group: Ranks among which Megatron divides its replicas, with a manager; ``None`` = all.
 
     Raises:
-        ConfigError: ``local_ckpt_manager`` is something else.
+        ConfigError: ``local_ckpt_manager`` is neither.
     """
 
     def __init__(
         self,
         wrapped_checkpoint_io: Any,
-        local_ckpt_manager: LocalTier,
+        local_ckpt_manager: Any,
         get_global_ckpt_iteration_fn: IterationOf,
         async_save: bool = False,
+        local_ckpt_algo: str = "fully_parallel",
+        parallelization_group: Any = None,
     ) -> None:
         super().__init__(wrapped_checkpoint_io)
-        if not isinstance(local_ckpt_manager, LocalTier):
+        is_tier = isinstance(local_ckpt_manager, LocalTier)
+        if not is_tier and not all(
+            callable(getattr(local_ckpt_manager, name, None)) for name in ("save", "find_latest", "load")
+        ):
             raise ConfigError(
-                f"local_ckpt_manager takes a LocalTier, not {type(local_ckpt_manager).__name__}: the session itself "
-                "saves to the nodes' disks"
+                f"local_ckpt_manager takes a LocalTier, or a manager with save(), find_latest() and load(), not "
+                f"{type(local_ckpt_manager).__name__}; update_trainer_local_checkpoint_io() makes the one that fits"
             )
-        self.local_tier = local_ckpt_manager
+        self.local_tier: LocalTier | None = local_ckpt_manager if is_tier else None
+        self.local_ckpt_manager = None if is_tier else local_ckpt_manager
         self.get_global_ckpt_iteration_fn = get_global_ckpt_iteration_fn
         self.async_save = async_save
+        self.local_ckpt_algo, self.parallelization_group = local_ckpt_algo, parallelization_group
 
     def settings(self, config: Config) -> Config:
-        """Return the settings with the local tier in them."""
+        """Return the settings with the local tier in them, where the session saves to it."""
+        if self.local_tier is None:
+            return config
         changes: dict[str, Any] = {"local_directory": self.local_tier.directory, "async_save": self.async_save}
         changes |= self.local_tier.options
         if config.checkpoint is None:
             return dataclasses.replace(config, checkpoint=CheckpointConfig(**changes))
         return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **changes))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> Any:
+        """Save to the local checkpoint manager if ``storage_options`` request that, else as before.
+
+        Returns:
+            The manager's request, for who finalizes asynchronous saves.
+
+        Collective: all ranks, for a local one.
+        """
+        local = (storage_options or {}).get(LOCAL_OPTIONS)
+        if local is None or self.local_ckpt_manager is None:
+            return self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+        if path is not None:
+            raise ConfigError(f"a local checkpoint takes no path, and {path} was given; pass None")
+        is_async = local.get("is_async", self.async_save)
+        callbacks = without_infinite(checkpoint.get("callbacks", {}))  # a best score is infinite until there is one
+        state = self.to_tensor_aware_state_dict({**checkpoint, "callbacks": callbacks})
+        return self.local_ckpt_manager.save(state, local["iteration"], is_async=is_async)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load the newest local checkpoint if it is as new as the one at ``path``, else that one.
+
+        Collective: all ranks, with a manager.
+        """
+        local = -1 if self.local_ckpt_manager is None else self.local_ckpt_manager.find_latest()
+        if local >= 0:
+            step = self.get_global_ckpt_iteration_fn(path)
+            is_first = current_place().global_rank == 0
+            if local >= step:
+                level = logging.INFO if is_first else logging.DEBUG
+                log.log(level, "resuming from the local checkpoint of step %d; %s has step %d", local, path, step)
+                assert self.local_ckpt_manager is not None
+                loaded = self.from_tensor_aware_state_dict(self.local_ckpt_manager.load()[0], **kwargs)
+                return {**loaded, "callbacks": with_infinite(loaded.get("callbacks", {}))}
+            level = logging.WARNING if is_first else logging.DEBUG
+            log.log(level, "resuming from %s of step %d: the newest local checkpoint has step %d", path, step, local)
+        found: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
+        return found
+
+    def to_tensor_aware_state_dict(self, checkpoint: dict[str, Any]) -> Any:
+        """Return what the local checkpoint manager saves of a checkpoint of the strategy's.
+
+        Collective: all ranks, with Megatron's state.
+        """
+        if "sharded_state_dict" not in checkpoint:
+            return _nvrx_local().BasicTensorAwareStateDict(checkpoint)
+        made, _ = _megatron_state().from_state_dict(
+            checkpoint, algo=self.local_ckpt_algo, parallelization_group=self.parallelization_group
+        )
+        return made
+
+    def from_tensor_aware_state_dict(
+        self, tensor_aware_checkpoint: Any, sharded_state_dict: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        """Return the checkpoint that :meth:`to_tensor_aware_state_dict` was given.
+
+        Args:
+            tensor_aware_checkpoint: What the local checkpoint manager loaded.
+            sharded_state_dict: Megatron's, to load into.
+
+        Collective: all ranks, with Megatron's state.
+        """
+        if isinstance(tensor_aware_checkpoint, _nvrx_local().BasicTensorAwareStateDict):
+            return dict(tensor_aware_checkpoint.state_dict)
+        loaded: dict[str, Any] = tensor_aware_checkpoint.to_state_dict(
+            sharded_state_dict, algo=self.local_ckpt_algo, parallelization_group=self.parallelization_group
+        )
+        return loaded
 
 
 def update_trainer_local_checkpoint_io(
@@ -504,9 +646,12 @@ def update_trainer_local_checkpoint_io(
 ) -> None:
     """Have a trainer with a :class:`LocalCheckpointCallback` keep local checkpoints.
 
-    They lie below ``<local_checkpoint_base_dir>/local_ckpt/<hostname>``, are written beside training where the global
-    save is (``trainer.strategy.async_save``, ``AsyncCheckpointIO``), and are copied to other nodes where there are
-    several. Without a :class:`LocalCheckpointCallback` nothing changes.
+    They are stored below ``<local_checkpoint_base_dir>/local_ckpt/<hostname>``, are written while training continues
+    where the global save is (``trainer.strategy.async_save``, ``AsyncCheckpointIO``), and are copied to other nodes
+    where there are several. Without a :class:`LocalCheckpointCallback` nothing changes.
+
+    With a strategy that shards its state, such as NeMo's ``MegatronStrategy``, they hold what the strategy itself
+    saves, and are loaded where ``fit()`` is given a checkpoint that is not newer.
 
     Args:
         trainer: The trainer, before ``fit()``.
@@ -514,25 +659,44 @@ def update_trainer_local_checkpoint_io(
         get_global_ckpt_iteration_fn: Returns the number of optimizer steps that a checkpoint of Lightning's has done,
             from its path; ``None`` = :func:`get_iteration_from_checkpoint`.
         kwargs: Fields of ``CheckpointConfig``: ``async_save``, ``replication``, ``replication_jump``,
-            ``replication_factor``, ``local_most_recent_k``, and others.
+            ``replication_factor``, ``local_most_recent_k``, and others; with a strategy that shards its state
+            ``local_ckpt_algo`` and ``parallelization_group``, as for :class:`HierarchicalCheckpointIO`.
 
     Raises:
         ConfigError: ``kwargs`` has an unknown field.
     """
-    known = {field.name for field in dataclasses.fields(CheckpointConfig)}
+    strategy = trainer.strategy
+    is_whole = _is_whole(strategy)
+    known = {field.name for field in dataclasses.fields(CheckpointConfig)} if is_whole else _SHARDED_OPTIONS
     for name in kwargs:
         if name not in known:
-            raise ConfigError(f"update_trainer_local_checkpoint_io() has no option {name!r}: {nearest(name, known)}")
+            only = f" with {type(strategy).__name__}" if not is_whole or name in _SHARDED_OPTIONS else ""
+            raise ConfigError(
+                f"update_trainer_local_checkpoint_io() has no option {name!r}{only}: {nearest(name, known)}"
+            )
     if not any(isinstance(callback, LocalCheckpointCallback) for callback in trainer.callbacks):
         return
-    strategy = trainer.strategy
-    is_async = bool(getattr(strategy, "async_save", False)) or isinstance(strategy.checkpoint_io, AsyncCheckpointIO)
+    folder, iteration_of = LocalTier(os.fspath(local_checkpoint_base_dir), kwargs), get_global_ckpt_iteration_fn
+    own = strategy.checkpoint_io
+    if is_whole:
+        is_async = bool(getattr(strategy, "async_save", False)) or isinstance(own, AsyncCheckpointIO)
+        strategy.checkpoint_io = HierarchicalCheckpointIO(
+            own, folder, iteration_of or get_iteration_from_checkpoint, async_save=is_async
+        )
+        return
+    copies = _nvrx_local().LazyCliqueReplicationStrategy() if trainer.num_nodes > 1 else None
+    manager = _nvrx_local().LocalCheckpointManager(folder.directory, repl_strategy=copies)
+    # Only a wrapper that finalizes what a save returns lets a save be asynchronous.
+    is_async = bool(getattr(strategy, "async_save", False)) and hasattr(own, "maybe_finalize_save_checkpoint")
     strategy.checkpoint_io = HierarchicalCheckpointIO(
-        strategy.checkpoint_io,
-        LocalTier(os.fspath(local_checkpoint_base_dir), kwargs),
-        get_global_ckpt_iteration_fn or get_iteration_from_checkpoint,
+        own.checkpoint_io if is_async else own,
+        manager,
+        iteration_of or get_iteration_from_checkpoint,
         async_save=is_async,
+        **kwargs,
     )
+    if is_async:
+        strategy.checkpoint_io = type(own)(strategy.checkpoint_io)
 
 
 def get_iteration_from_checkpoint(checkpoint: Any) -> int:
@@ -564,20 +728,36 @@ def _action_name(request: Any) -> str:
     return str(getattr(action, "name", action))
 
 
+def _nvrx_local() -> Any:
+    """Return the module of local checkpoint managers, which only strategies that shard their state need."""
+    return importlib.import_module("outlast.integrations.nvrx.local_checkpoints")
+
+
+def _megatron_state() -> Any:
+    """Return Megatron's class of state that a local checkpoint manager saves."""
+    return importlib.import_module("megatron.core.dist_checkpointing.tensor_aware_state_dict").MCoreTensorAwareStateDict
+
+
+def _hierarchical(trainer: Any) -> HierarchicalCheckpointIO | None:
+    """Return the part of a trainer's checkpoint IO that knows of local checkpoints."""
+    found = (one for one in unwrapped(trainer.strategy.checkpoint_io) if isinstance(one, HierarchicalCheckpointIO))
+    return next(found, None)
+
+
+def _is_whole(strategy: Any) -> bool:
+    """Return whether each rank's state is whole, so that the session can save and restore it."""
+    return type(strategy) in (SingleDeviceStrategy, DDPStrategy)
+
+
 def _refuse(trainer: Any) -> None:
     """Raise if a trainer cannot be protected.
 
     Raises:
-        ConfigError: Its strategy is another than DDP and a single device, it starts processes of its own, or it
-            searches for a batch size or learning rate as it fits.
+        ConfigError: It starts processes itself, has a callback that searches for a batch size or learning rate while it
+            fits, or a local checkpoint manager that its strategy calls on one rank only.
     """
     strategy = trainer.strategy
     name = type(strategy).__name__
-    if type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
-        raise ConfigError(
-            f"strategy {name} is not supported by outlast.integrations.lightning: each rank's state must be whole; use "
-            "strategy='ddp', or one device"
-        )
     if strategy.launcher is not None and not isinstance(strategy.launcher, _SubprocessScriptLauncher):
         raise ConfigError(
             f"{name} starts its ranks by {type(strategy.launcher).__name__}, which nothing can restart; start the "
@@ -595,30 +775,49 @@ def _refuse(trainer: Any) -> None:
                 f"{type(callback).__name__} searches anew at each start, and moves the trainer meanwhile; search once "
                 "before fit(), with lightning.pytorch.tuner.Tuner, and set what it found"
             )
+    wrapper = _hierarchical(trainer)
+    manager = None if wrapper is None else wrapper.local_ckpt_manager
+    saves_on_one_rank = type(strategy).save_checkpoint is Strategy.save_checkpoint
+    if manager is not None and saves_on_one_rank and trainer.world_size > 1:
+        raise ConfigError(
+            f"{name} saves on rank 0 alone, and {type(manager).__name__} needs all ranks; call "
+            "update_trainer_local_checkpoint_io() on a trainer with this strategy"
+        )
 
 
 def _open_host(trainer: Any, callbacks: Sequence[_HostedCallback]) -> TrainerHost:
     """Open the session of a trainer."""
     _refuse(trainer)
-    config = _merged(trainer, callbacks)
+    config, why = _merged(trainer, callbacks)
     if trainer.fast_dev_run and config.checkpoint is not None:
-        logging.getLogger(__name__).warning("fast_dev_run is on: nothing is saved or restored")
+        log.warning("fast_dev_run is on: nothing is saved or restored")
         config = dataclasses.replace(config, checkpoint=None)
     detection = next((one for one in callbacks if isinstance(one, StragglerDetectionCallback)), None)
-    checkpoint_io = trainer.strategy.checkpoint_io
-    is_hierarchical = isinstance(checkpoint_io, HierarchicalCheckpointIO)
-    return TrainerHost(
+    local = next((one for one in callbacks if isinstance(one, LocalCheckpointCallback)), None)
+    wrapper = _hierarchical(trainer)
+    has_manager = wrapper is not None and wrapper.local_ckpt_manager is not None
+    is_saved_locally = local is not None and (has_manager or config.checkpoint is not None)
+    host = TrainerHost(
         trainer,
         config,
         logs_scores=detection is not None and detection.logs and bool(trainer.loggers),
         names_setup=any(isinstance(one, FaultToleranceSectionsCallback) for one in callbacks),
-        local_interval_s=next((one.interval_s for one in callbacks if isinstance(one, LocalCheckpointCallback)), None),
-        iteration_of=checkpoint_io.get_global_ckpt_iteration_fn if is_hierarchical else None,
+        local_steps=local.every_n_train_steps if local is not None and has_manager else None,
+        local_interval_s=local.interval_s if local is not None and is_saved_locally else None,
+        iteration_of=wrapper.get_global_ckpt_iteration_fn if wrapper is not None else None,
     )
+    if why is not None and host.session.global_rank == 0:
+        log.info(
+            "monitoring only (%s): outlast handles heartbeats, sections, preemption and slow ranks. Checkpoints are "
+            "the trainer's own (ModelCheckpoint, and fit(ckpt_path='last') to resume): outlast does not verify them, "
+            "does not copy them to other nodes, and cannot load an older one if the newest is damaged",
+            why,
+        )
+    return host
 
 
-def _merged(trainer: Any, callbacks: Sequence[_HostedCallback]) -> Config:
-    """Return the settings of all callbacks of a trainer.
+def _merged(trainer: Any, callbacks: Sequence[_HostedCallback]) -> tuple[Config, str | None]:
+    """Return the settings of all callbacks of a trainer, and why the session does not save; ``None`` = it does.
 
     Raises:
         ConfigError: Several callbacks were given different ones, or one needs what another switches off.
@@ -628,12 +827,47 @@ def _merged(trainer: Any, callbacks: Sequence[_HostedCallback]) -> Config:
     if any(one != given[0] for one in given):
         raise ConfigError("two callbacks of outlast were given different config=; give it to one of them")
     config = hosted_config(given[0] if given else None)
-    checkpoint_io = trainer.strategy.checkpoint_io
-    if isinstance(checkpoint_io, HierarchicalCheckpointIO):
-        config = checkpoint_io.settings(config)
+    if (wrapper := _hierarchical(trainer)) is not None:
+        config = wrapper.settings(config)
     kinds = [type(callback) for callback in callbacks]
     if twice := next((kind.__name__ for kind in kinds if kinds.count(kind) > 1), None):
         raise ConfigError(f"the trainer has {twice} twice; give it one")
+    why = _why_trainer_saves(config, trainer, callbacks)
+    if why is not None:
+        config = dataclasses.replace(config, checkpoint=None)
     for callback in callbacks:
         config = callback._adapt(config, trainer)
-    return config
+    return config, why
+
+
+def _why_trainer_saves(config: Config, trainer: Any, callbacks: Sequence[_HostedCallback]) -> str | None:
+    """Return why the trainer's own checkpoints are all there is; ``None`` = the session saves.
+
+    Raises:
+        ConfigError: The settings have a place for checkpoints that the session cannot save with this strategy.
+    """
+    strategy = type(trainer.strategy).__name__
+    wishes = [one.trainer_saves for one in callbacks if isinstance(one, FaultToleranceCallback)]
+    wish = next((one for one in wishes if one is not None), None)
+    saves = config.checkpoint
+    if not _is_whole(trainer.strategy) and wish is not True and (wish is False or saves is not None):
+        where = "" if saves is None else f"checkpoint.directory={saves.directory!r} cannot be used with "
+        raise ConfigError(
+            f"{where}strategy {strategy}: outlast can only save state that is whole on each rank; use strategy='ddp' "
+            "or one device, or have the trainer save: FaultToleranceCallback(trainer_saves=True), or no [checkpoint]"
+        )
+    if not _is_whole(trainer.strategy) and config.replica_digest is not None:
+        raise ConfigError(
+            f"replica_digest compares the weights of all ranks, which differ with {strategy}; remove [replica_digest]"
+        )
+    wrapper = _hierarchical(trainer)
+    if wish is True and wrapper is not None and wrapper.local_tier is not None:
+        raise ConfigError(
+            "update_trainer_local_checkpoint_io() has no effect where the trainer saves; remove it, or "
+            "trainer_saves=True and autoresume=False"
+        )
+    if wish is True:
+        return "as requested"
+    if saves is not None:
+        return None
+    return "no checkpoint.directory is known" if _is_whole(trainer.strategy) else f"{strategy} shards its state"

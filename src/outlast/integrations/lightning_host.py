@@ -12,6 +12,10 @@ validation), since Lightning draws some in between: for loaders, and for its san
 
 Lightning's loops offer no public way to do this, so private names are used here, and only here; a test runs all of it
 with the installed version.
+
+Monitoring only: where the session has no checkpoint settings, the trainer's own checkpoints are all there is. Then
+nothing of the above is done. A shutdown that all ranks agreed on is carried out at the end of the batch, behind all
+other callbacks, with a save by the trainer's own ``ModelCheckpoint``: where Lightning saves, too.
 """
 
 from __future__ import annotations
@@ -19,14 +23,18 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loops.evaluation_loop import RestartStage
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
@@ -36,7 +44,7 @@ from outlast import clock
 from outlast.config import Config
 from outlast.errors import ConfigError, ExitReason, OutlastError
 from outlast.integrations.hosted_session import KeptRandom, clear_finished_flag, touch_finished_flag
-from outlast.monitor.rank_monitor import open_monitor
+from outlast.monitor.rank_monitor import RankMonitor, open_monitor
 from outlast.runtime.process_groups import current_place
 from outlast.runtime.random_numbers import capture_random
 from outlast.session.session import init
@@ -50,6 +58,8 @@ _BITS = "outlast_bits_of"
 """Key of a tensor's type, where its bits stand in its place."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element."""
+LOCAL_OPTIONS = "local_checkpoint_options"
+"""Key in ``storage_options`` of what is saved by a local checkpoint manager; NVRx's name."""
 _HPARAMS = ("hyper_parameters", "hparams_name", "hparams_type")
 
 
@@ -171,12 +181,12 @@ class TrainerState:
             for prefix in ("", "datamodule_"):
                 checkpoint.pop(prefix + name, None)
         checkpoint["loops"] = {"fit_loop": self._position(checkpoint["loops"]["fit_loop"])}
-        checkpoint["callbacks"] = _without_infinite(checkpoint["callbacks"])
+        checkpoint["callbacks"] = without_infinite(checkpoint["callbacks"])
         return {
             "place": str(self.place),
             "checkpoint": checkpoint,
             "fetch_random": self.fetch_random if self.place == Place.BATCH else None,
-            "callback_metrics": _without_infinite({**_metrics(trainer)}),
+            "callback_metrics": without_infinite({**_metrics(trainer)}),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "has_stopped": self.has_stopped,
             "world_size": trainer.world_size,
@@ -191,7 +201,7 @@ class TrainerState:
         """Give what was loaded to the trainer, whose module and optimizers are loaded already."""
         assert self.loaded is not None
         trainer, checkpoint = self._trainer, self.loaded["checkpoint"]
-        checkpoint["callbacks"] = _with_infinite(checkpoint["callbacks"])
+        checkpoint["callbacks"] = with_infinite(checkpoint["callbacks"])
         checkpoint.setdefault("state_dict", trainer.lightning_module.state_dict())
         checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
         connector = trainer._checkpoint_connector
@@ -277,7 +287,7 @@ def _batch_norms(module: torch.nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     return ((name, one) for name, one in module.named_modules() if isinstance(one, _BatchNorm))
 
 
-def _without_infinite(state: Any) -> Any:
+def without_infinite(state: Any) -> Any:
     """Return a state with the bits of tensors that hold NaN or infinite numbers in their place.
 
     A best score is infinite until there is one. Only weights and optimizers decide whether a checkpoint is
@@ -291,17 +301,17 @@ def _without_infinite(state: Any) -> Any:
         bits = state.detach().contiguous().view(_INTEGERS[state.element_size()])
         return {_BITS: str(state.dtype).removeprefix("torch."), "bits": bits}
     if type(state) is dict:
-        return {key: _without_infinite(value) for key, value in state.items()}
-    return [_without_infinite(value) for value in state] if type(state) is list else state
+        return {key: without_infinite(value) for key, value in state.items()}
+    return [without_infinite(value) for value in state] if type(state) is list else state
 
 
-def _with_infinite(state: Any) -> Any:
-    """Return what :func:`_without_infinite` was given."""
+def with_infinite(state: Any) -> Any:
+    """Return what :func:`without_infinite` was given."""
     if type(state) is dict:
         if _BITS in state:
             return state["bits"].view(getattr(torch, state[_BITS]))
-        return {key: _with_infinite(value) for key, value in state.items()}
-    return [_with_infinite(value) for value in state] if type(state) is list else state
+        return {key: with_infinite(value) for key, value in state.items()}
+    return [with_infinite(value) for value in state] if type(state) is list else state
 
 
 def _metrics(trainer: Any) -> dict[str, torch.Tensor]:
@@ -365,6 +375,25 @@ class _LateOptimizer:
             self._optimizer.load_state_dict(state)
 
 
+class _LastCallback(Callback):
+    """Follows all other callbacks of a trainer."""
+
+    def __init__(self, host: TrainerHost) -> None:
+        self._host = host
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Let the trainer save what is due."""
+        self._host.batch_is_complete()
+
+
+def unwrapped(checkpoint_io: Any) -> Iterator[Any]:
+    """Yield a checkpoint IO, and those that it wraps, from the outside in."""
+    yield checkpoint_io
+    while isinstance(checkpoint_io, _WrappingCheckpointIO):
+        checkpoint_io = checkpoint_io.checkpoint_io
+        yield checkpoint_io
+
+
 class TrainerHost:
     """One session of one trainer, and where both are.
 
@@ -373,6 +402,8 @@ class TrainerHost:
         config: The session's settings.
         logs_scores: Give the scores of slow ranks to the trainer's loggers.
         names_setup: Open the section ``setup`` until the first batch.
+        local_steps: Steps between two saves by the trainer's own local checkpoint manager; ``None`` = it makes none by
+            steps. The session's own are a setting.
         local_interval_s: Seconds between two local saves; ``None`` = they are not made by time.
         iteration_of: Returns the optimizer steps of a checkpoint of Lightning's; ``None`` = what the run saved always
             counts as newer than the checkpoint that ``fit()`` was given.
@@ -393,13 +424,18 @@ class TrainerHost:
         *,
         logs_scores: bool,
         names_setup: bool,
+        local_steps: int | None,
         local_interval_s: float | None,
         iteration_of: IterationOf | None,
     ) -> None:
         self._trainer = trainer
         if TrainerHost._have_finished:
             clear_finished_flag()
-        self.session = init(config, log_metrics=self._log_scores if logs_scores else None)
+        self.session = init(
+            config,
+            log_metrics=self._log_scores if logs_scores else None,
+            saved_by="the trainer" if config.checkpoint is None and trainer.checkpoint_callbacks else None,
+        )
         self._handler = signal.getsignal(signal.SIGTERM)
         self._setup: AbstractContextManager[None] | None = None
         self._evaluation: AbstractContextManager[None] | None = None
@@ -410,7 +446,8 @@ class TrainerHost:
         self._losses: Any = None
         """The sum of the open step's; where they are not judged, of all steps' times 0."""
         self._has_warned = False
-        self._local_s = local_interval_s
+        self._is_monitoring = config.checkpoint is None
+        self._local_steps, self._local_s = local_steps, local_interval_s
         self._local_ns = clock.now_ns()
         self._iteration_of = iteration_of
         self._state: dict[str, Any] = {}
@@ -422,21 +459,30 @@ class TrainerHost:
         self._steps_before = 0
         self._loop = trainer.fit_loop.epoch_loop
         self._max_steps = trainer.fit_loop.max_steps
-        save = trainer.save_checkpoint
-
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            with self.session.section("checkpointing"):
-                return save(*args, **kwargs)
-
-        trainer.save_checkpoint = save_checkpoint
+        self._has_begun = False
+        self._unreadable: tuple[Any, Exception] | None = None
+        """The checkpoint that ``fit()`` was given and cannot be read, and why."""
+        self._wrap_save()
+        self._last = _LastCallback(self)
+        if self._is_monitoring:
+            trainer.callbacks = [*trainer.callbacks, self._last]
+        else:
+            self._tolerate_unreadable()
 
     # -- begin -----------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Restore the newest generation, and tell Lightning where it is.
+        """Restore the newest generation, and set Lightning's position to it.
+
+        Raises:
+            ConfigError: An optimizer's state is not whole on any rank.
+            OutlastError: The checkpoint that ``fit()`` was given cannot be read on another rank, and the run has saved
+                none. What reading it raised is raised on the rank that tried.
 
         Collective: all ranks.
         """
+        if self._is_monitoring:
+            return  # the trainer's own state is not restored yet
         trainer = self._trainer
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -448,9 +494,20 @@ class TrainerHost:
             self._state["optimizers"] = {str(number): one for number, one in enumerate(self._optimizers)}
         given = trainer._checkpoint_connector._ckpt_path
         self.session.restore(self._state)
+        cannot_read = trainer.strategy.reduce_boolean_decision(self._unreadable is not None, all=False)
         if (loaded := self._own.loaded) is None:
+            if cannot_read:
+                self._raise_unreadable()
             return
         step = int(loaded["checkpoint"]["global_step"])
+        if cannot_read:
+            path, why = self._unreadable or (given, "on another rank")
+            reason = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
+            what = (
+                "%s, which fit() was given, cannot be read (%s); resuming from step %d, which this run saved, instead"
+            )
+            self._log(what, path, reason, step)
+            given = None
         if given and self._iteration_of is not None:
             other = self._iteration_of(given)
             if other > step:
@@ -486,6 +543,8 @@ class TrainerHost:
     def training_starts(self) -> None:
         """Put Lightning's loops where training continues."""
         self.take_signals()
+        if self._is_monitoring:
+            return self._begin_monitoring()
         for optimizer in self._optimizers:
             optimizer.finish_loading()
         self._warn_of_loaders()
@@ -494,7 +553,7 @@ class TrainerHost:
             return
         self._own.unfreeze()
         # Early stopping may look at them before the next validation.
-        _metrics(self._trainer).update(_with_infinite(loaded.get("callback_metrics", {})))
+        _metrics(self._trainer).update(with_infinite(loaded.get("callback_metrics", {})))
         if self._place == Place.EPOCH:
             return
         if self._place == Place.VALIDATION:
@@ -530,7 +589,7 @@ class TrainerHost:
             self._act(Place.BATCH)
         if self._is_open:
             return self.session.heartbeat()
-        if self._local_s is not None and self.session.global_rank == 0:
+        if self._local_s is not None and self.session.global_rank == 0 and not self._is_monitoring:
             now_ns = clock.now_ns()
             if now_ns - self._local_ns >= self._local_s * 1e9:
                 self._local_ns = now_ns
@@ -564,7 +623,7 @@ class TrainerHost:
         if losses is not None and not math.isfinite(value := losses.item()):
             raise OutlastError(
                 f"the loss of step {self.session.iteration + 1} is {value} on rank {self.session.global_rank}; "
-                "no weight was moved by it. The next start resumes from the newest generation; "
+                "no weight was moved by it. The next start resumes from the newest checkpoint; "
                 "rerun_state_machine.check_for_nan_in_loss=false lets training continue with such a loss",
                 rank=self.session.global_rank,
                 iteration=self.session.iteration,
@@ -579,8 +638,29 @@ class TrainerHost:
         decision = self.session.end_step(is_last=self._is_last(step))
         if decision.save is not None or decision.stop:
             self._pending = decision
+            if self._is_monitoring:
+                return
             self._own.fetch_random = capture_random()
             self._own.loader_states = self._trainer.fit_loop._combined_loader._state_dicts()
+
+    def batch_is_complete(self) -> None:
+        """Have the trainer save what is due, and exit if all ranks agreed to; monitoring only.
+
+        Raises:
+            SystemExit: They did.
+
+        Collective: all ranks.
+        Blocks: until the trainer has saved.
+        """
+        decision, self._pending = self._pending, None
+        if decision is not None and decision.stop:
+            self._announce(decision)
+            if (saved := self._save_by_trainer()) is not None:
+                self._monitor.set_durable_iteration(saved)
+            self.session.leave(self._state)
+        if not self._is_open and self._is_local_save_due():
+            local = {LOCAL_OPTIONS: {"ckpt_type": "local", "iteration": self._loop.global_step}}
+            self._trainer.save_checkpoint(None, weights_only=False, storage_options=local)
 
     def validation_starts(self) -> None:
         """Leave, if all ranks agreed to; put back the random numbers of a run that left here, and begin the section."""
@@ -626,6 +706,8 @@ class TrainerHost:
     def finish(self) -> None:
         """Close the session in order."""
         if not self._is_done:  # there was nothing left to train
+            if self._is_monitoring and not self._has_begun:
+                self._begin_monitoring()
             self._own.place = Place.EPOCH
             self.session.finish(self._state)
         self.close()
@@ -642,6 +724,127 @@ class TrainerHost:
         """Close the session in order. Idempotent."""
         self._release()
         self.session.close()
+
+    # -- the trainer's own checkpoints -----------------------------------------------------------------------------
+
+    @property
+    def _monitor(self) -> RankMonitor:
+        """The session's monitor."""
+        monitor = open_monitor()
+        assert monitor is not None, "the session has closed it"
+        return monitor
+
+    def _wrap_save(self) -> None:
+        """Have the trainer's saves be a section; monitoring only: what they commit is progress."""
+        trainer = self._trainer
+        save = trainer.save_checkpoint
+
+        def save_checkpoint(
+            filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None
+        ) -> None:
+            with self.session.section("checkpointing"):
+                save(filepath, weights_only, storage_options)
+            if self._is_monitoring and filepath is not None and not weights_only and not self._saves_later():
+                self._monitor.set_durable_iteration(self._loop.global_step)
+
+        trainer.save_checkpoint = save_checkpoint
+
+    def _saves_later(self) -> bool:
+        """Return whether a save of the trainer's may return before it is committed."""
+        return any(
+            isinstance(one, AsyncCheckpointIO) or hasattr(one, "maybe_finalize_save_checkpoint")
+            for one in unwrapped(self._trainer.strategy.checkpoint_io)
+        )
+
+    def _begin_monitoring(self) -> None:
+        """Begin the session's loop where the trainer's own checkpoint has set it.
+
+        Collective: all ranks.
+        """
+        trainer = self._trainer
+        if isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):  # a rank's weights are tensors of its own
+            self._state = {"model": trainer.lightning_module}
+            self._state |= {f"optimizer {number}": one for number, one in enumerate(trainer.optimizers)}
+        step = self._loop.global_step
+        self.session.restore(self._state, restored_iteration=step)
+        self._has_begun = True
+        if not step and current_place().cycle and _whole_checkpoint(trainer) is not None:
+            self._log(
+                "training begins at step 0 although this is restart %d: the trainer loaded no checkpoint of its own; "
+                "pass ckpt_path='last' to fit()",
+                current_place().cycle,
+            )
+
+    def _is_local_save_due(self) -> bool:
+        """Return whether the trainer's local checkpoint manager saves now, the same on all ranks."""
+        if self._local_steps is not None:
+            step = int(self._loop.global_step)
+            return step > self._steps_before and step % self._local_steps == 0
+        if self._local_s is None:
+            return False
+        now_ns = clock.now_ns()
+        is_due: bool = self._trainer.strategy.broadcast(now_ns - self._local_ns >= self._local_s * 1e9)
+        if is_due:
+            self._local_ns = now_ns
+        return is_due
+
+    def _save_by_trainer(self) -> int | None:
+        """Save with the trainer's ``ModelCheckpoint``; return the step once it is committed, ``None`` if it is not.
+
+        A failure is logged: the job is about to end in any case.
+
+        Collective: all ranks.
+        """
+        trainer = self._trainer
+        callback = _whole_checkpoint(trainer)
+        if callback is None:
+            self._log(
+                "the trainer has no ModelCheckpoint that saves more than weights: nothing is saved at this shutdown"
+            )
+            return None
+        try:
+            candidates = callback._monitor_candidates(trainer)
+            if callback.save_last == "link" or not callback.save_last:
+                name = None if callback.save_last else callback.CHECKPOINT_NAME_LAST
+                callback._save_checkpoint(trainer, callback.format_checkpoint_name(candidates, name))
+            if callback.save_last:
+                callback._save_last_checkpoint(trainer, candidates)
+            for one in unwrapped(trainer.strategy.checkpoint_io):
+                if callable(finalize := getattr(one, "maybe_finalize_save_checkpoint", None)):
+                    finalize(blocking=True)
+                elif isinstance(one, AsyncCheckpointIO):
+                    one.teardown()
+        except Exception as error:  # a disk that is full, a peer that is gone: the exit code reports it
+            log.error(
+                "the trainer's own save of step %d failed: %s: %s",
+                *(self._loop.global_step, type(error).__name__, error),
+                exc_info=True,
+            )
+            return None
+        return int(self._loop.global_step)
+
+    def _tolerate_unreadable(self) -> None:
+        """Have a checkpoint that ``fit()`` was given and cannot be read end the run only if the run has saved none."""
+        connector = self._trainer._checkpoint_connector
+        resume = connector.resume_start
+
+        def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
+            try:
+                resume(checkpoint_path, **options)
+            except Exception as error:  # noqa: BLE001 - reading a file of any content raises it
+                self._unreadable = checkpoint_path, error
+                connector._ckpt_path, connector._loaded_checkpoint = None, {}
+
+        connector.resume_start = resume_start
+
+    def _raise_unreadable(self) -> NoReturn:
+        if self._unreadable is not None:
+            raise self._unreadable[1]
+        raise OutlastError(
+            "another rank cannot read the checkpoint that fit() was given, and this run has saved none; see that "
+            "rank's log",
+            rank=self.session.global_rank,
+        )
 
     # -- details ---------------------------------------------------------------------------------------------------
 
@@ -740,10 +943,20 @@ class TrainerHost:
     def _release(self) -> None:
         """Give the trainer back what was put in its way."""
         vars(self._trainer).pop("save_checkpoint", None)
+        vars(self._trainer._checkpoint_connector).pop("resume_start", None)
+        self._trainer.callbacks = [one for one in self._trainer.callbacks if one is not self._last]
         vars(self._trainer.fit_loop).pop("_load_combined_loader_states", None)
 
     def _log(self, text: str, *values: object) -> None:
         log.log(logging.WARNING if self.session.global_rank == 0 else logging.DEBUG, text, *values)
+
+
+def _whole_checkpoint(trainer: Any) -> ModelCheckpoint | None:
+    """Return the trainer's callback whose checkpoints a training resumes from; ``last.ckpt`` comes first."""
+    whole = [
+        one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and not one.save_weights_only
+    ]
+    return next((one for one in whole if one.save_last), whole[0] if whole else None)
 
 
 def _validates_loss(config: Config, trainer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Plug-ins for NeMo-Run, by the names and defaults of Megatron-Bridge's: its launcher is then ``outlast run``.
+"""Plug-ins for NeMo-Run, by the names and defaults of Megatron-Bridge's and NeMo's; they launch by ``outlast run``.
 
 NeMo-Run has one launcher for fault tolerance, ``run.FaultTolerance``, and calls a program ``ft_launcher`` for it. The
 plug-in puts ours first on the task's ``PATH``. What that launcher has no field for (timeouts of sections, no restart at
@@ -7,18 +7,20 @@ all) goes by environment variables, which :mod:`outlast.integrations.ft_launcher
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import inspect
 import logging
 import os
 import shlex
+import signal
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outlast.config import FaultToleranceConfig
+from outlast.config import FaultToleranceConfig, PreemptionConfig
 from outlast.config.base import parse_text
 from outlast.errors import ConfigError
 from outlast.integrations.ft_launcher import SETTING, as_option_value, render_shim, with_none_written, write_shims
@@ -39,6 +41,7 @@ __all__ = [
     "FaultTolerancePluginScriptArgs",
     "PreemptionPlugin",
     "PreemptionPluginScriptArgs",
+    "straggler_det_callback",
 ]
 
 log = logging.getLogger(__name__)
@@ -60,6 +63,42 @@ class PreemptionPluginScriptArgs:
     enable_exit_handler_for_data_loader: bool
 
 
+def straggler_det_callback(
+    straggler_report_time_interval: float = 300,
+    stop_if_detected_straggler: bool = True,
+    gpu_relative_perf_threshold: float = 0.7,
+    gpu_individual_perf_threshold: float = 0.7,
+) -> Any:
+    """Return the ``run.Config`` of a callback that finds slow ranks, for a recipe's ``trainer.callbacks``.
+
+    A trainer itself takes the callback: :func:`outlast.integrations.lightning.straggler_det_callback`.
+
+    Args:
+        straggler_report_time_interval: Seconds from one report to the next.
+        stop_if_detected_straggler: Save and exit with code 18 once a rank is slow, so that a spare takes its place.
+        gpu_relative_perf_threshold: Score, 0 to 1, below which a rank is a straggler.
+        gpu_individual_perf_threshold: The same for the score of a rank against its own past.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
+    from outlast.integrations import lightning
+
+    lightning.straggler_det_callback(  # a wrong value is refused here, and not on the cluster
+        straggler_report_time_interval,
+        stop_if_detected_straggler,
+        gpu_relative_perf_threshold,
+        gpu_individual_perf_threshold,
+    )
+    return nemo_run.Config(
+        lightning.straggler_det_callback,
+        straggler_report_time_interval=straggler_report_time_interval,
+        stop_if_detected_straggler=stop_if_detected_straggler,
+        gpu_relative_perf_threshold=gpu_relative_perf_threshold,
+        gpu_individual_perf_threshold=gpu_individual_perf_threshold,
+    )
+
+
 def _convert_fault_tolerance(args: FaultTolerancePluginScriptArgs) -> list[str]:
     return [
         f"ft.enable_ft_package={str(args.enable_ft_package).lower()}",
@@ -76,7 +115,10 @@ def _convert_preemption(args: PreemptionPluginScriptArgs) -> list[str]:
 
 @dataclass(kw_only=True)
 class FaultTolerancePlugin(nemo_run.Plugin):
-    """Launch a task by ``outlast run``: hangs and deaths of ranks are noticed, and the ranks started again.
+    """Launch a task by ``outlast run``: hangs and deaths of ranks are detected, and the ranks started again.
+
+    A ``run.Partial`` with an argument ``trainer``, as NeMo's recipes have, gets a ``FaultToleranceCallback`` in
+    ``trainer.callbacks``, with ``log.log_dir`` as its ``exp_dir``.
 
     A ``run.Script`` gets ``ft.enable_ft_package=true ft.calc_ft_timeouts=true`` at the end of its arguments, or what
     ``script_args_converter_fn`` returns; a ``run.Partial`` with an argument ``config`` gets them as
@@ -137,7 +179,16 @@ class FaultTolerancePlugin(nemo_run.Plugin):
         switches = {"enable_ft_package": self.enable_ft_package, "calc_ft_timeouts": self.calc_ft_timeouts}
         if isinstance(task, nemo_run.Script):
             _append(task, convert(FaultTolerancePluginScriptArgs(**switches)), self)
-        elif not _override(task, {"ft": switches, "fault_tolerance": switches}):
+            return
+        is_set = _override(task, {"ft": switches, "fault_tolerance": switches})
+        if self.enable_ft_package and _has_trainer(task):
+            from outlast.integrations.lightning import FaultToleranceCallback
+
+            folder = _get(_get(task, "log"), "log_dir")
+            more = {} if folder is None else {"exp_dir": folder}
+            values = {"autoresume": True, "calculate_timeouts": self.calc_ft_timeouts, **more}
+            _add_callbacks(task, [nemo_run.Config(FaultToleranceCallback, **values)])
+        elif not is_set:
             log.info("FaultTolerancePlugin: the task has no config with ft; its launcher alone gets the settings")
 
     def _put_on_path(self, executor: Any) -> None:
@@ -163,7 +214,10 @@ class FaultTolerancePlugin(nemo_run.Plugin):
 
 @dataclass(kw_only=True)
 class PreemptionPlugin(nemo_run.Plugin):
-    """Have a Slurm job save and leave before its time limit, and on any other SIGTERM.
+    """Have a Slurm job save and exit before its time limit, and on any other SIGTERM.
+
+    A ``run.Partial`` with an argument ``trainer``, as NeMo's recipes have, gets a ``PreemptionCallback`` in
+    ``trainer.callbacks``.
 
     A ``run.Script`` gets ``train.exit_signal_handler=True train.exit_signal_handler_for_dataloader=False`` at the end
     of its arguments, or what ``script_args_converter_fn`` returns; a ``run.Partial`` with an argument ``config`` gets
@@ -183,6 +237,10 @@ class PreemptionPlugin(nemo_run.Plugin):
     """Save and leave on the signal."""
     enable_exit_handler_for_data_loader: bool = False
     """Workers of a ``DataLoader`` ignore the signal while their rank lives."""
+    sig: signal.Signals = signal.SIGTERM
+    """The signal that the task listens to; on Slurm, and for a ``run.Script``, only SIGTERM."""
+    callbacks: Sequence[Any] | None = None
+    """What a recipe's trainer gets in place of a ``PreemptionCallback``: a ``run.Config`` of each callback."""
     script_args_converter_fn: Callable[[PreemptionPluginScriptArgs], list[str]] | None = None
     """Returns the arguments for a ``run.Script``; ``None`` = hydra-style overrides."""
 
@@ -196,28 +254,66 @@ class PreemptionPlugin(nemo_run.Plugin):
                 "enable_exit_handler_for_data_loader=True has no effect with enable_exit_handler=False; drop one"
             )
         preempt_time = self.preempt_time if handles else 0
-        if isinstance(task, nemo_run.Script):
+        sig = signal.Signals(self.sig)
+        checked = PreemptionConfig(exit_signal=sig.name)
+        if self.callbacks is not None and not (handles and _has_trainer(task)):
+            raise ConfigError(
+                "callbacks has no effect: it needs a run.Partial with an argument trainer, and "
+                "enable_exit_handler=True; drop it"
+            )
+        is_slurm, is_script = isinstance(executor, nemo_run.SlurmExecutor), isinstance(task, nemo_run.Script)
+        if sig != signal.SIGTERM and (is_slurm or is_script):
+            why = (
+                "the launcher would end on it, and passes on SIGTERM"
+                if is_slurm
+                else "its arguments have no name for it"
+            )
+            raise ConfigError(f"sig={sig.name} is not supported here: {why}; use SIGTERM")
+        if is_script:
             convert = self.script_args_converter_fn or _convert_preemption
             args = PreemptionPluginScriptArgs(
                 enable_exit_handler=handles, enable_exit_handler_for_data_loader=for_loader
             )
             _append(task, convert(args), self)
         else:
-            switches = {"exit_signal_handler": handles, "exit_signal_handler_for_dataloader": for_loader}
-            own = {**switches, "preempt_time": float(preempt_time)}
-            if not _override(task, {"train": switches, "preemption": own}):
-                if for_loader or not handles:
-                    what = "enable_exit_handler=False" if not handles else "enable_exit_handler_for_data_loader=True"
+            switches: dict[str, Any] = {"exit_signal_handler": handles}
+            switches["exit_signal_handler_for_dataloader"] = for_loader
+            own: dict[str, Any] = {**switches, "preempt_time": float(preempt_time)}
+            if sig != signal.SIGTERM and handles:
+                switches, own = {**switches, "exit_signal": sig}, {**own, "exit_signal": checked.exit_signal}
+            is_set = _override(task, {"train": switches, "preemption": own})
+            if handles and _has_trainer(task):
+                from outlast.integrations.lightning import PreemptionCallback
+
+                _add_callbacks(task, self.callbacks or [nemo_run.Config(PreemptionCallback, sig=int(sig))])
+                is_set = is_set or not for_loader
+            if not is_set:
+                if for_loader or not handles or sig != signal.SIGTERM:
+                    loader = "enable_exit_handler_for_data_loader=True"
+                    what = "enable_exit_handler=False" if not handles else loader if for_loader else f"sig={sig.name}"
                     raise ConfigError(
                         f"{what} cannot be set: the task has no argument config with train or preemption; give it one"
                     )
                 log.info("PreemptionPlugin: the task has no config with train; a session listens as it is")
-        if isinstance(executor, nemo_run.SlurmExecutor) and preempt_time:
+        if is_slurm and preempt_time:
             executor.signal = f"TERM@{preempt_time}"
 
 
 def _given(plugin: Any, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(plugin, name)) is not None}
+
+
+def _has_trainer(task: Any) -> bool:
+    return _get(task, "trainer") is not None
+
+
+def _add_callbacks(task: Any, callbacks: Sequence[Any]) -> None:
+    """Add callbacks to a recipe's trainer, behind its own; one whose class is there stays as it is."""
+    trainer = task.trainer
+    known = list(_get(trainer, "callbacks") or [])
+    kinds = [getattr(one, "__fn_or_cls__", type(one)) for one in known]
+    added = [copy.deepcopy(one) for one in callbacks if getattr(one, "__fn_or_cls__", type(one)) not in kinds]
+    _set(trainer, "callbacks", [*known, *added])
 
 
 def _append(task: Any, arguments: list[str], plugin: Any) -> None:

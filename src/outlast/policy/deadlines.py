@@ -712,7 +712,14 @@ def describe_nodes(*, num_slots: int, max_nodes: int, min_nodes: int | None, num
     return f"no (none of up to {missing} is here)" if max_nodes > num_slots else "no (no spare node)"
 
 
-def describe_saves(*, tiers: tuple[str, ...], interval: int | str, near_interval: int | str, is_told: bool) -> str:
+def describe_saves(
+    *,
+    tiers: tuple[str, ...],
+    interval: int | str,
+    near_interval: int | str,
+    is_told: bool,
+    saved_by: str | None = None,
+) -> str:
     """Return what a session saves, and what a notice to leave leads to.
 
     Args:
@@ -720,8 +727,11 @@ def describe_saves(*, tiers: tuple[str, ...], interval: int | str, near_interval
         interval: Iterations between saves to all tiers; 0 = only at a shutdown, at the end, or by hand.
         near_interval: The same for the near tiers alone.
         is_told: A notice reaches it.
+        saved_by: Who saves in its place; ``None`` = it does, or it is not known.
     """
-    if not tiers:
+    if saved_by is not None:
+        saves = f"checkpoints by {saved_by}"
+    elif not tiers:
         saves = "checkpoints no (set checkpoint.directory)"
     elif not interval and not near_interval:
         saves = f"checkpoints no (none before the end: set checkpoint.save_interval; to {' + '.join(tiers)})"
@@ -734,7 +744,7 @@ def describe_saves(*, tiers: tuple[str, ...], interval: int | str, near_interval
     if not is_told:
         leaving = "preemption no (outlast.init() was not called in the main thread)"
     else:
-        leaving = "preemption yes" if tiers else "preemption no (nothing is saved)"
+        leaving = "preemption yes" if tiers or saved_by is not None else "preemption no (nothing is saved)"
     return f"{saves}; {leaving}"
 
 

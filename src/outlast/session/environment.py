@@ -52,6 +52,7 @@ def announce_session(
     monitor: RankMonitor,
     *,
     watches_signals: bool,
+    saved_by: str | None = None,
 ) -> None:
     """Record a session's start, hand the agent what it protects against, and warn of what it does not.
 
@@ -62,6 +63,7 @@ def announce_session(
         journal: Where the start is recorded.
         monitor: Hands text to the agent.
         watches_signals: A signal leads to an orderly end.
+        saved_by: Who saves in the session's place; ``None`` = the session, or it is not known.
     """
     saves = config.checkpoint
     journal.write(
@@ -75,10 +77,15 @@ def announce_session(
         version=__version__,
         **describe_self(),
     )
-    monitor.tell_protection(_describe_protection(config, place, watches_signals=watches_signals))
+    monitor.tell_protection(_describe_protection(config, place, watches_signals=watches_signals, saved_by=saved_by))
     if place.is_first and scope.call_number == 0:
         warn_of_missing_protection(
-            config, place, monitor.config, watches_signals=watches_signals, is_wrapped=scope.is_active
+            config,
+            place,
+            monitor.config,
+            watches_signals=watches_signals,
+            is_wrapped=scope.is_active,
+            saved_by=saved_by,
         )
 
 
@@ -89,6 +96,7 @@ def warn_of_missing_protection(
     *,
     watches_signals: bool,
     is_wrapped: bool = False,
+    saved_by: str | None = None,
 ) -> None:
     """Log in one line what does not protect this run, and in another which settings have no effect; with the remedy.
 
@@ -98,11 +106,14 @@ def warn_of_missing_protection(
         fault_tolerance: The timeouts and the like in force.
         watches_signals: A signal leads to an orderly end.
         is_wrapped: The session is in a call of a function that restarts in process.
+        saved_by: Who saves in the session's place; ``None`` = the session, or it is not known.
     """
     checkpoint, missing = config.checkpoint, []
-    if checkpoint is None:
+    if checkpoint is None and saved_by is None:
         missing.append("nothing is saved or restored (set checkpoint.directory)")
-    elif checkpoint.non_persistent_save_interval != 0 and not has_near_tier(checkpoint, place):
+    elif (
+        checkpoint is not None and checkpoint.non_persistent_save_interval != 0 and not has_near_tier(checkpoint, place)
+    ):
         missing.append(
             "non_persistent_save_interval has nothing to save to (set checkpoint.local_directory, or start the script "
             "with outlast run)"
@@ -122,11 +133,11 @@ def warn_of_missing_protection(
         log.warning("without effect here: %s", "; ".join(idle))
 
 
-def _describe_protection(config: Config, place: WorkerEnv, *, watches_signals: bool) -> str:
+def _describe_protection(config: Config, place: WorkerEnv, *, watches_signals: bool, saved_by: str | None) -> str:
     """Return what a session protects against, for its agent."""
     checkpoint = config.checkpoint
     if checkpoint is None:
-        return describe_saves(tiers=(), interval=0, near_interval=0, is_told=watches_signals)
+        return describe_saves(tiers=(), interval=0, near_interval=0, is_told=watches_signals, saved_by=saved_by)
     tiers = []
     if place.writer is not None:
         tiers.append("memory")

@@ -56,7 +56,7 @@ class Preemption:
         self._config = config = config or PreemptionConfig()
         self._journal, self._rank, self._monitor = journal, place.global_rank, monitor
         self.manager: CheckpointManager | None = None
-        """What saves; ``None`` = nothing does, or nothing could yet."""
+        """What saves; ``None`` = the session does not, or could not yet."""
         self._outlives_session = False
         # An agent sends its signal to all its workers: one of the node logs it.
         self._notice_level = logging.WARNING if place.board is None or place.local_rank == 0 else logging.INFO
@@ -113,8 +113,7 @@ class Preemption:
 
     def describe_loss(self) -> str:
         """Return which iterations are lost when the job ends now; one line for people."""
-        known = Durability() if self.manager is None else self.manager.durability
-        return describe_end(known, self._monitor.board_state.iteration)
+        return describe_end(self._durability, self._monitor.board_state.iteration)
 
     def outlive_session(self) -> None:
         """Keep the signals and the deadline beyond :meth:`close`: the process is about to end by itself.
@@ -129,8 +128,16 @@ class Preemption:
             self._listener.close()
 
     @property
+    def _durability(self) -> Durability:
+        """What is saved: by the session, or, as its monitor records, by the script or its trainer."""
+        if self.manager is not None:
+            return self.manager.durability
+        saved = self._monitor.board_state.durable_iteration
+        return Durability(saved, saved, saved)
+
+    @property
     def _saved_iteration(self) -> int | None:
-        return None if self.manager is None else self.manager.durable_iteration
+        return self._durability.job
 
     def _number(self) -> int:
         first = self._listener.first

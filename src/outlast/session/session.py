@@ -88,6 +88,7 @@ def init(
     config: Config | str | os.PathLike[str] | None = None,
     *,
     log_metrics: Callable[[dict[str, float], int], object] | None = None,
+    saved_by: str | None = None,
 ) -> Session:
     """Start the session of this worker.
 
@@ -105,6 +106,8 @@ def init(
             TensorBoard: on each rank that gives one, in the thread of the training loop, at the end of every step and
             after every save. The documentation lists the names. If it raises, that is logged once; training continues.
             ``outlast.integrations.metrics`` has ready ones, which never hold the loop.
+        saved_by: Who saves and restores in the place of this session, such as ``"the trainer"``, for the lines on what
+            a run is protected against; only without ``checkpoint`` settings.
 
     Returns:
         The session; use it as a context manager, or call :meth:`Session.close`, to end it before the process
@@ -126,7 +129,7 @@ def init(
         config = load_config(config)
     elif config is not None and not isinstance(config, Config):
         raise ConfigError(f"init() takes an outlast.Config or the path of a config file, not {type(config).__name__}")
-    return Session(config or Config(), log_metrics=log_metrics)
+    return Session(config or Config(), log_metrics=log_metrics, saved_by=saved_by)
 
 
 class _Phase(Enum):
@@ -145,6 +148,7 @@ class Session:
     Args:
         config: The settings.
         log_metrics: Takes figures; see :func:`outlast.init`.
+        saved_by: Who saves in its place; see there.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -154,7 +158,15 @@ class Session:
     Thread: that of the training loop; :meth:`section` from any thread that trains.
     """
 
-    def __init__(self, config: Config, *, log_metrics: Callable[[dict[str, float], int], object] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        log_metrics: Callable[[dict[str, float], int], object] | None = None,
+        saved_by: str | None = None,
+    ) -> None:
+        if saved_by is not None and config.checkpoint is not None:
+            raise ConfigError(f"saved_by={saved_by!r} contradicts the checkpoint settings; drop one of them")
         self.config = config
         self._iteration = 0
         self._phase = _Phase.OPENED
@@ -196,7 +208,15 @@ class Session:
             )
             self._scope.on_leave(self._attempts.close)
             watches_signals = self._preemption.watches_signals
-            announce_session(config, place, self._scope, self._journal, self._monitor, watches_signals=watches_signals)
+            announce_session(
+                config,
+                place,
+                self._scope,
+                self._journal,
+                self._monitor,
+                watches_signals=watches_signals,
+                saved_by=saved_by,
+            )
         except Unavailable as error:
             if is_run_ending(error):
                 self._end_in_outage(error)
@@ -323,6 +343,7 @@ class Session:
         *,
         replicas: dist.ProcessGroup | DeviceMesh | None = None,
         missing: Literal["error", "keep"] | None = None,
+        restored_iteration: int = 0,
     ) -> int:
         """Load the newest generation that can be trusted into ``state``; return the iteration to continue from.
 
@@ -334,12 +355,14 @@ class Session:
             missing: ``"keep"``: what ``state`` holds and the checkpoint lacks (a name, a key of a module, a parameter
                 of an optimizer) keeps its present value, and one line of the log lists it; ``"error"``: the load fails.
                 ``None`` = as ``checkpoint.missing`` says.
+            restored_iteration: Number of optimizer steps that ``state`` has done because the script, or its trainer,
+                loaded a checkpoint of its own; only without ``checkpoint`` settings.
 
         Returns:
             Number of optimizer steps that ``state`` has done; 0 = there is no generation, and training begins.
 
         Raises:
-            ConfigError: ``state`` uses a name that is the session's own.
+            ConfigError: ``state`` uses a name that is the session's own, or ``restored_iteration`` has no effect.
             CheckpointError: There are generations, but none that all ranks can load.
             OutlastError: It was called before.
             PeerLost: A peer left.
@@ -351,6 +374,11 @@ class Session:
         self._expect("restore()", _Phase.OPENED)
         if OWN_STATE in state:
             raise ConfigError(f"state[{OWN_STATE!r}] is the session's own; choose another name")
+        if restored_iteration and self._saves is not None:
+            raise ConfigError(
+                f"restored_iteration={restored_iteration} has no effect with checkpoint settings, from which this "
+                "session restores itself; drop one of them"
+            )
         self._state = state
         self._attempts.watch(state)
         saves = self.config.checkpoint
@@ -381,7 +409,10 @@ class Session:
                     raise
                 self._log(logging.ERROR, "no trusted generation is left: %s", error)
                 self._exit(ExitReason.FAILED_VALIDATION)
-            if self._saves is not None and self._saves.has_loaded:
+            if restored_iteration:
+                self._iteration = restored_iteration
+                self._monitor.set_durable_iteration(restored_iteration)
+            if restored_iteration or (self._saves is not None and self._saves.has_loaded):
                 self._monitor.set_restored()
             if self._iteration:
                 self._monitor.set_iteration(self._iteration)
@@ -877,6 +908,8 @@ class Session:
         self._attempts.finish()
         iteration, saves = self._iteration, self._saves
         if saves is None:
+            if self._monitor.board_state.durable_iteration == iteration:  # saved by the script, or by its trainer
+                return self._log(logging.INFO, "stopping after iteration %d, on all ranks", iteration)
             what = "stopping after iteration %d, on all ranks; there is no checkpoint.directory to save to"
             return self._log(logging.WARNING, what, iteration)
         self._log(logging.INFO, "stopping after iteration %d, on all ranks, and saving a checkpoint", iteration)

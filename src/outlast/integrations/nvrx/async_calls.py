@@ -10,10 +10,7 @@ whose process has died, and so commits a checkpoint that lacks a part.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-=======
 import functools
->>>>>>> part14c-nvrxft
 import logging
 import os
 import queue
@@ -36,11 +33,8 @@ from outlast.config.base import require
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, OutlastError, PeerLost
 from outlast.integrations.nvrx.exchange import WorldExchange
-<<<<<<< HEAD
 from outlast.runtime.exits import at_exit
-=======
 from outlast.integrations.nvrx.snapshot import copy_arguments
->>>>>>> part14c-nvrxft
 from outlast.runtime.process_groups import is_initialised
 
 log = logging.getLogger(__name__)
@@ -335,9 +329,6 @@ class AsyncCallsQueue:
         self._world: weakref.ref[Any] | None = None
         """The world that it was drawn in."""
         self._num_placed = 0
-<<<<<<< HEAD
-=======
->>>>>>> part14c-nvrxft
 
     @classmethod
     def warmup_persistent_caller(
@@ -394,11 +385,8 @@ class AsyncCallsQueue:
         self.call_idx = number
         call = _ScheduledCall(number, request, place=place)
         self._calls.append(call)
-<<<<<<< HEAD
         _log_save(call, "Scheduling async checkpoint save (call %d)")
-=======
         _in_use.add(self)
->>>>>>> part14c-nvrxft
         self._start()
         self._work.put(call)
         if not self.persistent:
@@ -484,11 +472,8 @@ class AsyncCallsQueue:
                 self._work.put(None)
                 self._thread = None
             self._exchange.close()
-<<<<<<< HEAD
-=======
             self.call_idx = -1  # a rank that was restarted begins at the same number
             _in_use.discard(self)
->>>>>>> part14c-nvrxft
 
     def _start(self) -> None:
         if self._thread is None:
