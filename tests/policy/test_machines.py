@@ -1,10 +1,10 @@
-"""Whether a machine or its work is slow, from the same work on three ranks."""
+"""Whether a node, a rank or its work is slow, from the same work on three ranks."""
 
 from __future__ import annotations
 
 import pytest
 
-from outlast.policy.stragglers import MachineTimes, SlownessCause, choose_others, judge_machine
+from outlast.policy.stragglers import MachineTimes, Scope, SlownessCause, choose_others, judge_machine
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c"}
 ROLES = dict.fromkeys(NODES, "")
@@ -30,17 +30,31 @@ OTHERS = (times(1, 0.0105, 0.021, r2=0.001), times(2, 0.0098, 0.0195))
     ],
 )
 def test_the_cause_is_what_is_slower_than_on_both_others(suspect: MachineTimes, cause: SlownessCause) -> None:
-    """A product or copy slower than the slower one of the others: the machine; messages to both: its link; else the
-    work."""
-    verdict = judge_machine(suspect, OTHERS, node="n0")
+    """A product or copy slower than the slower one of the others: the node, where all of it is slow in training, else
+    the rank's process or GPU; messages to both: its link; else the work."""
+    verdict = judge_machine(suspect, OTHERS, node="n0", scope=Scope.NODE)
     assert verdict.cause == cause
     assert "on rank 1 and 2" in verdict.describe()
+    of_rank = judge_machine(suspect, OTHERS, node="n0", scope=Scope.RANK)
+    assert of_rank.cause == (SlownessCause.PROCESS if cause == SlownessCause.MACHINE else cause)
+    assert "the node is slow" not in of_rank.describe()
+
+
+def test_copies_within_a_shared_memory_show_nothing_about_a_rank() -> None:
+    """Without GPUs the ranks of a node share its memory: a copy can be slow for a whole node only."""
+    suspect = times(0, 0.01, 0.09)
+    alone = judge_machine(suspect, OTHERS, node="n0", shares_memory=True)
+    assert (alone.cause, "memory copy" in alone.reason) == (SlownessCause.WORK, False)
+    assert (
+        judge_machine(suspect, OTHERS, node="n0", scope=Scope.NODE, shares_memory=True).cause == SlownessCause.MACHINE
+    )
+    assert judge_machine(suspect, OTHERS, node="n0").cause == SlownessCause.PROCESS
 
 
 def test_with_one_other_rank_messages_are_not_judged() -> None:
     """Of two ranks nobody can tell whose end of the connection is slow."""
     verdict = judge_machine(times(0, 0.02, 0.02, r1=0.5), OTHERS[1:], node="n0")
-    assert verdict.cause == SlownessCause.MACHINE
+    assert verdict.cause == SlownessCause.PROCESS
     assert "messages" not in verdict.reason
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from made_timings import SECTIONS, MadeRanks, fast_summary, tell
 
 from outlast.config import StragglerDetectionConfig
-from outlast.policy.slowness import Basis, RankTimings, Timing, lower_median, summarise
-from outlast.policy.stragglers import Findings, Streaks, judge
+from outlast.policy.slowness import OUTSIDE, Basis, RankTimings, Timing, lower_median, summarise
+from outlast.policy.stragglers import Findings, Scope, Streaks, judge
 
 CONFIG = StragglerDetectionConfig(enabled=True)
 ALL = [range(4)]
@@ -169,6 +169,71 @@ def test_one_fast_outlier_flags_nobody() -> None:
     findings = judge(Streaks(), ranks, CONFIG)[1]
     assert findings.relative == dict.fromkeys(range(4), 1.0)
     assert not findings.suspects
+
+
+@settings(max_examples=100)
+@given(
+    ranks_of=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    num_roles=st.integers(1, 2),
+    data=st.data(),
+)
+def test_a_node_is_responsible_only_if_all_its_ranks_are_slow_compared_with_other_nodes(
+    ranks_of: list[int], num_roles: int, data: st.DataObject
+) -> None:
+    """Whichever ranks are slow, wherever they are: the decision is about a node only if there are others, each of its
+    ranks is slow, and a rank of another node does the same work and is not. Otherwise it is about the rank."""
+    nodes = [f"node-{number}" for number, num_ranks in enumerate(ranks_of) for _ in range(num_ranks)]
+    slowed = data.draw(st.sets(st.sampled_from(range(len(nodes)))))
+    ranks = [
+        tell(rank, {"forward": 0.03 if rank in slowed else 0.01}, node=node, role=f"stage-{rank % num_roles}")
+        for rank, node in enumerate(nodes)
+    ]
+    findings = judge(Streaks(), ranks, StragglerDetectionConfig(confirmations=1))[1]
+    slow = set(findings.named_ranks)
+    for one in findings.named:
+        mates = {rank for rank, node in enumerate(nodes) if node == one.node}
+        references = {
+            rank
+            for rank, node in enumerate(nodes)
+            if node != one.node and rank % num_roles == one.rank % num_roles and rank not in slow
+        }
+        assert (one.scope == Scope.NODE) == (mates <= slow and bool(references))
+        assert one.scope_reason
+        about = "the node" if one.scope == Scope.NODE else "the rank (its process or GPU), not the node"
+        assert f"the decision is about {about}: {one.scope_reason}" in one.describe()
+
+
+def test_of_ranks_that_share_a_node_the_slow_one_is_identified_and_not_the_node() -> None:
+    """One of two ranks of one host is slow: that is the rank. Both ranks of one of two nodes: that is the node."""
+
+    def scope_of(slowed: set[int], *nodes: str) -> list[tuple[int, Scope, str]]:
+        ranks = [
+            tell(rank, {"forward": 0.03 if rank in slowed else 0.01}, node=node) for rank, node in enumerate(nodes)
+        ]
+        named = judge(Streaks(), ranks, StragglerDetectionConfig(confirmations=1))[1].named
+        return [(one.rank, one.scope, one.scope_reason) for one in named]
+
+    assert scope_of({1}, "a", "a") == [(1, Scope.RANK, "all ranks that are compared are on one node")]
+    assert scope_of({3}, "a", "a", "b", "b") == [(3, Scope.RANK, "rank 2 of the same node is not slow")]
+    both = "all its ranks (2, 3) are slow compared with ranks of other nodes"
+    assert scope_of({2, 3}, "a", "a", "b", "b") == [(2, Scope.NODE, both), (3, Scope.NODE, both)]
+    assert scope_of({1}, "a", "b") == [(1, Scope.NODE, "its only rank is slow compared with ranks of other nodes")]
+
+
+def test_time_outside_the_sections_is_attributed() -> None:
+    """A rank that is slow in neither forward, backward nor optimizer is identified, with words for where it is; one
+    evaluation that took minutes does not hide that another rank is slow in its forward."""
+    config = StragglerDetectionConfig(confirmations=1)
+    outside = [tell(rank, {"forward": 0.02, OUTSIDE: 0.03 if rank == 1 else 0.001}) for rank in range(2)]
+    (one,) = judge(Streaks(), outside, config)[1].named
+    assert one.section == OUTSIDE
+    assert "takes 30.00 times as long outside forward, backward and optimizer as the median" in one.describe()
+    rare = summarise(OUTSIDE, [0.001] * 9 + [600.0])
+    ranks = [
+        msgspec.structs.replace(one, sections=(*one.sections, rare))
+        for one in (tell(rank, {"forward": 0.02 if rank == 1 else 0.01}) for rank in range(2))
+    ]
+    assert judge(Streaks(), ranks, config)[1].relative[1] == pytest.approx(0.5, abs=0.03)
 
 
 def test_roles_are_compared_within_themselves() -> None:

@@ -14,7 +14,7 @@ from outlast.config import StragglerDetectionConfig
 from outlast.env import WorkerEnv
 from outlast.monitor.rank_monitor import SectionTimer
 from outlast.policy.rerun import Finding
-from outlast.policy.slowness import Basis, Timing
+from outlast.policy.slowness import OUTSIDE, Basis, Timing
 from outlast.policy.stragglers import Findings, Straggler
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.journal import Journal
@@ -77,7 +77,7 @@ def test_sections_of_the_script_are_timed_and_marked(slow_ranks: SlowRanks, mark
         slow_ranks.note_wait()
     assert slow_ranks.detector.wants_report()
     found = timings(slow_ranks)
-    assert list(found) == ["data", "work", "step"]
+    assert list(found) == ["data", "work", OUTSIDE]
     assert {timing.count for timing in found.values()} == {STEPS - 3}
     assert marked == ["data", "/data", "work", "/work"] * STEPS
     assert not slow_ranks.detector.wants_report()
@@ -98,7 +98,7 @@ def test_what_is_no_part_of_a_step_is_left_out(slow_ranks: SlowRanks, marked: li
             model(torch.ones(1, 2))
         slow_ranks.detector.end_step()
     found = timings(slow_ranks)
-    assert list(found) == ["forward", "step"]
+    assert list(found) == ["forward", OUTSIDE]
     assert found["forward"].count == STEPS - 3
     assert marked.count(name) == 2 * STEPS
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.policy.slowness import Timing
+from outlast.policy.slowness import OUTSIDE, Timing
 from outlast.straggler import StragglerDetector, detector, recorder
 
 WAITS = [
@@ -123,13 +123,20 @@ def test_a_sections_time_is_that_of_the_device(device: Device) -> None:
     assert sections(found)["forward"].count == 6
 
 
-def test_sections_of_the_host_have_no_events(device: Device) -> None:
-    """With on_device off a section is timed by the host's clock, and so is the whole step."""
+def test_while_the_host_loads_data_the_device_is_idle_in_no_other_section(device: Device) -> None:
+    """With on_device off a section has the time of the host's clock; what the device waits for it is not part of the
+    section around it, nor of what is outside all sections."""
     found = StragglerDetector(num_warmup_steps=0)
-    with found.step(0), found.section("data", on_device=False):
-        pass
-    assert device.calls == []
-    assert {timing.count for timing in sections(found).values()} == {1}
+    for number in range(4):
+        with found.step(number):
+            device.now_s += 0.002
+            with found.section("data", on_device=False):
+                device.now_s += 0.050
+        device.reached_s = device.now_s
+    timed = sections(found)
+    assert {timing.count for timing in timed.values()} == {4}
+    assert timed["data"].median_s < 0.050
+    assert timed[OUTSIDE].median_s == pytest.approx(0.002)
 
 
 def test_events_are_used_again(device: Device) -> None:
@@ -148,13 +155,14 @@ def test_in_a_long_window_few_steps_are_timed_on_the_device(device: Device) -> N
     train(found, device, 32, lag=0)
     num_dense = device.calls.count("record")
     train(found, device, 700, lag=0)
-    assert device.calls.count("record") == num_dense + num_dense // 32 * 100
+    per_step = num_dense // 32
+    assert device.calls.count("record") == num_dense + per_step * 100
     timing = sections(found)["forward"]
     assert (timing.count, timing.median_s) == (732, pytest.approx(0.020))
     assert timing.total_s == pytest.approx(732 * 0.020)
     device.calls.clear()
     train(found, device, 3, lag=0)
-    assert device.calls.count("record") == num_dense // 32 * 3, "a new window begins"
+    assert device.calls.count("record") == per_step * 3 + 1, "a new window begins; the end of a step opens the next"
 
 
 def test_a_device_that_is_far_behind_is_not_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

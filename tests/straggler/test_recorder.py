@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from outlast.errors import OutlastError
-from outlast.policy.slowness import Timing
+from outlast.policy.slowness import OUTSIDE, Timing
 from outlast.straggler import StragglerDetector, recorder
 from outlast.straggler.recorder import SectionRecorder
 
@@ -63,11 +67,11 @@ def test_a_sections_time_is_its_own(detector: StragglerDetector, time: Time) -> 
             with detector.leave_out(), detector.section("evaluation"):
                 time.passes(7.0)
     found = timings(detector)
-    assert list(found) == ["attention", "forward", "step"]
+    assert list(found) == ["attention", "forward", OUTSIDE]
     assert {name: round(timing.median_s, 6) for name, timing in found.items()} == {
         "attention": 0.030,
         "forward": 0.010,
-        "step": 0.001,
+        OUTSIDE: 0.001,
     }
     assert {timing.count for timing in found.values()} == {5}
 
@@ -101,7 +105,7 @@ def test_what_raises_is_not_counted(detector: StragglerDetector, time: Time) -> 
     with detector.step(1), detector.section("forward"):
         time.passes(0.01)
     found = timings(detector)
-    assert (found["forward"].count, found["step"].count) == (1, 1)
+    assert (found["forward"].count, found[OUTSIDE].count) == (1, 1)
     assert found["forward"].median_s == pytest.approx(0.01)
 
 
@@ -152,7 +156,7 @@ def test_other_threads_disturb_nothing(detector: StragglerDetector, time: Time) 
         thread.start()
         thread.join(10)
         time.passes(0.01)
-    assert list(timings(detector)) == ["forward", "step"]
+    assert list(timings(detector)) == ["forward", OUTSIDE]
 
 
 def test_decorated_and_wrapped_functions_are_timed(detector: StragglerDetector, time: Time) -> None:
@@ -188,7 +192,7 @@ def test_decorated_and_wrapped_functions_are_timed(detector: StragglerDetector, 
 
 
 def test_what_cannot_be_timed_is_refused(detector: StragglerDetector) -> None:
-    """A name that is no callable, a coroutine, and the name of the whole step are refused at once."""
+    """A name that is no callable, a coroutine, and the name of what is outside all sections are refused at once."""
     with pytest.raises(OutlastError, match="no callable 'forward'"):
         detector.wrap(SimpleNamespace(), "forward")
 
@@ -197,24 +201,90 @@ def test_what_cannot_be_timed_is_refused(detector: StragglerDetector) -> None:
     with pytest.raises(TypeError, match="returns before its work is done"):
         detector.section("work")(work)
     with pytest.raises(OutlastError, match="choose another name"):
-        detector.section("step")
+        detector.section(OUTSIDE)
 
 
-def test_modules_and_optimizers_are_watched_by_hooks(detector: StragglerDetector) -> None:
-    """The forward of a module and the step of an optimizer are sections; after close() they have no hooks left."""
+def replaced() -> list[object]:
+    """Return what :meth:`StragglerDetector.watch` replaces in torch."""
+    return [torch.autograd.backward, _BaseDataLoaderIter.__next__, dist.Work.wait, dist.ProcessGroup.allreduce]
+
+
+@pytest.mark.slow
+def test_a_training_step_is_watched_by_hooks(detector: StragglerDetector) -> None:
+    """The data loader, the forward of a module, the backward and the step of an optimizer are sections, wherever they
+    are in the state; after close() no hook is left and torch is as it was."""
+    before = replaced()
     model = torch.nn.Linear(3, 3)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    detector.watch({"model": model, "optim": optim, "note": "text"})
+    detector.watch({"model": SimpleNamespace(wrapped=model), "optimizers": {"0": optim}, "note": "text"})
+    batches = iter(DataLoader(torch.ones(100, 3), batch_size=2))
     for number in range(4):
         with detector.step(number):
-            model(torch.ones(2, 3)).sum().backward()
+            model(next(batches)).sum().backward()
             optim.step()
     found = timings(detector)
-    assert list(found) == ["forward", "optimizer", "step"]
+    assert list(found) == ["data", "forward", "backward", "optimizer", OUTSIDE]
     assert {timing.count for timing in found.values()} == {4}
     detector.close()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+    assert replaced() == before
+
+
+def test_the_backward_ends_where_the_wait_for_other_ranks_begins(detector: StragglerDetector, time: Time) -> None:
+    """What a hook of a gradient does is part of the backward; final callbacks of the engine, in which DDP waits for the
+    other ranks' gradients, are not, also where the script has a section around the backward."""
+    weight = torch.ones(2, requires_grad=True)
+
+    def compute(_: torch.Tensor) -> None:
+        time.passes(0.003)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: time.passes(5.0))
+
+    weight.register_hook(compute)
+    detector.watch({})
+    for number in range(6):
+        with detector.step(number), detector.section("backward") if number % 2 else nullcontext():
+            (weight * 2).sum().backward()
+    with pytest.raises(RuntimeError, match="does not require grad"), detector.step(6):
+        torch.ones(2).sum().backward()
+    with detector.step(7):
+        torch.autograd.backward([weight.sum(), (weight * 3).sum()])
+    found = timings(detector)
+    assert (found["backward"].count, found["backward"].median_s) == (7, pytest.approx(0.003))
+    assert found[OUTSIDE].median_s == 0.0
+
+
+@pytest.mark.slow
+def test_a_backward_that_is_compiled_is_timed_as_a_whole(detector: StragglerDetector) -> None:
+    """Compiled autograd traces the hooks of tensors, which then may not queue callbacks: none is put there."""
+    from torch._dynamo import compiled_autograd
+
+    weight = torch.ones(2, requires_grad=True)
+    detector.watch({})
+    with detector.step(0), compiled_autograd._enable(lambda graph: graph):
+        (weight * 2).sum().backward()
+    assert weight.grad is not None
+    assert timings(detector)["backward"].count == 1
+
+
+def test_what_is_between_steps_counts_for_the_next_step(detector: StragglerDetector, time: Time) -> None:
+    """Data that a loop or a trainer loads between two steps is own time of the rank, in its section where it has one; a
+    save that is left out and the time around a report are not."""
+    for number in range(5):
+        with detector.section("data"):
+            time.passes(0.004)
+        time.passes(0.002)
+        with detector.leave_out():
+            time.passes(60.0)
+        with detector.step(number):
+            time.passes(0.001)
+    found = timings(detector)
+    assert (found["data"].count, found["data"].median_s) == (4, pytest.approx(0.004))
+    assert (found[OUTSIDE].count, found[OUTSIDE].median_s) == (5, pytest.approx(0.003))
+    time.passes(9.0)
+    with detector.step(5):
+        time.passes(0.001)
+    assert timings(detector)[OUTSIDE].median_s == pytest.approx(0.001)
 
 
 def test_the_newest_times_make_the_median_and_all_are_counted(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:
@@ -238,4 +308,4 @@ def test_a_window_begins_anew_after_a_report(detector: StragglerDetector, time: 
     assert "once" in timings(detector)
     with detector.step(1):
         time.passes(0.01)
-    assert list(timings(detector)) == ["step"]
+    assert list(timings(detector)) == [OUTSIDE]

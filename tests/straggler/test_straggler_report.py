@@ -46,6 +46,15 @@ def test_many_ranks_are_shown_by_the_worst_and_the_best() -> None:
     ]
     assert lines[7] == " Best performing 5/512 ranks:"
     assert lines[13] == "GPU individual performance:"
+    assert lines[7:14] == [
+        " Best performing 5/512 ranks:",
+        *(f"  Rank={rank} Node=h100-000 Score=1.00" for rank in range(5)),
+        "GPU individual performance:",
+    ]
+    assert (
+        "Reference: relative = the median of the ranks; individual = its own best so far, beyond what the other ranks "
+        "slowed down by"
+    ) in lines
     assert lines[-1] == "Straggler report processing time: 0.042 sec."
     assert "No straggler: all ranks are within noise of each other in what was compared, 100% of a step" in lines
 
@@ -80,7 +89,9 @@ def test_an_incident_says_who_and_where() -> None:
     (incident,) = report_of({0: 0.01, 1: 0.02, 2: 0.01, 3: 0.01}, num_windows=3).incidents(job="job", cycle=2)
     assert (incident.rank, incident.node, incident.section, incident.cycle) == (1, "h100-000", "forward", 2)
     assert "rank 1 on node h100-000 is slow in section 'forward' at iteration 100" in incident.describe()
-    assert "takes 2.00 times as long in 'forward' as the others" in incident.describe()
+    assert "takes 2.00 times as long in 'forward' as the median of the ranks" in incident.describe()
+    assert "the decision is about the rank (its process or GPU), not the node: all ranks" in incident.describe()
+    assert incident.evidence["scope"] == "rank"
     assert report_of({0: 0.01, 1: 0.02, 2: 0.01}, num_windows=4).incidents() == ()
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import StrEnum
@@ -338,33 +337,33 @@ class _LooseModule:
     """A module with ``strict_loading`` off: what its ``state_dict`` leaves out is not missing."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+        self.wrapped = module
 
     def state_dict(self) -> dict[str, Any]:
         """Return the module's."""
-        return self._module.state_dict()
+        return self.wrapped.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what is there."""
-        self._module.load_state_dict(state, strict=False)
+        self.wrapped.load_state_dict(state, strict=False)
 
 
 class _LateOptimizer:
     """An optimizer whose groups may be others until all callbacks have begun, as with ``BackboneFinetuning``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self.wrapped = optimizer
         self._late: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's."""
-        return self._optimizer.state_dict()
+        return self.wrapped.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load it now if its groups are the optimizer's."""
-        groups = [len(group["params"]) for group in self._optimizer.param_groups]
+        groups = [len(group["params"]) for group in self.wrapped.param_groups]
         if groups == [len(group["params"]) for group in state["param_groups"]]:
-            self._optimizer.load_state_dict(state)
+            self.wrapped.load_state_dict(state)
         else:
             self._late = state
 
@@ -372,7 +371,7 @@ class _LateOptimizer:
         """Load what could not be loaded before."""
         state, self._late = self._late, None
         if state is not None:
-            self._optimizer.load_state_dict(state)
+            self.wrapped.load_state_dict(state)
 
 
 class _LastCallback(Callback):

@@ -6,7 +6,8 @@ not part of it. Numbers that are no durations (NaN, negative) are counted and le
 The score of a section on a rank is ``min(1, reference / median)``. The *relative* reference is the lower median of the
 role's ranks (NVIDIA's resiliency extension takes the fastest rank; then one outlier flags all others), the *individual*
 one is the rank's own best so far. The score of a rank is the mean of its sections' scores, each weighted by its count
-times its mean, which is the time spent in it; a section that a rank never entered is not part of its score.
+times its mean, which is the time spent in it; a section that a rank never entered is not part of its score. What is
+outside all sections (:data:`OUTSIDE`) is weighted by its median.
 
 A rank is *slow* in a section when three things hold: the score is below a limit; it is outside noise, by the
 robust z of its time among the others' (median absolute deviation of the others, with the standard errors of the medians
@@ -23,6 +24,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
+
+OUTSIDE = "outside forward, backward and optimizer"
+"""Name of the section that has a step's time outside all other sections: data loading, callbacks, other Python code."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -170,6 +174,13 @@ class Basis(StrEnum):
     """Its own best so far."""
 
 
+REFERENCES = {
+    Basis.RELATIVE: "the median of the ranks",
+    Basis.INDIVIDUAL: "its own best so far, beyond what the other ranks slowed down by",
+}
+"""What a rank is slow against, in words."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowness:
     """How slow one rank is in one section, or in its kernels together."""
@@ -315,7 +326,7 @@ def score_ranks(ranks: Sequence[RankTimings], measured: Iterable[Slowness]) -> d
 
     A rank without anything to compare has no score.
     """
-    weights = {owner.rank: {timing.name: timing.total_s for timing in owner.sections} for owner in ranks}
+    weights = {owner.rank: {timing.name: _weight_s(timing) for timing in owner.sections} for owner in ranks}
     kernels: dict[int, float] = {}
     sums: dict[int, tuple[float, float]] = {}
     for one in measured:
@@ -371,6 +382,15 @@ def _role_references(members: Sequence[RankTimings]) -> dict[int, dict[str, floa
                 medians.setdefault(timing.name, []).append(timing.median_s)
     references_s = {name: lower_median(values) for name, values in medians.items() if len(values) > 1}
     return dict.fromkeys((member.rank for member in members), references_s)
+
+
+def _weight_s(timing: Timing) -> float:
+    """Return the seconds by which a section counts for a rank's score.
+
+    Outside the sections a rank may do something that takes minutes now and then, as an evaluation: a step's share of
+    it is not what the rank spends in its other sections.
+    """
+    return timing.count * timing.median_s if timing.name == OUTSIDE else timing.total_s
 
 
 def _error_s(timing: Timing) -> float:

@@ -1,4 +1,4 @@
-"""Who is a straggler: which ranks are named, why the others are not, and whether a named rank's machine is slow.
+"""Who is a straggler: which ranks are named, why the others are not, and whether a rank or its node is slow.
 
 A rank is named when it is slow (:mod:`outlast.policy.slowness`) in the same section in ``confirmations`` windows in a
 row. Not named, however slow it looks:
@@ -12,10 +12,14 @@ row. Not named, however slow it looks:
 Ranks that are slow by the same amount in the same section may be a slow one and one that waits for it: durations alone
 cannot decide, and the report states that they are alike.
 
-Whether the machine is slow, or the work that the rank is given, follows from a small benchmark on it and on others
+A node is responsible only where all of its ranks are slow and ranks of other nodes are not (:func:`judge_scope`). Ranks
+that share a node share its processor, memory and network: when one of them is slow and another one is not, or all ranks
+are on one node, the decision is about the rank, which is its process and its GPU.
+
+Whether the processor or the work is slow follows from a small benchmark on the rank and on others
 (:func:`judge_machine`). A rank that is slow in training and as fast as the others in a matrix product, a memory copy
-and messages has more to do than they have, or something beside it takes its time now and then; replacing its machine
-would not help.
+and messages has more to do than they have, or another process takes its time now and then; replacing its node would not
+help.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ from outlast.config.training import StragglerDetectionConfig
 from outlast.policy.slowness import (
     KERNELS,
     MIN_SAMPLES,
+    OUTSIDE,
+    REFERENCES,
     Z_LIMIT,
     Basis,
     RankTimings,
@@ -48,6 +54,15 @@ _NONE_OF_IT = 0.5
 """Of the time that the other rank lost before the section: what the one that waits lost before it, at most."""
 _ALIKE = 0.1
 """Share by which excesses may differ and still be the same."""
+
+
+class Scope(StrEnum):
+    """What a decision about a slow rank is about."""
+
+    RANK = "rank"
+    """The rank alone: its process and its GPU. Nothing is known of its node."""
+    NODE = "node"
+    """Its node: all ranks there are slow compared with ranks of other nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +89,23 @@ class Straggler:
     """Windows in a row in which it was slow there, this one included."""
     alike: tuple[int, ...] = ()
     """Ranks that are slow there by the same amount: one of them may wait for the other."""
+    scope: Scope = Scope.RANK
+    scope_reason: str = ""
+    """Why the decision is about that; empty = not known."""
 
     def describe(self) -> str:
         """Return one line for people."""
-        than = "the others" if self.basis == Basis.RELATIVE else "its own best, beyond what the others slowed down by"
+        where = self.section if self.section == OUTSIDE else f"in {self.section!r}"
         line = (
-            f"Rank={self.rank} Node={self.node} takes {self.ratio:.2f} times as long in {self.section!r} as {than}: "
+            f"Rank={self.rank} Node={self.node} takes {self.ratio:.2f} times as long {where} as "
+            f"{REFERENCES[self.basis]}: "
             f"{self.excess_s * 1e3:.3g} ms a step, score {self.score:.2f}, windows in a row {self.num_windows}"
         )
         if self.alike:
             line += f"; so does rank {', '.join(map(str, self.alike))}: one may be waiting for the other"
+        if self.scope_reason:
+            about = "the node" if self.scope == Scope.NODE else "the rank (its process or GPU), not the node"
+            line += f"; the decision is about {about}: {self.scope_reason}"
         return line
 
 
@@ -167,7 +189,7 @@ def judge(streaks: Streaks, ranks: Sequence[RankTimings], config: StragglerDetec
         individual = {owner.rank: 1.0 for owner in ranks if owner.has_times} | individual
     after = _lengthen(streaks, slow, measured)
     owners = {owner.rank: owner for owner in ranks}
-    stragglers = [_straggler(one, owners[one.rank], after, slow) for one in slow]
+    stragglers = [_straggler(one, owners[one.rank], after, slow, ranks) for one in slow]
     named = _worst_of_each(one for one in stragglers if one.num_windows >= config.confirmations)
     suspects = _worst_of_each(one for one in stragglers if one.num_windows < config.confirmations)
     before = {rank for (rank, _, _), length in streaks.lengths.items() if length >= config.confirmations}
@@ -253,7 +275,35 @@ def _lengthen(streaks: Streaks, slow: Iterable[Slowness], measured: Iterable[Slo
     return Streaks({**kept, **{key: streaks.lengths.get(key, 0) + 1 for key in now}})
 
 
-def _straggler(one: Slowness, owner: RankTimings, streaks: Streaks, slow: Sequence[Slowness]) -> Straggler:
+def judge_scope(rank: int, slow: Set[int], ranks: Sequence[RankTimings]) -> tuple[Scope, str]:
+    """Return whether a slow rank or its node is responsible, and why, for people.
+
+    Args:
+        rank: Its global rank.
+        slow: All ranks that are slow on the same basis, this one included.
+        ranks: What all ranks timed.
+    """
+    owners = {owner.rank: owner for owner in ranks if owner.has_times}
+    node, role = owners[rank].node, owners[rank].role
+    here = sorted(other for other, owner in owners.items() if owner.node == node)
+    healthy_here = [other for other in here if other not in slow]
+    healthy_elsewhere = [
+        other for other, owner in owners.items() if owner.node != node and owner.role == role and other not in slow
+    ]
+    if len({owner.node for owner in owners.values()}) == 1:
+        return Scope.RANK, "all ranks that are compared are on one node"
+    if healthy_here:
+        return Scope.RANK, f"rank {', '.join(map(str, healthy_here))} of the same node is not slow"
+    if not healthy_elsewhere:
+        return Scope.RANK, "no rank of another node that is not slow does the same work"
+    if len(here) == 1:
+        return Scope.NODE, "its only rank is slow compared with ranks of other nodes"
+    return Scope.NODE, f"all its ranks ({', '.join(map(str, here))}) are slow compared with ranks of other nodes"
+
+
+def _straggler(
+    one: Slowness, owner: RankTimings, streaks: Streaks, slow: Sequence[Slowness], ranks: Sequence[RankTimings]
+) -> Straggler:
     alike = (
         other.rank
         for other in slow
@@ -261,7 +311,10 @@ def _straggler(one: Slowness, owner: RankTimings, streaks: Streaks, slow: Sequen
         and other.rank != one.rank
         and abs(other.excess_s - one.excess_s) <= _ALIKE * one.excess_s
     )
+    scope, reason = judge_scope(one.rank, {other.rank for other in slow if other.basis == one.basis}, ranks)
     return Straggler(
+        scope=scope,
+        scope_reason=reason,
         rank=one.rank,
         node=owner.node,
         role=owner.role,
@@ -373,11 +426,13 @@ class SlownessCause(StrEnum):
     """What makes a rank slow."""
 
     MACHINE = "machine"
-    """Its processor or its memory: the same work takes longer there."""
+    """The node's processor or memory: the same work takes longer on its ranks than on other nodes."""
+    PROCESS = "process"
+    """The rank's GPU, processor cores or process: the same work takes longer there, and not on the whole node."""
     LINK = "link"
     """Its connection to others."""
     WORK = "work"
-    """Not the machine: the same work takes as long as elsewhere."""
+    """None of these: the same work takes as long as elsewhere."""
     UNKNOWN = "unknown"
     """There was nothing to compare with."""
 
@@ -402,17 +457,19 @@ class MachineVerdict(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     cause: SlownessCause
     reason: str
-    """The figures, in words."""
+    """The measurements, in words."""
 
     def describe(self) -> str:
         """Return one line for people."""
         meaning = {
-            SlownessCause.MACHINE: "the machine is slow",
-            SlownessCause.LINK: "the machine's connection is slow",
+            SlownessCause.MACHINE: "the node is slow",
+            SlownessCause.PROCESS: "the rank's GPU, processor cores or process is slow, not the node",
+            SlownessCause.LINK: "the rank's connection is slow",
             SlownessCause.WORK: (
-                "the machine is as fast as others: what it is given to do is slow, or what runs beside it"
+                "the same work takes as long as on other ranks: what the rank has to do is slow, or another process "
+                "takes its time"
             ),
-            SlownessCause.UNKNOWN: "it is not known whether the machine is slow",
+            SlownessCause.UNKNOWN: "it is not known whether the rank or its work is slow",
         }[self.cause]
         return f"Rank={self.rank} Node={self.node}: {meaning} ({self.reason})"
 
@@ -443,13 +500,22 @@ def choose_others(
     return tuple(sorted([*first, *rest[:1]]))
 
 
-def judge_machine(suspect: MachineTimes, others: Sequence[MachineTimes], *, node: str) -> MachineVerdict:
+def judge_machine(
+    suspect: MachineTimes,
+    others: Sequence[MachineTimes],
+    *,
+    node: str,
+    scope: Scope = Scope.RANK,
+    shares_memory: bool = False,
+) -> MachineVerdict:
     """Return what the benchmark says about a suspect.
 
     Args:
         suspect: What it took; its ``exchange_s`` are messages with the others.
         others: What they took; of two, one's ``exchange_s`` are messages with the other.
         node: The suspect's node, for the reader.
+        scope: Whether the whole node is slow in training, which only then can be the cause.
+        shares_memory: All ranks of a node use its memory, as without GPUs: copies show nothing about a single rank.
     """
     if not others:
         return MachineVerdict(
@@ -459,13 +525,17 @@ def judge_machine(suspect: MachineTimes, others: Sequence[MachineTimes], *, node
     copy = suspect.copy_s / max(other.copy_s for other in others)
     between = [seconds for other in others for seconds in other.exchange_s.values()]
     whom = " and ".join(str(other.rank) for other in others)
-    reason = f"matrix product {product:.2f} and memory copy {copy:.2f} times as long as on rank {whom}"
+    if shares_memory and scope == Scope.RANK:
+        slower, reason = product, f"matrix product {product:.2f} times as long as on rank {whom}"
+    else:
+        slower = max(product, copy)
+        reason = f"matrix product {product:.2f} and memory copy {copy:.2f} times as long as on rank {whom}"
     link = None
     if between and suspect.exchange_s:
         link = min(suspect.exchange_s.values()) / max(between)
         reason += f", messages {link:.2f} times as long as between those"
-    if max(product, copy) >= SLOWER:
-        cause = SlownessCause.MACHINE
+    if slower >= SLOWER:
+        cause = SlownessCause.MACHINE if scope == Scope.NODE else SlownessCause.PROCESS
     elif link is not None and link >= SLOWER_LINK:
         cause = SlownessCause.LINK
     else:

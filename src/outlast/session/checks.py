@@ -256,7 +256,8 @@ class SlowRanks:
             on_report=partial(record, place=place, journal=journal),
         )
         """What times and compares."""
-        self.detector.wrap(consensus, "agree", waits=True)
+        for name in ("agree", "finish"):
+            self.detector.wrap(consensus, name, waits=True)
         self._waited_before_s = 0.0
 
     def timed(self, name: str, section: SectionTimer) -> SectionTimer:

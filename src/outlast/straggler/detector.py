@@ -5,16 +5,17 @@ agrees on it with the step's other decisions (:meth:`StragglerDetector.wants_rep
 contains how fast the ranks go, from which all of them compute the step of the next (:meth:`StragglerDetector.is_due`):
 nothing is sent between two reports.
 
-The machine of a rank that is named is checked by a small benchmark on it and on two others: the same work for all,
+A rank that is named is checked by a small benchmark on it and on two others: the same work for all,
 whatever training gives them. That is a matrix product and a memory copy on what the rank trains on, and messages
-between each pair of the three, over gloo: the nodes' network, not the one between GPUs. Each is done several times and
-its median taken. All other ranks wait.
+between each pair of the three, over gloo: the nodes' network, not the one between GPUs. Each is done several times. Of
+the products and copies the fastest counts, since another process that has the processor for a moment makes some of
+them slower on a healthy rank; of the messages the median. All other ranks wait.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
@@ -31,11 +32,12 @@ from outlast.config.training import StragglerDetectionConfig
 from outlast.decoding import from_msgpack
 from outlast.env import read_worker
 from outlast.errors import OutlastError, PeerLost
-from outlast.policy.slowness import MIN_SAMPLES, RankTimings, Timing, lower_median
+from outlast.policy.slowness import MIN_SAMPLES, OUTSIDE, RankTimings, Timing, lower_median
 from outlast.policy.stragglers import (
     Findings,
     MachineTimes,
     MachineVerdict,
+    Scope,
     SlownessCause,
     Streaks,
     choose_others,
@@ -47,7 +49,6 @@ from outlast.runtime.process_groups import Group, gather_bytes
 from outlast.straggler.recorder import (
     MAX_SAMPLES,
     NUM_KERNEL_STEPS,
-    STEP,
     DeviceTimes,
     KernelTimes,
     SectionRecorder,
@@ -109,7 +110,7 @@ class StragglerDetector:
         self._role, self._timeout_s = role, timeout_s
         self._log_metrics, self._on_report = log_metrics, on_report
         self._recorder = SectionRecorder(None if self._device.type == "cpu" else DeviceTimes(timing_event))
-        self._step = self._recorder.index(STEP, on_device=False)
+        self._outside = self._recorder.index(OUTSIDE)
         self._kernels = KernelTimes() if self.config.profile_kernels else None
         self._wrappings = Wrappings(self._recorder)
         self._sections: dict[str, StepSection] = {}
@@ -121,6 +122,7 @@ class StragglerDetector:
         self._num_warmup = num_warmup_steps
         self._interval = self.config.profiling_interval
         self._iteration = self._num_steps = 0
+        self._is_open = False
         self._due_at = num_warmup_steps + FIRST_REPORT_STEPS * self._interval
         self._begin_window()
 
@@ -128,12 +130,12 @@ class StragglerDetector:
         """Return a context manager, also usable as a decorator, that times what is within it as part of a step.
 
         Args:
-            name: Its name; ``step`` is taken.
+            name: Its name.
             on_device: Where there is a device, take the time of the work in its current stream; off: that of the host,
                 as for loading data.
         """
-        if name == STEP:
-            raise OutlastError(f"the section {STEP!r} is the whole step's; choose another name")
+        if name == OUTSIDE:
+            raise OutlastError(f"the section {OUTSIDE!r} is what is left of a step; choose another name")
         if name not in self._sections:
             self._sections[name] = self._recorder.section(name, on_device=on_device)
         return self._sections[name]
@@ -161,31 +163,45 @@ class StragglerDetector:
         self._wrappings.wrap(owner, attribute, self._waiting if waits else self.section(name or attribute))
 
     def watch(self, state: Any) -> None:
-        """Time the forward of modules (section ``forward``) and the step of optimizers (``optimizer``) by hooks.
+        """Time what a training step consists of, until :meth:`close`, and mark where it waits for other ranks.
+
+        The sections are ``forward`` of the modules, ``backward`` until all gradients of this rank are computed,
+        ``optimizer`` and, where torch's ``DataLoader`` loads, ``data``. Collectives are marked as waiting.
 
         Args:
-            state: A module, an optimizer, or a mapping of them; everything else in it is ignored.
+            state: A module, an optimizer, or a mapping of them, also a nested one; everything else in it is ignored.
         """
         self._wrappings.watch(state, self.section)
 
     def begin_step(self, iteration: int) -> None:
-        """Begin to time a step.
+        """Begin to time a step; what this rank did since the end of the step before is part of it.
 
         Args:
             iteration: Number of optimizer steps done before it.
         """
+        if not self._is_open:
+            self._open_step()
+        self._is_open = False
         self._iteration = iteration
         self._num_steps += 1
         self._num_in_window += 1
-        recorder = self._recorder
-        recorder.drop_open()
-        recorder.active = self._num_steps > self._num_warmup and self._num_steps % self._interval == 0
-        recorder.uses_device = self._num_timed < NUM_DENSE_STEPS or self._num_timed % DEVICE_INTERVAL == 0
         if self._kernels is not None and self._profiles_kernels(self._num_in_window):
             self._kernels.start()
-            recorder.active = False
-        recorder.enter(self._step)
+            self._drop_step()
         self._step_began_ns = perf_counter_ns()
+
+    def _open_step(self) -> None:
+        """Begin to time what is outside the sections of the next step."""
+        recorder, number = self._recorder, self._num_steps + 1
+        recorder.drop_open()
+        recorder.active = number > self._num_warmup and number % self._interval == 0
+        recorder.uses_device = self._num_timed < NUM_DENSE_STEPS or self._num_timed % DEVICE_INTERVAL == 0
+        recorder.enter(self._outside)
+        self._is_open = True
+
+    def _drop_step(self) -> None:
+        self._recorder.drop_open()
+        self._recorder.active = self._is_open = False
 
     def end_step(self) -> None:
         """End what :meth:`begin_step` began: this rank is done, and has not yet waited for the others."""
@@ -194,12 +210,12 @@ class StragglerDetector:
         if recorder.active:
             self._steps_ns.append(perf_counter_ns() - self._step_began_ns)
             self._num_timed += 1
-        recorder.leave(self._step)
-        recorder.active = False
+        recorder.leave(self._outside)
         recorder.poll()
         kernels = self._kernels
         if kernels is not None and kernels.is_running and not self._profiles_kernels(self._num_in_window + 1):
             kernels.stop()
+        self._open_step()
 
     def note_wait(self, wait_s: float) -> None:
         """Record how long this rank waited for the others at the end of the step that was just timed."""
@@ -212,8 +228,7 @@ class StragglerDetector:
         try:
             yield
         except BaseException:
-            self._recorder.drop_open()
-            self._recorder.active = False
+            self._drop_step()
             raise
         self.end_step()
 
@@ -292,6 +307,7 @@ class StragglerDetector:
             self._group = None
 
     def _begin_window(self) -> None:
+        self._drop_step()
         self._window_began_ns = clock.now_ns()
         self._num_in_window = self._num_timed = 0
         self._step_began_ns = 0
@@ -350,13 +366,15 @@ class StragglerDetector:
         verdicts = []
         for rank in findings.newly_named[:MAX_CHECKED]:
             others = choose_others(rank, nodes, roles, findings.relative, slow)
-            verdicts.append(gather_machine_verdict(group, rank, others, node=nodes[rank], device=self._device))
+            scope = next(one.scope for one in findings.named if one.rank == rank)
+            verdicts.append(gather_machine_verdict(group, rank, others, nodes, scope=scope, device=self._device))
         return tuple(verdicts)
 
     def _stop_for(self, findings: Findings) -> tuple[int, ...]:
         """Return the ranks below a threshold, without those that may only wait for another one."""
         alike = {one.rank for one in findings.named if one.alike}
-        proven = {rank for rank, cause in self._causes.items() if cause in (SlownessCause.MACHINE, SlownessCause.LINK)}
+        in_work = (SlownessCause.WORK, SlownessCause.UNKNOWN)
+        proven = {rank for rank, cause in self._causes.items() if cause not in in_work}
         return tuple(rank for rank in findings.below_threshold if rank not in alike or rank in proven)
 
     def _pace(self, ranks: tuple[RankTimings, ...]) -> None:
@@ -397,7 +415,13 @@ MESSAGE_BYTES = 1 << 20
 
 
 def gather_machine_verdict(
-    group: dist.ProcessGroup, suspect: int, others: Sequence[int], *, node: str, device: torch.device
+    group: dist.ProcessGroup,
+    suspect: int,
+    others: Sequence[int],
+    nodes: Mapping[int, str],
+    *,
+    scope: Scope,
+    device: torch.device,
 ) -> MachineVerdict:
     """Return the verdict of the benchmark, the same on all ranks.
 
@@ -405,7 +429,8 @@ def gather_machine_verdict(
         group: A gloo group of all ranks, whose numbers are the global ones.
         suspect: The slow rank.
         others: Ranks to compare it with, at most two.
-        node: The suspect's node.
+        nodes: Node of each rank. Within a node no messages are measured.
+        scope: Whether the suspect or its whole node is slow in training.
         device: What this rank trains on.
 
     Raises:
@@ -415,11 +440,12 @@ def gather_machine_verdict(
     Blocks: while they measure, about a second; up to the group's timeout.
     """
     rank, taking_part = dist.get_rank(group), (suspect, *others)
+    is_apart = all(nodes[other] != nodes[suspect] for other in others)
     mine = b""
     if rank in taking_part:
         product_s, copy_s = time_product(device), time_copy(device)
         exchange_s = {}
-        for first, second in combinations(taking_part, 2):
+        for first, second in combinations(taking_part if is_apart else (), 2):
             if rank in (first, second):
                 seconds = _time_exchange(group, second if rank == first else first, begins=rank == first)
                 if rank == first:
@@ -429,7 +455,13 @@ def gather_machine_verdict(
         )
     measured = [from_msgpack(data, MachineTimes) for data in gather_bytes(group, mine) if data]
     by_rank = {times.rank: times for times in measured}
-    return judge_machine(by_rank[suspect], [by_rank[other] for other in others], node=node)
+    return judge_machine(
+        by_rank[suspect],
+        [by_rank[other] for other in others],
+        node=nodes[suspect],
+        scope=scope,
+        shares_memory=device.type == "cpu",
+    )
 
 
 def time_product(device: torch.device) -> float:
@@ -437,7 +469,7 @@ def time_product(device: torch.device) -> float:
     side = SIDE if device.type == "cpu" else DEVICE_SIDE
     left, right = torch.ones(side, side, device=device), torch.ones(side, side, device=device)
     result = torch.empty(side, side, device=device)
-    return _median_s(lambda: torch.mm(left, right, out=result), device)
+    return _fastest_s(lambda: torch.mm(left, right, out=result), device)
 
 
 def time_copy(device: torch.device) -> float:
@@ -445,12 +477,12 @@ def time_copy(device: torch.device) -> float:
     num_bytes = COPY_BYTES if device.type == "cpu" else DEVICE_COPY_BYTES
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return _median_s(lambda: target.copy_(source), device)
+    return _fastest_s(lambda: target.copy_(source), device)
 
 
-def _median_s(work: Callable[[], object], device: torch.device) -> float:
+def _fastest_s(work: Callable[[], object], device: torch.device) -> float:
     with torch.no_grad():
-        return lower_median([time_on_device(work, device) for _ in range(NUM_TIMES)][1:])
+        return min([time_on_device(work, device) for _ in range(NUM_TIMES)][1:])
 
 
 def _time_exchange(group: dist.ProcessGroup, peer: int, *, begins: bool) -> float:

@@ -10,7 +10,15 @@ What is open is a stack of small lists: section, when it began (0: it is not tim
 device's span. Rejected: one object a span with methods (twice as slow), and reading the thread's processor time to
 distinguish waiting from work (a system call of 1 us, measured, and a busy neighbour looks like waiting).
 
-Sections are marked by context managers and decorators, and by hooks of modules and optimizers.
+Sections are marked by context managers and decorators, and by what :meth:`Wrappings.watch` puts around the forward of
+modules, the step of optimizers, ``torch.autograd.backward`` and torch's data loaders. What is left of a step is the
+section :data:`outlast.policy.slowness.OUTSIDE`; on a device it is the time in which the stream has nothing of the other
+sections to do, such as while the host loads data.
+
+A rank's own time ends where it begins to wait for other ranks. Collectives that Python starts or waits for are marked
+as waiting. The gradients that DDP or FSDP average are started by hooks within the backward, and waited for by a final
+callback of the autograd engine. Final callbacks run in the order in which they were queued, so one that is queued as
+soon as the backward begins runs when all gradients of this rank are computed, and before that wait.
 
 Kernels are timed by torch's profiler. It slows down the steps that it traces, and waits for the device when it ends. So
 it has to be asked for, it traces a few steps of a window, the same ones on all ranks, and no section is timed in those.
@@ -23,12 +31,18 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from outlast.errors import OutlastError
 from outlast.policy.slowness import Timing, summarise
@@ -196,10 +210,18 @@ class KernelTimes:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-STEP = "step"
-"""Name of a whole step's section."""
+DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
+"""Names of the sections that :meth:`Wrappings.watch` times."""
 _WAITING, _LEFT_OUT = -1, -2
 """Numbers of the sections whose time is no section's."""
+_COLLECTIVES = (
+    *("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced"),
+    *("all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce"),
+    *("allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier"),
+    *("recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single"),
+    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send"),
+)
+"""Methods of a process group, those that this torch has, which wait for other ranks: on a device its stream does."""
 
 
 class SectionRecorder:
@@ -251,8 +273,24 @@ class SectionRecorder:
 
     def enter(self, index: int) -> None:
         """Begin a section; one within itself is part of the one around it."""
-        if threading.get_ident() != self._thread:
-            return
+        if threading.get_ident() == self._thread:
+            self._enter(index)
+
+    def begin_waiting(self, within: int) -> bool:
+        """Begin to wait for other ranks, in a section that is the innermost open one; else return ``False``.
+
+        Thread: also another one than that of the sections, while that one waits in the section.
+        """
+        if not self._stack or self._stack[-1][0] != within:
+            return False
+        self._enter(_WAITING)
+        return True
+
+    def end_waiting(self) -> None:
+        """End what :meth:`begin_waiting` began."""
+        self.leave(_WAITING)
+
+    def _enter(self, index: int) -> None:
         times, outer = self.active and not self._left_out, None
         for entry in self._stack:
             if entry[0] == index:
@@ -261,7 +299,7 @@ class SectionRecorder:
                 outer = entry[3]
         if times:
             span = None
-            if self._device is not None and self.uses_device and (index < 0 or self._on_device[index]):
+            if self._device is not None and self.uses_device and (outer is not None or self._has_span(index)):
                 span = self._device.begin(index, outer)
             self._stack.append([index, perf_counter_ns(), 0, span])
         else:
@@ -285,13 +323,15 @@ class SectionRecorder:
             return
         _, began_ns, inner_ns, span = stack.pop()
         if not began_ns:
+            if stack:
+                stack[-1][2] += inner_ns  # a section within itself is part of the one around it
             return
         took_ns = now_ns - began_ns
         if stack:
             stack[-1][2] += took_ns
         if span is not None:
             assert self._device is not None
-            self._device.end(span, counts=not failed and index >= 0)
+            self._device.end(span, counts=not failed and index >= 0 and self._on_device[index])
         if index >= 0 and not failed:
             self._times_ns[index].append(took_ns - inner_ns)
             self._counts[index] += 1
@@ -300,6 +340,9 @@ class SectionRecorder:
             if not self._has_ended[index]:
                 self._has_ended[index] = True
                 self._ended.append(index)
+
+    def _has_span(self, index: int) -> bool:
+        return index < 0 or self._on_device[index]
 
     def waiting(self) -> StepSection:
         """Return a section around waiting for other ranks: the time within is no section's."""
@@ -395,6 +438,7 @@ class Wrappings:
     def __init__(self, recorder: SectionRecorder) -> None:
         self._recorder = recorder
         self._undo: list[Callable[[], None]] = []
+        self._watches_torch = False
 
     def wrap(self, owner: Any, attribute: str, section: StepSection) -> None:
         """Replace a callable attribute of an object, a class or a module by one that is timed.
@@ -409,9 +453,17 @@ class Wrappings:
         previous = vars(owner)[attribute] if is_own else None
         if isinstance(previous, staticmethod | classmethod):
             raise OutlastError(f"{attribute!r} of {owner!r} is a static or class method; time its body instead")
-        setattr(owner, attribute, section(function))
+        self._replace(owner, attribute, section(function))
+
+    def _replace(self, owner: Any, attribute: str, replacement: Callable[..., Any]) -> None:
+        """Replace an attribute until :meth:`undo`, which leaves what others put around the replacement since."""
+        is_own = attribute in vars(owner) if hasattr(owner, "__dict__") else False
+        previous = vars(owner)[attribute] if is_own else None
+        setattr(owner, attribute, replacement)
 
         def undo() -> None:
+            if vars(owner).get(attribute) is not replacement:
+                return
             if is_own:
                 setattr(owner, attribute, previous)
             else:
@@ -419,30 +471,86 @@ class Wrappings:
 
         self._undo.append(undo)
 
-    def watch(self, state: Any, section: Callable[[str], StepSection]) -> None:
-        """Time the forward of modules and the step of optimizers, by hooks.
+    def watch(self, state: Any, section: Callable[..., StepSection]) -> None:
+        """Time the forward of modules, the backward, the step of optimizers and torch's data loaders; mark collectives.
 
         Args:
-            state: A module, an optimizer, or a mapping of them; everything else in it is ignored. Of a module in
-                ``DistributedDataParallel`` the module within is timed, which does not wait for other ranks.
+            state: A module, an optimizer, or a mapping of them, also a nested one; everything else in it is ignored.
+                Of a module in ``DistributedDataParallel`` the module within is timed, which does not wait for other
+                ranks.
             section: Makes a section of a name.
         """
-        import torch
-
-        for value in state.values() if isinstance(state, Mapping) else (state,):
-            if isinstance(value, torch.nn.parallel.DistributedDataParallel):
-                value = value.module
+        for value in _values_in(state):
             if isinstance(value, torch.nn.Module):
-                index = section("forward").index
+                index = section(FORWARD).index
                 self._hook(value.register_forward_pre_hook, value.register_forward_hook, index)
             elif isinstance(value, torch.optim.Optimizer):
-                index = section("optimizer").index
+                index = section(OPTIMIZER).index
                 self._hook(value.register_step_pre_hook, value.register_step_post_hook, index)
+        if not self._watches_torch:
+            self._watches_torch = True
+            self._replace(torch.autograd, "backward", self._time_backward(section(BACKWARD).index))
+            self.wrap(_BaseDataLoaderIter, "__next__", section(DATA, on_device=False))
+            self._mark_collectives()
+
+    def _time_backward(self, index: int) -> Callable[..., None]:
+        """Return ``torch.autograd.backward``, timed until all gradients of this rank are computed."""
+        original, recorder = torch.autograd.backward, self._recorder
+        is_open = False
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            nonlocal is_open
+            if is_open or not recorder.active:  # a backward within a backward is part of it
+                original(*args, **kwargs)
+                return
+            tensors = args[0] if args else kwargs.get("tensors", ())
+            began = waits = False
+
+            def computed() -> None:
+                nonlocal waits
+                waits = recorder.begin_waiting(index)
+
+            def begin(_: torch.Tensor) -> None:
+                nonlocal began
+                if not began:
+                    began = True
+                    torch.autograd.Variable._execution_engine.queue_callback(computed)
+
+            roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+            hooked = () if _traces_backward() else roots
+            handles = [root.register_hook(begin) for root in hooked if root.requires_grad]
+            recorder.enter(index)
+            is_open = failed = True
+            try:
+                original(*args, **kwargs)
+                failed = False
+            finally:
+                is_open = False
+                if waits:
+                    recorder.end_waiting()
+                recorder.leave(index, failed)
+                for handle in handles:
+                    handle.remove()
+
+        return backward
+
+    def _mark_collectives(self) -> None:
+        """Mark the collectives that Python starts, and its waiting for them, as waiting for other ranks."""
+        if not dist.is_available():
+            return
+        waiting = self._recorder.waiting()
+        self.wrap(dist.Work, "wait", waiting)
+        self.wrap(dist, "_broadcast_coalesced", waiting)  # the buffers of a module in DDP
+        for name in _COLLECTIVES:
+            if hasattr(dist.ProcessGroup, name):
+                self.wrap(dist.ProcessGroup, name, waiting)
 
     def undo(self) -> None:
         """Remove everything, newest first. Idempotent."""
         while self._undo:
             self._undo.pop()()
+        self._watches_torch = False
 
     def _hook(self, register_before: Callable[..., Any], register_after: Callable[..., Any], index: int) -> None:
         enter, leave = self._recorder.enter, self._recorder.leave
@@ -454,3 +562,22 @@ class Wrappings:
             leave(index)
 
         self._undo += [register_before(before).remove, register_after(after).remove]
+
+
+def _traces_backward() -> bool:
+    """Return whether compiled autograd traces the backward: it has no final callbacks of Python."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "compiled_autograd_enabled", False))
+
+
+def _values_in(state: Any) -> Iterator[Any]:
+    """Yield what a state consists of; of a wrapper (DDP, accelerate's optimizer, an adapter's own) what is in it."""
+    if isinstance(state, Mapping):
+        for value in state.values():
+            yield from _values_in(value)
+    elif isinstance(state, DistributedDataParallel):
+        yield state.module
+    elif isinstance(state, torch.optim.Optimizer):
+        yield getattr(state, "optimizer", state)
+    else:
+        yield getattr(state, "wrapped", state)

@@ -11,7 +11,7 @@ import msgspec
 from outlast.config.training import StragglerDetectionConfig
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.policy.slowness import Basis, RankTimings, lower_median
+from outlast.policy.slowness import REFERENCES, Basis, RankTimings, lower_median
 from outlast.policy.stragglers import Findings, MachineVerdict
 from outlast.runtime.journal import Journal
 
@@ -70,9 +70,12 @@ class Report:
         """
         nodes = {owner.rank: owner.node for owner in self.ranks}
         lines = []
-        for title, scores in (("relative", self.findings.relative), ("individual", self.findings.individual)):
+        scores_of = {Basis.RELATIVE: self.findings.relative, Basis.INDIVIDUAL: self.findings.individual}
+        for basis, scores in scores_of.items():
             if scores:
-                lines += [f"{self.device} {title} performance:", *_list_scores(scores, nodes, num_scores)]
+                lines += [f"{self.device} {basis} performance:", *_list_scores(scores, nodes, num_scores)]
+        if references := [f"{basis} = {REFERENCES[basis]}" for basis, scores in scores_of.items() if scores]:
+            lines.append(f"Reference: {'; '.join(references)}")
         lines += _describe_arrivals(self.ranks)
         lines += [f"Note: {note}" for note in self.findings.notes]
         if self.findings.named:
@@ -91,11 +94,12 @@ class Report:
             for basis in (Basis.RELATIVE, Basis.INDIVIDUAL)
         }
         texts = {
-            Basis.RELATIVE: f"some {self.device}s have worse relative performance",
-            Basis.INDIVIDUAL: f"the performance of some {self.device}s dropped",
+            Basis.RELATIVE: f"Some {self.device}s have worse relative performance.",
+            Basis.INDIVIDUAL: f"Some {self.device}s performance dropped.",
         }
         return tuple(
-            f"STRAGGLER DETECTION WARNING: {texts[basis]}. Affected ranks: {', '.join(map(str, ranks))}"
+            f"STRAGGLER DETECTION WARNING: {texts[basis]} Affected ranks: {', '.join(map(str, ranks))} "
+            f"(reference: {REFERENCES[basis]})"
             for basis, ranks in affected.items()
             if ranks
         )
@@ -113,6 +117,7 @@ class Report:
                 "score": one.score,
                 "ratio": one.ratio,
                 "num_windows": one.num_windows,
+                "scope": str(one.scope),
                 "cause": str(verdict.cause) if verdict else "unknown",
             }
             found.append(

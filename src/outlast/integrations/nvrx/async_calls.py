@@ -33,8 +33,8 @@ from outlast.config.base import require
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError, OutlastError, PeerLost
 from outlast.integrations.nvrx.exchange import WorldExchange
-from outlast.runtime.exits import at_exit
 from outlast.integrations.nvrx.snapshot import copy_arguments
+from outlast.runtime.exits import at_exit
 from outlast.runtime.process_groups import is_initialised
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,9 @@ A section's time is the host's, from its entry to its end, as in the extension. 
 kernels that torch's profiler times in two entries of each window (without a device: from torch's operators), in which
 no section is timed; collectives are left out, since they take as long as their ranks wait. Scores are those of
 :mod:`outlast.policy.slowness`: the reference is the lower median of the ranks, where the extension takes the fastest
-one, so that one fast outlier does not make stragglers of all others.
+one, so that one fast outlier does not make stragglers of all others. A straggler is what it is in a session, as far as
+the calls allow it: a rank whose score is below a threshold, and whose times are outside the noise of the ranks. The
+thresholds, and how many reports in a row it takes, are the caller's.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.nvrx.exchange import WorldExchange
 from outlast.policy.slowness import (
     KERNELS,
+    REFERENCES,
+    Basis,
     RankTimings,
     Slowness,
     Timing,
@@ -122,6 +126,8 @@ class PerformanceReport:
     """Milliseconds that the report took."""
     gather_on_rank0: bool
     rank: int | None
+    within_noise: frozenset[tuple[Basis, str, int]] = frozenset()
+    """Basis, section (``kernels``: the GPU) and rank of scores that the noise of the ranks explains."""
 
     def identify_stragglers(
         self,
@@ -130,7 +136,9 @@ class PerformanceReport:
         gpu_indiv_threshold: float = 0.75,
         section_indiv_threshold: float = 0.75,
     ) -> dict[str, Any]:
-        """Return the ranks whose scores are below a threshold.
+        """Return the ranks whose scores are below a threshold, and outside the noise of the ranks.
+
+        The reference of relative scores is the median of the ranks; in the extension it is the fastest rank.
 
         Args:
             gpu_rel_threshold: Of kernels, against the other ranks.
@@ -143,22 +151,29 @@ class PerformanceReport:
             section, for sections that have any, as ``straggler_sections_relative`` and ``..._individual``.
         """
 
-        def below(scores: Mapping[int, float], threshold: float) -> set[StragglerId]:
+        def below(scores: Mapping[int, float], threshold: float, basis: Basis, name: str) -> set[StragglerId]:
             return {
                 StragglerId(rank, self.rank_to_node.get(rank, "<unk>"))
                 for rank, score in scores.items()
-                if score < threshold
+                if score < threshold and (basis, name, rank) not in self.within_noise
             }
 
-        def sections(scores: Mapping[str, Mapping[int, float]], threshold: float) -> dict[str, set[StragglerId]]:
-            found = {name: below(of_ranks, threshold) for name, of_ranks in scores.items()}
+        def sections(
+            scores: Mapping[str, Mapping[int, float]], threshold: float, basis: Basis
+        ) -> dict[str, set[StragglerId]]:
+            found = {name: below(of_ranks, threshold, basis, _SECTION + name) for name, of_ranks in scores.items()}
             return {name: ranks for name, ranks in found.items() if ranks}
 
+        relative, individual = Basis.RELATIVE, Basis.INDIVIDUAL
         return {
-            "straggler_gpus_relative": below(self.gpu_relative_perf_scores, gpu_rel_threshold),
-            "straggler_gpus_individual": below(self.gpu_individual_perf_scores, gpu_indiv_threshold),
-            "straggler_sections_relative": sections(self.section_relative_perf_scores, section_rel_threshold),
-            "straggler_sections_individual": sections(self.section_individual_perf_scores, section_indiv_threshold),
+            "straggler_gpus_relative": below(self.gpu_relative_perf_scores, gpu_rel_threshold, relative, KERNELS),
+            "straggler_gpus_individual": below(
+                self.gpu_individual_perf_scores, gpu_indiv_threshold, individual, KERNELS
+            ),
+            "straggler_sections_relative": sections(self.section_relative_perf_scores, section_rel_threshold, relative),
+            "straggler_sections_individual": sections(
+                self.section_individual_perf_scores, section_indiv_threshold, individual
+            ),
         }
 
 
@@ -274,6 +289,10 @@ class Detector:
         pace = _Pace(float(report_time_interval), profiling_interval)
         cls._state = _Detection(scores, gather_on_rank0, profiling_interval, node, pace)
         cls.initialized = True
+        log.info(
+            "scores of the straggler detector: relative = against %s, individual = against its own best so far",
+            REFERENCES[Basis.RELATIVE],
+        )
 
     @classmethod
     def shutdown(cls) -> None:
@@ -404,6 +423,11 @@ class Detector:
             generate_report_elapsed_time=(clock.now_ns() - began_ns) / 1e6,
             gather_on_rank0=state.gather_on_rank0,
             rank=rank,
+            within_noise=frozenset(
+                (one.basis, one.name, one.rank)
+                for one in (*relative, *individual)
+                if one.rank in shown and len(ranks) > 1 and not one.is_slow(1.0)
+            ),
         )
 
     @classmethod

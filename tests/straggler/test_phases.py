@@ -1,0 +1,79 @@
+"""Real ranks of a plain DDP script: the slow one is identified, with the phase in which it is slow and with what the
+decision is about, though all ranks wait for it in the same collective."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.policy.slowness import OUTSIDE
+from outlast.policy.stragglers import Scope
+from outlast.testing import Cluster
+from outlast.testing.ranks import RankProcesses
+
+SCRIPT = Path(__file__).with_name("phases.py")
+SECTIONS = {
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "between": OUTSIDE,
+}
+"""Phase in which a rank is slow to the section that is to be identified."""
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def read_reports(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
+    """Return the reports of rank 0, after a check that all ranks have the same findings."""
+    of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    for reports in of_ranks:
+        assert [one["named"] for one in reports] == [one["named"] for one in of_ranks[0]]
+    return list(of_ranks[0])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_slow_rank_of_one_host_is_identified_in_each_phase(tmp_path: Path, num_ranks: int) -> None:
+    """A rank that is slow in data loading, forward, backward, optimizer or in the code between: of two ranks and of
+    four. The decision is about the rank, as all of them are on one node; no line blames the node."""
+    arguments = (str(tmp_path), json.dumps([1]), *SECTIONS)
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    nodes = ["host"] * num_ranks
+    with RankProcesses(
+        SCRIPT,
+        *arguments,
+        world_size=num_ranks,
+        nodes=nodes,
+        directory=tmp_path / "logs",
+        environment=environment,
+    ) as ranks:
+        codes = ranks.wait(timeout_s=400)
+    assert codes == [0] * num_ranks, next((tmp_path / "logs").glob("*0*")).read_text()[-3000:]
+    reports = read_reports(tmp_path, num_ranks)
+    assert [one["phase"] for one in reports] == list(SECTIONS)
+    for one in reports:
+        assert one["named"], one
+        assert one["named"][0] == [1, SECTIONS[one["phase"]], Scope.RANK], one["text"]
+        assert "Reference: relative = the median of the ranks" in one["text"]
+        assert "not the node: all ranks that are compared are on one node" in one["text"]
+        assert "the node is slow" not in one["text"]
+
+
+def test_a_node_whose_ranks_are_all_slow_is_responsible(tmp_path: Path) -> None:
+    """Two agents are two nodes with two ranks each; both ranks of the second one are slow between the sections: the
+    decision is about that node. When one of them alone is slow it is about the rank."""
+    for slow in ([2, 3], [3]):
+        folder = tmp_path / str(len(slow))
+        folder.mkdir()
+        arguments = (str(folder), json.dumps(slow), "between")
+        with Cluster(SCRIPT, *arguments, run_dir=folder / "run", num_nodes=2, nproc_per_node=2) as cluster:
+            assert cluster.wait(timeout_s=280) == [0, 0], cluster.tails()
+        (report,) = read_reports(folder, 4)
+        named = {rank: (section, scope) for rank, section, scope in report["named"]}
+        scope = Scope.NODE if len(slow) == 2 else Scope.RANK
+        assert {rank: named.get(rank) for rank in slow} == dict.fromkeys(slow, (OUTSIDE, scope)), report["text"]
+        reason = "all its ranks (2, 3) are slow" if len(slow) == 2 else "rank 2 of the same node is not slow"
+        assert reason in report["text"]
