@@ -334,3 +334,26 @@ def test_a_finalize_that_does_not_return_or_fails_is_known() -> None:
     never.set()
     with pytest.raises(ZeroDivisionError):
         inprocess.ThreadedFinalize(timedelta(seconds=60), lambda: 1 / 0)(None)
+
+
+def test_asynchronous_calls_of_the_call_that_is_left_are_dropped() -> None:
+    """``AbortPersistentCheckpointProcesses`` finalises nothing that was scheduled before, and passes the state on."""
+    from outlast.integrations.nvrx.async_calls import AsyncCallsQueue, AsyncRequest
+
+    finalised: list[int] = []
+    calls = AsyncCallsQueue()
+    calls.schedule_async_request(AsyncRequest(print, (), [lambda: finalised.append(1)]))
+    assert inprocess.AbortAsyncCalls()("state") == "state"
+    assert (calls.get_num_unfinalized_calls(), finalised) == (0, [])
+
+
+def test_a_gpu_is_judged_by_what_its_driver_asks_for() -> None:
+    """A GPU that must be reset or replaced fails the check; links that are down are logged. Without a GPU all pass."""
+    from outlast.health.devices import NvmlReading
+
+    with pytest.raises(inprocess.HealthCheckError, match="reset the GPU"):
+        inprocess.GpuMemoryHealthCheck(0).judge(NvmlReading(name="gpu", rows_pending=True))
+    inprocess.GpuMemoryHealthCheck(0).judge(NvmlReading(name="gpu", links_active=1, links_inactive=17, slowdowns=0x40))
+    inprocess.NvLinkHealthCheck(0).judge(NvmlReading(name="gpu", links_active=1, links_inactive=17))
+    for check in (inprocess.GpuMemoryHealthCheck(), inprocess.NvLinkHealthCheck()):
+        assert check("state") == "state"

@@ -189,7 +189,8 @@ class _MonitorDuty:
                 self._is_ready |= isinstance(report, p.RankReady)
                 if isinstance(report, p.Left):
                     self._note_left()
-                self._hub.report(report)
+                if self._stuck is None:  # else it is being ended, and must not take part in the next call
+                    self._hub.report(report)
 
     def _note_left(self) -> None:
         self._has_left = True

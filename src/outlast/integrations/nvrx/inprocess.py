@@ -12,6 +12,7 @@ would fail in the same way (:func:`is_refusal`).
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import inspect
@@ -589,7 +590,7 @@ def is_refusal(error: Exception) -> bool:
     """Return whether an error only means that the stand-in does not offer a name, or does not accept a call."""
     if isinstance(error, ImportError):
         return (error.name or "").split(".")[0] == "nvidia_resiliency_ext"
-    if not isinstance(error, AttributeError | TypeError):
+    if not isinstance(error, AttributeError | TypeError) or isinstance(error, dataclasses.FrozenInstanceError):
         return False
     found = getattr(error, "obj", None)
     kind = found if isinstance(found, type) else type(found)
