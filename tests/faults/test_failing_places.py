@@ -94,6 +94,7 @@ def test_a_place_that_takes_no_more_fails_saves_until_it_does_again(
 
         incidents = [event for event in read(run) if event.kind == EventKind.INCIDENT]
         assert [(one.data["incident"]["kind"], one.iteration) for one in incidents] == [(IncidentKind.SAVE_FAILED, 2)]
+        assert incidents[0].data["incident"]["evidence"]["tier"] == tier
         for saved, iteration in ((third, 3), (first, 1)):
             empty_memory(writer)
             (told,) = ranks.tell(do="load", config=config)

@@ -591,10 +591,11 @@ def test_every_field_is_an_option_and_does_something() -> None:
     changed |= {"num_job_retries_on_failure": 5, "pod_retries": 7, "share_nodes": True, "image": "b", "name": "b"}
     changed["run_claim"] = "other"
     for field in fields:
-        before = base | {
+        more: dict[str, dict[str, Any]] = {
             "gpu_resource": {"gpus_per_node": 1},
             "capabilities": {"allow_privilege_escalation": True},
-        }.get(field, {})
+        }
+        before = base | more.get(field, {})
         plain = KubernetesJob(**GIVEN | before).manifests()
         assert KubernetesJob(**GIVEN | before | {field: changed[field]}).manifests() != plain, field
 

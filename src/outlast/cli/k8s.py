@@ -115,9 +115,10 @@ Examples:
   outlast k8s manifest --image registry/train:1 --nnodes 4:5 --gpus-per-node 8 --run-claim runs \\
       -- train.py --lr 3e-4 | kubectl apply -f -
   outlast k8s manifest --kind TrainJob --image registry/train:1 --nnodes 4 --run-claim runs -o job.yaml -- train.py
-  outlast k8s manifest --image registry/train:1 --image-pull-secret regcred --nnodes 4 --gpus-per-node 8 --cpus 96 \\
-      --memory 1Ti --shm-size 256Gi --run-claim runs --run-as-user 1000 --fs-group 1000 --run-as-non-root \\
-      --metrics-port 9465 -- --config /etc/outlast/gpt.toml train.py
+  outlast k8s manifest --image registry/train:1 --image-pull-secret regcred --nnodes 4 --gpus-per-node 8 \\
+      --cpus 96 --memory 1Ti --shm-size 256Gi --run-claim runs \\
+      --run-as-user 1000 --fs-group 1000 --metrics-port 9465 \\
+      -- --config /etc/outlast/gpt.toml train.py
 """,
 )
 @_options

@@ -99,8 +99,9 @@ Examples:
       --ft-rank-section-timeouts=setup:600,step:180,checkpointing:420 train.py
   outlast slurm {0} --setup 'source venv/bin/activate' --directive=--constraint=ib -- train.py
   outlast slurm {0} --nodes 2 --outlast 'uv run outlast' -- train.py
-  outlast slurm {0} --nodes 4 --cpus-per-task 64 --srun=--container-image=/images/train.sqsh \\
-      --srun=--container-mounts=/shared:/shared --run-dir /shared/runs/gpt -- --config outlast.toml train.py
+  outlast slurm {0} --nodes 4 --cpus-per-task 64 --run-dir /shared/gpt \\
+      --srun=--container-image=/shared/train.sqsh \\
+      --srun=--container-mounts=/shared:/shared -- --config gpt.toml train.py
 """
 
 
