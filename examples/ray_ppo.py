@@ -35,7 +35,6 @@ from torch import nn
 
 import outlast
 import outlast.ray
-from outlast.errors import RolledBack
 
 MESH = {"dp": 2, "tp": 2}
 EPISODES, EPOCHS, MINIBATCHES, MICROBATCHES = 16, 4, 4, 2
@@ -202,10 +201,9 @@ def train(group: outlast.ray.ActorGroup, iterations: int) -> dict[int, float]:
     """Train up to ``iterations`` optimizer steps, whatever happens; return the mean return of each round."""
     rounds: dict[int, Episodes] = {}
     returns, num_recoveries = {}, 0
-    while group.iteration < iterations:
-        iteration = group.iteration
-        number = iteration // STEPS
-        try:
+    for step in group.steps(iterations):
+        with step as iteration:
+            number = iteration // STEPS
             if number not in rounds:
                 episodes = outlast.ray.concat(group.run("play", number))
                 gains = episodes["gains"]
@@ -214,8 +212,8 @@ def train(group: outlast.ray.ActorGroup, iterations: int) -> dict[int, float]:
                 returns[number] = episodes["lengths"].mean().item()
                 print(f"iteration {iteration:4}: mean return {returns[number]:5.1f}", flush=True)
             group.run("train_step", minibatch(rounds[number], iteration), iteration=iteration + 1)
-        except RolledBack as back:
-            print(f"went back to iteration {back.iteration}", flush=True)  # where group.iteration stands, too
+        if step.rolled_back:
+            print(f"went back to iteration {group.iteration}", flush=True)
         for number, report in enumerate(group.recoveries[num_recoveries:], num_recoveries + 1):
             show(number, report)
             num_recoveries = number

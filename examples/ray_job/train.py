@@ -1,4 +1,4 @@
-"""Train with a group of actors as a job of a Ray cluster; `runtime_env.yaml` beside this file says how to submit it.
+"""Train with a group of actors as a job of a Ray cluster; `run.sh` and `job.yaml` submit it.
 
 A job that is submitted again continues from the newest verified generation.
 """
@@ -49,14 +49,14 @@ def main() -> None:
     with outlast.ray.ActorGroup(Trainer, {"dp": options.actors}, num_spares=1, checkpoint=checkpoint) as group:
         first = group.iteration
         print(f"starting at iteration {first}", flush=True)
-        while (iteration := (group.iteration or 0) + 1) <= options.iterations:
-            inputs = torch.randn(16 * options.actors, 8, generator=torch.Generator().manual_seed(iteration))
-            try:
+        for step in group.steps(options.iterations):
+            with step as done:
+                iteration = done + 1
+                inputs = torch.randn(16 * options.actors, 8, generator=torch.Generator().manual_seed(iteration))
                 losses = group.run("train_step", inputs, inputs[:, :1], iteration=iteration)
-            except outlast.errors.RolledBack as back:
-                print(f"went back to iteration {back.iteration}", flush=True)
-                continue
-            print(f"iteration {iteration}: loss {sum(losses) / len(losses):.4f}", flush=True)
+                print(f"iteration {iteration}: loss {sum(losses) / len(losses):.4f}", flush=True)
+            if step.rolled_back:
+                print(f"went back to iteration {step.rolled_back.iteration}", flush=True)
         group.run("finish", dispatch="pass_through")
         print(f"trained from iteration {first} to {group.iteration}, {len(group.recoveries)} recoveries", flush=True)
 

@@ -10,12 +10,15 @@ import datetime
 import hashlib
 import json
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -52,10 +55,23 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < self.number:
             raise IndexError(index)
-        random = torch.Generator().manual_seed(index)
+        generator = torch.Generator().manual_seed(index)
         length = 6 + index % 5 if self.varied else 8
-        words = torch.randint(1, VOCABULARY, (length,), generator=random)
+        words = torch.randint(1, VOCABULARY, (length,), generator=generator)
         return {"input_ids": words, "labels": words.clone()}
+
+
+class Augmented(Sentences):
+    """Sentences in which the loader's workers change words, with the random numbers of torch, numpy and python."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sentence = super().__getitem__(index)
+        words = sentence["input_ids"]
+        words[torch.randint(8, (1,))] = random.randrange(VOCABULARY)
+        words[np.random.randint(8)] = int(torch.randint(VOCABULARY, (1,)))
+        worker = get_worker_info()
+        words[0] = (worker.seed - worker.id) % VOCABULARY
+        return sentence
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
@@ -235,6 +251,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"args": {"max_steps": 11, "logging_steps": 2, **EVALUATE}},
     "accumulation": {"args": {"gradient_accumulation_steps": 3, "num_train_epochs": 3, "logging_steps": 1}},
     "workers": {"args": {"dataloader_num_workers": 2, "num_train_epochs": 2}},
+    "persistent": {
+        "args": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "num_train_epochs": 3},
+        "after": 14,  # in the second epoch
+    },
+    "augmented": {
+        "args": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "num_train_epochs": 3},
+        "data": Augmented,
+        "after": 14,
+        "differs": True,
+    },
+    "augmented_anew": {
+        "args": {"dataloader_num_workers": 3, "num_train_epochs": 2},
+        "data": Augmented,
+        "model": bert,
+        "collate": mask,
+        "differs": True,
+    },
     "by_length": {
         "args": {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2},
         "data": lambda: Sentences(40, varied=True),

@@ -153,6 +153,41 @@ def test_a_lost_node_is_made_up_for_elsewhere(ray_cluster: Cluster, tmp_path: Pa
     assert not leaked()
 
 
+def take_turns(group: ActorGroup, method: str) -> None:
+    """Call a method in each turn up to iteration 5."""
+    for step in group.steps(total=5):
+        with step:
+            group.run(method)
+
+
+@pytest.mark.slow
+def test_steps_continue_from_where_the_group_went_back_to(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """A loop over ``steps()`` catches nothing: after the loss of an actor whose state was saved nowhere the turn ends,
+    and the next one begins at the iteration that the group went back to. Another error passes through, and so does a
+    turn that takes the group no further."""
+    checkpoint = CheckpointConfig(local_directory=str(tmp_path / "kept"), save_interval=100)
+    recovery = RecoveryConfig(**PATIENT)
+    with ActorGroup(
+        Trainer, {"dp": 2}, args=(str(tmp_path),), num_spares=1, checkpoint=checkpoint, recovery=recovery
+    ) as group:
+        plan_fault(tmp_path, "begin", 3, 0, "kill")
+        begun, went_back = [], []
+        for step in group.steps(total=4):
+            with step as iteration:
+                begun.append(iteration)
+                group.run("train_step", batch_of(iteration + 1), iteration + 1)
+            went_back.append(None if step.rolled_back is None else step.rolled_back.iteration)
+        assert (begun, group.iteration) == ([0, 1, 2, 0, 1, 2, 3], 4)
+        assert went_back == [None, None, 0, None, None, None, None]
+        weights = group.run("weights", dispatch="pass_through")
+        torch.testing.assert_close(weights, weights_after(4, dp=2, tp=1) * 2, rtol=0, atol=1e-12)
+        assert list(group.steps(total=4)) == []
+        with pytest.raises(ConfigError, match="no method"):
+            take_turns(group, "nothing")
+        with pytest.raises(OutlastError, match=r"still at iteration 4 after a turn of steps\(\)"):
+            take_turns(group, "calls")
+
+
 @pytest.mark.campaign
 def test_a_plain_class_begins_anew(ray_cluster: Cluster) -> None:
     """A class of one's own, without state, uses the default group; after a loss all begin at 0, and that is said."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -57,6 +58,17 @@ def submit(name: str, port: int, folder: Path, checkpoints: Path, iterations: in
     return (folder / "session_latest" / "logs" / f"job-driver-{name}.log").read_text()
 
 
+def submit_by_script(port: int, folder: Path, checkpoints: Path, iterations: int, environment: dict[str, str]) -> str:
+    """The same with the example's ``run.sh``, from another folder."""
+    command = [EXAMPLE / "run.sh", f"http://127.0.0.1:{port}", checkpoints, f"--iterations={iterations}"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (name,) = set(re.findall(r"raysubmit_\w+", done.stdout))
+    return (folder / "session_latest" / "logs" / f"job-driver-{name}.log").read_text()
+
+
 def test_a_job_that_is_submitted_again_continues(tmp_path: Path) -> None:
     """Both jobs succeed; the second begins at the iteration that the first one saved last."""
     port, folder = free_port(), Path(f"/tmp/olj-{os.getpid()}/ray")  # short: sockets lie in it
@@ -78,7 +90,7 @@ def test_a_job_that_is_submitted_again_continues(tmp_path: Path) -> None:
         assert head.stdout.readline() == "ready\n"
         first = submit("first", port, folder, tmp_path / "run", 3, environment)
         assert "trained from iteration 0 to 3, 0 recoveries" in first
-        second = submit("second", port, folder, tmp_path / "run", 5, environment)
+        second = submit_by_script(port, folder, tmp_path / "run", 5, environment)
         assert "trained from iteration 3 to 5, 0 recoveries" in second, second
     finally:
         head.communicate("", timeout=300)

@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 import outlast
 import outlast.ray
 
-LOOP = "while group.iteration < 1000:"
+LOOP = "for step in group.steps(total=1000):"
 LIMIT_S = 300.0
 
 

@@ -26,9 +26,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "own-loop.md"
 WITHIN_S = 120.0
 
 
-def example(folder: Path) -> Path:
-    """Write the documentation's example, and return its path."""
-    (code,) = re.findall(r"```python\n(\"\"\"A trainer.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+def example(folder: Path, begins: str = "A trainer") -> Path:
+    """Write the documentation's example that begins so, and return its path."""
+    (code,) = re.findall(rf'```python\n("""{begins}.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL)
     folder.mkdir(exist_ok=True)
     script = folder / "train.py"
     script.write_text(code)
@@ -410,3 +410,34 @@ def test_figures_count_restarts_and_what_the_launcher_saw(tmp_path: Path) -> Non
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
         assert cluster.wait(WITHIN_S) == [0], cluster.tails()
         assert "logged 1.0 1.0" in cluster.agents[0].output()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_shuffled_loader_with_its_own_generator_resumes_exactly(tmp_path: Path) -> None:
+    """The documentation's shuffled loader, killed within its second epoch, ends with the weights of a run that was
+    never killed, and without a warning; without a generator of its own one line names it, once."""
+    digests = []
+    for name, faults in (("undisturbed", ""), ("killed", '[[faults]]\nname = "k"\nkind = "kill"\niteration = 12\n')):
+        script = example(tmp_path / name, "A loop over a shuffled")
+        (tmp_path / name / "plan.toml").write_text(f"{faults}rank = 0\n" if faults else "")
+        lines = [f'fault_plan = "{tmp_path / name}/plan.toml"'] if faults else []
+        told = config(tmp_path / name, *lines)
+        options = ["--max-restarts=3", "--no-health-check"]
+        with Cluster(
+            script, told, "20", run_dir=tmp_path / name / "run", num_nodes=1, nproc_per_node=1, options=options
+        ) as cluster:
+            assert cluster.wait(WITHIN_S) == [0], cluster.tails()
+            text = cluster.agents[0].output()
+        digests.append(results(text))
+        assert "global generator" not in text
+        assert ("resuming" in text) == bool(faults)
+    assert len(digests[0]) == 1
+    assert digests[0] == digests[1]
+    code = script.read_text().replace(", generator=torch.Generator()", "").replace("loader.generator.", "torch.")
+    script.write_text(code)
+    (tmp_path / "own").mkdir()
+    with Ranks(script, config(tmp_path / "own"), "20") as ranks:
+        (code,), (text,) = ranks.end()
+    assert code == 0, text
+    assert text.count("RandomSampler with generator=None") == 1

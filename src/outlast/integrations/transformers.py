@@ -33,6 +33,7 @@ if importlib.util.find_spec("transformers") is None or importlib.util.find_spec(
         name="transformers",
     )
 
+import torch
 import transformers
 from torch.utils.data import IterableDataset
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
@@ -50,6 +51,7 @@ from outlast.integrations.hosted_session import (
     touch_finished_flag,
 )
 from outlast.monitor.rank_monitor import open_monitor
+from outlast.runtime.loader_workers import SeededBatches
 from outlast.runtime.random_numbers import RandomSnapshot, capture_random, restore_random
 from outlast.session.session import Session
 from outlast.session.step import Attempt, StepDecision
@@ -190,6 +192,10 @@ class TrainerProtection(TrainerCallback):
         self._random = KeptRandom()
         self._collating: RandomSnapshot | None = None
         self._num_refetched: int | None = None
+        self._persistent: Any = None
+        """The loader whose workers persist from epoch to epoch; ``None`` = they do not."""
+        self._base_random: torch.Tensor | None = None
+        """The generator's state from which the base seed of these workers was drawn."""
         self._stops = False
         self._ends_epoch = False
         # The attempts of a step.
@@ -336,6 +342,7 @@ class TrainerProtection(TrainerCallback):
         self._resumes_in, self._offset = "outlast", loaded["offset"]
         self._epoch, self._updates = loaded["epoch"], loaded["updates"]
         self._ends_epoch = bool(loaded.get("has_ended_epoch"))
+        self._base_random = loaded.get("base_random")
         if loaded["samples_per_update"] != self._samples_per_update:
             if trainer.args.max_steps > 0:  # a number of steps is what counts, and there must be epochs for them
                 self._epoch, self._updates = divmod(trainer.state.global_step, num_updates)
@@ -375,9 +382,37 @@ class TrainerProtection(TrainerCallback):
         """Return what :meth:`_restore` prepared already."""
         self._trainer.callback_handler.train_dataloader = train_dataloader
         loader = getattr(train_dataloader, "base_dataloader", None)
-        if loader is not None and loader.num_workers == 0 and not isinstance(loader.dataset, IterableDataset):
+        if loader is None:
+            return self._model, train_dataloader
+        if loader.num_workers and loader.persistent_workers and loader.generator is None:
+            self._persistent = loader
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        if is_stream and self._persistent is not None and self._run.global_rank == 0:
+            log.warning(
+                "dataloader_persistent_workers with an IterableDataset: random numbers that its workers draw change "
+                "after a resumption; leave the setting off, or have the stream draw from a generator that it seeds"
+            )
+        elif loader.num_workers == 0 and not is_stream:
             self._collate_in_order(loader)
+        elif loader.batch_sampler is not None and not is_stream:
+            # The loader's own __setattr__ refuses it; its iterators ask for the attribute as each epoch begins.
+            object.__setattr__(loader, "batch_sampler", SeededBatches(loader.batch_sampler, self._seed_of_epoch))
         return self._model, train_dataloader
+
+    def _seed_of_epoch(self) -> tuple[int, int, int]:
+        """Return what the random numbers of the loader's workers follow from, with the number of the batch."""
+        args = self._trainer.args
+        return abs(args.seed if args.data_seed is None else args.data_seed), self._epoch, self._run.global_rank
+
+    def _keep_base_seed(self) -> None:
+        """Have workers that are started after the first epoch get the base seed of those that persist from there on.
+
+        A loader draws it as it starts its workers; if they persist, in the first epoch only.
+        """
+        if self._persistent is not None and self._epoch and self._base_random is not None:
+            generator = torch.Generator()
+            generator.set_state(self._base_random)
+            self._persistent.generator = generator
 
     def _collate_in_order(self, loader: Any) -> None:
         """Give batches that are fetched once more the random numbers that they were made with, as masks are.
@@ -452,6 +487,7 @@ class TrainerProtection(TrainerCallback):
             "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
             "flos": float(trainer.current_flos),
             "collating": {} if self._collating is None else self._collating.state,
+            "base_random": self._base_random,
         }
 
     def load_state_dict(self, loaded: dict[str, Any]) -> None:
@@ -482,6 +518,11 @@ class TrainerProtection(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin an epoch with the random numbers that it once began with: the order of its samples follows."""
+        self._restore_epoch_random()
+        if self._persistent is not None and not self._epoch:
+            self._base_random = self._epoch_random["torch"].clone()
+
+    def _restore_epoch_random(self) -> None:
         if self._random.is_kept and self._updates and self._loaded["epoch_random"]:
             self._epoch_random = self._loaded["epoch_random"]
             restore_random(self._epoch_random)
@@ -512,6 +553,7 @@ class TrainerProtection(TrainerCallback):
                 self._num_refetched = 0
             self._resumes_in = None
         self._epoch = of_epoch["epoch"]
+        self._keep_base_seed()
         return self._originals["_run_epoch"](**of_epoch)
 
     def _end_epoch(

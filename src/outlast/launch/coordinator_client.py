@@ -75,7 +75,7 @@ class CoordinatorClient:
     @property
     def ladder(self) -> LadderState | None:
         """What the recovery policy remembers, as this node was notified last; ``None``: not yet. Thread: any."""
-        return self._ladder
+        return self.link.ladder
 
     def take_place(self, start: m.Start) -> bool:
         """Note the place in a cycle; return False for one that must not be started.

@@ -12,7 +12,7 @@ if importlib.util.find_spec("ray") is None:
 
 if TYPE_CHECKING:
     from outlast.config import RecoveryConfig
-    from outlast.ray.actor_group import ActorGroup, Pending
+    from outlast.ray.actor_group import ActorGroup, GroupStep, Pending
     from outlast.ray.dispatch import Dispatch, MeshDispatch, PassThroughDispatch, Whole, concat, register_dispatch
     from outlast.ray.protocol import Mesh, MeshRank
     from outlast.ray.recovery import RecoveryReport
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "outlast.config": ("RecoveryConfig",),
-    "outlast.ray.actor_group": ("ActorGroup", "Pending"),
+    "outlast.ray.actor_group": ("ActorGroup", "GroupStep", "Pending"),
     "outlast.ray.dispatch": ("Dispatch", "MeshDispatch", "PassThroughDispatch", "Whole", "concat", "register_dispatch"),
     "outlast.ray.protocol": ("Mesh", "MeshRank"),
     "outlast.ray.recovery": ("RecoveryReport",),
@@ -32,6 +32,7 @@ _HOMES = {
 __all__ = [
     "ActorGroup",
     "Dispatch",
+    "GroupStep",
     "LossKind",
     "LostActor",
     "Mesh",

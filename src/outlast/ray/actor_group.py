@@ -13,7 +13,7 @@ import math
 import queue
 import threading
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
@@ -102,6 +102,27 @@ class _Submitted:
     def wants_result(self, rank: int, current: Incarnation) -> bool:
         """Return whether the result of a rank is wanted."""
         return self.dispatch.wants_result(current.mesh.place(rank))
+
+
+class GroupStep:
+    """One turn of :meth:`ActorGroup.steps`: a context in which a rollback of the group ends the turn, not the loop.
+
+    Args:
+        iteration: Number of optimizer steps that the actors' state has done.
+    """
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+        """Number of optimizer steps that the actors' state has done as the turn begins."""
+        self.rolled_back: RolledBack | None = None
+        """Why the turn ended early; ``None``: it has not."""
+
+    def __enter__(self) -> int:
+        return self.iteration
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        self.rolled_back = error if isinstance(error, RolledBack) else None
+        return self.rolled_back is not None
 
 
 class ActorGroup:
@@ -264,6 +285,43 @@ class ActorGroup:
                 raise OutlastError("the group of actors is closed; make a new one")
             self._calls.put(call)
         return Pending(method, call.future)
+
+    def steps(self, total: int) -> Iterator[GroupStep]:
+        """Yield a step at a time until the group has done ``total`` of them, from wherever it stands after a rollback::
+
+            for step in group.steps(total=1000):
+                with step as iteration:
+                    group.run("train_step", batch(iteration), iteration=iteration + 1)
+
+        A ``RolledBack`` within the ``with`` ends that turn, and the next one begins at the iteration that the group
+        went back to; ``step.rolled_back`` has it. All other errors pass through.
+
+        Args:
+            total: Number of optimizer steps at which training is complete.
+
+        Yields:
+            The step, to be entered with ``with``.
+
+        Raises:
+            ConfigError: The actors keep no state, so that there is no iteration to count.
+            OutlastError: A turn ended without a rollback, and the group is at the same iteration.
+        """
+        while True:
+            before = self.iteration
+            if before is None:
+                raise ConfigError(
+                    "steps() counts the actors' iteration, and they keep no state: derive the class from TrainActor, "
+                    "return it from state(), and change it within update(iteration)"
+                )
+            if before >= total:
+                return
+            step = GroupStep(before)
+            yield step
+            if step.rolled_back is None and self.iteration == before:
+                raise OutlastError(
+                    f"the group is still at iteration {before} after a turn of steps(); have the turn call a method "
+                    "that changes the state within update(iteration)"
+                )
 
     @property
     def iteration(self) -> int | None:

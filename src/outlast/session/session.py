@@ -71,6 +71,7 @@ from outlast.session.environment import (
 )
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.session.preemption import Preemption
+from outlast.session.samplers import warn_of_global_order
 from outlast.session.saves import OWN_STATE, DueSave, Saves, restore, saved_state, unwrap_ddp
 from outlast.session.step import QUESTIONS, Attempt, Attempts, ProgressReporter, StepConsensus, StepDecision
 
@@ -322,6 +323,8 @@ class Session:
         """
         if self._phase != _Phase.OPENED:
             raise OutlastError("steps() was called before; call it once for each outlast.init()")
+        if self._saves is not None and self._place.is_first:
+            self._stack.callback(warn_of_global_order())
         self.restore(state, replicas=replicas, missing=missing)
         try:
             self._progress.total = total

@@ -743,8 +743,9 @@ class WrapperOfNVRx:
             folder = os.path.dirname(os.path.abspath(monitor_process_logfile))
         self.enabled = enabled
         allowed = _max_iterations(initialize)
+        bound: dict[str, Any] = {} if allowed is None else {"max_no_progress_restarts": allowed}
         self.config = InProcessRestartConfig(
-            **({} if allowed is None else {"max_no_progress_restarts": allowed}),
+            **bound,
             granularity="rank",
             monitor_thread_interval=_seconds(monitor_thread_interval),
             monitor_process_interval=_seconds(monitor_process_interval),
