@@ -743,8 +743,9 @@ class WrapperOfNVRx:
             folder = os.path.dirname(os.path.abspath(monitor_process_logfile))
         self.enabled = enabled
         allowed = _max_iterations(initialize)
+        default: int = InProcessRestartConfig().max_no_progress_restarts
         self.config = InProcessRestartConfig(
-            **({} if allowed is None else {"max_no_progress_restarts": allowed}),
+            max_no_progress_restarts=default if allowed is None else allowed,
             granularity="rank",
             monitor_thread_interval=_seconds(monitor_thread_interval),
             monitor_process_interval=_seconds(monitor_process_interval),
