@@ -10,6 +10,7 @@ from typing import Any, Optional
 import pytest
 
 from outlast.errors import ConfigError, RestartAbort
+from outlast.inprocess import State
 from outlast.integrations.nvrx import inprocess, ranks
 from outlast.policy.rank_assignment import Assignment, Member, assign
 from outlast.testing import RankProcesses
@@ -190,7 +191,7 @@ def test_a_rank_assignment_of_the_scripts_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="Mine is a rank assignment of your own"):
 
         class Mine(ranks.AssignmentRule):
-            def __call__(self, assignment: Assignment) -> Assignment:
+            def assign(self, assignment: Assignment) -> Assignment:
                 return assignment
 
 
@@ -219,7 +220,7 @@ def test_what_is_composed_is_of_the_class_that_its_plug_ins_share() -> None:
 
     class Other(Check): ...
 
-    checks = inprocess.ComposeFromRight(Check(), Other())
+    checks: Any = inprocess.ComposeFromRight(Check(), Other())
     assert isinstance(checks, Check)
     assert not isinstance(checks, Other)
     assert isinstance(inprocess.ComposeFromRight(checks, Other()), Check)
@@ -261,6 +262,7 @@ def test_rules_take_the_context_of_one_rank(rule: ranks.AssignmentRule, expected
                 rule(ctx)
             continue
         state = ranks.ActiveDivisibleBy(2)(rule(ctx)).state
+        assert state.rank is not None
         found[rank] = state.rank
         assert (state.world_size, state.active_world_size, ctx.terminated_ranks) == (5, 4, set())
         assert (state.mode is ranks.Mode.ACTIVE, state.active_rank is None) == (state.rank < 4, state.rank == 4)
@@ -300,15 +302,15 @@ def test_what_is_not_made_names_what_to_use(make: Callable[[], object], text: st
 
 def test_errors_of_the_wrapper_are_nvrx_s() -> None:
     """A script catches them by NVRx's classes, and by outlast's."""
-    state = inprocess.engine.State(
+    state = State(
         initial_rank=1, initial_world_size=2, rank=1, world_size=2, active_world_size=2, iteration=1, node="n",
         fault_counts={1: 2},
     )  # fmt: skip
     with pytest.raises(inprocess.RankFaultsExceeded, match="rank 1 failed 2 times") as caught:
         inprocess.RankFaultCounter(max_rank_faults=1)(state)
-    assert isinstance(caught.value, inprocess.RestartError)
+    assert isinstance(caught.value, ranks.RestartError)
     for kind in (inprocess.InternalError, inprocess.RestartTimeout, ranks.RankDiscarded, inprocess.HealthCheckError):
-        assert issubclass(kind, inprocess.RestartError)
+        assert issubclass(kind, ranks.RestartError)
 
 
 def test_parameters_are_found_by_their_annotation() -> None:
@@ -329,7 +331,7 @@ def test_a_finalize_that_does_not_return_or_fails_is_known() -> None:
     import threading
 
     never = threading.Event()
-    with pytest.raises(inprocess.RestartError, match="did not return within"):
+    with pytest.raises(ranks.RestartError, match="did not return within"):
         inprocess.ThreadedFinalize(timedelta(seconds=0.01), never.wait)(None)
     never.set()
     with pytest.raises(ZeroDivisionError):
