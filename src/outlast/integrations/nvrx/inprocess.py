@@ -743,15 +743,9 @@ class WrapperOfNVRx:
             folder = os.path.dirname(os.path.abspath(monitor_process_logfile))
         self.enabled = enabled
         allowed = _max_iterations(initialize)
-<<<<<<< HEAD
-        bound: dict[str, Any] = {} if allowed is None else {"max_no_progress_restarts": allowed}
-        self.config = InProcessRestartConfig(
-            **bound,
-=======
         default: int = InProcessRestartConfig().max_no_progress_restarts
         self.config = InProcessRestartConfig(
             max_no_progress_restarts=default if allowed is None else allowed,
->>>>>>> part14c-inprocess
             granularity="rank",
             monitor_thread_interval=_seconds(monitor_thread_interval),
             monitor_process_interval=_seconds(monitor_process_interval),
