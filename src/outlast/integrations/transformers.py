@@ -519,7 +519,7 @@ class TrainerProtection(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin an epoch with the random numbers that it once began with: the order of its samples follows."""
         self._restore_epoch_random()
-        if self._persistent is not None and not self._epoch:
+        if self._persistent is not None and self._base_random is None:
             self._base_random = self._epoch_random["torch"].clone()
 
     def _restore_epoch_random(self) -> None:

@@ -785,10 +785,10 @@ def _judge(
         reason = f"{what}; every rank failed so before its first step; a restart cannot help: fix it and start again"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.BAD_INPUT)
     if repeats_failure(state, end):
-        again = "a restart runs the script again from its start"
+        reason = f"{what}; the same failure at the same place: a restart runs the script again from its start"
         if not end.has_trained:
-            again = "no rank has completed a step in this run, and another start fails in the same way"
-        reason = f"{what}; the same failure at the same place: {again} and cannot help; fix it"
+            reason = f"{what}; the same failure at the same place: no rank has completed a step in this run"
+        reason += " and cannot help; fix it" if end.has_trained else ", and another start fails in the same way; fix it"
         return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
     if (spent := spent_budget(state, limits)) is not None:
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0
