@@ -242,7 +242,7 @@ class EventKind(StrEnum):
     """Agent: ``exit_code``, ``reason``."""
     SESSION_STARTED = "session_started"
     """Worker: ``world_size``, ``launcher``, ``directory`` and ``local_directory`` (of the checkpoints, where set),
-    ``max_no_progress_cycles`` (in force after the script's config), ``version``; its process as in ``job_started``:
+    ``max_no_progress_cycles`` (where it is given), ``version``; its process as in ``job_started``:
     ``pid``, ``pid_started``, ``host``, ``machine``."""
     RESTORED = "restored"
     """Worker: ``generation``, ``tier``, ``rejected`` (list of texts), ``load_s``; the envelope has
