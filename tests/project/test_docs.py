@@ -219,6 +219,17 @@ def test_quoted_log_lines_are_logged() -> None:
         assert re.search("[^\0]*".join(re.escape(part) for part in line.split("…")), texts), f"nothing logs {line!r}"
 
 
+def test_lines_that_take_the_place_of_others_are_logged() -> None:
+    """Each line of outlast in the table of old and new log lines is a text of the source."""
+    page = (DOCS / "migration.md").read_text(encoding="utf-8")
+    rows = page.partition("## Log lines, old and new")[2].partition("</div>")[0].splitlines()
+    quoted = [line for row in rows for line in re.findall(r"`([^`]+)`", row.rpartition(" | ")[2])]
+    assert len(quoted) > 20
+    texts = templates()
+    for line in quoted:
+        assert re.search("[^\0]*".join(re.escape(part) for part in line.split("…")), texts), f"nothing logs {line!r}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_paths_in_the_docs_exist(page: Path) -> None:
     """A test or example that a page names is there."""

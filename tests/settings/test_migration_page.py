@@ -30,7 +30,8 @@ from outlast.integrations.nvrx.straggler import Detector
 from outlast.launch.run_parser import make_parser, make_torchrun_parser, parse_command
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
-TEXT = PAGE.read_text(encoding="utf-8")
+_LOG_LINES = r'<div class="log-lines" markdown>.*?</div>'  # tests/project/test_docs.py checks them
+TEXT = re.sub(_LOG_LINES, "", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
 OBJECTS = {
     "run": outlast.Session,
     "monitor": outlast.monitor.RankMonitor,
