@@ -19,6 +19,7 @@ from pages import python_blocks
 
 import outlast
 from outlast.checkpoint.catalogue.listing import look_into
+from outlast.config import ReplicaDigestConfig
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import EventKind
 from outlast.journal import read
@@ -383,7 +384,7 @@ def test_state_that_is_sharded_is_not_saved_by_the_session(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"^strategy FSDPStrategy: .* whole on each rank"):
         merged(trainer_saves=False)
     with pytest.raises(ConfigError, match=r"differ with FSDPStrategy; remove \[replica_digest\]"):
-        merged(config=outlast.Config(replica_digest=outlast.ReplicaDigestConfig()))
+        merged(config=outlast.Config(replica_digest=ReplicaDigestConfig()))
     assert merged()[1] == "FSDPStrategy shards its state"
     for options in ({"trainer_saves": True}, {"autoresume": False}):
         made, why = merged(config=config(tmp_path), **options)
@@ -402,7 +403,7 @@ def test_without_a_directory_the_trainer_saves(caplog: pytest.LogCaptureFixture)
     for callback in callbacks:
         made, why = adapter._merged(trainer_of(callback), [callback])
         assert (made.checkpoint, why) == (None, "no checkpoint.directory is known")
-    (warning,) = [record.getMessage() for record in caplog.records]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("outlast")]
     assert "saves nothing: call update_trainer_local_checkpoint_io(" in warning
     found = settings(trainer_of(callbacks[2])).straggler_detection
     assert found is not None
@@ -499,17 +500,20 @@ def test_the_pages_code_runs(tmp_path: Path) -> None:
     promises besides: fit() twice, validate() alone, NaN moves no weight, a ModelCheckpoint beside ours, the newest of
     local, global and Lightning's own, a damaged copy is not loaded, scores in the loggers."""
     blocks = python_blocks("lightning.md")
-    names = ["trainer.fit(", "StragglerDetectionCallback(report", "update_trainer_local", "sampler=Resum", "Stateful"]
+    names = ["trainer.fit(", "StragglerDetectionCallback(report", "own = ModelCheckpoint(", "update_trainer_local"]
+    names += ["sampler=Resum", "Stateful"]
     assert len(blocks) == len(names)
     for block, name in zip(blocks, names, strict=True):
         assert name in block
     (tmp_path / "outlast.toml").write_text('[checkpoint]\ndirectory = "ckpt"\nsave_interval = 2\n')
     body = [
-        blocks[3],
-        blocks[4].replace("train_loader", "stateful_loader"),
+        blocks[4],
+        blocks[5].replace("train_loader", "stateful_loader"),
         blocks[0].replace('strategy="ddp", accelerator="cpu", devices=2', 'accelerator="cpu", devices=1'),
         blocks[1],
         blocks[2],
+        MONITORED,
+        blocks[3],
     ]
     script = PRELUDE + "\n".join(body) + CODA + LOCAL
     result = subprocess.run(
@@ -560,6 +564,7 @@ import logging
 import os
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 import outlast
@@ -585,6 +590,9 @@ val_loader = DataLoader(torch.ones(4, 3))
 folder = "fast"
 config = outlast.Config(checkpoint=outlast.CheckpointConfig(directory="other"))
 os.environ["FAULT_TOL_FINISHED_FLAG_FILE"] = "finished"
+"""
+MONITORED = """
+assert os.path.exists("checkpoints/last.ckpt") and trainer.global_step == 6, trainer.global_step
 """
 BY_ITSELF = """
 import signal
@@ -764,8 +772,8 @@ for steps, given in ((9, "cut.ckpt"), (10, "missing.ckpt"), (11, "text.ckpt")):
         assert begins == ([steps - 1] if not attempt else []), begins
         lines = [line for line in warned if "cannot be read" in line]
         assert len(lines) == 1 and f"{given}, which fit() was given" in lines[0], warned
-empty = outlast.Config(checkpoint=outlast.CheckpointConfig(directory="empty"))
 for given in ("cut.ckpt", "missing.ckpt"):
+    empty = outlast.Config(checkpoint=outlast.CheckpointConfig(directory=f"empty-{given}"))
     try:
         fit(9, FaultToleranceCallback(config=empty), ckpt_path=given)
     except Exception as error:

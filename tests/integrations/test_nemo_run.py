@@ -74,7 +74,7 @@ def reference() -> dict[str, dict[str, Any]]:
 def test_names_and_defaults_are_the_references(plugins: Any) -> None:
     """Each plug-in has all fields of Megatron-Bridge's, with its defaults; so have what converters get."""
     theirs = reference()
-    for name in plugins.__all__:
+    for name in (one for one in plugins.__all__ if dataclasses.is_dataclass(getattr(plugins, one))):
         ours = {field.name: field.default for field in dataclasses.fields(getattr(plugins, name))}
         assert theirs[name].items() <= ours.items(), name
         assert plugins.__dict__[name].__doc__
@@ -190,6 +190,47 @@ def test_an_executor_gets_the_launcher(nemo: Any, plugins: Any) -> None:
         }
 
 
+@pytest.mark.slow
+def test_a_recipe_gets_callbacks(nemo: Any, plugins: Any) -> None:
+    """Behind those that its trainer has; twice is the same as once, and one of a class that is there stays. What has no
+    effect is refused by name."""
+    recipe = importlib.import_module("guide_recipe").pretrain_recipe(name="a", dir="/logs", gates=[], total=3)
+    own = list(recipe.trainer.callbacks)
+    recipe.trainer.callbacks.append(plugins.straggler_det_callback(stop_if_detected_straggler=False))
+    for plugin in (plugins.FaultTolerancePlugin(calc_ft_timeouts=False), plugins.PreemptionPlugin()) * 2:
+        plugin.setup(recipe, nemo.LocalExecutor())
+    assert recipe.trainer.callbacks[: len(own)] == own
+    stragglers, ft, preemption = recipe.trainer.callbacks[len(own) :]
+    assert not nemo.config.fdl.build(stragglers)._detection["stop_if_detected"]
+    assert (ft.__fn_or_cls__.__name__, ft.exp_dir, ft.calculate_timeouts) == ("FaultToleranceCallback", "/logs", False)
+    assert (preemption.__fn_or_cls__.__name__, preemption.sig) == ("PreemptionCallback", signal.SIGTERM)
+    recipe.trainer.callbacks = []
+    plugins.FaultTolerancePlugin(enable_ft_package=False).setup(recipe, nemo.LocalExecutor())
+    plugins.PreemptionPlugin(callbacks=[stragglers]).setup(recipe, nemo.LocalExecutor())
+    assert recipe.trainer.callbacks == [stragglers]
+    recipe.trainer.callbacks = []
+    plugins.PreemptionPlugin(sig=signal.SIGUSR2).setup(recipe, nemo.LocalExecutor())
+    assert recipe.trainer.callbacks[0].sig == signal.SIGUSR2
+    refused = [
+        (
+            plugins.PreemptionPlugin(sig=signal.SIGUSR2),
+            recipe,
+            nemo.SlurmExecutor(account="a"),
+            "only passes on SIGTERM",
+        ),
+        (plugins.PreemptionPlugin(sig=signal.SIGUSR2), nemo.Script(path="a"), nemo.LocalExecutor(), "have no name for"),
+        (
+            plugins.PreemptionPlugin(callbacks=[ft]),
+            nemo.Partial(plain),
+            nemo.LocalExecutor(),
+            "callbacks has no effect",
+        ),
+    ]
+    for plugin, task, executor, fault in refused:
+        with pytest.raises(ConfigError, match=fault):
+            plugin.setup(task, executor)
+
+
 @pytest.mark.parametrize(
     ("plugin", "values", "fault"),
     [
@@ -203,6 +244,7 @@ def test_an_executor_gets_the_launcher(nemo: Any, plugins: Any) -> None:
             {"enable_exit_handler": False, "enable_exit_handler_for_data_loader": True},
             "has no effect with enable_exit_handler=False",
         ),
+        ("PreemptionPlugin", {"sig": signal.SIGUSR2}, "sig=SIGUSR2 cannot be set"),
     ],
 )
 def test_a_wrong_value_is_refused(
@@ -442,7 +484,7 @@ def test_a_job_that_loses_a_launcher_goes_back_to_the_queue(slurm: Any, tmp_path
 def test_the_page_is_true(tmp_path: Path) -> None:
     """All blocks of the page, one after another: the first one launches for real."""
     blocks = python_blocks("nemo-run.md")
-    assert len(blocks) == 4, "a new block: let it run here"
+    assert len(blocks) == 5, "a new block: let it run here"
     (tmp_path / "train.py").write_text("import sys\nprint('train.py got', sys.argv[1:], flush=True)\n")
     checks = """\
 for plugin in plugins:

@@ -505,7 +505,7 @@ class TrainerHost:
             what = (
                 "%s, which fit() was given, cannot be read (%s); resuming from step %d, which this run saved, instead"
             )
-            self._log(what, path, reason, step)
+            self._log(what, path, textwrap.shorten(reason, 160), step)
             given = None
         if given and self._iteration_of is not None:
             other = self._iteration_of(given)

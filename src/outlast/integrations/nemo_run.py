@@ -263,11 +263,7 @@ class PreemptionPlugin(nemo_run.Plugin):
             )
         is_slurm, is_script = isinstance(executor, nemo_run.SlurmExecutor), isinstance(task, nemo_run.Script)
         if sig != signal.SIGTERM and (is_slurm or is_script):
-            why = (
-                "the launcher would end on it, and passes on SIGTERM"
-                if is_slurm
-                else "its arguments have no name for it"
-            )
+            why = "the launcher only passes on SIGTERM" if is_slurm else "a script's arguments have no name for it"
             raise ConfigError(f"sig={sig.name} is not supported here: {why}; use SIGTERM")
         if is_script:
             convert = self.script_args_converter_fn or _convert_preemption
