@@ -1,6 +1,6 @@
 """A plain training script in DDP, as a stranger writes it, in which some ranks are slow in one phase after the other.
 
-Arguments: a folder for what each rank reports, whether a session times the steps, the slow ranks, the phases.
+Arguments: a folder for what each rank reports, and the scenes: phases, each with the ranks that are slow in it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from outlast.straggler import StragglerDetector
 HEALTHY_S, SLOW_S = 0.01, 0.06
 CONFIG = StragglerDetectionConfig(report_time_interval=0.001, noticeable_score=0.6, confirmations=2)
 """A report every few steps; on a busy machine a healthy rank is not twice as slow in what takes a share of a step."""
-NUM_STEPS = 40
+NUM_STEPS = 27
 """Steps in which there are more than two reports."""
 
 
 class Phase:
     """Where this rank spends its time: a slow rank more of it, in one phase."""
 
-    def __init__(self, *, is_slow: bool) -> None:
-        self.is_slow = is_slow
+    def __init__(self) -> None:
+        self.is_slow = False
         self.name = ""
 
     def spend(self, name: str) -> None:
@@ -93,10 +93,10 @@ class Training:
         dist.all_reduce(loss.detach())  # as for a log: all ranks wait for the slowest
 
 
-def detect(training: Training, phases: list[str]) -> Iterator[dict[str, Any]]:
-    """Train in each phase with a detector, and yield what its last report has."""
-    for name in phases:
-        training.phase.name = name
+def detect(training: Training, rank: int, scenes: list[tuple[str, list[int]]]) -> Iterator[dict[str, Any]]:
+    """Train in each scene with a detector, and yield what its last report has."""
+    for name, slow_ranks in scenes:
+        training.phase.name, training.phase.is_slow = name, rank in slow_ranks
         detector = StragglerDetector(CONFIG, num_warmup_steps=1)
         detector.watch(training.state)
         report = None
@@ -114,13 +114,12 @@ def detect(training: Training, phases: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    folder, slow_ranks, phases = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:]
+    folder, scenes = sys.argv[1], json.loads(sys.argv[2])
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    training = Training(Phase(is_slow=rank in slow_ranks))
-    Path(folder, f"{rank}.json").write_text(json.dumps(list(detect(training, phases))))
+    Path(folder, f"{rank}.json").write_text(json.dumps(list(detect(Training(Phase()), rank, scenes))))
     dist.barrier()
     dist.destroy_process_group()
 

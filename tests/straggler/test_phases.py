@@ -39,7 +39,7 @@ def read_reports(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
 def test_the_slow_rank_of_one_host_is_identified_in_each_phase(tmp_path: Path, num_ranks: int) -> None:
     """A rank that is slow in data loading, forward, backward, optimizer or in the code between: of two ranks and of
     four. The decision is about the rank, as all of them are on one node; no line blames the node."""
-    arguments = (str(tmp_path), json.dumps([1]), *SECTIONS)
+    arguments = (str(tmp_path), json.dumps([[phase, [1]] for phase in SECTIONS]))
     environment = {"CUDA_VISIBLE_DEVICES": ""}
     nodes = ["host"] * num_ranks
     with RankProcesses(
@@ -65,15 +65,15 @@ def test_the_slow_rank_of_one_host_is_identified_in_each_phase(tmp_path: Path, n
 def test_a_node_whose_ranks_are_all_slow_is_responsible(tmp_path: Path) -> None:
     """Two agents are two nodes with two ranks each; both ranks of the second one are slow between the sections: the
     decision is about that node. When one of them alone is slow it is about the rank."""
-    for slow in ([2, 3], [3]):
-        folder = tmp_path / str(len(slow))
-        folder.mkdir()
-        arguments = (str(folder), json.dumps(slow), "between")
-        with Cluster(SCRIPT, *arguments, run_dir=folder / "run", num_nodes=2, nproc_per_node=2) as cluster:
-            assert cluster.wait(timeout_s=280) == [0, 0], cluster.tails()
-        (report,) = read_reports(folder, 4)
-        named = {rank: (section, scope) for rank, section, scope in report["named"]}
-        scope = Scope.NODE if len(slow) == 2 else Scope.RANK
-        assert {rank: named.get(rank) for rank in slow} == dict.fromkeys(slow, (OUTSIDE, scope)), report["text"]
-        reason = "all its ranks (2, 3) are slow" if len(slow) == 2 else "rank 2 of the same node is not slow"
-        assert reason in report["text"]
+    scenes = [["between", [2, 3]], ["between", [3]]]
+    arguments = (str(tmp_path), json.dumps(scenes))
+    with Cluster(SCRIPT, *arguments, run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2) as cluster:
+        assert cluster.wait(timeout_s=400) == [0, 0], cluster.tails()
+    both, one = read_reports(tmp_path, 4)
+    assert {rank: [section, scope] for rank, section, scope in both["named"] if rank in (2, 3)} == {
+        2: [OUTSIDE, Scope.NODE],
+        3: [OUTSIDE, Scope.NODE],
+    }, both["text"]
+    assert "the decision is about the node: all its ranks (2, 3) are slow compared with" in both["text"]
+    assert one["named"][0] == [3, OUTSIDE, Scope.RANK], one["text"]
+    assert "not the node: rank 2 of the same node is not slow" in one["text"]

@@ -267,6 +267,21 @@ def test_a_backward_that_is_compiled_is_timed_as_a_whole(detector: StragglerDete
     assert timings(detector)["backward"].count == 1
 
 
+def test_in_a_long_window_few_backwards_are_timed_and_all_are_counted(detector: StragglerDetector, time: Time) -> None:
+    """The hooks that split a backward cost some microseconds: after 32 steps one of seven has them; the share of the
+    step that the backward takes is the same."""
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda _: time.passes(0.003))
+    detector.watch({})
+    for number in range(102):
+        with detector.step(number):
+            (weight * 2).sum().backward()
+    found = timings(detector)
+    assert (found["backward"].count, found["backward"].median_s) == (102, pytest.approx(0.003))
+    assert found["backward"].total_s == pytest.approx(102 * 0.003)
+    assert found[OUTSIDE].median_s == 0.0
+
+
 def test_what_is_between_steps_counts_for_the_next_step(detector: StragglerDetector, time: Time) -> None:
     """Data that a loop or a trainer loads between two steps is own time of the rank, in its section where it has one; a
     save that is left out and the time around a report are not."""

@@ -61,7 +61,8 @@ FIRST_REPORT_STEPS = 16
 """Timed steps after which the first report comes that paces itself: it shows how fast the ranks go."""
 NUM_DENSE_STEPS, DEVICE_INTERVAL = 32, 7
 """So many steps of a window are timed on the device one and all, then one of so many: recording an event and reading it
-takes some 3 us each. A prime number, since what does not happen in each step often happens in each 2nd, 4th or 10th."""
+takes some 3 us each, and the hooks that split a backward some 50 us. A prime number, since what does not happen in each
+step often happens in each 2nd, 4th or 10th."""
 MAX_GROWTH = 8
 """Times as many steps as the window before that one may have: the first steps need not be like the later ones."""
 KERNELS_FROM = 3

@@ -237,7 +237,8 @@ class SectionRecorder:
         self.active = False
         """Whether sections that are entered now are timed."""
         self.uses_device = True
-        """Whether they are timed on the device, too; to be changed only between steps."""
+        """Whether they are timed on the device, too, and the backward is timed, which costs as much; to be changed only
+        between steps."""
         self._device = device_times
         self._thread = threading.get_ident()
         self._indices: dict[str, int] = {}
@@ -289,6 +290,13 @@ class SectionRecorder:
     def end_waiting(self) -> None:
         """End what :meth:`begin_waiting` began."""
         self.leave(_WAITING)
+
+    def count(self, index: int) -> None:
+        """Count an entry of a section that was not timed: it took as long as the others on average."""
+        if self.active and threading.get_ident() == self._thread and not self._left_out:
+            self._counts[index] += 1
+            if self._on_device[index]:
+                self._left_to_host[index] += 1
 
     def _enter(self, index: int) -> None:
         times, outer = self.active and not self._left_out, None
@@ -503,6 +511,11 @@ class Wrappings:
             nonlocal is_open
             if is_open or not recorder.active:  # a backward within a backward is part of it
                 original(*args, **kwargs)
+                return
+            if not recorder.uses_device:
+                with recorder.waiting():  # part of it is
+                    original(*args, **kwargs)
+                recorder.count(index)
                 return
             tensors = args[0] if args else kwargs.get("tensors", ())
             began = waits = False
