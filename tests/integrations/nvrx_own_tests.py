@@ -38,7 +38,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "nvrx.md"
 BEGIN, END = "<!-- begin: tests of NVRx -->\n", "<!-- end: tests of NVRx -->"
 
 REASONS: dict[str, str] = {
-    "straggler/unit/test_*_gpu_scores.py::*": "module not offered: `attribution.straggler.reporting`",
+    "inprocess/test_compose.py::*": "functions of `Compose` take one argument, the state",
+    "inprocess/test_hang_protection_disabler.py::*": "name not offered: `CallWrapper.disable_hang_protection`",
+    "inprocess/test_monitor_thread.py::*": "name not offered: `inprocess.monitor_thread`",
+    "inprocess/test_timeout.py::*": "not finished within the time limit",
+    "straggler/unit/test_*_gpu_scores.py::*": "name not offered: `attribution.straggler.reporting`",
+    "straggler/unit/test_data_shared.py::*": "name not offered: `attribution.straggler.reporting`",
+    "straggler/unit/test_name_mapper.py::*": "name not offered: `attribution.straggler.reporting`",
 }
 """Why tests pass over the extension alone, by patterns of ``file::test``, where their errors do not show it."""
 
@@ -53,6 +59,7 @@ for name in ("defusedxml.ElementTree", "defusedxml", "httpx"):
         sys.modules[name] = unittest.mock.MagicMock()
 """,
     "outlast": """
+import unittest.mock  # some tests use it without importing it
 from outlast.integrations import nvrx
 assert nvrx.install()
 """,
@@ -173,7 +180,7 @@ def main() -> int:
     parser.add_argument("--bridge", type=Path, help="source of Megatron-Bridge at v0.3.1: run its tests instead")
     parser.add_argument("--only", default="*", help="pattern of the files below tests that are run")
     parser.add_argument("--over", choices=IN_EACH_PROCESS, action="append", help="run them over this alone")
-    parser.add_argument("--results", type=Path, help="JSON file that keeps outcomes from one call to the next")
+    parser.add_argument("--results", type=Path, help="JSON file that keeps outcomes, for the table of the next call")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one file")
     arguments = parser.parse_args()
     if arguments.bridge is not None:
@@ -197,10 +204,9 @@ def main() -> int:
             print(f"{name}: {num_passed} of {len(outcomes)} pass over {over}", flush=True)
             if kept is not None:
                 kept.write_text(json.dumps(results))
-    if any(len(results.get(name, {})) < len(IN_EACH_PROCESS) for name in files):
-        print("the docs are as they were: not all files were run over both")
-        return 0
-    table, unexplained = make_table(results)
+    table, unexplained = make_table({name: one for name, one in results.items() if len(one) == len(IN_EACH_PROCESS)})
+    if left_out := [f"`{name}`" for name in files if len(results.get(name, {})) < len(IN_EACH_PROCESS)]:
+        table += f"\nNot run: {', '.join(left_out)}.\n"
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
     print("\n".join(unexplained) or f"written into {PAGE}")
