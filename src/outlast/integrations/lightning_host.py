@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import StrEnum
