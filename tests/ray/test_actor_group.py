@@ -311,7 +311,8 @@ def test_ctrl_c_ends_the_wait_only(group: ActorGroup) -> None:
 
 
 def test_calls_can_be_awaited(group: ActorGroup) -> None:
-    """Submitted calls are carried out in their order; an event loop may await them, a thread may wait for a while."""
+    """Submitted calls are carried out in their order, with the arguments as they were when the call was submitted; an
+    event loop may await them, a thread may wait for a while."""
 
     async def train_two() -> list[object]:
         first = (group.iteration or 0) + 1
@@ -324,6 +325,10 @@ def test_calls_can_be_awaited(group: ActorGroup) -> None:
     pending = group.submit("linger", 3.0)
     with pytest.raises(DeadlineExceeded, match="it continues"):
         pending.result(0.05)
+    batch = batch_of(before + 3)
+    waiting = group.submit("train_step", batch, before + 3)
+    batch.zero_()
     assert pending.result() == ["lingered", "lingered"]
     assert pending.is_done
+    waiting.result()
     assert_undisturbed(group)

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import ray
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import ConfigError
 from outlast.ray import Dispatch, Mesh, MeshDispatch, MeshRank, PassThroughDispatch, Whole, concat, register_dispatch
-from outlast.ray.dispatch import find_dispatch, takes_weights
+from outlast.ray.dispatch import copy_for_later, find_dispatch, takes_weights
 
 
 def meshes(max_actors: int = 16) -> Iterator[Mesh]:
@@ -285,3 +286,15 @@ def test_a_method_says_whether_it_takes_weights() -> None:
     assert takes_weights(Methods.keyword)
     assert not takes_weights(Methods.positional)
     assert not takes_weights(Methods.swallows)
+
+
+def test_what_is_sent_later_is_a_copy() -> None:
+    """Values that a thread sends later are independent of the caller's; an object reference is the same object."""
+    reference = ray.ObjectRef(b"\x01" * 28)
+    batch, names = torch.zeros(2), ["a"]
+    kept = copy_for_later((batch, {"names": names, "reference": reference}))
+    batch.add_(1)
+    names.append("b")
+    assert kept[0].tolist() == [0.0, 0.0]
+    assert kept[1]["names"] == ["a"]
+    assert kept[1]["reference"] is reference

@@ -26,7 +26,7 @@ from outlast import env, logs
 from outlast.config import CheckpointConfig, FaultToleranceConfig, RecoveryConfig
 from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, OutlastError, RolledBack
 from outlast.policy.actor_recovery import RecoveryBudget, ends_call
-from outlast.ray.dispatch import Dispatch, find_dispatch, takes_weights
+from outlast.ray.dispatch import Dispatch, copy_for_later, find_dispatch, takes_weights
 from outlast.ray.pool import GroupClosed, NodeKeepers, Pool, describe_drain, describe_error
 from outlast.ray.protocol import Call, FailureKind, Mesh, ShellSettings
 from outlast.ray.recovery import Incarnation, Recovery, RecoveryReport, cause_of, journal_recovery
@@ -259,16 +259,27 @@ class ActorGroup:
         Blocks: until the call has ended, recoveries included. Ctrl-C ends the wait, not the call: what is called next
             begins after it, and the group can be closed.
         """
-        return self.submit(method, *args, dispatch=dispatch, **kwargs).result()
+        return self._submit(method, args, kwargs, dispatch).result()
 
     def submit(self, method: str, *args: Any, dispatch: str | Dispatch = "mesh", **kwargs: Any) -> Pending:
         """Call a method on all actors, and return at once what its result can be awaited with.
 
         Takes and raises what :meth:`run` does, the latter where the result is awaited. A call that ends with
-        ``RolledBack`` or ``ActorFailed`` takes those with it that were submitted and have not begun.
+        ``RolledBack`` or ``ActorFailed`` takes those with it that were submitted and have not begun. The arguments are
+        copied, so that the caller may change them afterwards; object references and actor handles stay what they are.
 
-        Blocks: never.
+        Raises:
+            ConfigError: There is no such method or dispatch, or an argument cannot be pickled; nothing is called.
+
+        Blocks: while the arguments are copied.
         """
+        try:
+            args, kwargs = copy_for_later((args, kwargs))
+        except Exception as error:  # what the arguments raise is theirs
+            raise ConfigError(f"an argument of {method}() cannot be pickled for the actors: {error}") from error
+        return self._submit(method, args, kwargs, dispatch)
+
+    def _submit(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], dispatch: str | Dispatch) -> Pending:
         function = getattr(self._actor_class, method, None)
         if method.startswith("_") or not callable(function):
             known = [one for one in dir(self._actor_class) if not one.startswith("_")]

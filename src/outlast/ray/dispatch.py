@@ -12,16 +12,54 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
+import ray
 import torch
+from ray import cloudpickle
+from ray.actor import ActorHandle
 
 from outlast.config.base import nearest
 from outlast.errors import ConfigError
 from outlast.ray.protocol import Mesh, MeshRank
+
+
+def copy_for_later(values: Any) -> Any:
+    """Return a copy of values that a thread sends later; object references and actor handles are the same ones.
+
+    Raises:
+        Exception: A value cannot be pickled.
+    """
+    stream = io.BytesIO()
+    handles = _HandlePickler(stream)
+    handles.dump(values)
+    return _HandleUnpickler(stream.getvalue(), handles.kept).load()
+
+
+class _HandlePickler(cloudpickle.Pickler):
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self.kept: list[Any] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, (ray.ObjectRef, ActorHandle)):
+            return None
+        self.kept.append(value)
+        return len(self.kept) - 1
+
+
+class _HandleUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, kept: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._kept = kept
+
+    def persistent_load(self, number: int) -> Any:
+        return self._kept[number]
 
 
 class Whole:
