@@ -30,6 +30,9 @@ KNOWN = {
     "runtime.forked_worker": {"sys.stderr.write", "traceback.print_exception"},
     "runtime.zygote": {"sys.stderr.write"},
     "integrations.nvrx.__main__": {"sys.stderr.write"},
+    # where NVRx warns by UserWarning, which scripts may catch
+    "integrations.nvrx.inprocess": {"warnings.warn"},
+    "integrations.nvrx.ranks": {"warnings.warn"},
 }
 
 

@@ -31,6 +31,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from outlast import env
 from outlast.config.base import require
 from outlast.config.training import InProcessRestartConfig
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError, RestartAbort, UnhealthyRank
@@ -327,13 +328,12 @@ class DriverHealthCheck(StatePlugin):
 
     def __call__(self, state: Any) -> Any:
         """Check the GPU. Raises: HealthCheckError. Blocks: while the driver is queried."""
-        import torch
-
-        if torch.cuda.is_initialized():
+        if device.mark_work() is not None:
             from outlast.health.devices import read_nvml
 
-            index = torch.cuda.current_device() if self.device_index is None else self.device_index
-            reading = read_nvml(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+            index = env.read_worker().local_rank if self.device_index is None else self.device_index
+            name = device.device_name("", index)
+            reading = read_nvml(f"GPU-{name.removeprefix('gpu-')}")
             if not isinstance(reading, str):
                 self.judge(reading)
         return state
