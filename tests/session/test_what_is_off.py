@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import outlast
 from outlast.checkpoint import CheckpointManager
 from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
+from outlast.errors import ConfigError
 from outlast.session.environment import has_near_tier, warn_of_missing_protection
 
 
@@ -42,3 +44,18 @@ def test_fully_parallel_is_said_to_mean_atomic(tmp_path: Path, caplog: pytest.Lo
             CheckpointManager(config).close()
     (said,) = [record.getMessage() for record in caplog.records if "fully_parallel" in record.getMessage()]
     assert "understood as atomic: each rank's local file holds all of its own state" in said
+
+
+def test_a_session_whose_trainer_saves_continues_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It begins at the step that the trainer restored, which counts as saved, and reports no lack of checkpoints. With
+    checkpoint settings both arguments are refused by name."""
+    with outlast.init(outlast.Config(), saved_by="the trainer") as session:
+        assert session.restore({}, restored_iteration=7) == session.iteration == 7
+        session.begin_step()
+        assert session.end_step().iteration == 8
+    assert "nothing is saved or restored" not in caplog.text
+    saves = outlast.Config(checkpoint=outlast.CheckpointConfig(directory=str(tmp_path)))
+    with pytest.raises(ConfigError, match="saved_by='the trainer' contradicts the checkpoint settings"):
+        outlast.init(saves, saved_by="the trainer")
+    with outlast.init(saves) as session, pytest.raises(ConfigError, match="restored_iteration=7 has no effect"):
+        session.restore({}, restored_iteration=7)
