@@ -280,7 +280,7 @@ def judge_scope(rank: int, slow: Set[int], ranks: Sequence[RankTimings]) -> tupl
 
     Args:
         rank: Its global rank.
-        slow: All ranks that are slow on the same basis, this one included.
+        slow: All ranks that are slow in the same section and on the same basis, this one included.
         ranks: What all ranks timed.
     """
     owners = {owner.rank: owner for owner in ranks if owner.has_times}
@@ -311,7 +311,9 @@ def _straggler(
         and other.rank != one.rank
         and abs(other.excess_s - one.excess_s) <= _ALIKE * one.excess_s
     )
-    scope, reason = judge_scope(one.rank, {other.rank for other in slow if other.basis == one.basis}, ranks)
+    scope, reason = judge_scope(
+        one.rank, {other.rank for other in slow if (other.basis, other.name) == (one.basis, one.name)}, ranks
+    )
     return Straggler(
         scope=scope,
         scope_reason=reason,
