@@ -49,7 +49,7 @@ class MegatronCheckpointConfig:
     save_retain_interval: int | None = None
     """Generations whose iteration is a multiple of it are kept forever."""
     async_save: bool = False
-    """Save beside training."""
+    """Save while training continues."""
     async_strategy: str = "nvrx"
     """``nvrx`` or ``mcore``: the engine saves by itself, whichever it is."""
     ckpt_format: str = "torch_dist"

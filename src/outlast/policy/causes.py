@@ -28,7 +28,7 @@ from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.policy.rerun import Finding
 
 SAME_FAULT_S, MAX_SAME_FAULT_S = 5.0, 30.0
-"""How long the workers of a node have to fail alike at least and at most; see :func:`same_fault_s`."""
+"""How long the workers of a node have at least and at most to fail with the same cause; see :func:`same_fault_s`."""
 FIRST_FAULT_S = 0.3
 """How long a node waits for the worker that failed by itself, where only one was seen that lost a peer."""
 PLAIN_START_S = 60.0
@@ -158,7 +158,7 @@ def _since_ns(one: Ended) -> int:
 
 
 def same_fault_s(ran_s: float) -> float:
-    """Return how long the other workers have to fail alike, once one failed so that a restart cannot help.
+    """Return how long the other workers have to fail with the same cause, once one failed so that a restart cannot help.
 
     They read the same files as the one that failed: where that took long, as on a slow shared file system, they may be
     behind it by as much.

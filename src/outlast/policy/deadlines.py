@@ -106,7 +106,7 @@ class Timeouts:
 
     @classmethod
     def of_rank(cls, config: FaultToleranceConfig, *, configured: FaultToleranceConfig, has_agent: bool) -> Timeouts:
-        """Take the timeouts that are enforced on a rank out of its config, those that nobody set included.
+        """Take the timeouts that are enforced on a rank out of its config, defaults included.
 
         Args:
             config: The settings, with what was learned.
