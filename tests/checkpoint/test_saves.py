@@ -71,7 +71,7 @@ manager.close()
         "untouched": True,
     } | {
         "again": [],
-        "said": ["saved iteration 4 to local"],
+        "said": ["Scheduling async checkpoint save of iteration 4 to local", "saved iteration 4 to local"],
     }
 
 

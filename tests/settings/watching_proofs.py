@@ -190,7 +190,15 @@ def beats_as_often_as_told(scene: Scene) -> None:
     for argv in ([], ["--ft-node-heartbeat-timeout=1"]):
         try:
             run._make_client(
-                parse_options([*argv, "train.py"]), Mock(), Mock(), Mock(), new_job="job", last_job="", nproc=1
+                parse_options([*argv, "train.py"]),
+                Mock(),
+                Mock(),
+                Mock(),
+                endpoints=(),
+                records=Mock(),
+                new_job="job",
+                last_job="",
+                nproc=1,
             )
         except ConnectionError:
             pass

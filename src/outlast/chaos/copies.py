@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import re
 import shutil
@@ -80,7 +81,7 @@ def _stored(sight: Sight, tier: str) -> set[int]:
 def _copies_in(sight: Sight, tier: str) -> Iterator[StoredCopy]:
     if tier == FaultTier.GLOBAL:
         if sight.directory is not None and "://" not in sight.directory:
-            for path in Path(sight.directory).glob("step-*/*.distcp"):
+            for path in files_of_steps(Path(sight.directory), "*.distcp"):
                 if (iteration := _iteration_in(path)) is not None:
                     yield StoredCopy(os.fspath(path), tier, iteration)
         return
@@ -90,10 +91,18 @@ def _copies_in(sight: Sight, tier: str) -> Iterator[StoredCopy]:
             if (process := sight.agents.get(node)) is not None:
                 yield from _images(process.pid, node, own, f"{clean_name(sight.job)}-{sight.cycle}-")
         elif sight.local_directory is not None:
-            for path in node_folder(sight.local_directory, node).glob("step-*/rank-*.safetensors"):
+            for path in files_of_steps(node_folder(sight.local_directory, node), "rank-*.safetensors"):
                 match, iteration = _SHARD.fullmatch(path.name), _iteration_in(path)
                 if match and iteration is not None and (int(match[1]) in own) == (tier == FaultTier.LOCAL):
                     yield StoredCopy(os.fspath(path), tier, iteration, node, int(match[1]))
+
+
+def files_of_steps(folder: Path, pattern: str) -> Iterator[Path]:
+    """Yield the files of the checkpoints in a folder, which a run may create and remove meanwhile.
+
+    ``Path.glob`` raises where a folder is removed while it is listed.
+    """
+    yield from map(Path, glob.iglob(f"{glob.escape(os.fspath(folder))}/step-*/{pattern}"))
 
 
 def node_folder(local_directory: str, node: str) -> Path:

@@ -20,6 +20,7 @@ import psutil
 
 import outlast
 from outlast import chaos, clock
+from outlast.chaos.copies import files_of_steps
 from outlast.chaos.sight import memory_files
 from outlast.demo.plan import Deed, DemoFault, Loss, RankScene, Scene, Shape
 from outlast.errors import ExitReason, OutlastError
@@ -70,7 +71,7 @@ def find_copies(folder: Path, own: Collection[int]) -> list[Path]:
         folder: The node's folder in the local tier; may be missing.
         own: The ranks of the node itself.
     """
-    shards = ((path, _SHARD.fullmatch(path.name)) for path in sorted(folder.glob("step-*/rank-*.safetensors")))
+    shards = ((path, _SHARD.fullmatch(path.name)) for path in sorted(files_of_steps(folder, "rank-*.safetensors")))
     return [path for path, match in shards if match is not None and int(match[1]) not in own]
 
 

@@ -422,7 +422,7 @@ def _newest_of_kempnerforge(folder: Path) -> Path | None:
     latest = folder / "latest"
     known = list(dict.fromkeys([*([latest.resolve()] if latest.is_dir() else []), *(path.resolve() for path in steps)]))
     for path in known:
-        if any(path.rglob(".metadata")):
+        if any(".metadata" in names for _, _, names in os.walk(path)):
             return path
         log.warning("%s has no .metadata: its save was cut short", path)
     return known[0] if known else None

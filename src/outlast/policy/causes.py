@@ -158,7 +158,7 @@ def _since_ns(one: Ended) -> int:
 
 
 def same_fault_s(ran_s: float) -> float:
-    """Return how long the other workers have to fail with the same cause, once one failed so that a restart cannot help.
+    """Return how long the other workers have to fail with the same cause, once a restart cannot help one that failed.
 
     They read the same files as the one that failed: where that took long, as on a slow shared file system, they may be
     behind it by as much.
