@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_com
 from outlast.policy.ladder import failures_in_a_row
 from outlast.runtime.addresses import Endpoint, interface_addresses, parse_endpoints, parse_port_range
 from outlast.runtime.device import why_absent
+from outlast.runtime.files import in_time
 from outlast.wording import count
 
 NO_TERMINATION_SIGNAL = "outlast run ends a hung worker with SIGKILL; leave it out"
@@ -33,6 +35,8 @@ NO_TERMINATION_SIGNAL = "outlast run ends a hung worker with SIGKILL; leave it o
 NODE_PORTS, WORKER_PORTS = 3, 3
 """How many listen on a node: the stores of a cycle and of the next one, the writer; of each worker the monitor, the
 store of a call, and the consensus while it connects."""
+_FOLDER_S = 10.0
+"""How long a folder that the run writes to may take to respond."""
 _BACKENDS = ("static", "c10d", "outlast")
 _NEVER_EMPTY = (
     "config",
@@ -485,10 +489,20 @@ def _source_of_run_dir(command: RunCommand, config: Config) -> str:
 
 
 def _make_folder(path: Path, source: str) -> tuple[Path, ...]:
-    """Make a folder to write to; return it and those above it that were not there, innermost first."""
+    """Make a folder to write to; return it and those above it that were not there, innermost first.
+
+    Blocks: up to 10 s where the file system does not respond.
+    """
     remedy = "name another" if source != "the run directory" else "name another with --run-dir"
-    new = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     named = f"{source}={path}" if source.startswith("-") else f"{source}, {path},"
+    try:
+        return in_time(path, partial(_make_missing, path, named, remedy), _FOLDER_S)
+    except TimeoutError:
+        raise ConfigError(f"{named} does not respond within {_FOLDER_S:g} s; check its mount, or {remedy}") from None
+
+
+def _make_missing(path: Path, named: str, remedy: str) -> tuple[Path, ...]:
+    new = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     try:
         str(path).encode()
     except UnicodeEncodeError:
