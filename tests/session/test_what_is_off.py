@@ -59,3 +59,20 @@ def test_a_session_whose_trainer_saves_continues_there(tmp_path: Path, caplog: p
         outlast.init(saves, saved_by="the trainer")
     with outlast.init(saves) as session, pytest.raises(ConfigError, match="restored_iteration=7 has no effect"):
         session.restore({}, restored_iteration=7)
+
+
+OTHERS = ["step_1200", "iter_0000100", "checkpoint-500", "last.ckpt", "global_step20"]
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "", "step-8.tmp-4-0"])
+def test_checkpoints_of_another_system_are_not_passed_over_in_silence(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training that begins at iteration 0 next to a checkpoint that is not outlast's logs one warning with its name;
+    other files, and a save of outlast's that was cut short, cause none."""
+    (tmp_path / (name or "logs")).mkdir()
+    with outlast.init(outlast.Config(checkpoint=CheckpointConfig(directory=str(tmp_path)))) as session:
+        assert session.restore({}) == 0
+    told = [record.getMessage() for record in caplog.records if "nothing was loaded" in record.getMessage()]
+    assert len(told) == (name in OTHERS)
+    assert name not in OTHERS or name in told[0]

@@ -11,9 +11,12 @@ from the step's reduction.
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outlast import clock
@@ -22,6 +25,7 @@ from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, DeadlineExceeded, Untrusted
 from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
 from outlast.policy.recovery_point import Origin
+from outlast.runtime.files import in_time
 from outlast.runtime.journal import Journal
 from outlast.session.environment import has_near_tier
 from outlast.session.inprocess_scope import InProcessScope
@@ -35,6 +39,11 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+_OTHER_CHECKPOINT = re.compile(
+    r"(?!step-)(global_?)?(step|iter|epoch|checkpoint)[a-z]*[-_=]?\d+.*|latest.*\.txt|.+\.(ckpt|pt|pth|distcp|safetensors)"
+)
+"""Names that other systems give to checkpoints: KempnerForge, Megatron, Hugging Face, Lightning, DeepSpeed, torch."""
 NEAR_TIERS = ("memory", "local", "replica")
 """The tiers of a save that nothing outside the nodes takes part in."""
 MIN_TIMED_STEPS = 3
@@ -258,12 +267,31 @@ class Saves:
         if restored is None:
             restored = self.manager.load_latest(state, missing=missing)
         if restored is None:
+            if self._place.is_first:
+                self._warn_of_others()
             return None
         self.has_loaded = True
         if self.manager.config.directory is None or set(restored.tiers) == {"global"}:
             self._saved_iteration = restored.iteration
         self.schedule.start_from(restored.iteration)
         return restored
+
+    def _warn_of_others(self) -> None:
+        """Warn of checkpoints of another system in the directory: they are not loaded."""
+        directory = self.manager.config.directory
+        if directory is None or "://" in str(directory):
+            return
+        try:
+            names = in_time(directory, partial(os.listdir, directory))
+        except OSError:
+            return  # where it matters, the load has reported it
+        found = sorted(name for name in names if _OTHER_CHECKPOINT.fullmatch(name))
+        if found:
+            log.warning(
+                "nothing was loaded: %s holds %s%s, but no checkpoint of outlast; a checkpoint of another system is "
+                "not loaded: have the script load it, or name another directory",
+                *(directory, ", ".join(found[:3]), ", ..." if len(found) > 3 else ""),
+            )
 
     def resume(self, state: Mapping[str, Any], iteration: int, origin: Origin | None) -> None:
         """Resume from a state that all ranks have in memory already.
