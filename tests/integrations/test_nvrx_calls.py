@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -207,7 +208,8 @@ def test_a_call_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_thresholds_have_the_extensions_meaning() -> None:
-    """A score below the threshold makes a straggler, one at it does not; ranks without a score are none."""
+    """A score below the threshold makes a straggler, one at it does not, and neither does one that the noise of the ranks
+    explains; ranks without a score are none."""
     report = PerformanceReport(
         gpu_relative_perf_scores={0: 1.0, 1: 0.75, 2: 0.74, 3: float("nan")},
         section_relative_perf_scores={"a": {0: 0.5}, "b": {0: 1.0}},
@@ -226,6 +228,11 @@ def test_thresholds_have_the_extensions_meaning() -> None:
         "straggler_sections_relative": {"a": {StragglerId(0, "n0")}},
         "straggler_sections_individual": {},
     }
+    noise = frozenset({("relative", "kernels", 2), ("relative", "section a", 0)})
+    found = dataclasses.replace(report, within_noise=noise).identify_stragglers()  # type: ignore[arg-type]
+    assert found["straggler_gpus_relative"] == set()
+    assert found["straggler_sections_relative"] == {}
+    assert found["straggler_gpus_individual"] == {StragglerId(1, "n1")}
 
 
 def test_the_detector_refuses_what_it_cannot_do() -> None:
