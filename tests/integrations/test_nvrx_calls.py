@@ -208,8 +208,8 @@ def test_a_call_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_thresholds_have_the_extensions_meaning() -> None:
-    """A score below the threshold makes a straggler, one at it does not, and neither does one that the noise of the ranks
-    explains; ranks without a score are none."""
+    """A score below the threshold makes a straggler; one at it, and one that the noise of the ranks explains, do not;
+    ranks without a score are none."""
     report = PerformanceReport(
         gpu_relative_perf_scores={0: 1.0, 1: 0.75, 2: 0.74, 3: float("nan")},
         section_relative_perf_scores={"a": {0: 0.5}, "b": {0: 1.0}},
