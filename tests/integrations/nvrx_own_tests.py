@@ -79,6 +79,7 @@ def run_file(file: Path, checkout: Path, in_each_process: str, path: str, argume
         Path(folder, "sitecustomize.py").write_text(in_each_process)
         report = Path(folder, "report.xml")
         options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull]
+        options.append(f"--timeout={arguments.timeout / 5:g}")
         # The tests of checkpoints read the first ones when they are imported.
         world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} if "checkpointing" in file.parts else {}
         with subprocess.Popen(
@@ -187,7 +188,7 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="pattern of the files below tests that are run")
     parser.add_argument("--over", choices=IN_EACH_PROCESS, action="append", help="run them over this alone")
     parser.add_argument("--results", type=Path, help="JSON file that keeps outcomes, for the table of the next call")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one file")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one file; a fifth for one test")
     arguments = parser.parse_args()
     if arguments.bridge is not None:
         arguments.bridge = arguments.bridge.resolve()

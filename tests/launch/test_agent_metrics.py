@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -49,9 +50,12 @@ for iteration in run.steps(state, total=8):
             time.sleep(0.02)
 """
 PLAIN = """
-import pathlib, sys, time
+import os, pathlib, sys, time
+go_on, cycle = pathlib.Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+started = [go_on.with_name(f"started-{cycle}-{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))]
+started[int(os.environ["RANK"])].touch()
 print("waits", flush=True)
-while not pathlib.Path(sys.argv[1]).exists():
+while not (go_on.exists() and all(path.exists() for path in started)):
     time.sleep(0.02)
 sys.exit(3)
 """
@@ -200,9 +204,10 @@ def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None
         host = next(agent for agent in cluster.agents if "hosts the coordinator" in agent.output())
         host.kill()
         del urls[host.name]
+        num_restarts = 2 if host.name in places.values() else 1  # the node that hosts the coordinator may be the spare
         seen: dict[str, list[dict[str, float]]] = {name: [] for name in urls}
         deadline_s = clock.now_s() + LONG_S
-        while any(not all_seen or sum(all_seen[-1].values()) < 2 for all_seen in seen.values()):
+        while any(not all_seen or sum(all_seen[-1].values()) < num_restarts for all_seen in seen.values()):
             assert clock.now_s() < deadline_s, seen
             for name, url in urls.items():
                 shown = scrape(url)["outlast_restarts_total"]
@@ -211,8 +216,8 @@ def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None
             for before, after in pairwise(all_seen):
                 assert all(after[rung] >= value for rung, value in before.items()), all_seen
             assert all_seen[-1]["restart_workers"] >= 1
-        scrapes = [scrape_until(url, "agent_state", 0, state="running") for url in urls.values()]
-        assert sum(one(figures, "agent_is_coordinator") or 0 for figures in scrapes) == 1
+        while sum(one(scrape(url), "agent_is_coordinator") or 0 for url in urls.values()) != 1:
+            assert clock.now_s() < deadline_s, seen
         go_on.touch()
         ends: dict[str, Figures] = {}
         deadline_s = clock.now_s() + LONG_S
@@ -225,8 +230,9 @@ def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None
                     del urls[name]
         assert [one(figures, "job_exit_code", reason="failed") for figures in ends.values()] == [1, 1]
         causes = [own for figures in ends.values() for own, _ in figures.get("outlast_last_incident_info", [])]
-        exits = [value for figures in ends.values() for _, value in figures["outlast_rank_exit_code"]]
-        assert exits == [3, 3]
+        exits = [value for figures in ends.values() for _, value in figures.get("outlast_rank_exit_code", [])]
+        assert 3 in exits
+        assert set(exits) <= {3, -signal.SIGTERM, -signal.SIGKILL}  # a node may end its rank before that exits
         codes = dict(zip((agent.name for agent in cluster.agents), cluster.wait(LONG_S), strict=True))
         assert codes.pop(host.name) == -9
         assert set(codes.values()) == {1}

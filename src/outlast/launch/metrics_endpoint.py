@@ -159,7 +159,7 @@ METRICS = {
         AgentMetric(name="last_incident_timestamp_seconds", help="When it decided, in seconds since the epoch."),
         AgentMetric(
             name="job_exit_code",
-            help="Exit code of the job, once its end is decided; see --metrics-linger.",
+            help="Exit code of the job, once it has ended on this node; see --metrics-linger.",
             labels=("reason",),
         ),
         AgentMetric(name="steps_rerun_total", help="Steps that ranks of this node ran again in place."),
@@ -216,7 +216,7 @@ class AgentOutlook:
     timeouts: Mapping[str, float | None] = field(default_factory=dict)
     """In force, in seconds, by the setting."""
     exit_code: int | None = None
-    """Of the job, once its end is decided."""
+    """Of the job, once it has ended on this node."""
 
 
 class MetricsEndpoint:

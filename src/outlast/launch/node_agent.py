@@ -198,7 +198,7 @@ class NodeAgent(SimpleElasticAgent):
                 "shutdown_grace": config.shutdown_grace,
                 "join_timeout": options.join_timeout_s,
             },
-            exit_code=self.stop.exit_code if self._is_done or self._state == AgentState.STOPPING else None,
+            exit_code=self.stop.exit_code if self._is_done else None,  # those of its workers are known then
         )
 
     @property
