@@ -39,7 +39,7 @@ class FaultToleranceConfig(Partial):
     """
 
     enable_ft_package: bool = False
-    """Watch heartbeats and sections of the workers; off: only their deaths are noticed. Where it is not given,
+    """Watch heartbeats and sections of the workers; off: only their deaths are detected. Where it is not given,
     ``outlast run`` watches, and a session under another launcher does if a timeout is given. On under another launcher,
     and no timeout given: a session's first heartbeat is due after 1800 s, each further one after 300 s."""
 

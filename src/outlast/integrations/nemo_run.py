@@ -129,7 +129,7 @@ class FaultTolerancePlugin(nemo_run.Plugin):
     """
 
     enable_ft_package: bool = True
-    """Watch heartbeats and sections of the ranks; off: only their deaths are noticed."""
+    """Watch heartbeats and sections of the ranks; off: only their deaths are detected."""
     calc_ft_timeouts: bool = True
     """Learn timeouts from observed durations, and keep them for the next cycle and job."""
     num_in_job_restarts: int = 3
