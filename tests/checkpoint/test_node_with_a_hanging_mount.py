@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hanging_mount import HangingMount
 
+from hanging_mount import HangingMount
 from outlast.testing import Cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

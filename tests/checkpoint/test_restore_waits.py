@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hanging_mount import HangingMount
 from saving_ranks import BODY
 
+from hanging_mount import HangingMount
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.policy.recovery_point import NONE_DURABLE
 from outlast.testing import RankProcesses
