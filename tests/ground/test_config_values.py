@@ -128,6 +128,11 @@ BAD = [
     (InProcessRestartConfig, {"max_iterations": -1}, "max_iterations=-1"),
     (InProcessRestartConfig, {"max_rank_faults": -1}, "max_rank_faults=-1"),
     (InProcessRestartConfig, {"monitor_process_logdir": ""}, "monitor_process_logdir must not be empty"),
+    (
+        InProcessRestartConfig,
+        {"monitor_process_pidfile": "a.pid"},
+        "monitor_process_pidfile='a.pid' must be",
+    ),
     (Config, {"seed": -1}, "seed=-1"),
 ]
 

@@ -37,20 +37,16 @@ BRIDGE = ("test_fault_tolerance.py", "test_nvrx_straggler.py", "test_inprocess_r
 PAGE = Path(__file__).parents[2] / "docs" / "nvrx.md"
 BEGIN, END = "<!-- begin: tests of NVRx -->\n", "<!-- end: tests of NVRx -->"
 
-_NO_REPORTING = "not offered: `attribution.straggler.reporting`; scores come from `Detector.generate_report()`"
 REASONS: dict[str, str] = {
     "inprocess/test_monitor_thread.py::*": "not offered: `monitor_thread.MonitorThread`, a thread of the wrapper's own",
     "inprocess/test_rank_assignment.py::TestFillGaps.test": "ranks are 0 to 4 here, as documented; there 0, 2, 3, 4, 5",
     "inprocess/test_timeout.py::TestHard.test_sleep": "`time.sleep()` is interrupted here; there the rank is ended",
     "inprocess/test_wrap.py::*faulty_store_factory*": "no store is made",
-    "inprocess/test_wrap.py::*faulty*rank_assignment*": "a rank assignment class of the script's own is refused",
     "inprocess/test_wrap.py::*test_logging*": "asserts lines of the extension's log",
     "inprocess/test_wrap.py::*test_monitor_process": "asserts lines of the extension's log",
-    "inprocess/test_wrap.py::*pidfile*": "`monitor_process_pidfile` is refused by name",
     "inprocess/test_wrap.py::*RestartHealthCheck*": "uses `Wrapper.restart_health_check`, or replaces inner classes",
-    "straggler/unit/test_*_gpu_scores.py::*": _NO_REPORTING,
     "straggler/unit/test_data_shared.py::*": "counts the extension's own calls of `all_gather_object`",
-    "straggler/unit/test_name_mapper.py::*": _NO_REPORTING,
+    "straggler/unit/test_name_mapper.py::*": "not offered: `name_mapper.NameMapper`, which sends names as numbers",
 }
 """Why tests pass over the extension alone, by patterns of ``file::test``, where their errors do not show it."""
 

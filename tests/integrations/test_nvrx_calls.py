@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import multiprocessing
 import os
 import queue
@@ -29,7 +30,14 @@ from outlast.integrations.nvrx.fault_injection import (
     inject_fault,
     register_fault,
 )
-from outlast.integrations.nvrx.straggler import CallableId, Detector, PerformanceReport, StragglerId
+from outlast.integrations.nvrx.straggler import (
+    CallableId,
+    Detector,
+    PerformanceReport,
+    ReportGenerator,
+    Statistic,
+    StragglerId,
+)
 from outlast.testing import RankProcesses
 
 SCRIPT = Path(__file__).with_name("nvrx_two_ranks.py")
@@ -284,6 +292,38 @@ except InjectedException:
     maybe_raise_workload_exception()
     print("raised", flush=True)
 """
+
+
+def summary(*times_ms: float) -> dict[Statistic, float]:
+    """Return what a script knows of some times."""
+    mean = sum(times_ms) / len(times_ms)
+    return {Statistic.MED: sorted(times_ms)[len(times_ms) // 2], Statistic.AVG: mean, Statistic.NUM: len(times_ms)}
+
+
+def test_reports_are_made_from_summaries_of_the_script() -> None:
+    """Scores are against the own best medians, weighted by the time spent; what is new begins with 1."""
+    generator = ReportGenerator(["individual_perf_scores"], gather_on_rank0=False, node_name="mine")
+
+    def score(kernels: dict[str, dict[Statistic, float]]) -> float:
+        report = generator.generate_report({"forward": summary(5.0)}, kernels)
+        assert report is not None
+        assert (report.gpu_relative_perf_scores, dict(report.rank_to_node)) == ({}, {0: "mine"})
+        assert report.section_individual_perf_scores == {"forward": {0: 1.0}}
+        assert "ncclDevKernel_AllReduce" not in report.local_kernel_summaries
+        return report.gpu_individual_perf_scores[0]
+
+    first = {"gemm": summary(1.0, 1.0, 2.0), "ncclDevKernel_AllReduce": summary(9.0)}
+    assert score(first) == 1.0
+    assert score({**first, "gemm": summary(4.0, 4.0, 8.0), "ncclDevKernel_AllReduce": summary(90.0)}) == 0.25
+    assert score({"new": summary(3.0)}) == 1.0
+    assert score({"gemm": summary(0.5)}) == 1.0
+    assert score(first) == 0.5
+    assert math.isnan(score({}))
+    with pytest.raises(ConfigError, match="the summary of 'gemm' has no AVG, NUM"):
+        generator.generate_report({}, {"gemm": {Statistic.MED: 1.0}})
+    for wrong in ({"pg": object()}, {"scores_to_compute": []}):
+        with pytest.raises(ConfigError):
+            ReportGenerator(**{"scores_to_compute": "all", **wrong})
 
 
 @pytest.mark.process

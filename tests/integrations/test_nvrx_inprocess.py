@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -173,7 +174,7 @@ def test_a_tree_without_enough_ranks_ends_restarting() -> None:
     ("arguments", "text"),
     [
         ({"rank_filter": 1}, "rank_filter is not supported"),
-        ({"monitor_process_pidfile": "x"}, "monitor_process_pidfile is not supported"),
+        ({"monitor_process_pidfile": "x"}, "monitor_process_pidfile='x' must be an absolute path"),
         ({"store_factory": dict}, "store_factory=dict is not supported"),
         ({"store_kwargs": {"prot": 1}}, "store_kwargs has prot"),
         ({"soft_timeout": timedelta(seconds=90)}, "soft_timeout=90.0 must be smaller than hard_timeout=90.0"),
@@ -186,13 +187,74 @@ def test_what_cannot_be_done_is_refused_by_name(arguments: dict[str, Any], text:
         inprocess.WrapperOfNVRx(**arguments)
 
 
-def test_a_rank_assignment_of_the_scripts_own_is_refused() -> None:
-    """A class for NVRx's context is refused where it is defined: that context does not exist."""
-    with pytest.raises(ConfigError, match="Mine is a rank assignment of your own"):
+class MovesUp(ranks.AssignmentRule):
+    """A script's own rule, for one rank, as NVRx's guide has them."""
 
-        class Mine(ranks.AssignmentRule):
-            def assign(self, assignment: Assignment) -> Assignment:
-                return assignment
+    def __init__(self) -> None:
+        self.seen: list[tuple[int | None, int, set[int]]] = []
+
+    def __call__(self, ctx: Any) -> Any:
+        """Close the gaps before this rank."""
+        state, gone = ctx.state, ctx.terminated_ranks
+        self.seen.append((state.rank, state.world_size, gone))
+        if len(self.seen) > 1:
+            raise ranks.RankDiscarded(f"rank {state.rank} is called twice")
+        place = state.rank - sum(one < state.rank for one in gone)
+        ctx.state = dataclasses.replace(state, rank=place, world_size=state.world_size - len(gone))
+        ctx.terminated_ranks = set()
+        return ctx
+
+
+class AtMostTwo(ranks.FilterRule):
+    """A script's own filter."""
+
+    def __call__(self, ctx: Any) -> Any:
+        """Make two ranks active."""
+        state = ctx.state
+        is_active = state.rank < 2
+        mode, rank = (ranks.Mode.ACTIVE, state.rank) if is_active else (ranks.Mode.INACTIVE, None)
+        ctx.state = dataclasses.replace(state, mode=mode, active_rank=rank, active_world_size=2)
+        return ctx
+
+
+class UsesTheStore(ranks.ShiftRanksUp):
+    """A script's own rule that the ranks agree on through a store."""
+
+    def __call__(self, ctx: Any) -> Any:
+        """Ask the store."""
+        ctx.store.get_states(range(4))
+        return super().__call__(ctx)
+
+
+def members(*places: tuple[int | None, bool]) -> list[Member]:
+    """Return members with these ranks until now, dead or alive."""
+    return [Member(initial_rank=one, node="n", rank=rank, alive=alive) for one, (rank, alive) in enumerate(places)]
+
+
+def test_a_rank_assignment_of_the_scripts_own_decides_for_each_rank() -> None:
+    """It is called once for each living rank with that rank's context, on a copy of its own; alone and composed."""
+    begun = members((None, True), (None, True), (None, True), (None, True))
+    struck = members((0, True), (1, False), (2, True), (None, True))
+    for given, iteration, ended in ((begun, 0, {0: 0, 1: 1, 2: 2, 3: 3}), (struck, 1, {0: 0, 2: 1, 3: None})):
+        assert assign(MovesUp(), given, iteration=iteration, active_world_size=None) == ended
+    filtered = inprocess.ComposeFromRight(AtMostTwo(), ranks.ActivateAllRanks(), ranks.ShiftRanksUp())
+    assert isinstance(filtered, ranks.AssignmentRule)
+    assert assign(filtered, begun, iteration=0, active_world_size=None) == {0: 0, 1: 1, 2: None, 3: None}
+    struck = members((0, False), (1, True), (None, True), (None, True))
+    assert assign(filtered, struck, iteration=1, active_world_size=None) == {1: 0, 2: 1, 3: None}
+    with pytest.raises(ConfigError, match=r"of your own uses ctx\.store\.get_states, and no rank has NVRx's store"):
+        assign(UsesTheStore(), begun, iteration=0, active_world_size=None)
+
+
+def test_a_rule_of_the_scripts_own_that_returns_no_context_is_refused() -> None:
+    """What a rule forgets to return is named."""
+
+    class Forgets(ranks.AssignmentRule):
+        def __call__(self, ctx: Any) -> Any:
+            pass
+
+    with pytest.raises(ConfigError, match="Forgets returned NoneType; it must return a RankAssignmentCtx"):
+        assign(Forgets(), members((None, True)), iteration=0, active_world_size=None)
 
 
 def test_disabled_the_function_is_called_as_it_is() -> None:

@@ -61,6 +61,16 @@ def keeps_long_work(call):
     with call.disable_hang_protection():
         return "done"
 
+class Fails(inprocess.rank_assignment.RankAssignment):
+    def __init__(self, at):
+        self.num_calls, self.at = 0, at
+
+    def __call__(self, ctx):
+        self.num_calls += 1
+        if self.num_calls > self.at:
+            raise ZeroDivisionError("by the rule")
+        return ctx
+
 def run(function, **options):
     calls = []
 
@@ -77,6 +87,12 @@ def run(function, **options):
 found = {name: run(value) for name, value in list(globals().items()) if getattr(value, "__code__", None)
          and value.__code__.co_varnames[:1] == ("call",)}
 found["a plug-in asks"] = run(keeps_long_work, initialize=Asks())
+for calls in (0, 2):
+    found[f"a rule fails after {calls}"] = run(never_gets_further, rank_assignment=Fails(calls))
+pidfile = f"{sys.argv[1]}-{{rank}}.pid"
+found["a pid file"] = run(keeps_long_work, monitor_process_pidfile=pidfile)
+with open(pidfile.format(rank=0)) as file:
+    found["pid"] = [int(file.read()), os.getpid()]
 limit = inprocess.initialize.RetryController(max_iterations=12)
 found["a limit"] = run(never_gets_further, initialize=inprocess.Compose(limit, inprocess.initialize.RetryController()))
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.store", rank=0, world_size=1)
@@ -177,6 +193,26 @@ def test_restarts_without_progress_end(found: dict[str, Any]) -> None:
     kind, text = raised(found["a limit"])
     assert "iteration=12" in text, text
     assert found["a limit"]["calls"] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_an_error_of_the_scripts_own_rule_reaches_the_caller(found: dict[str, Any]) -> None:
+    """A rank assignment that raises, at once or at a restart, ends restarting with its own error."""
+    for num_calls in (0, 2):
+        case = found[f"a rule fails after {num_calls}"]
+        assert raised(case) == ("ZeroDivisionError", "by the rule")
+        assert case["calls"] == num_calls
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_monitor_process_writes_its_pid_to_a_file(found: dict[str, Any]) -> None:
+    """``monitor_process_pidfile`` has the rank in its name, and the process id of another process than the rank's."""
+    assert found["a pid file"] == {"ended": "done", "calls": 1}
+    pid, own = found["pid"]
+    assert pid > 0
+    assert pid != own
 
 
 @pytest.mark.slow

@@ -133,6 +133,22 @@ def test_waiting_for_a_slow_rank_costs_no_score() -> None:
     assert findings.relative[1] < 0.5
 
 
+def test_a_rank_that_is_ten_times_as_slow_is_not_hidden_by_its_own_variation() -> None:
+    """Its four times differ by some 30 %, as those of the others do: also in a window of four steps it is slow."""
+    shares = (0.7, 1.0, 1.0, 1.35)
+
+    def timed(rank: int, middle_s: float) -> RankTimings:
+        sections = (summarise("forward", [share * middle_s for share in shares]),)
+        return RankTimings(rank=rank, node=f"node-{rank}", num_steps=4, step_s=4 * middle_s, sections=sections)
+
+    def judged(*milliseconds: float) -> Findings:
+        made = [timed(rank, value / 1e3) for rank, value in enumerate(milliseconds)]
+        return judge(Streaks(), made, StragglerDetectionConfig(confirmations=1))[1]
+
+    assert judged(1.0, 1.1, 10.0, 1.2).named_ranks == (2,)
+    assert judged(1.0, 1.1, 1.5, 1.2).named_ranks == ()
+
+
 def test_two_slow_ranks_of_four_are_both_named() -> None:
     """The lower median is the reference, so that half of the ranks may be slow; ranks that are slow alike say so."""
     made = MadeRanks(seed=7)

@@ -123,6 +123,7 @@ IN_PROCESS: dict[str, Proof] = {
     "empty_cuda_cache": empties_the_cache,
     "max_rank_faults": counts_faults,
     "monitor_process_logdir": differs(task, I, monitor_process_logdir="logs"),
+    "monitor_process_pidfile": differs(task, I, monitor_process_pidfile="/run/monitor-{rank}.pid"),
     "monitor_thread_interval": differs(task, I, monitor_thread_interval=0.5),
     "monitor_process_interval": differs(task, I, monitor_process_interval=0.5),
     "progress_watchdog_interval": looks_as_often_as_told,

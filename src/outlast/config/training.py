@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from outlast.config.base import (
@@ -85,6 +86,10 @@ class InProcessRestartConfig(Partial):
     monitor_process_logdir: str | None = None
     """Folder for the logs of the monitor processes, a file each; none = they write to their rank's standard error."""
 
+    monitor_process_pidfile: str | None = None
+    """Absolute path of a file to which each rank's monitor process writes its process id, and which stays; ``{rank}``
+    in it is the rank that the process was started as. none = no file."""
+
     monitor_thread_interval: float = 1.0
     """Longest time in seconds between two looks of a rank's monitor thread."""
 
@@ -112,6 +117,9 @@ class InProcessRestartConfig(Partial):
         require_at_least(self, 0, "max_no_progress_restarts", what="; it cannot be switched off: write a large number")
         require_at_least(self, 0, "max_iterations", "max_rank_faults", what="; write none for no limit")
         require(self.monitor_process_logdir != "", "monitor_process_logdir must not be empty; write none for no files")
+        path = self.monitor_process_pidfile
+        text = f"monitor_process_pidfile={path!r} must be an absolute path; {{rank}} in it is the rank"
+        require(path is None or os.path.isabs(path), text)
         for small, large, why in _SMALLER:
             low, high = getattr(self, small), getattr(self, large)
             require(low < high, f"{small}={low} must be smaller than {large}={high}: {why}")

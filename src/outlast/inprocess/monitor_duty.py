@@ -21,6 +21,7 @@ import selectors
 import signal
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -35,6 +36,7 @@ from outlast.inprocess.relay_client import RelayClient
 from outlast.monitor import stacks
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_protocol import WAITS
+from outlast.runtime import files
 from outlast.runtime.processes import ChildProcess, send_signal
 
 log = logging.getLogger(__name__)
@@ -324,4 +326,17 @@ def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> No
         logs.configure(where, node=given.node, rank=given.initial_rank, path=given.log_path, least=logging.INFO)
     elif not log.isEnabledFor(logging.DEBUG):
         logging.getLogger("outlast.inprocess").setLevel(logging.WARNING)
+    if given.pid_path:
+        _write_pid(Path(given.pid_path))
     _MonitorDuty(given, rank, Page(fds[0]), pidfd).run()
+
+
+def _write_pid(path: Path) -> None:
+    """Write this process's id to a file, without which restarting goes on.
+
+    Blocks: up to ``files.DISK_S`` where the disk does not respond.
+    """
+    try:
+        files.in_time(path, lambda: files.write_atomically(path, f"{os.getpid()}\n".encode()))
+    except OSError as error:
+        log.warning("the monitor process's id is not in %s (monitor_process_pidfile): %s", path, error)

@@ -85,6 +85,8 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """What this rank reports of its place beyond its node, for those who assign ranks."""
     log_path: str = ""
     """File to which the monitor process writes its log; empty: the rank's standard error."""
+    pid_path: str = ""
+    """File to which it writes its process id; empty: none."""
 
     @classmethod
     def of(
@@ -134,6 +136,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             bootstrap_key=bootstrap_key,
             labels=dict(labels),
             log_path="" if folder is None else os.path.join(folder, f"inprocess-{place.global_rank}.log"),
+            pid_path=(config.monitor_process_pidfile or "").replace("{rank}", str(place.global_rank)),
         )
 
 

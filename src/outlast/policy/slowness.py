@@ -11,9 +11,11 @@ outside all sections (:data:`OUTSIDE`) is weighted by its median.
 
 A rank is *slow* in a section when three things hold: the score is below a limit; it is outside noise, by the
 robust z of its time among the others' (median absolute deviation of the others, with the standard errors of the medians
-and a floor of 1 % of the reference added in squares); and it matters, which is 1 % of a step. For the individual score
-the time to beat is the own best times the lower median of what all ranks have slowed down by: when all become slower,
-no rank is slow.
+and a floor of 1 % of the reference added in squares); and it matters, which is 1 % of a step. A time varies in
+proportion to itself, so a slow rank's own error is reduced to the geometric mean of its time and the reference (on a
+logarithmic scale it would be the same): a rank that takes ten times as long is not hidden by its own noise. For the
+individual score the time to beat is the own best times the lower median of what all ranks have slowed down by: when
+all become slower, no rank is slow.
 """
 
 from __future__ import annotations
@@ -231,8 +233,10 @@ class _Others:
 
     def z(self, one: _MeasuredValue, reference: float) -> float:
         """Return how many robust standard deviations a value lies above these, or above a higher reference."""
-        noise = math.hypot(self.spread, one.error, self.error, NOISE_FLOOR * reference)
-        return (one.value - max(self.middle, reference)) / noise
+        reference = max(self.middle, reference)
+        own_error = one.error * math.sqrt(min(1.0, reference / one.value))
+        noise = math.hypot(self.spread, own_error, self.error, NOISE_FLOOR * reference)
+        return (one.value - reference) / noise
 
 
 def _others_of_each(values: Sequence[_MeasuredValue]) -> list[_Others | None]:

@@ -54,9 +54,11 @@ _LIGHTNING = "outlast.integrations.lightning"
 _STRAGGLER = {
     f"{__name__}.straggler": ("CallableId", "Detector", "Report=PerformanceReport", "Statistic", "StragglerId"),
 }
+_REPORTING = {f"{__name__}.straggler": ("Report=PerformanceReport", "ReportGenerator", "StragglerId")}
 
 MODULES: dict[str, Mapping[str, Sequence[str]]] = {
     "attribution.straggler": _STRAGGLER,
+    "attribution.straggler.reporting": _REPORTING,
     "checkpointing.async_ckpt.core": {
         f"{__name__}.async_calls": ("AsyncCallsQueue", "AsyncRequest", "abort_nvrx_checkpoint"),
     },
@@ -135,6 +137,7 @@ MODULES: dict[str, Mapping[str, Sequence[str]]] = {
         ),
     },
     "straggler": _STRAGGLER,
+    "straggler.reporting": _REPORTING,
 }
 """By the module's name below ``nvidia_resiliency_ext``: the names that it offers, by the module that has them here.
 

@@ -691,7 +691,8 @@ class WrapperOfNVRx:
         last_call_wait: See above.
         termination_grace_time: See above.
         monitor_process_logfile: The monitor processes write to files of their own names in its folder.
-        monitor_process_pidfile: Refused: ``outlast status`` shows the processes.
+        monitor_process_pidfile: Absolute path of a file to which the monitor process writes its process id; ``{rank}``
+            in it is the rank that this process was started as. The file stays, as in NVRx.
         enabled: Off: the function is called as it is.
         completion: Called once, when all active ranks have returned.
         terminate: Called once, when this rank is permanently removed or restarting has ended.
@@ -723,14 +724,12 @@ class WrapperOfNVRx:
         last_call_wait: timedelta | float = _S,
         termination_grace_time: timedelta | float = 5 * _S,
         monitor_process_logfile: str | None = None,
-        monitor_process_pidfile: None = None,
+        monitor_process_pidfile: str | None = None,
         enabled: bool = True,
         completion: Callable[[Any], Any] | None = None,
         terminate: Callable[[Any], Any] | None = None,
     ) -> None:
         require(rank_filter is None, "rank_filter is not supported; pass the filter as rank_assignment, composed")
-        text = "monitor_process_pidfile is not supported; outlast status shows the processes of a run"
-        require(monitor_process_pidfile is None, text)
         if store_factory is not None or store_kwargs is not None:
             name = getattr(store_factory, "__name__", "TCPStore")
             require(name == "TCPStore", f"store_factory={name} is not supported: no store is needed; leave it out")
@@ -759,10 +758,12 @@ class WrapperOfNVRx:
             last_call_wait=_seconds(last_call_wait),
             termination_grace_time=_seconds(termination_grace_time),
             monitor_process_logdir=folder,
+            monitor_process_pidfile=monitor_process_pidfile,
             empty_cuda_cache=False,
         )
         self._raised: Exception | None = None
-        self._refusal: Exception | None = None
+        self._ends_with: Exception | None = None
+        """What the caller gets in place of ``RestartAbort``."""
         self._abort_due = [True]
         """Has an element until ``abort`` is called for the call that is left."""
         given = {"initialize": initialize, "abort": abort, "finalize": finalize, "health_check": health_check}
@@ -780,7 +781,7 @@ class WrapperOfNVRx:
             abort=self._with_state(abort),
             finalize=self._with_state(finalize),
             health_check=self._with_state(health_check),
-            rank_assignment=rank_assignment or ComposeFromRight(ActivateAllRanks(), ShiftRanksUp()),
+            rank_assignment=self._deciding(rank_assignment or ComposeFromRight(ActivateAllRanks(), ShiftRanksUp())),
             completion=self._with_state(completion),
             terminate=self._with_state(terminate),
         )
@@ -808,14 +809,14 @@ class WrapperOfNVRx:
 
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            self._refusal = None
+            self._ends_with = None
             _require_no_groups(fn)
             try:
                 value: R | None = protected(args, kwargs)  # type: ignore[call-arg]
                 return value
             except RestartAbort:
-                if self._refusal is not None:
-                    raise self._refusal from None
+                if self._ends_with is not None:
+                    raise self._ends_with from None
                 raise
             except RankLeft as left:
                 raise RankDiscarded(str(left), rank=left.rank, node=left.node) from left
@@ -824,7 +825,7 @@ class WrapperOfNVRx:
                     raise
                 raise InternalError(str(error), rank=error.rank, node=error.node) from error
             finally:
-                self._raised = self._refusal = None
+                self._raised = self._ends_with = None
 
         return wrapped
 
@@ -839,7 +840,7 @@ class WrapperOfNVRx:
         error.add_note(
             "nvidia_resiliency_ext is outlast's here: it offers no such name, or call; docs/nvrx.md has them"
         )
-        self._refusal = error
+        self._ends_with = error
         raise RestartAbort(f"{type(error).__name__}: {error}") from error
 
     def _once_a_call(self, abort: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -884,6 +885,21 @@ class WrapperOfNVRx:
                 raise
 
         return call
+
+    def _deciding(self, rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return the rule, whose error the caller gets on the rank that decides; the others get ``RestartAbort``."""
+
+        def assign(given: Any) -> Any:
+            try:
+                return rule(given)
+            except RestartAbort:
+                raise
+            except Exception as error:
+                self._ends_with = error
+                raise
+
+        vars(assign)["labels"] = lambda: engine.labels_of(rule)
+        return assign
 
     def _with_state(self, plugin: Callable[[Any], Any] | None) -> Callable[[engine.State], Any] | None:
         """Return the plug-in as the engine calls it."""

@@ -7,8 +7,10 @@ test its rules. :class:`LayeredTree` follows the documented steps of NVRx's ``Tr
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
+import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -107,16 +109,28 @@ class RankAssignmentCtx:
 class AssignmentRule(ABC):
     """A rule that assigns ranks.
 
+    A class of the script's own implements ``__call__`` for one rank's :class:`RankAssignmentCtx`, as in NVRx. One rank
+    decides for all: it calls a copy of the instance for each rank, with that rank's context. A copy lasts as long as
+    the deciding rank, so that what an instance remembers is lost with it.
+
     Raises:
-        ConfigError: By a class of the script's own: the engine assigns all ranks at once, without NVRx's store.
+        ConfigError: By a class of the script's own which uses the context's store: no rank has NVRx's store.
     """
 
     def __init_subclass__(cls) -> None:
-        if not cls.__module__.startswith(__name__.rpartition(".")[0]):
-            raise ConfigError(
-                f"{cls.__qualname__} is a rank assignment of your own, and no rank has NVRx's store, through which it "
-                "agrees with the others; pass a function that takes and returns an outlast.inprocess.Assignment"
-            )
+        if cls.__module__.startswith(__name__.rpartition(".")[0]):
+            return
+        if (own := vars(cls).get("__call__")) is None:
+            return
+
+        @functools.wraps(own)
+        def call(self: AssignmentRule, given: Any) -> Any:
+            return _assign_each(self, own, given) if isinstance(given, Assignment) else own(self, given)
+
+        cls.__call__ = call  # type: ignore[method-assign]
+        for name in {name for base in cls.__mro__[1:] for name in getattr(base, "__abstractmethods__", ())}:
+            if getattr(getattr(cls, name), "__isabstractmethod__", False):
+                setattr(cls, name, _is_per_rank)
 
     @overload
     def __call__(self, given: Assignment) -> Assignment: ...
@@ -154,6 +168,84 @@ class AssignmentRule(ABC):
         ctx.state = dataclasses.replace(state, rank=ended.ranks[rank], world_size=len(kept))
         ctx.terminated_ranks = set()
         return ctx
+
+
+def _is_per_rank(self: AssignmentRule, *_: Any) -> Any:
+    raise NotImplementedError(f"{type(self).__qualname__} decides for the rank of a RankAssignmentCtx only")
+
+
+class _RefusingStore:
+    """The store of the contexts of a script's own rule."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(
+            f"a rank assignment of your own uses ctx.store.{name}, and no rank has NVRx's store; decide by ctx.state "
+            "and ctx.terminated_ranks, or pass a function that takes and returns an outlast.inprocess.Assignment"
+        )
+
+
+def _assign_each(rule: AssignmentRule, own: Callable[[Any, Any], Any], given: Assignment) -> Assignment:
+    """Return the assignment to which a script's own rule leads, called for each rank.
+
+    Ranks are numbered as in NVRx: those that run the function, with gaps where they died, and then the spares. Where a
+    rule only changes a rank's number, it does not change who runs the function.
+
+    Raises:
+        ConfigError: The instance cannot be copied, or returns something else than a context.
+    """
+    numbers, gone = _number(given)
+    copies: dict[int, AssignmentRule] = vars(rule).setdefault("_copies", {})
+    ends: dict[int, WrapperState] = {}
+    for initial, number in numbers.items():
+        if initial not in copies:
+            copies[initial] = _copy_rule(rule)
+        active = given.ranks.get(initial)
+        state = WrapperState(
+            rank=number,
+            world_size=len(numbers) + len(gone),
+            active_rank=active,
+            active_world_size=given.active_world_size,
+            initial_rank=initial,
+            initial_world_size=len(given.members),
+            iteration=given.iteration,
+            mode=Mode.INACTIVE if active is None else Mode.ACTIVE,
+        )
+        try:
+            ended = own(copies[initial], RankAssignmentCtx(dataclasses.replace(state), _RefusingStore(), set(gone)))
+        except RankDiscarded:
+            continue
+        text = f"{type(rule).__qualname__} returned {type(ended).__name__}; it must return a RankAssignmentCtx"
+        require(isinstance(ended, RankAssignmentCtx), text)
+        if ended.state.mode != Mode.TERMINATED:
+            ends[initial] = ended.state
+    is_renumbered = all(one.active_rank == given.ranks.get(initial) for initial, one in ends.items())
+    if is_renumbered:
+        order = sorted((one.rank or 0, initial) for initial, one in ends.items() if one.active_rank is not None)
+        ranks = {initial: rank for rank, (_, initial) in enumerate(order)}
+    else:
+        ranks = {initial: one.active_rank for initial, one in ends.items() if one.active_rank is not None}
+    members = tuple(dataclasses.replace(one, alive=one.initial_rank in ends) for one in given.members)
+    return dataclasses.replace(given, members=members, ranks=ranks)
+
+
+def _copy_rule(rule: AssignmentRule) -> AssignmentRule:
+    copied = object.__new__(type(rule))
+    try:
+        vars(copied).update(copy.deepcopy({name: one for name, one in vars(rule).items() if name != "_copies"}))
+    except Exception as error:
+        text = f"{type(rule).__qualname__} cannot be copied for each rank ({error}); keep in it what can be copied"
+        raise ConfigError(text) from error
+    return copied
+
+
+def _number(given: Assignment) -> tuple[dict[int, int], set[int]]:
+    """Return the number of each living member by initial rank, and the numbers of those that are gone."""
+    size = max((*given.ranks.values(), *given.previous), default=-1) + 1
+    gone = set(range(size)) - set(given.ranks.values())
+    if sorted(given.ranks.values()) == list(range(len(given.ranks))):
+        size, gone = len(given.ranks), set()  # gaps are closed
+    spares = {member.initial_rank: size + number for number, member in enumerate(given.spares)}
+    return {**given.ranks, **spares}, gone
 
 
 def _discarded(rank: int | None, gone: set[int]) -> RankDiscarded:

@@ -17,9 +17,9 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from time import perf_counter_ns
 from typing import Any, ClassVar
@@ -217,16 +217,11 @@ class _Pace:
 class _Detection:
     """What a detector that is initialised has."""
 
-    scores: tuple[str, ...]
-    gather_on_rank0: bool
+    comparison: _Comparison
     profiling_interval: int
-    node: str
     pace: _Pace
-    exchange: WorldExchange = field(default_factory=lambda: WorldExchange("the report on slow ranks"))
     kernels: KernelTimes = field(default_factory=KernelTimes)
     sections: dict[str, _TimedSection] = field(default_factory=dict)
-    best_s: dict[str, float] = field(default_factory=dict)
-    """The own best median so far, by name; sections' begin with :data:`_SECTION`."""
     wrapped: list[tuple[CallableId, bool, Any]] = field(default_factory=list)
     """What was put in the place of a callable, whether the object itself had it, and what was there."""
     depth: int = 0
@@ -277,17 +272,14 @@ class Detector:
         """
         if cls._state is not None:
             raise OutlastError("Detector.initialize() was called before; call Detector.shutdown() first")
-        named = (RELATIVE, INDIVIDUAL) if scores_to_compute == "all" else scores_to_compute
-        scores = (named,) if isinstance(named, str) else tuple(named)
-        if not scores or not set(scores) <= {RELATIVE, INDIVIDUAL}:
-            raise ConfigError(f"scores_to_compute={scores_to_compute!r} must be 'all', or of {RELATIVE}, {INDIVIDUAL}")
+        scores = _read_scores(scores_to_compute)
         if profiling_interval < 1:
             raise ConfigError(f"profiling_interval={profiling_interval} must be at least 1 entry")
         if not report_time_interval > 0 or math.isinf(report_time_interval):
             raise ConfigError(f"report_time_interval={report_time_interval} must be above 0 seconds")
         node = node_name or env.read_worker().node
         pace = _Pace(float(report_time_interval), profiling_interval)
-        cls._state = _Detection(scores, gather_on_rank0, profiling_interval, node, pace)
+        cls._state = _Detection(_Comparison(scores, gather_on_rank0, node), profiling_interval, pace)
         cls.initialized = True
         log.info(
             "scores of the straggler detector: relative = against %s, individual = against its own best so far",
@@ -303,7 +295,7 @@ class Detector:
         if state is None:
             return
         state.kernels.stop()
-        state.exchange.close()
+        state.comparison.exchange.close()
 
     @classmethod
     @contextmanager
@@ -398,36 +390,17 @@ class Detector:
         """
         state = cls._get()
         began_ns = clock.now_ns()
-        rank = state.exchange.rank
         kernel_times = {name: list(times) for name, times in state.kernels.times_s.items()}
-        mine = _take(state, rank)
-        is_alone = not state.gather_on_rank0 and RELATIVE not in state.scores
-        ranks = [mine] if is_alone else state.exchange.gather(mine, RankTimings)
-        relative = measure_relative(ranks) if RELATIVE in state.scores else []
-        individual = measure_individual(ranks) if INDIVIDUAL in state.scores else []
         section_times = {name: [ns / 1e9 for ns in one.times_ns] for name, one in state.sections.items()}
         for section in state.sections.values():
             section.times_ns.clear()
         state.num_profiled = 0
-        if state.gather_on_rank0 and rank != 0:
-            return None
-        shown = {one.rank for one in ranks} if state.gather_on_rank0 else {rank}
-        return PerformanceReport(
-            gpu_relative_perf_scores=_of_kernels(relative, shown),
-            section_relative_perf_scores=_of_sections(relative, shown),
-            gpu_individual_perf_scores=_of_kernels(individual, shown),
-            section_individual_perf_scores=_of_sections(individual, shown),
-            rank_to_node={one.rank: one.node for one in ranks if one.rank in shown},
-            local_section_summaries=_statistics(section_times),
-            local_kernel_summaries=_statistics(kernel_times),
-            generate_report_elapsed_time=(clock.now_ns() - began_ns) / 1e6,
-            gather_on_rank0=state.gather_on_rank0,
-            rank=rank,
-            within_noise=frozenset(
-                (one.basis, one.name, one.rank)
-                for one in (*relative, *individual)
-                if one.rank in shown and len(ranks) > 1 and not one.is_slow(1.0)
-            ),
+        return state.comparison.report(
+            [summarise(_SECTION + name, times) for name, times in section_times.items() if times],
+            state.kernels.take({}),
+            began_ns=began_ns,
+            section_summaries=_statistics(section_times),
+            kernel_summaries=_statistics(kernel_times),
         )
 
     @classmethod
@@ -442,7 +415,7 @@ class Detector:
         Collective: all ranks.
         """
         state = cls._get()
-        state.pace.advance(state.exchange)
+        state.pace.advance(state.comparison.exchange)
         return cls.generate_report() if state.pace.is_elapsed else None
 
     @classmethod
@@ -457,28 +430,166 @@ class Detector:
         return cls._state
 
 
-def _take(state: _Detection, rank: int) -> RankTimings:
-    """Return what this rank timed, and note its own best."""
-    best_s = state.best_s
-    sections = [
-        summarise(_SECTION + name, [ns / 1e9 for ns in one.times_ns])
-        for name, one in state.sections.items()
-        if one.times_ns
-    ]
-    kernels = state.kernels.take({})
+class ReportGenerator:
+    """Makes reports from summaries of sections and kernels that the script has.
 
-    def with_best(timing: Timing) -> Timing:
+    Args:
+        scores_to_compute: ``relative_perf_scores`` and ``individual_perf_scores``, or one of them.
+        gather_on_rank0: Rank 0's report has all ranks, and the others get none; else each rank gets its own.
+        pg: Refused: all ranks are compared.
+        node_name: This node's name in reports.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
+
+    def __init__(
+        self,
+        scores_to_compute: Sequence[str] | str,
+        gather_on_rank0: bool = True,
+        pg: None = None,
+        node_name: str = "<notset>",
+    ) -> None:
+        if pg is not None:
+            raise ConfigError("ReportGenerator(pg=...) is not supported: all ranks are compared; leave it out")
+        self._comparison = _Comparison(_read_scores(scores_to_compute), gather_on_rank0, node_name)
+
+    def generate_report(
+        self,
+        section_summaries: Mapping[str, Mapping[Statistic, float]],
+        kernel_summaries: Mapping[str, Mapping[Statistic, float]],
+    ) -> PerformanceReport | None:
+        """Compare summaries, in milliseconds; those of collectives do not count.
+
+        Args:
+            section_summaries: Of this rank's sections, by name.
+            kernel_summaries: Of its kernels, by name; without any, the score of its GPU is NaN.
+
+        Returns:
+            The report; ``None`` on other ranks than 0 with ``gather_on_rank0``.
+
+        Raises:
+            PeerLost: A peer left, or did not come in time.
+
+        Collective: all ranks.
+        Blocks: until all ranks have come, up to 10 min; with individual scores of each rank alone, never.
+        """
+        began_ns = clock.now_ns()
+        kernels = {name: one for name, one in kernel_summaries.items() if _COLLECTIVE_KERNEL not in name}
+        report = self._comparison.report(
+            [_read_summary(_SECTION + name, one) for name, one in section_summaries.items()],
+            [_read_summary(name, one) for name, one in kernels.items()],
+            began_ns=began_ns,
+            section_summaries=section_summaries,
+            kernel_summaries=kernels,
+        )
+        if report is None:
+            return None
+        unknown = dict.fromkeys(report.rank_to_node, math.nan)
+        scores = self._comparison.scores
+        return replace(
+            report,
+            gpu_relative_perf_scores={**unknown, **report.gpu_relative_perf_scores} if RELATIVE in scores else {},
+            gpu_individual_perf_scores={**unknown, **report.gpu_individual_perf_scores} if INDIVIDUAL in scores else {},
+        )
+
+
+_COLLECTIVE_KERNEL = "ncclDev"
+"""Part of the names of kernels that take as long as their ranks wait."""
+
+
+def _read_scores(scores_to_compute: Sequence[str] | str) -> tuple[str, ...]:
+    named = (RELATIVE, INDIVIDUAL) if scores_to_compute == "all" else scores_to_compute
+    scores = (named,) if isinstance(named, str) else tuple(named)
+    if not scores or not set(scores) <= {RELATIVE, INDIVIDUAL}:
+        raise ConfigError(f"scores_to_compute={scores_to_compute!r} must be 'all', or of {RELATIVE}, {INDIVIDUAL}")
+    return scores
+
+
+def _read_summary(name: str, summary: Mapping[Statistic, float]) -> Timing:
+    """Return a summary as the comparison takes it.
+
+    Raises:
+        ConfigError: It has no median, mean or number.
+    """
+    missing = [one.name for one in (Statistic.MED, Statistic.AVG, Statistic.NUM) if one not in summary]
+    if missing:
+        what = name.removeprefix(_SECTION)
+        raise ConfigError(f"the summary of {what!r} has no {', '.join(missing)}; give MED, AVG and NUM")
+    deviation_s = float(summary.get(Statistic.STD, math.nan)) / 1e3
+    count = int(summary[Statistic.NUM])
+    return Timing(
+        name=name,
+        count=count,
+        median_s=float(summary[Statistic.MED]) / 1e3,
+        spread_s=0.0 if math.isnan(deviation_s) else _MAD_OF_SIGMA * deviation_s,
+        total_s=float(summary[Statistic.AVG]) / 1e3 * count,
+    )
+
+
+_MAD_OF_SIGMA = 0.6745
+"""Median absolute deviation of normal values, as a ratio to their standard deviation."""
+
+
+@dataclass
+class _Comparison:
+    """What scores reports have, and what is kept from one to the next."""
+
+    scores: tuple[str, ...]
+    gather_on_rank0: bool
+    node: str
+    exchange: WorldExchange = field(default_factory=lambda: WorldExchange("the report on slow ranks"))
+    best_s: dict[str, float] = field(default_factory=dict)
+    """The own best median so far, by name; sections' begin with :data:`_SECTION`."""
+
+    def report(
+        self,
+        sections: Iterable[Timing],
+        kernels: Iterable[Timing],
+        *,
+        began_ns: int,
+        section_summaries: Mapping[str, Mapping[Statistic, float]],
+        kernel_summaries: Mapping[str, Mapping[Statistic, float]],
+    ) -> PerformanceReport | None:
+        """Compare what this rank timed with the others and its own best; ``None``: another rank has the report."""
+        rank = self.exchange.rank
+        mine = RankTimings(
+            rank=rank,
+            node=self.node,
+            sections=tuple(self._with_best(one) for one in sections),
+            kernels=tuple(self._with_best(one) for one in kernels),
+        )
+        is_alone = not self.gather_on_rank0 and RELATIVE not in self.scores
+        ranks = [mine] if is_alone else self.exchange.gather(mine, RankTimings)
+        relative = measure_relative(ranks) if RELATIVE in self.scores else []
+        individual = measure_individual(ranks) if INDIVIDUAL in self.scores else []
+        if self.gather_on_rank0 and rank != 0:
+            return None
+        shown = {one.rank for one in ranks} if self.gather_on_rank0 else {rank}
+        return PerformanceReport(
+            gpu_relative_perf_scores=_of_kernels(relative, shown),
+            section_relative_perf_scores=_of_sections(relative, shown),
+            gpu_individual_perf_scores=_of_kernels(individual, shown),
+            section_individual_perf_scores=_of_sections(individual, shown),
+            rank_to_node={one.rank: one.node for one in ranks if one.rank in shown},
+            local_section_summaries=section_summaries,
+            local_kernel_summaries=kernel_summaries,
+            generate_report_elapsed_time=(clock.now_ns() - began_ns) / 1e6,
+            gather_on_rank0=self.gather_on_rank0,
+            rank=rank,
+            within_noise=frozenset(
+                (one.basis, one.name, one.rank)
+                for one in (*relative, *individual)
+                if one.rank in shown and len(ranks) > 1 and not one.is_slow(1.0)
+            ),
+        )
+
+    def _with_best(self, timing: Timing) -> Timing:
         """Return it with the own best of this window and all before; in the first one the score is 1."""
+        best_s = self.best_s
         if timing.is_usable:
             best_s[timing.name] = min(timing.median_s, best_s.get(timing.name, timing.median_s))
         return msgspec.structs.replace(timing, best_s=best_s.get(timing.name, 0.0))
-
-    return RankTimings(
-        rank=rank,
-        node=state.node,
-        sections=tuple(with_best(one) for one in sections),
-        kernels=tuple(with_best(one) for one in kernels),
-    )
 
 
 def _of_kernels(measured: list[Slowness], shown: set[int]) -> dict[int, float]:
