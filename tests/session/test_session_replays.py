@@ -144,7 +144,7 @@ def test_a_broken_device_is_told_by_another_and_loses_its_slot(tmp_path: Path, c
     played = play(tmp_path / "run", num_spares=1, plan=[ON_ONE_DEVICE])
     assert played.result is not None, played.tails
     assert played.result["digest"] == calm
-    assert played.cycles == 3
+    assert played.cycles == 3, played.tails
     broken = played.node_of(0, 1)
     assert [(one.finding, one.iteration, one.rank) for one in played.diagnoses] == [
         ("reproduced", 5, 1),
@@ -187,7 +187,7 @@ def test_without_another_device_the_same_one_tries_twice(tmp_path: Path) -> None
     """The first run and two replays of what was saved, never more; then the ladder's end, with 17."""
     played = play(tmp_path / "run", num_nodes=1, nproc_per_node=2, bad_batch=6)
     assert played.codes == [ExitReason.FAILED_VALIDATION], played.tails
-    assert played.cycles == 3
+    assert played.cycles == 3, played.tails
     assert [begin["iteration"] for begin in played.begins if begin["rank"] == 0] == [0, 5, 5]
     assert [one.tries for one in played.diagnoses] == [0, 1, 2]
     assert {one.batch for one in played.diagnoses} == {played.diagnoses[0].batch}
@@ -254,7 +254,7 @@ def test_a_replay_without_its_save_still_decides(tmp_path: Path, calm: str) -> N
     played = play(tmp_path / "run", num_spares=1, plan=[ON_ONE_DEVICE], checkpoint=settings)
     assert played.result is not None, played.tails
     assert played.result["digest"] == calm
-    assert played.cycles == 3
+    assert played.cycles == 3, played.tails
     assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 1] == [4, 4]
     assert [one.finding for one in played.diagnoses] == ["reproduced", "persistent"]
     broken = played.node_of(0, 1)
