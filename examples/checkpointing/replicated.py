@@ -28,8 +28,10 @@ ITERATIONS, SAVE_INTERVAL, WIDTH = 1000, 20, 256
 
 
 def _is_replicated(event: Event) -> bool:
-    """Return whether the checkpoint of iteration 40 is on a second node."""
-    return event.kind == EventKind.SAVE_COMMITTED and event.iteration == 40 and "replica" in event.data["tiers"]
+    """Return whether a checkpoint of iteration 40 or later is on a second node."""
+    if event.kind != EventKind.SAVE_COMMITTED or event.iteration is None:
+        return False
+    return event.iteration >= 40 and "replica" in event.data["tiers"]
 
 
 def train(local_directory: str) -> None:
