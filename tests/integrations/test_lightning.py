@@ -545,7 +545,8 @@ def test_the_readmes_code_runs(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_what_lightning_decides_by_itself_is_kept(tmp_path: Path) -> None:
     """A training that stopped early is complete when it is started again; fast_dev_run saves nothing; SIGTERM keeps its
-    handler where another signal is the notice; a validation within accumulated gradients is no part of the step."""
+    handler where another signal is the notice; a validation within accumulated gradients is not part of the step; a
+    ``fit()`` after one whose error the script caught has its directory."""
     result = subprocess.run(
         [sys.executable, "-c", PRELUDE + BY_ITSELF],
         cwd=tmp_path,
@@ -556,6 +557,7 @@ def test_what_lightning_decides_by_itself_is_kept(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "stopped early at 6, 6" in result.stdout
+    assert "caught, then 9" in result.stdout
     assert not (tmp_path / "tried").exists()
 
 
@@ -629,6 +631,16 @@ train(Look(), directory="usr", sig=signal.SIGUSR1, max_epochs=1, accumulate_grad
 assert set(Look.handlers) == {before}, Look.handlers
 assert Look.inside == {1}, Look.inside
 train(directory="tried", fast_dev_run=True)
+
+class Raise(Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 4:
+            raise ValueError("of the script")
+
+try:
+    train(Raise(), directory="caught", max_epochs=3)
+except ValueError:
+    print(f"caught, then {train(directory='caught', max_epochs=3)}")
 """
 CODA = """
 import pathlib

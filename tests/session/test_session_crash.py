@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,55 @@ def test_the_last_traceback_is_that_of_the_script(tmp_path: Path) -> None:
     assert "are lost" in after
     assert "failed" not in after
     assert "cannot" not in after
+
+
+TRIES_AGAIN = """
+import sys
+import torch
+import outlast
+
+def train(fails_at):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    checkpoint = outlast.CheckpointConfig(directory=sys.argv[1], save_interval=2, async_save=sys.argv[3] == "True")
+    config = outlast.Config(checkpoint=checkpoint, seed=0)
+    with outlast.init(config) as run:
+        begun = None
+        for iteration in run.steps({"model": model}, total=12):
+            begun = iteration if begun is None else begun
+            if iteration == fails_at:
+                raise ValueError("of the script")
+            with torch.no_grad():
+                model.weight.add_(torch.rand(4, 4))
+        print("began at", begun, "weights", model.weight.sum().item().hex(), flush=True)
+
+if sys.argv[2] == "fails":
+    try:
+        train(5)
+    except ValueError:
+        print("caught", flush=True)
+train(None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize(("world_size", "is_async"), [(1, False), (2, True)])
+def test_a_script_that_catches_its_error_can_train_on_in_the_same_process(
+    tmp_path: Path, world_size: int, is_async: bool
+) -> None:
+    """A second session has the directory of one that an exception ended, resumes from what that one had committed, and
+    ends with the weights of a run that nothing happened to."""
+    script = tmp_path / "script.py"
+    script.write_text(TRIES_AGAIN)
+    ended = {}
+    for case in ("fails", "goes well"):
+        with Ranks(script, str(tmp_path / case), case, str(is_async), world_size=world_size) as ranks:
+            codes, outputs = ranks.end()
+        assert codes == [0] * world_size, outputs
+        ended[case] = [re.findall(r"began at (\d+) weights (\S+)", output)[0] for output in outputs]
+        assert ["caught" in output for output in outputs] == [case == "fails"] * world_size
+    begun = {int(number) for number, _ in ended["fails"]}
+    assert len(begun) == 1
+    assert begun <= ({0, 2, 4} if is_async else {4})
+    assert [weights for _, weights in ended["fails"]] == [weights for _, weights in ended["goes well"]]

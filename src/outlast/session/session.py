@@ -32,7 +32,7 @@ from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 from outlast import clock, env, logs
 from outlast.chaos.armed import arm_configured
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from outlast.checkpoint import SaveHandle
+    from outlast.checkpoint import CheckpointManager, SaveHandle
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +158,8 @@ class Session:
     Collective: all ranks of the world make it.
     Thread: that of the training loop; :meth:`section` from any thread that trains.
     """
+
+    _failed: ClassVar[list[CheckpointManager]] = []
 
     def __init__(
         self,
@@ -816,6 +818,7 @@ class Session:
             self._slow_ranks = SlowRanks(config.straggler_detection, place, self._journal, self._consensus)
             self._stack.callback(self._slow_ranks.detector.close)
         if config.checkpoint is not None:
+            self._close_failed()
             self._saves = Saves(config.checkpoint, place, self._journal, self._scope)
             self._scope.on_leave(self._saves.manager.close)
             self._preemption.manager = self._saves.manager
@@ -824,6 +827,15 @@ class Session:
         if config.health is not None and config.health.process_group_interval and place.world_size > 1:
             self._liveness = RankLiveness(config.health, place, self._journal)
             self._stack.callback(self._liveness.close)
+
+    @classmethod
+    def _close_failed(cls) -> None:
+        """Close the managers of sessions of this process that an exception ended: their directory may be this one's.
+
+        Until then, or until the process exits, such a manager commits the saves that had begun.
+        """
+        while cls._failed:
+            cls._failed.pop().close()
 
     def _end_notices(self) -> None:
         """Let signals end this process again; as a whole, since what is half closed is never closed."""
@@ -852,6 +864,8 @@ class Session:
         self._scope.note_failure(error)
         if self._has_failed and (kept := postmortem.recorder()) is not None:
             kept.exception(error)  # before peers notice that this rank is gone
+        if self._saves is not None and not self._scope.is_active:
+            self._failed.append(self._saves.manager)
         self._let_go()
 
     def _at_exit(self) -> None:
