@@ -20,11 +20,11 @@ Described = dict[str, dict[str, list[str] | None]]
 REAL = Path(sys.prefix) / "nvrx"
 """Where `make test-integrations` puts NVRx."""
 
-MOVED = {"straggler": "attribution.straggler"}
-"""Modules that 0.6.0 has elsewhere: this one is where 0.4.1 has it."""
+MOVED = {"straggler": "attribution.straggler", "straggler.reporting": "attribution.straggler.reporting"}
+"""Modules that 0.6.0 has elsewhere: these are where 0.4.1 has them."""
 
 DIFFERENT = {
-    "*straggler.Report": "ours also has the ranks within the noise, none by default",
+    "*straggler*.Report": "ours also has the ranks within the noise, none by default",
     "checkpointing.async_ckpt.core.AsyncRequest": "Megatron-Core's queue takes the request, and no None",
     "checkpointing.local.replication.strategies.*CliqueReplicationStrategy*": "None as in Megatron; theirs refuses 0",
     "checkpointing.local.replication.strategies.ReplicationStrategy": "theirs is abstract, ours takes anything",
