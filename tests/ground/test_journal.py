@@ -79,15 +79,20 @@ def test_a_forked_child_does_not_hold_the_journal_of_its_parent(tmp_path: Path) 
     first = open_journal(tmp_path)
     first.write(EventKind.PROGRESS, iteration=1)
     reading, writing = os.pipe()
+    begun, begins = os.pipe()
     if (child := os.fork()) == 0:
+        os.write(begins, b"x")
         os.read(reading, 1)
         os._exit(0)
+    os.read(begun, 1)
     first.close()
     third = open_journal(tmp_path)
     third.write(EventKind.PROGRESS, iteration=2)
     third.close()
     os.write(writing, b"x")
     os.waitpid(child, 0)
+    for fd in (reading, writing, begun, begins):
+        os.close(fd)
     assert len(list((tmp_path / "journal").iterdir())) == 1
 
 
