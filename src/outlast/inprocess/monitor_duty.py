@@ -332,7 +332,7 @@ def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> No
 
 
 def _write_pid(path: Path) -> None:
-    """Write this process's id to a file, without which restarting goes on.
+    """Write this process's id to a file; a failure is logged, and restarting continues without it.
 
     Blocks: up to ``files.DISK_S`` where the disk does not respond.
     """

@@ -130,7 +130,7 @@ class AssignmentRule(ABC):
         cls.__call__ = call  # type: ignore[method-assign]
         for name in {name for base in cls.__mro__[1:] for name in getattr(base, "__abstractmethods__", ())}:
             if getattr(getattr(cls, name), "__isabstractmethod__", False):
-                setattr(cls, name, _is_per_rank)
+                setattr(cls, name, _refuse_assignment)
 
     @overload
     def __call__(self, given: Assignment) -> Assignment: ...
@@ -170,7 +170,7 @@ class AssignmentRule(ABC):
         return ctx
 
 
-def _is_per_rank(self: AssignmentRule, *_: Any) -> Any:
+def _refuse_assignment(self: AssignmentRule, *_: Any) -> Any:
     raise NotImplementedError(f"{type(self).__qualname__} decides for the rank of a RankAssignmentCtx only")
 
 
