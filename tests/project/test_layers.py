@@ -176,17 +176,6 @@ def _circles() -> list[frozenset[str]]:
     return found
 
 
-def test_a_class_name_is_used_once() -> None:
-    """A class has one name and a name one class, in the whole package; a leading underscore makes no difference."""
-    homes: dict[str, list[str]] = {}
-    for name in sources():
-        for node in ast.walk(sources()[name]):
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name.lstrip("_"), []).append(name)
-    twice = {word: where for word, where in homes.items() if len(where) > 1}
-    assert not twice, "\n".join(f"{word}: {', '.join(where)}" for word, where in sorted(twice.items()))
-
-
 @pytest.mark.parametrize("name", [name for name in MODULES if LAYERS.get(top(name)) == 1])
 def test_policy_is_pure(name: str) -> None:
     """Decisions use no I/O, no torch, no clock and no randomness."""
