@@ -385,12 +385,12 @@ class Hub:
 
     def _advance(self, event: restart.Event) -> None:
         assert self._state is not None
-        before = self._state
+        before, num_members = self._state, len(self._state.members)
         self._state, actions = restart.advance(before, event, self._limits)
         if self._state.phase == restart.RestartPhase.RUNNING:
             if before.phase != restart.RestartPhase.RUNNING:
                 self._announce()
-            elif len(self._state.members) != len(before.members):
+            elif len(self._state.members) != num_members:
                 self._announce_soon()  # within a call members only go
         if self._state.restart_count != before.restart_count or self._state.phase != before.phase:
             log.info("%s of call %d", self._state.phase, self._state.restart_count)

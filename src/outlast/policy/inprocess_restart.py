@@ -12,15 +12,15 @@ Reports on an older call are dropped. A spare may die at any time without a rest
 completed, before all have.
 
 An event visits one member; only a change of phase visits all. Ten thousand members report within a second, and each
-report must not cost a look at all others: what is known is kept in maps that share with the map before all that did
-not change (:class:`NumberMap`), and how many are not ready, or still run, is counted.
+report must not cost a look at all others: the state's dicts are changed in place, and how many members are not ready,
+or still run, is counted. A copy of the dicts for each event would take time that grows with the square of the members.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -29,85 +29,6 @@ from outlast.policy.rank_assignment import Member
 
 _MAX_FAULTS = 16
 """Faults that are sent to every member; a thousand ranks may all report that they lost a connection."""
-
-
-V = TypeVar("V")
-
-_BITS = 5
-_WIDTH = 1 << _BITS
-
-
-class NumberMap(Mapping[int, V]):
-    """An immutable map from numbers to values other than ``None``, ordered by number.
-
-    It is a tree with 32 branches at each node. A changed copy shares with the original all nodes except those on the
-    path to the change.
-
-    Args:
-        items: What is in it; numbers from 0.
-    """
-
-    __slots__ = ("_depth", "_len", "_root")
-
-    def __init__(self, items: Iterable[tuple[int, V]] = ()) -> None:
-        self._len = 0
-        level: dict[int, list[Any]] = {0: [None] * _WIDTH}
-        for key, value in items:
-            node = level.setdefault(key >> _BITS, [None] * _WIDTH)
-            self._len += node[key % _WIDTH] is None
-            node[key % _WIDTH] = value
-        self._depth = 1
-        while level.keys() != {0}:
-            above: dict[int, list[Any]] = {}
-            for at, node in level.items():
-                above.setdefault(at >> _BITS, [None] * _WIDTH)[at % _WIDTH] = tuple(node)
-            level, self._depth = above, self._depth + 1
-        self._root: tuple[Any, ...] = tuple(level[0])
-
-    def __getitem__(self, key: int) -> V:
-        if key < 0 or key >> self._depth * _BITS:
-            raise KeyError(key)
-        node: Any = self._root
-        for level in range(self._depth - 1, -1, -1):
-            node = node[(key >> level * _BITS) % _WIDTH]
-            if node is None:
-                raise KeyError(key)
-        found: V = node
-        return found
-
-    def __iter__(self) -> Iterator[int]:
-        level = [(0, self._root)]
-        for _ in range(self._depth - 1):
-            level = [
-                (at * _WIDTH + branch, child)
-                for at, node in level
-                for branch, child in enumerate(node)
-                if child is not None
-            ]
-        for at, node in level:
-            for branch, value in enumerate(node):
-                if value is not None:
-                    yield at * _WIDTH + branch
-
-    def __len__(self) -> int:
-        return self._len
-
-    def put(self, key: int, value: V | None) -> NumberMap[V]:
-        """Return it with a value changed, or with none where that is ``None``."""
-        other: NumberMap[V] = NumberMap.__new__(NumberMap)
-        other._root, other._depth = self._root, self._depth
-        while key >> other._depth * _BITS:
-            other._root, other._depth = (other._root, *[None] * (_WIDTH - 1)), other._depth + 1
-        other._len = self._len - (key in self) + (value is not None)
-        other._root = _put(other._root, (other._depth - 1) * _BITS, key, value)
-        return other
-
-
-def _put(node: tuple[Any, ...] | None, shift: int, key: int, value: object) -> tuple[Any, ...]:
-    children = [None] * _WIDTH if node is None else list(node)
-    at = (key >> shift) % _WIDTH
-    children[at] = value if shift == 0 else _put(children[at], shift - _BITS, key, value)
-    return tuple(children)
 
 
 def add_fault(known: tuple[p.RankFault, ...], fault: p.RankFault) -> tuple[p.RankFault, ...]:
@@ -203,20 +124,20 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestartState(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known."""
+    """What is known. :func:`advance` takes the state over: its dicts belong to the state that follows."""
 
     phase: RestartPhase
     restart_count: int
     """The one that forms, runs, or ran last."""
-    members: NumberMap[HubMember]
-    """Living ones by initial rank."""
+    members: dict[int, HubMember]
+    """Living ones by initial rank, in this order."""
     num_unready: int
     """How many of them are not ready."""
     num_running: int
     """How many of them run."""
     began_s: float
     """When the phase began."""
-    gone: NumberMap[Member] = NumberMap()
+    gone: dict[int, Member] = {}
     """Those that have gone since the last order to go and had an active rank, by initial rank; they leave gaps."""
     go: p.Go | None = None
     """The order to enter the call that runs, where this hub gave it."""
@@ -224,7 +145,7 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     """The order to leave the call before the one that forms, where this hub gave it."""
     all_know_faults: bool = False
     """Every member that is here got ``restart`` from this hub: its faults need not be sent again."""
-    noted: NumberMap[p.RankFault] = NumberMap()
+    noted: list[p.RankFault] = []
     """Faults since the last order to go, in this order."""
     num_causes: int = 0
     """How many of them did not come as a consequence."""
@@ -250,7 +171,7 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def faults(self) -> tuple[p.RankFault, ...]:
         """Faults since the last order to go."""
-        return tuple(self.noted.values())
+        return tuple(self.noted)
 
 
 class MemberJoined(msgspec.Struct, frozen=True, kw_only=True):
@@ -307,11 +228,11 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 
 def begin(world_size: int, at_s: float) -> RestartState:
     """Return the state before anyone has come."""
-    members = NumberMap((rank, HubMember(node="")) for rank in range(world_size))
+    members = {rank: HubMember(node="") for rank in range(world_size)}
     return RestartState(phase=RestartPhase.FORMING, restart_count=0, began_s=at_s, **_counted(members))
 
 
-def _counted(members: NumberMap[HubMember]) -> dict[str, Any]:
+def _counted(members: dict[int, HubMember]) -> dict[str, Any]:
     """Return members as fields of the state, with the counts that go with them."""
     num_unready = sum(not member.is_ready for member in members.values())
     num_running = sum(member.is_running for member in members.values())
@@ -337,12 +258,12 @@ def take_over(
     restart = max(standing.restart for standing in standings.values())
     if newest.restart_count < 0 or not nodes:
         return msgspec.structs.replace(begin(world_size, at_s), num_questions=int(at_s * 1e6))
-    members = NumberMap(
-        (rank, HubMember(node=node, active_rank=ranks.get(rank)))
-        for rank, node in nodes.items()
+    members = {
+        rank: HubMember(node=node, active_rank=ranks.get(rank))
+        for rank, node in sorted(nodes.items())
         # Who was left out of the last call leaves, whatever the old hub managed to order.
         if rank in ranks
-    )
+    }
     all_went = all(standing.restart_count == newest.restart_count for standing in standings.values())
     forming = restart > newest.restart_count or not all_went
     return RestartState(
@@ -351,11 +272,11 @@ def take_over(
         **_counted(members),
         began_s=at_s,
         num_questions=int(at_s * 1e6),
-        gone=NumberMap(
-            (rank, Member(initial_rank=rank, node="", rank=active, alive=False))
+        gone={
+            rank: Member(initial_rank=rank, node="", rank=active, alive=False)
             for rank, active in ranks.items()
             if active is not None and rank not in nodes
-        ),
+        },
         fault_counts=newest.fault_counts,
     )
 
@@ -374,7 +295,10 @@ def next_deadline_s(state: RestartState, limits: p.RestartLimits) -> float | Non
 
 
 def advance(state: RestartState, event: Event, limits: p.RestartLimits) -> tuple[RestartState, tuple[Send, ...]]:
-    """Return what is known after an event, and the orders to give, in this order."""
+    """Return what is known after an event, and the orders to give, in this order.
+
+    The dicts of ``state`` are changed in place: continue with the state that is returned.
+    """
     step = _RestartTransition(state, limits, event.at_s)
     match event:
         case MemberJoined():
@@ -476,7 +400,7 @@ class _RestartTransition:
         elif state.last_call_s is not None:
             self._ask()
         else:
-            for rank, member in state.members.items():
+            for rank, member in list(state.members.items()):
                 if not member.is_ready:
                     self._expel(rank, "it was not ready in time" if member.is_here else "it did not come in time")
             self._form()
@@ -561,10 +485,10 @@ class _RestartTransition:
             return False
         if standing.restart_count >= state.restart_count:
             ranks = standing.ranks
-            members = NumberMap(
-                (rank, msgspec.structs.replace(member, active_rank=ranks.get(rank)))
+            members = {
+                rank: msgspec.structs.replace(member, active_rank=ranks.get(rank))
                 for rank, member in state.members.items()
-            )
+            }
             self.replace(**_counted(members), fault_counts=standing.fault_counts)
         self.replace(restart_count=wanted - 1, question=None, last_call_s=None)
         self._restart()
@@ -583,10 +507,10 @@ class _RestartTransition:
             phase=RestartPhase.FORMING,
             restart_count=state.restart_count + 1,
             **_counted(
-                NumberMap(
-                    (rank, msgspec.structs.replace(member, completed=False, store_address=None))
+                {
+                    rank: msgspec.structs.replace(member, completed=False, store_address=None)
                     for rank, member in state.members.items()
-                )
+                }
             ),
             began_s=self.at_s,
             first_completed_s=None,
@@ -673,11 +597,11 @@ class _RestartTransition:
         if state.restart is not None and state.all_know_faults:
             known = frozenset(_name(fault) for fault in state.restart.faults)
         self.send_all(msgspec.structs.replace(go, faults=tuple(one for one in faults if _name(one) not in known)))
-        members = NumberMap(
-            (rank, HubMember(node=member.node, labels=member.labels, is_here=member.is_here, active_rank=ranks[rank]))
+        members = {
+            rank: HubMember(node=member.node, labels=member.labels, is_here=member.is_here, active_rank=ranks[rank])
             for rank, member in state.members.items()
             if rank in ranks
-        )
+        }
         has_advanced = state.restart_count == 0 or state.ready_iteration > state.iteration
         self.replace(
             phase=RestartPhase.RUNNING,
@@ -689,8 +613,8 @@ class _RestartTransition:
             go=go,
             restart=None,
             all_know_faults=False,
-            gone=NumberMap(),
-            noted=NumberMap(),
+            gone={},
+            noted=[],
             num_causes=0,
             fault_counts=counts,
             question=None,
@@ -739,15 +663,14 @@ class _RestartTransition:
         if name in known:
             return
         self.set_member(fault.initial_rank, faults=(*known, name))
-        self.replace(
-            noted=state.noted.put(len(state.noted), fault), num_causes=state.num_causes + (not fault.is_consequence)
-        )
+        state.noted.append(fault)
+        self.replace(num_causes=state.num_causes + (not fault.is_consequence))
 
     def remove(self, rank: int) -> None:
         """Take a member out; ranks that were being assigned are out of date then."""
         member = self.state.members[rank]
         if member.active_rank is not None:
-            self.replace(gone=self.state.gone.put(rank, member.as_member(rank, alive=False)))
+            self.state.gone[rank] = member.as_member(rank, alive=False)
         self._put(rank, None)
         self.replace(question=None)
 
@@ -756,8 +679,11 @@ class _RestartTransition:
 
     def _put(self, rank: int, member: HubMember | None) -> None:
         state, before = self.state, self.state.members[rank]
+        if member is None:
+            del state.members[rank]
+        else:
+            state.members[rank] = member
         self.replace(
-            members=state.members.put(rank, member),
             num_unready=state.num_unready + (member is not None and not member.is_ready) - (not before.is_ready),
             num_running=state.num_running + (member is not None and member.is_running) - before.is_running,
         )
