@@ -137,7 +137,7 @@ test-torch:
 	@grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
 	$(TORCH_PIP) torch==$(TORCH)
 	$(TORCH_PIP) --constraint $(TORCH_VENV)/constraints.txt setuptools PyYAML hypothesis 'moto[server]' py-spy pytest \
-	  pytest-timeout pytest-xdist s3fs safetensors numpy xxhash msgspec click rich psutil fsspec nvidia-ml-py
+	  pytest-timeout pytest-xdist s3fs safetensors numpy xxhash msgspec click rich psutil fsspec nvidia-ml-py tomli_w
 	$(TORCH_PIP) --no-build-isolation --no-deps --editable .
 	PATH="$(CURDIR)/$(TORCH_VENV)/bin:$$PATH" $(TORCH_VENV)/bin/python -m pytest -n 1 --durations=10 $(TORCH_TESTS)
 
@@ -155,7 +155,7 @@ done; \
 if [ -n "$$lacking" ]; then echo "make $@: $$lacking" >&2; exit 2; fi; \
 echo "make $@: no GPU that torch can use is here; nothing was run"
 endef
-GPU_PACKAGES := numpy msgspec xxhash click rich psutil fsspec
+GPU_PACKAGES := numpy msgspec xxhash click rich psutil fsspec tomli_w
 GPU_TESTS = $$(grep -rlE 'mark\.gpu\b' --include='test_*.py' tests)
 
 # Modules that need other packages are not even collected. Six at a time: small models, on a GPU that all can share.

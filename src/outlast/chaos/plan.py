@@ -23,6 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from outlast.config.base import from_mapping, nearest, parse_text, require, require_finite
 from outlast.config.sources import load_values
 from outlast.env import WorkerEnv
@@ -466,10 +468,8 @@ class FaultPlan:
 
     def to_toml(self) -> str:
         """Return the plan as TOML, which :meth:`load` reads."""
-        lines = [f"seed = {self.seed}"]
-        for fault in self.faults:
-            lines += ["", "[[faults]]", *(f"{name} = {_toml(value)}" for name, value in fault.to_mapping().items())]
-        return "\n".join(lines) + "\n"
+        faults = (f"\n[[faults]]\n{tomli_w.dumps(fault.to_mapping())}" for fault in self.faults)
+        return f"seed = {self.seed}\n{''.join(faults)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -627,9 +627,3 @@ def _due(planned: PlannedFault, reached: int) -> tuple[int, ...]:
     if planned.fault.iteration is None or FaultKind(planned.fault.kind).is_outside:
         return ()  # from outside it strikes once the iteration is done, which may be somewhat later
     return (planned.fault.iteration,)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
