@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := src tests examples docs
+CODE := src tests examples docs benchmarks
 PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -73,7 +73,7 @@ test: setup slurm chromium
 
 # pytest compiles each test module for its assertions: here once, and not in each of the eight processes of `unit`.
 collected: setup
-	@$(BIN)/python -m compileall -q src
+	@$(BIN)/python -m compileall -q src benchmarks
 	-@$(BIN)/python -m pytest --collect-only -q >/dev/null
 
 # Without a cache: where an import belongs depends on files that may have been added or moved since.
@@ -166,7 +166,7 @@ test-gpu:
 
 # RESULTS=docs/results also stores the result for the tables of the docs.
 bench-gpu:
-	$(call ON_GPU,-m outlast bench all --only gpu $(if $(RESULTS),--results $(RESULTS)) \
+	$(call ON_GPU,-m benchmarks all --only gpu $(if $(RESULTS),--results $(RESULTS)) \
 	  $(if $(REPEATS),--repeats $(REPEATS)),$(GPU_PACKAGES))
 
 docs: setup
@@ -181,21 +181,21 @@ demo-ray: setup
 	$(BIN)/python examples/ray_ppo.py --fail kill@40,stop@80,exception@120 --compare
 
 bench: setup
-	$(BIN)/outlast bench all
+	$(BIN)/python -m benchmarks all
 
 # Alone, without what they ask for: that would replace torch by one with CUDA. What is needed of it is here already.
 bench-peers: setup
 	@for peer in $(PEERS); do \
 	  $(PIP) --no-deps $$peer || echo "bench-peers: $$peer is not available here; it is left out" >&2; done
-	$(BIN)/outlast bench inprocess
-	$(BIN)/outlast bench save
-	$(BIN)/outlast bench load
-	$(BIN)/outlast bench replica
+	$(BIN)/python -m benchmarks inprocess
+	$(BIN)/python -m benchmarks save
+	$(BIN)/python -m benchmarks load
+	$(BIN)/python -m benchmarks replica
 
 # The committed results that the docs' figures come from. Leave the machine alone meanwhile; install the peers first.
 # A missed bar ends the first command with 1: the tables are written all the same.
 bench-results: setup
-	-$(BIN)/outlast bench all --results docs/results
+	-$(BIN)/python -m benchmarks all --results docs/results
 	$(BIN)/python docs/generate.py
 
 # The build backend itself, in $(VENV), with nothing fetched. build/ may hold modules that are no longer there.

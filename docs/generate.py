@@ -1,7 +1,7 @@
 """Write the tables of these pages from the code, and measured figures from the committed results.
 
 A page marks a table's place by ``<!-- table: NAME -->`` and ``<!-- end -->``: settings, exit codes, incidents, events.
-Figures come from ``results/BENCH.json``, each what ``outlast bench BENCH --json`` printed: in tables, and in a text as
+Figures come from ``results/BENCH.json``, each what ``python -m benchmarks --json`` printed: in tables, and in a text as
 ``<!-- figure: BENCH.BAR -->`` and ``<!-- end -->``. Without an argument all is written; with ``--check`` nothing is
 written, and the exit code is 1 when a page is out of date.
 """
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from outlast.bench.results import NOT_MEASURED, describe_measurement, find_bar, read_results, show_figure
 from outlast.chaos import Fault, FaultKind, FaultTarget
 from outlast.config import (
     CheckpointConfig,
@@ -38,8 +37,12 @@ from outlast.incidents import EventKind, IncidentKind, Rung
 from outlast.integrations.kubernetes import KubernetesJob, as_yaml
 from outlast.launch.metrics_endpoint import METRICS
 from outlast.launch.run_parser import describe_options, option_name, takes_value
+from outlast.simulate.benchmark_results import Bar, BenchResult
 from outlast.status import report
 from outlast.top import look
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks are in the repository, not in the wheel
+from benchmarks.results import NOT_MEASURED, describe_measurement, read_folder, show_figure, split_peer
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
@@ -213,6 +216,13 @@ def pins() -> Iterable[tuple[str, str]]:
             yield name.strip().lower().replace("_", "-"), version.strip()
 
 
+def find_bar(results: Mapping[str, BenchResult], name: str) -> Bar | None:
+    """Return a measured bar by ``BENCH.BAR``; ``None``: no result has it."""
+    bench, _, wanted = name.partition(".")
+    bars = results[bench].bars if bench in results else ()
+    return next((bar for bar in bars if bar.name == wanted and bar.value is not None), None)
+
+
 def comparison_table(names: Iterable[str], *, states_origin: bool = False) -> str:
     """Return figures beside the peers', those that were measured; a ratio is shown as the two figures it comes from.
 
@@ -220,17 +230,18 @@ def comparison_table(names: Iterable[str], *, states_origin: bool = False) -> st
         names: The figures, as ``BENCH.BAR``.
         states_origin: Add when and on what machine the results were measured.
     """
-    results = read_results(RESULTS)
+    results = read_folder(RESULTS)
     rows, machines = [], []
     for name in names:
         bar = find_bar(results, name)
-        sides = None if bar is None else bar.both_sides()
-        if bar is None or sides is None:
+        if bar is None or bar.value is None or bar.peer_value is None:
             continue
-        rows.append([COMPARED[name], *sides, bar.name_peer()[0]])
+        peer, unit = split_peer(bar)
+        value = bar.value * bar.peer_value if bar.unit == "x" else bar.value
+        rows.append([COMPARED[name], show_figure(value, unit), show_figure(bar.peer_value, unit), peer])
         machines.append(describe_measurement(results[name.partition(".")[0]].machine))
     if not rows:
-        return "No result is committed yet; `outlast bench` measures them on your machine.\n"
+        return "No result is committed yet; `make bench` measures them on your machine.\n"
     table = _table(["what", "outlast", "beside it", "which is"], rows)
     return table + f"\nMeasured {' and '.join(dict.fromkeys(machines))}.\n" if states_origin else table
 
@@ -238,9 +249,9 @@ def comparison_table(names: Iterable[str], *, states_origin: bool = False) -> st
 def all_figures_table() -> str:
     """Return every bar of every committed result."""
     rows = []
-    for bench, result in read_results(RESULTS).items():
+    for bench, result in read_folder(RESULTS).items():
         for number, bar in enumerate(result.bars):
-            peer, peer_unit = bar.name_peer()
+            peer, peer_unit = split_peer(bar)
             rows.append(
                 [
                     "" if number else f"`{bench}`",
@@ -258,7 +269,7 @@ def all_figures_table() -> str:
 def machines_text() -> str:
     """Return on what machine, when and with which versions the committed results were measured, a line for each."""
     lines: dict[str, list[str]] = {}
-    for bench, result in read_results(RESULTS).items():
+    for bench, result in read_folder(RESULTS).items():
         where = "" if "gpu" in result.machine else "; CPU and gloo, no GPU"
         lines.setdefault(describe_measurement(result.machine) + where, []).append(bench)
     if len(lines) == 1:
@@ -268,7 +279,7 @@ def machines_text() -> str:
 
 def figure_text(name: str) -> str:
     """Return one measured figure for a sentence."""
-    bar = find_bar(read_results(RESULTS), name)
+    bar = find_bar(read_folder(RESULTS), name)
     return NOT_MEASURED if bar is None else show_figure(bar.value, bar.unit)
 
 

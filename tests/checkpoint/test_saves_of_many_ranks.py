@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from torch.distributed import HashStore
 
+from benchmarks.commit import tensors_of_rank
 from outlast import clock
-from outlast.bench.commit import tensors_of_rank
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.directory import SaveAttempt

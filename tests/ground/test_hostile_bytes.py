@@ -307,8 +307,8 @@ DECODING |= {f"yaml.{name}" for name in ("load", "safe_load", "load_all", "safe_
 READING = {"from_json", "from_msgpack", "json_decoder", "msgpack_decoder", "parse_json", "parse_settings"}
 
 INSIDE = {
-    "bench.inprocess", "bench.measuring", "bench.rendezvous", "bench.rendezvous_crowd", "bench.results",
-    "demo.show", "demo.struck_run", "runtime.injection", "simulate.costs", "simulate.failures", "chaos.copies",
+    "demo.show", "demo.struck_run", "runtime.injection", "simulate.benchmark_results", "simulate.failures",
+    "chaos.copies",
     # from this process's own parent, on a socket pair or in the environment
     "env", "inprocess.monitor_duty", "monitor.rank_guard", "session.step",
     # from the ranks of the same process group or their store; what is wrong with it ends the call

@@ -140,7 +140,6 @@ def test_the_commands_answer(installed: Path, tmp_path: Path) -> None:
     assert run([installed / "outlast", "--version"], tmp_path) == f"outlast, version {__version__}\n"
     assert "outlast run --help" in run([installed / "outlast", "--help"], tmp_path)
     assert "Examples:" in run([installed / "outlast", "doctor", "--help"], tmp_path)
-    assert "name the folder" in run([installed / "outlast", "bench", "history"], tmp_path, code=2)
 
 
 def test_a_script_is_run(installed: Path, tmp_path: Path) -> None:

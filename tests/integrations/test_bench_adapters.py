@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "bench")
+from benchmarks.measuring import ROOT
+
+COMMAND = (sys.executable, "-m", "benchmarks", "adapters", "--json", "--repeats=1")
 
 
 @pytest.mark.overlay
@@ -18,7 +20,12 @@ COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main;
 def test_steps_of_both_trainers_are_measured_in_real_ranks() -> None:
     """The command trains with and without each adapter, and prints both figures; the exit code follows from them."""
     done = subprocess.run(
-        [*COMMAND, "adapters", "--json", "--repeats=1"], capture_output=True, text=True, timeout=800, check=False
+        [*COMMAND, "adapters", "--json", "--repeats=1"],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+        cwd=ROOT,
     )
     bars = {bar["name"]: bar for bar in json.loads(done.stdout)["bars"]}
     names = ["lightning_us_per_step", "transformers_us_per_step"]

@@ -71,7 +71,7 @@ def answer(
     return (ended.value.code, *capsys.readouterr())
 
 
-@pytest.mark.parametrize("words", [(), ("ckpt",), ("slurm",), ("bench",)], ids=" ".join)
+@pytest.mark.parametrize("words", [(), ("ckpt",), ("slurm",)], ids=" ".join)
 def test_a_bare_command_prints_its_help(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,8 +208,6 @@ def test_options_behind_the_script_get_a_hint(words: list[str], hint: str | None
         (["doctor", "--config", "ru"], ["file ru"]),
         (["doctor", "--place", "ru"], ["dir ru"]),
         (["demo", "--keep", "ru"], ["dir ru"]),
-        (["bench", "re"], ["rendezvous", "replica", "restart"]),
-        (["bench", "save", "--t"], ["--tensors"]),
         (["completion", "f"], ["fish"]),
     ],
     ids=" ".join,

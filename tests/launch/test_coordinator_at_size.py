@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outlast.bench import rendezvous_crowd
+from benchmarks import rendezvous_crowd
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.membership import JobSettings

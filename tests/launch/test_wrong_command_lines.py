@@ -116,8 +116,6 @@ WRONG = [
     ("doctor --gpu 0 --no-gpu", "--gpu and --no-gpu contradict", "leave one out"),
     ("doctor extra", "(extra)", "outlast doctor --help"),
     ("demo --iterations 3", "--iterations=3", "at least 105"),
-    ("bench heartbeats", "there is no command 'heartbeats' of outlast bench", "'heartbeat'?"),
-    ("bench heartbeat --tensors 3", "--tensors", "outlast bench heartbeat --help"),
     ("completion tcsh", "'tcsh'", "'bash', 'zsh', 'fish'"),
     ("slurm script", "there is no training script", "outlast slurm script --nodes 2 -- train.py"),
     ("slurm script gone.py", "the script 'gone.py' does not exist in this folder", "check its path"),

@@ -181,7 +181,6 @@ REFUSED = {
     "a level that is none": (["run", "--log-level=loud", "train.py"], ["--log-level=loud", "debug, info"]),
     "an unknown command": (["rnu", "train.py"], ["'rnu'", "run"]),
     "a checkpoint folder that is not there": (["ckpt", "ls", "nowhere"], ["nowhere"]),
-    "a bench that is not there": (["bench", "sav"], ["sav"]),
     "a batch script of nothing": (["slurm", "script", "--nodes=2", "nowhere.py"], ["nowhere.py"]),
     "a status of nothing": (["status", "nowhere"], ["nowhere"]),
     "a status of a folder that is no run": (["status", "."], ["run"]),

@@ -189,9 +189,9 @@ def test_figures_are_of_benches_that_exist() -> None:
         assert not re.search(r"^\s*<!-- figure", page.read_text("utf-8"), re.MULTILINE), page.name
     named = re.findall(r"<!-- figure: (\w+)\.(\w+) -->", "".join(page.read_text("utf-8") for page in PAGES))
     for bench, bar in [*named, *(name.split(".") for name in GENERATE["COMPARED"])]:
-        source = (ROOT / "src/outlast/bench" / f"{bench}.py").read_text("utf-8")
+        source = (ROOT / "benchmarks" / f"{bench}.py").read_text("utf-8")
         stem = re.sub(r"_\d+$", "_", bar)
-        assert f'"{bar}"' in source or f'"{stem}{{' in source, f"outlast bench {bench} has no figure {bar}"
+        assert f'"{bar}"' in source or f'"{stem}{{' in source, f"benchmark {bench} has no bar {bar}"
 
 
 def templates() -> str:

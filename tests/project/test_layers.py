@@ -46,7 +46,6 @@ LAYERS = {
     "__main__": 6,
     "cli": 6,
     "demo": 6,
-    "bench": 6,
     "report": 6,
     "status": 6,
     "top": 6,

@@ -19,13 +19,7 @@ KNOWN = {
     "cli.k8s": {"click.echo"},
     "cli.chaos": {"click.echo"},
     "cli.shims": {"click.echo"},
-    "cli.bench": {"click.echo"},
     "cli.demo": {"click.echo"},  # JSON, and what its console escaped
-    # for the process that started this one, which reads it
-    "bench.load": {"print"},
-    "bench.measuring": {"print"},
-    "bench.rendezvous": {"print"},
-    "bench.rendezvous_crowd": {"print"},
     # a worker's own output: of the user's script, as Python writes it
     "runtime.forked_worker": {"sys.stderr.write", "traceback.print_exception"},
     "runtime.zygote": {"sys.stderr.write"},

@@ -92,8 +92,8 @@ def test_every_option_reaches_the_scenario(run: Any) -> None:
 def test_costs_from_a_file_give_way_to_options(run: Any, tmp_path: Path) -> None:
     """A file's figures take the place of the defaults, and an option's that of the file's."""
     bars = [
-        {"name": "stall_vs_memcpy", "value": 2.0, "unit": "x", "peer": "copy (s)", "peer_value": 2.0},
-        {"name": "durable_vs_dcp_save", "value": 2.0, "unit": "x", "peer": "dcp.save (s)", "peer_value": 4.5},
+        {"name": "stall_vs_memcpy", "value": 2.0, "unit": "x", "bar": 1.0, "peer": "copy (s)", "peer_value": 2.0},
+        {"name": "durable_vs_dcp_save", "value": 2.0, "unit": "x", "bar": 1, "peer": "dcp.save (s)", "peer_value": 4.5},
     ]
     path = tmp_path / "save.json"
     path.write_text(json.dumps({"bench": "save", "bars": bars}))

@@ -174,7 +174,6 @@ _COMMANDS = {
     "slurm": ("outlast.cli.slurm:slurm", "Make and submit Slurm jobs, give them back to the queue."),
     "k8s": ("outlast.cli.k8s:k8s", "Make the manifest of a job on Kubernetes."),
     "shims": ("outlast.cli.shims:shims", "Write ft_launcher, for scripts of NVIDIA's resiliency extension."),
-    "bench": ("outlast.cli.bench:bench", "Measure outlast beside its peers."),
     "completion": ("outlast.cli.main:completion", "Print what bash, zsh or fish needs to complete commands."),
 }
 

@@ -158,7 +158,11 @@ def _add(settings: tuple[_Setting, ...]) -> Callable[[Callable[..., Any]], Calla
 @_add(_SAVES)
 @click.option("--no-memory", is_flag=True, help="No copies in the nodes' memory: near copies are on their disks.")
 @click.option(
-    "--costs", "cost_files", multiple=True, metavar="FILE", help="Costs, of outlast bench --json; repeatable."
+    "--costs",
+    "cost_files",
+    multiple=True,
+    metavar="FILE",
+    help="Costs: a result of python -m benchmarks; repeatable.",
 )
 @_add(_COSTS)
 @_add(_LIMITS)
@@ -253,7 +257,7 @@ def _make_scenario(
             raise ConfigError(f"{flag} says how failures are drawn, and --trace that they are not; leave one out")
     values = {setting.field: setting.parse(text) for setting, text in texts.items()}
     written = {setting.field: f"{setting.flag}={text}" for setting, text in texts.items()}
-    costs = read_costs([Path(name) for name in cost_files]).costs if cost_files else RecoveryCosts()
+    costs = read_costs(map(Path, cost_files))
     try:
         scenario_values = {name: value for name, value in values.items() if name in Scenario.__dataclass_fields__}
         own = {name: value for name, value in values.items() if name in RecoveryCosts.__dataclass_fields__}

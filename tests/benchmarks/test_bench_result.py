@@ -1,0 +1,92 @@
+"""A benchmark's result: its JSON form, its verdict, and the rounds it comes from."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from rich.console import Console
+
+from benchmarks.measuring import median, run_rounds
+from benchmarks.results import render_bars
+from outlast.simulate.benchmark_results import Bar, BenchResult
+
+KEPT = Bar(name="heartbeat_us", value=0.18649, unit="us", bar=1.0, peer="TCPStore.set", peer_value=4.6)
+MISSED = Bar(name="section_us", value=2.5, unit="us", bar=2.0)
+UNKNOWN = Bar(name="restart_vs_torchrun_2", value=None, unit="x", bar=0.06, peer="torchrun (s)", peer_value=None)
+
+
+def test_json_is_one_object_of_the_promised_form() -> None:
+    """The JSON form has exactly the promised fields, null where there is nothing to tell."""
+    text = BenchResult(bench="heartbeat", bars=(KEPT, UNKNOWN), notes=("a note",)).to_json()
+    found = json.loads(text)
+    assert "\n" not in text
+    assert set(found) == {"bench", "machine", "bars", "notes"}
+    assert found["notes"] == ["a note"]
+    assert set(json.loads(BenchResult(bench="heartbeat", bars=(KEPT,)).to_json())) == {"bench", "machine", "bars"}
+    assert found["bars"][0] == {
+        "name": "heartbeat_us",
+        "value": 0.1865,
+        "unit": "us",
+        "peer": "TCPStore.set",
+        "peer_value": 4.6,
+        "bar": 1.0,
+        "ok": True,
+    }
+    assert found["bars"][1]["value"] is None
+    assert found["bars"][1]["peer_value"] is None
+
+
+def test_a_bar_is_kept_up_to_its_limit() -> None:
+    """A value at the limit keeps the bar, one above it or none at all misses it."""
+    assert KEPT.ok
+    assert Bar(name="x", value=1.0, unit="s", bar=1.0).ok
+    assert not MISSED.ok
+    assert not UNKNOWN.ok
+    assert not Bar(name="x", value=float("nan"), unit="s", bar=1.0).ok
+
+
+def test_a_floor_is_kept_from_its_value_on() -> None:
+    """Where more is better, a value at the limit or above keeps the bar, and the table says so."""
+    rate = Bar(name="digest_gb_s", value=8.0, unit="GB/s", bar=8.0, is_floor=True)
+    assert rate.ok
+    assert Bar(name="x", value=9.0, unit="GB/s", bar=8.0, is_floor=True).ok
+    assert not Bar(name="x", value=7.9, unit="GB/s", bar=8.0, is_floor=True).ok
+    assert not Bar(name="x", value=None, unit="GB/s", bar=8.0, is_floor=True).ok
+    assert not Bar(name="x", value=float("nan"), unit="GB/s", bar=8.0, is_floor=True).ok
+    console = Console(width=120, file=io.StringIO())
+    console.print(render_bars("b", [rate], (), {}))
+    assert isinstance(console.file, io.StringIO)
+    assert ">= 8\N{NO-BREAK SPACE}GB/s" in console.file.getvalue()
+
+
+def test_one_missed_bar_misses_the_whole() -> None:
+    """The benchmark is good only when every bar is kept."""
+    assert BenchResult(bench="b", bars=(KEPT,), machine={}).ok
+    assert not BenchResult(bench="b", bars=(KEPT, MISSED), machine={}).ok
+
+
+def test_the_table_tells_all() -> None:
+    """People see every figure, its limit, the peer's figure, the verdict and the notes."""
+    console = Console(width=120, file=io.StringIO())
+    console.print(render_bars("b", [KEPT, MISSED, UNKNOWN], ["[3 of 5] runs"], {}))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue().replace("\N{NO-BREAK SPACE}", " ")
+    for part in ("0.186 us", "<= 1 us", "kept", "TCPStore.set", "4.6 us", "missed", "[3 of 5] runs"):
+        assert part in text
+
+
+def test_rounds_take_turns_and_drop_the_first() -> None:
+    """Ours and the peer's are measured in turns, and what the first round gave does not count."""
+    calls: list[str] = []
+
+    def measure(name: str) -> float:
+        calls.append(name)
+        return float(len(calls))
+
+    lines: list[str] = []
+    found = run_rounds({"a": lambda: measure("a"), "b": lambda: measure("b")}, repeats=2, progress=lines.append)
+    assert calls == ["a", "b"] * 3
+    assert found == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+    assert len(lines) == 6
+    assert median(found["a"]) == 4.0
