@@ -61,7 +61,6 @@ EXTRAS: dict[str, tuple[str, str]] = {
     "prometheus": ("outlast.integrations.metrics", "outlast.integrations.metrics.PrometheusSink(port=0)"),
     "opentelemetry": ("outlast.integrations.metrics", "outlast.integrations.metrics.OpenTelemetrySink()"),
     "k8s": ("outlast.integrations.kubernetes", "outlast.integrations.kubernetes.as_yaml([])"),
-    "plots": ("outlast.simulate.show", "outlast.simulate.show.Canvas(outlast.simulate.show.Path('a.svg'))"),
 }
 """What each extra is for: a module to import, and what must work then. ``dev`` and ``docs`` are this repository's."""
 UNPINNED = {"nemo-run"}

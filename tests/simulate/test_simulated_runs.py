@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.goodput import Part
 from outlast.policy.ladder import Limits
 from outlast.simulate import (
     DrawnFault,
@@ -17,7 +16,6 @@ from outlast.simulate import (
     RecoveryCosts,
     Scenario,
     SimulatedFault,
-    SimulatedPart,
     draw_faults,
     simulate,
 )
@@ -111,11 +109,6 @@ def test_the_parts_add_up(one: Scenario, seed: int) -> None:
     assert run.num_iterations * one.step_s <= run.partition["productive"] + 1e-3
     assert run.lost_iterations >= 0
     assert run == simulate(one, seed), "the same seed gives the same run"
-
-
-def test_the_parts_have_the_ledgers_names() -> None:
-    """A simulated part of the time has the name that the goodput ledger gives it."""
-    assert {part.value for part in SimulatedPart} == {part.value for part in Part} - {"unobserved"}
 
 
 @given(st.integers(0, 500), st.integers(0, 20), st.integers(0, 20), COSTS, COSTS, st.floats(0, 5000))

@@ -168,7 +168,7 @@ _COMMANDS = {
         "outlast.cli.report:report",
         "Show what happened in a run and what it cost; write report.html and a trace.",
     ),
-    "simulate": ("outlast.cli.simulate:simulate", "Predict goodput at scale; find intervals and spares that pay."),
+    "simulate": ("outlast.cli.simulate:simulate", "Predict goodput at scale; compare intervals, spares and timeouts."),
     "chaos": ("outlast.cli.chaos:chaos", "Plan faults, and run a script under them."),
     "doctor": ("outlast.cli.doctor:doctor", "Say whether this node is fit to train."),
     "slurm": ("outlast.cli.slurm:slurm", "Make and submit Slurm jobs, give them back to the queue."),

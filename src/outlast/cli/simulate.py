@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outlast.cli.main import Command, echo, ending_on_signals, failing_in_one_line, json_option, print_json
+from outlast.cli.main import Command, echo, ending_on_signals, json_option, print_json
 from outlast.errors import ConfigError
 
 if TYPE_CHECKING:
     from outlast.simulate.scenario import Scenario
+    from outlast.simulate.study import Study
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,14 @@ class _Setting:
     """A word that may stand for a number; it means that nothing is set, or that it never happens."""
 
     @property
+    def name(self) -> str:
+        """Name in a sweep."""
+        return self.flag.removeprefix("--")
+
+    @property
     def parameter(self) -> str:
         """Name of the command's argument; none of the other options has one that begins so."""
-        return "set_" + self.flag.removeprefix("--").replace("-", "_")
+        return "set_" + self.name.replace("-", "_")
 
     def parse(self, text: str) -> float | int | None:
         """Return the value for the field.
@@ -130,6 +136,8 @@ _LIMITS = (
 )
 _SETTINGS = (*_WORLD, *_FAILURES, *_SAVES, *_COSTS, *_LIMITS)
 _DURATIONS = ("--days", "--hours", "--minutes")
+_MOST_VALUES = 200
+"""Of a sweep."""
 
 
 def _add(settings: tuple[_Setting, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -167,16 +175,10 @@ def _add(settings: tuple[_Setting, ...]) -> Callable[[Callable[..., Any]], Calla
 @_add(_COSTS)
 @_add(_LIMITS)
 @click.option(
-    "--repeats",
-    type=click.IntRange(min=2),
-    default=20,
-    metavar="N",
-    help="Runs with seeds of their own; default 20.",
+    "--repeats", type=click.IntRange(min=1), default=20, metavar="N", help="Runs, each with its own seed; default 20."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Names the study; default 0.")
-@click.option("--no-advice", is_flag=True, help="Try no changes.")
-@click.option("--sweep", "sweeps", multiple=True, metavar="NAME=VALUES", help="spares=0:8:2, mttf=1e4,3e4; repeatable.")
-@click.option("--plot", metavar="FILE", help="Draw the sweeps: a PNG or SVG file. Needs outlast[plots].")
+@click.option("--sweep", metavar="NAME=VALUES", help="Values of one option in turn: spares=0:8:2, or mttf=1e4,3e4.")
 @json_option
 def simulate(
     *,
@@ -187,51 +189,95 @@ def simulate(
     cost_files: tuple[str, ...],
     repeats: int,
     seed: int,
-    no_advice: bool,
-    sweeps: tuple[str, ...],
-    plot: str | None,
+    sweep: str | None,
     as_json: bool,
     **given: str | None,
 ) -> None:
-    """Predict goodput at scale; find intervals and spares that pay.
+    """Predict goodput at scale; compare intervals, spares and timeouts.
 
-    Simulates a run of any size, failure by failure, with outlast's own policy deciding, and says what share of the time
-    is productive (ETTR), what the rest goes into, and which changes would pay. Costs are those that outlast measured on
-    one machine, and assumptions where a cluster is needed: put in your own.
+    Simulates a run of any size, failure by failure, with the policy that decides in a real run, and prints which share
+    of the time is productive (ETTR) and how the rest is spent. Costs are those that were measured on one machine, and
+    assumptions where a cluster is needed: put in your own.
 
     Examples:
       outlast simulate --ranks 131072 --days 30
-      outlast simulate --ranks 1024 --mttf 8090 --spares 0 --sweep spares=0:8:2
+      outlast simulate --ranks 1024 --mttf 8090 --sweep spares=0:8:2
       outlast simulate --ranks 16384 --interval 300 --load-global 240 --start-up 180
       outlast simulate --ranks 4096 --costs save.json --costs restart.json --json
-      outlast simulate --ranks 2048 --trace /shared/runs/gpt --sweep interval=10,30,60,120 --plot sweep.svg
+      outlast simulate --ranks 2048 --trace /shared/runs/gpt --sweep interval=10,30,60,120
       outlast simulate --ranks 2 --ranks-per-node 1 --minutes 10 --step 0.1 --failure-every 20 --shares process=1
     """
-    from outlast.simulate.show import Canvas, render
-    from outlast.simulate.study import parse_sweep, run_study
+    from outlast.simulate.show import render_study, render_sweep
+    from outlast.simulate.study import run_study
 
     scenario = _make_scenario(given, shares, trace, cost_files, fixed_repair=fixed_repair, uses_memory=not no_memory)
-    parsed = [parse_sweep(text) for text in sweeps]
-    if plot is not None and not parsed:
-        raise ConfigError("--plot draws sweeps, and there is none; add --sweep, such as --sweep spares=0:8:2")
-    canvas = None if plot is None else Canvas(Path(plot))
-    with ending_on_signals(), failing_in_one_line("", OSError):
-        result = run_study(
-            scenario,
-            repeats=repeats,
-            seed=seed,
-            advise=not no_advice,
-            sweeps=parsed,
-            progress=lambda line: echo(f"[simulate] {line}", err=True),
+    swept = None if sweep is None else _parse_sweep(sweep)
+    changed = {} if swept is None else {text: _change(scenario, swept[0], text) for text in swept[1]}
+
+    def study(one: Scenario, what: str) -> Study:
+        return run_study(
+            one, repeats=repeats, seed=seed, progress=lambda line: echo(f"[simulate] {what}: {line}", err=True)
         )
-        if canvas is not None:
-            canvas.draw(result)
+
+    with ending_on_signals():
+        result = study(scenario, "as it is")
+        studies = {text: study(one, f"{sweep}: {text}") for text, one in changed.items()}
     if as_json:
-        print_json(result.to_fields())
-    else:
-        echo(*"\n".join(render(result)).split("\n"))
-        if canvas is not None:
-            echo("", f"drawn in {canvas.path}")
+        fields = result.to_fields()
+        if swept is not None:
+            rows = [_row(text if text == swept[0].word else float(text), one) for text, one in studies.items()]
+            fields["sweep"] = {"name": swept[0].name, "rows": rows}
+        print_json(fields)
+        return
+    lines = list(render_study(result))
+    if swept is not None:
+        lines += ["", *render_sweep(f"{swept[0].name} ({swept[0].metavar})", studies)]
+    echo(*lines)
+
+
+def _row(value: float | str, study: Study) -> dict[str, Any]:
+    """Return a value of a sweep, and what came of it, for JSON."""
+    fields = study.to_fields()
+    return {"value": value} | {name: fields[name] for name in ("ettr", "ettr_range", "num_failures", "partition")}
+
+
+def _parse_sweep(text: str) -> tuple[_Setting, list[str]]:
+    """Read ``interval=10,30,60`` or ``spares=0:8:2`` (from, to, step; the end is included).
+
+    Raises:
+        ConfigError: It is neither, names no option that takes a number, or has too many values.
+    """
+    from outlast.config.base import nearest
+
+    known = {setting.name: setting for setting in _SETTINGS}
+    name, sign, values = (part.strip() for part in text.partition("="))
+    if not sign or not values:
+        raise ConfigError(f"the sweep {text!r} must be NAME=VALUE,VALUE,... or NAME=FROM:TO:STEP, such as spares=0:8:2")
+    if name not in known:
+        raise ConfigError(f"there is no sweep {name!r}; {nearest(name, known)}")
+    found = [value.strip() for value in values.split(",")]
+    if ":" in values:
+        try:
+            first, last, step = (float(part) for part in f"{values}:1".split(":")[:3])
+            num = math.floor((last - first) / step + 1e-9) + 1
+            found = [f"{first + step * number:g}" for number in range(min(num, _MOST_VALUES + 1))] if step > 0 else []
+        except (ValueError, ArithmeticError):
+            raise ConfigError(f"the sweep {text!r}: {values!r} must be numbers such as 0:8:2, or 10,30,60") from None
+    if not 1 <= len(found) <= _MOST_VALUES:
+        raise ConfigError(f"the sweep {text!r} has {len(found)} values; give 1 to {_MOST_VALUES}")
+    return known[name], list(dict.fromkeys(found))
+
+
+def _change(scenario: Scenario, setting: _Setting, text: str) -> Scenario:
+    """Return a scenario with one value of a sweep. Raises: ConfigError, when it is refused."""
+    from outlast.config.base import as_written
+
+    value = setting.parse(text)
+    try:
+        return scenario.change(**{setting.field: value})
+    except ConfigError as error:
+        written = {setting.field: f"{setting.flag}={text}"}
+        raise ConfigError(as_written(str(error), lambda field, _: written.get(field))) from None
 
 
 def _make_scenario(

@@ -31,8 +31,6 @@ from outlast.errors import ConfigError
 from outlast.incidents import CYCLE_ENDING, EventKind, Incident, IncidentKind
 from outlast.simulate.scenario import SHARES, DrawnFault, Scenario, SimulatedFault, trace_span_s
 
-__all__ = ["FaultSchedule", "draw_faults", "read_trace"]
-
 _TIMES, _KINDS, _SLOTS, _REPAIRS, _PREEMPTIONS, _OFFSET = range(6)
 """Names of the streams of random numbers."""
 

@@ -26,34 +26,16 @@ from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import msgspec
 
+from outlast.goodput.account import Part
 from outlast.incidents import Incident, IncidentKind, Rung, Verdict
 from outlast.policy.checkpoint_plan import choose_partners
 from outlast.policy.ladder import CycleEnd, LadderState, begin_job, decide
 from outlast.policy.recovery_point import Copy, Tier, choose_recovery_point
 from outlast.simulate.failures import FaultSchedule, draw_faults
 from outlast.simulate.scenario import Scenario, SimulatedFault
-
-__all__ = ["SimulatedPart", "SimulatedRun", "SimulatedStop", "TrainingPace", "find_partners", "simulate"]
-
-
-class SimulatedPart(StrEnum):
-    """What a stretch of a simulated run's wall time went into; the same names as the goodput ledger's."""
-
-    PRODUCTIVE = "productive"
-    STRAGGLER = "straggler"
-    REDONE = "redone"
-    SAVE_STALL = "save_stall"
-    DETECTION = "detection"
-    RESTART = "restart"
-    RENDEZVOUS = "rendezvous"
-    LOAD = "load"
-    START_UP = "start_up"
-    IDLE = "idle"
-    QUEUED = "queued"
 
 
 class SimulatedStop(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +54,7 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     ettr: float
     """Effective training time ratio: the productive share of the wall time."""
     partition: dict[str, float]
-    """Name of each :class:`SimulatedPart` to its seconds; they add up to ``wall_s``."""
+    """Name of each :class:`outlast.goodput.Part` to its seconds; they add up to ``wall_s``."""
     num_failures: int
     """Faults that ended a cycle, or took a node."""
     num_by_kind: dict[str, int]
@@ -224,7 +206,7 @@ class _World:
             Tier.REPLICA: costs.load_replica_s,
             Tier.GLOBAL: costs.load_global_s,
         }
-        self._parts = dict.fromkeys(SimulatedPart, 0.0)
+        self._parts: dict[Part, float] = dict.fromkeys((part for part in Part if part != Part.UNOBSERVED), 0.0)
         self._steps_s = 0.0
         self._finished = 0
         self._num_restarts = 0
@@ -296,12 +278,12 @@ class _World:
         self._formed_s = formed_s
         self._ready_s = formed_s + self._rendezvous_s + self._costs.start_up_s + load_s
         self._phases = (
-            (SimulatedPart.DETECTION, self._detection),
-            (SimulatedPart.RESTART, self._restart),
-            (SimulatedPart.IDLE, formed_s - down_s),
-            (SimulatedPart.RENDEZVOUS, self._rendezvous_s),
-            (SimulatedPart.START_UP, self._costs.start_up_s),
-            (SimulatedPart.LOAD, load_s),
+            (Part.DETECTION, self._detection),
+            (Part.RESTART, self._restart),
+            (Part.IDLE, formed_s - down_s),
+            (Part.RENDEZVOUS, self._rendezvous_s),
+            (Part.START_UP, self._costs.start_up_s),
+            (Part.LOAD, load_s),
         )
 
     def _choose(self) -> tuple[Tier | None, int]:
@@ -343,7 +325,7 @@ class _World:
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def _spend(self, part: SimulatedPart, from_s: float, to_s: float) -> None:
+    def _spend(self, part: Part, from_s: float, to_s: float) -> None:
         self._parts[part] += max(0.0, min(to_s, self._end_s) - from_s)
 
     def _spend_recovery(self, until_s: float) -> None:
@@ -358,7 +340,7 @@ class _World:
         """Train until a time; return the newest iteration that was committed in this cycle."""
         start, seconds = self._iteration, until_s - self._ready_s
         num, steps_s, stalls_s = self._pace.split(start, seconds)
-        self._parts[SimulatedPart.SAVE_STALL] += stalls_s
+        self._parts[Part.SAVE_STALL] += stalls_s
         self._steps_s += steps_s
         self._finished += num
         self._iteration = start + num
@@ -446,7 +428,7 @@ class _World:
             )
         )
         if verdict.rung == Rung.STOP:
-            self._spend(SimulatedPart.DETECTION, at_s, noticed_s)
+            self._spend(Part.DETECTION, at_s, noticed_s)
             self._stop(noticed_s, verdict)
             return
         if verdict.rung == Rung.REPLACE_NODE and is_process:  # it failed too often, and a spare takes its slot
@@ -464,7 +446,7 @@ class _World:
         left_s = at_s
         if trained and self._scenario.global_every:
             left_s += self._costs.global_save_stall_s + self._costs.global_save_s
-            self._spend(SimulatedPart.SAVE_STALL, at_s, left_s)
+            self._spend(Part.SAVE_STALL, at_s, left_s)
             self._global = durable = self._iteration
         saved = self._global is not None
         verdict = self._ask(
@@ -490,7 +472,7 @@ class _World:
     def _wait(self, from_s: float, wait_s: float | None, *, keeps_nodes: bool) -> None:
         """Wait until the next job begins; ``None`` = none does."""
         until_s = self._end_s if wait_s is None else from_s + wait_s
-        self._spend(SimulatedPart.QUEUED, from_s, until_s)
+        self._spend(Part.QUEUED, from_s, until_s)
         if until_s >= self._end_s:
             self._kept = self._choose()[1]  # what is saved still counts
             self._is_over = True
@@ -518,14 +500,12 @@ class _World:
 
     def _sum_up(self) -> SimulatedRun:
         scenario, parts = self._scenario, self._parts
-        parts[SimulatedPart.PRODUCTIVE] = min(self._kept * scenario.step_s, self._steps_s)
-        parts[SimulatedPart.STRAGGLER] = parts[SimulatedPart.PRODUCTIVE] * scenario.slow_share
-        parts[SimulatedPart.REDONE] = max(
-            0.0, self._steps_s - parts[SimulatedPart.PRODUCTIVE] - parts[SimulatedPart.STRAGGLER]
-        )
+        parts[Part.PRODUCTIVE] = min(self._kept * scenario.step_s, self._steps_s)
+        parts[Part.STRAGGLER] = parts[Part.PRODUCTIVE] * scenario.slow_share
+        parts[Part.REDONE] = max(0.0, self._steps_s - parts[Part.PRODUCTIVE] - parts[Part.STRAGGLER])
         return SimulatedRun(
             wall_s=scenario.duration_s,
-            ettr=parts[SimulatedPart.PRODUCTIVE] / scenario.duration_s,
+            ettr=parts[Part.PRODUCTIVE] / scenario.duration_s,
             partition={part.value: seconds for part, seconds in parts.items()},
             num_failures=sum(self._by_kind.values()),
             num_by_kind=dict(sorted(self._by_kind.items())),

@@ -1,7 +1,7 @@
 """What is simulated: the world, how it fails, what its checkpoints and its recovery cost, and what the ladder may try.
 
-Each default has its source beside it. What was measured comes from the results of ``outlast bench`` that the
-repository holds (``docs/results``); ``--costs`` puts a machine's own in their place, see
+Each default has its source beside it. Measured values come from the results of the benchmarks in the repository
+(``docs/results``); ``--costs`` replaces them by those of another machine, see
 :mod:`outlast.simulate.costs`. What depends on the model and the cluster was not measured: it is an assumption, and is
 said to be one.
 """
@@ -16,8 +16,6 @@ from typing import Any
 from outlast.config.base import require
 from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
 from outlast.policy.ladder import Limits
-
-__all__ = ["SHARES", "DrawnFault", "RecoveryCosts", "Scenario", "SimulatedFault"]
 
 
 class SimulatedFault(IntEnum):
@@ -320,10 +318,9 @@ class Scenario:
         """Return the scenario with other values; those of ``costs`` and ``limits`` are found by their names, too."""
         costs = {name: values.pop(name) for name in list(values) if name in RecoveryCosts.__dataclass_fields__}
         limits = {name: values.pop(name) for name in list(values) if name in Limits.__dataclass_fields__}
-        if "interval_s" in values:
-            values["interval_iterations"] = None
-        if "global_interval_s" in values:
-            values["global_interval_iterations"] = None
+        for one in ("interval_s", "global_interval_s"):  # the same in two units: the one that is given counts
+            other = one.replace("_s", "_iterations")
+            values |= {other: None} if one in values else {one: None} if other in values else {}
         if costs:
             values["costs"] = replace(self.costs, **costs)
         if limits:
