@@ -56,8 +56,6 @@ EXPECTED = {
 """The incident that each fault must be detected as; the slow rank and the preemption end no cycle by an incident."""
 MAX_REPORTS = 3
 """Reports on wholly slow windows by which the slow rank must be identified."""
-NUM_UNTIMED = 3
-"""First steps of a process, which no report is about."""
 PATIENCE = 8
 """Reports after which the next fault is injected though the slow rank was not identified."""
 POLL_S = 0.25
@@ -232,16 +230,15 @@ def check_slow_rank(events: Sequence[Event]) -> Iterator[Claim]:
     since, rank = injected.iteration or 0, injected.rank
     reports = sorted(select(events, EventKind.STRAGGLER_REPORT), key=lambda event: event.mono_ns)
     here = [one for one in reports if (one.job, one.cycle) == (injected.job, injected.cycle)]
+    at = next((at for at, one in enumerate(here) if rank in one.data["named"]), None)
     begins = [0, *(one.iteration or 0 for one in here)]
-    first = 0 if since <= NUM_UNTIMED else since  # a window counts if the rank was slow all the time
-    windows = [one for one, begin in zip(here, begins, strict=False) if begin >= first]
-    number = next((number for number, one in enumerate(windows, 1) if rank in one.data["named"]), None)
+    number = None if at is None else sum(begin >= since for begin in begins[: at + 1])
     incidents = [event.data["incident"] for event in select(events, EventKind.INCIDENT)]
     summary = next((one["evidence"].get("summary") for one in incidents if one["kind"] == IncidentKind.STRAGGLER), "")
     yield Claim(
-        text=f"slow: rank {rank} is identified by report {MAX_REPORTS}",
+        text=f"slow: rank {rank} is identified by report {MAX_REPORTS} on a window in which it was slow all the time",
         holds=number is not None and number <= MAX_REPORTS,
-        evidence=f"report {number}: {summary}" if number else "it was not identified",
+        evidence="it was not identified" if number is None else f"report {number}: {summary}",
     )
     named = {one for report in here for one in report.data["named"]} - {rank}
     named |= {one for report in reports if report not in here for one in report.data["named"]}
@@ -298,7 +295,7 @@ def check_sources(kind: FaultKind, cost: IncidentCost, events: Sequence[Event]) 
         and all(sources.tiers.get(rank or 0) == "global" for rank in victims)
         and newest is not None
         and sources.iteration >= newest,
-        evidence=f"{num_corrupted} replicas corrupted; {sources.describe()}; resumed from iteration {sources.iteration}; "
+        evidence=f"{num_corrupted} replicas corrupted; {sources.describe()}; resumed from {sources.iteration}; "
         f"newest in the global tier: {newest}",
     )
 
@@ -600,9 +597,8 @@ def print_outcome(outcome: Outcome, wall_s: float) -> None:
         print(f"\nfailed: {failed} of {len(outcome.claims)} claims do not hold ({wall_s:.0f} s)")
         return
     counts = f"{len(outcome.costs)} faults, {outcome.cycles} cycles in {outcome.jobs} jobs"
-    print(
-        f"\nbit-identical: {counts}, {len(outcome.claims)} claims hold, weights {outcome.faulted['weights'][:12]} ({wall_s:.0f} s)"
-    )
+    weights = outcome.faulted["weights"][:12]
+    print(f"\nbit-identical: {counts}, {len(outcome.claims)} claims hold, weights {weights} ({wall_s:.0f} s)")
 
 
 def format_s(seconds: float | None) -> str:

@@ -308,7 +308,7 @@ READING = {"from_json", "from_msgpack", "json_decoder", "msgpack_decoder", "pars
 
 INSIDE = {
     "bench.inprocess", "bench.measuring", "bench.rendezvous", "bench.rendezvous_crowd", "bench.results",
-    "demo.show", "demo.struck_run", "runtime.injection", "simulate.costs", "simulate.failures", "chaos.copies",
+    "cli.soak", "testing.cluster", "runtime.injection", "simulate.costs", "simulate.failures", "chaos.copies",
     # from this process's own parent, on a socket pair or in the environment
     "env", "inprocess.monitor_duty", "monitor.rank_guard", "session.step",
     # from the ranks of the same process group or their store; what is wrong with it ends the call

@@ -20,7 +20,6 @@ KNOWN = {
     "cli.chaos": {"click.echo"},
     "cli.shims": {"click.echo"},
     "cli.bench": {"click.echo"},
-    "cli.demo": {"click.echo"},  # JSON, and what its console escaped
     # for the process that started this one, which reads it
     "bench.load": {"print"},
     "bench.measuring": {"print"},
