@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outlast.chaos.armed import ArmedFaults, FiredFault
+from outlast.chaos.netns import NodeNetwork
 from outlast.chaos.plan import Fault, FaultKind, FaultPlan, FaultTarget, FaultTier, MissingFault, verify_fired
 from outlast.chaos.process_faults import SimulatedError
 
@@ -15,6 +16,7 @@ __all__ = [
     "FaultTier",
     "FiredFault",
     "MissingFault",
+    "NodeNetwork",
     "SimulatedError",
     "verify_fired",
 ]

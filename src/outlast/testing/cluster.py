@@ -24,10 +24,9 @@ import msgspec
 import psutil
 
 from outlast import clock
-from outlast.chaos import Fault, FaultPlan
+from outlast.chaos import Fault, FaultPlan, NodeNetwork
 from outlast.chaos.injector import Injector, disk_injection
 from outlast.chaos.netns import INTERFACE as HOST_INTERFACE
-from outlast.chaos.netns import NodeNetwork
 from outlast.decoding import from_json
 from outlast.env import DEVICE, FAULT_PLAN, INJECTIONS, INTERFACE, environ
 from outlast.errors import ConfigError, DeadlineExceeded, ExitReason
