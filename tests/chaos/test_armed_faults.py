@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import signal
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from outlast.chaos import ArmedFaults, Fault, FaultPlan, SimulatedError, verify_fired
 from outlast.chaos.armed import arm_here
+from outlast.chaos.plan import claim_marker, marker_of, planned_faults
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
@@ -137,9 +139,10 @@ def test_an_activation_is_struck_in_the_forward(tmp_path: Path) -> None:
     """Only that step sees it, the backward still runs, and no hook is left on the model."""
     fault = Fault(kind="sign_flip", target="activation", tensor="model.0", element=1, rank=0, iteration=1)
     armed, training = arm(tmp_path, fault), Training()
+    before = pickle.dumps(training.model)
     assert [training.step(armed, iteration)[0] for iteration in range(3)] == [7.0, 1.0, 7.0]
     assert strikes(tmp_path)[0].items() >= {"target": "activation", "tensor": "model.0", "before": 3.0}.items()
-    assert not any(module._forward_hooks for module in training.model.modules())
+    assert pickle.dumps(training.model) == before
 
 
 def test_a_model_has_no_hook_while_nothing_is_due(tmp_path: Path) -> None:
@@ -147,8 +150,9 @@ def test_a_model_has_no_hook_while_nothing_is_due(tmp_path: Path) -> None:
     fault = Fault(kind="nan", target="activation", rank=0, iteration=5)
     for rank, iteration in [(0, 4), (0, 6), (1, 5)]:
         training = Training()
+        before = pickle.dumps(training.model)
         arm(tmp_path, fault, rank=rank).before_step(iteration, training.state)
-        assert not any(module._forward_hooks for module in training.model.modules())
+        assert pickle.dumps(training.model) == before
 
 
 @pytest.mark.parametrize(
@@ -289,6 +293,20 @@ def test_a_slow_rank_is_as_fast_as_before_after_its_time(tmp_path: Path, monkeyp
     Training().step(armed, 0)
     assert slept == []
     assert len(armed.fired) == 1
+
+
+@pytest.mark.parametrize("moment", [{"at_s": 3.0}, {"on_request": True}])
+def test_a_fault_that_waits_is_injected_once_it_is_released(tmp_path: Path, moment: dict[str, Any]) -> None:
+    """In the step after its release, whichever that is, and once a run."""
+    fault = Fault(kind="nan", target="loss", rank=0, **moment)
+    (planned,) = planned_faults(FaultPlan(faults=[fault]))
+    armed, training = arm(tmp_path, fault), Training()
+    assert training.step(armed, 4) == [7.0]
+    assert claim_marker(marker_of(tmp_path, planned.fault_id, due=True))
+    assert math.isnan(training.step(armed, 5)[0])
+    assert training.step(armed, 6) == [7.0]
+    assert Training().step(arm(tmp_path, fault, cycle=1), 0) == [7.0]
+    assert [strike["iteration"] for strike in strikes(tmp_path)] == [5]
 
 
 def test_a_rate_strikes_each_drawn_iteration_once_a_run(tmp_path: Path) -> None:
