@@ -174,7 +174,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
 
 demo: setup
-	$(BIN)/outlast demo
+	$(BIN)/python examples/demo.py
 
 demo-ray: setup
 	@RAY_DEDUP_LOGS_SKIP_REGEX='A worker died or was killed' \

@@ -59,7 +59,7 @@ _PYTHON_THAT_MAY_DIFFER = {"PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED",
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 _LEFT_COLD = {"outlast.health.node", "outlast.monitor.rank_guard"}
 """What starts fast."""
-_LEFT_OUT = ("ray", "demo", "integrations")
+_LEFT_OUT = ("ray", "integrations")
 """Packages that import other frameworks, which read variables of the process (fsspec does), or many modules of ours."""
 _CHILDLESS = {"outlast.checkpoint.writer"}
 """What starts no Python process, and so needs no server."""

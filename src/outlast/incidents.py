@@ -292,7 +292,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     node: str
     proc: str
     """``agent``, ``coordinator``, ``monitor``, ``rank-<global rank>``, ``inprocess-<initial rank>``,
-    ``ray-train-watch``, ``demo``."""
+    ``ray-train-watch``, ``chaos``."""
     cycle: int | None = None
     rank: int | None = None
     iteration: int | None = None

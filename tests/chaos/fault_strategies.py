@@ -57,17 +57,19 @@ def faults(draw: st.DrawFn, world_size: int | None = None) -> Fault:
     victim = draw(st.sampled_from([None, "rank", "node", "device"]))
     if victim is not None:
         given[victim] = draw(ranks if victim == "rank" else _names)
-    moments = ["iteration", "rate", "at_s"] if kind.is_numeric else ["iteration", "rate", "at_s", "after_s"]
+    moments = ["iteration", "rate", "at_s", "on_request", *([] if kind.is_numeric else ["after_s"])]
     if kind == FaultKind.SLOW:
         moments.remove("rate")
     moment = draw(st.sampled_from(moments))
     if moment == "iteration":
         given[moment] = draw(_counts)
+    elif moment == "on_request":
+        given[moment] = True
     else:
         given[moment] = draw(st.floats(min_value=0, max_value=1, exclude_min=True) if moment == "rate" else _seconds)
     if moment == "after_s":
         given["once_durable"] = draw(st.booleans())
-    elif moment != "at_s":
+    elif moment in ("iteration", "rate"):
         given["persistent"] = draw(st.booleans())
     if kind.is_numeric:
         given["target"] = draw(st.sampled_from(FaultTarget))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import signal
 import threading
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 from outlast.chaos import ArmedFaults, Fault, FaultPlan, SimulatedError, verify_fired
-from outlast.chaos import armed as armed_module
 from outlast.chaos.armed import arm_here
+from outlast.chaos.plan import claim_marker, marker_of, planned_faults
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
@@ -138,9 +139,10 @@ def test_an_activation_is_struck_in_the_forward(tmp_path: Path) -> None:
     """Only that step sees it, the backward still runs, and no hook is left on the model."""
     fault = Fault(kind="sign_flip", target="activation", tensor="model.0", element=1, rank=0, iteration=1)
     armed, training = arm(tmp_path, fault), Training()
+    before = pickle.dumps(training.model)
     assert [training.step(armed, iteration)[0] for iteration in range(3)] == [7.0, 1.0, 7.0]
     assert strikes(tmp_path)[0].items() >= {"target": "activation", "tensor": "model.0", "before": 3.0}.items()
-    assert not any(module._forward_hooks for module in training.model.modules())
+    assert pickle.dumps(training.model) == before
 
 
 def test_a_model_has_no_hook_while_nothing_is_due(tmp_path: Path) -> None:
@@ -148,8 +150,9 @@ def test_a_model_has_no_hook_while_nothing_is_due(tmp_path: Path) -> None:
     fault = Fault(kind="nan", target="activation", rank=0, iteration=5)
     for rank, iteration in [(0, 4), (0, 6), (1, 5)]:
         training = Training()
+        before = pickle.dumps(training.model)
         arm(tmp_path, fault, rank=rank).before_step(iteration, training.state)
-        assert not any(module._forward_hooks for module in training.model.modules())
+        assert pickle.dumps(training.model) == before
 
 
 @pytest.mark.parametrize(
@@ -238,21 +241,12 @@ def test_a_section_is_struck_once_it_is_entered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sleep", "hold_gil"])
-def test_a_held_gil_stops_other_threads_and_a_sleep_does_not(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_held_gil_stops_other_threads_and_a_sleep_does_not(tmp_path: Path, kind: str) -> None:
     """While the GIL is held no other thread gets its turn; during a sleep they all do."""
-    armed = arm(tmp_path, Fault(kind=kind, rank=0, iteration=0, duration_s=0.3))
+    plan = FaultPlan(faults=[Fault(kind=kind, rank=0, iteration=0, duration_s=0.3)])
     turns, over = [0], threading.Event()
-    taken: list[int] = []
-    strike = armed_module.strike_process
-
-    def strike_and_count(*arguments: Any) -> None:
-        before = turns[0]
-        strike(*arguments)
-        taken.append(turns[0] - before)
-
-    monkeypatch.setattr(armed_module, "strike_process", strike_and_count)
+    before: list[int] = []
+    armed = ArmedFaults(plan, run_dir=tmp_path, record=lambda _: before.append(turns[0]))
 
     def take_turns() -> None:
         while not over.wait(0.001):
@@ -262,10 +256,11 @@ def test_a_held_gil_stops_other_threads_and_a_sleep_does_not(
     thread.start()
     try:
         armed.before_step(0, {})
+        taken = turns[0] - before[0]
     finally:
         over.set()
         thread.join()
-    assert (taken[0] > 5) == (kind == "sleep"), taken
+    assert (taken > 5) == (kind == "sleep"), taken
     assert len(armed.fired) == 1
 
 
@@ -298,6 +293,20 @@ def test_a_slow_rank_is_as_fast_as_before_after_its_time(tmp_path: Path, monkeyp
     Training().step(armed, 0)
     assert slept == []
     assert len(armed.fired) == 1
+
+
+@pytest.mark.parametrize("moment", [{"at_s": 3.0}, {"on_request": True}])
+def test_a_fault_that_waits_is_injected_once_it_is_released(tmp_path: Path, moment: dict[str, Any]) -> None:
+    """In the step after its release, whichever that is, and once a run."""
+    fault = Fault(kind="nan", target="loss", rank=0, **moment)
+    (planned,) = planned_faults(FaultPlan(faults=[fault]))
+    armed, training = arm(tmp_path, fault), Training()
+    assert training.step(armed, 4) == [7.0]
+    assert claim_marker(marker_of(tmp_path, planned.fault_id, due=True))
+    assert math.isnan(training.step(armed, 5)[0])
+    assert training.step(armed, 6) == [7.0]
+    assert Training().step(arm(tmp_path, fault, cycle=1), 0) == [7.0]
+    assert [strike["iteration"] for strike in strikes(tmp_path)] == [5]
 
 
 def test_a_rate_strikes_each_drawn_iteration_once_a_run(tmp_path: Path) -> None:
@@ -346,7 +355,7 @@ def test_a_fault_that_did_not_strike_is_found(tmp_path: Path) -> None:
     missing = verify_fired(FaultPlan(faults=faults), tmp_path)
     assert [entry.index for entry in missing] == [1, 2, 3]
     assert missing[1].describe() == (
-        "faults[2] did not strike: nan in the activation on rank 0 at iteration 90; the run reached 1"
+        "faults[2] was not injected: nan in the activation on rank 0 at iteration 90; the run reached 1"
     )
 
 

@@ -88,13 +88,11 @@ def test_what_a_killed_one_left_is_removed() -> None:
 
 @_needs_root
 @pytest.mark.usefixtures("can_make_hosts")
-def test_a_kernel_without_netem_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_netem_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where packets can be neither delayed nor lost, the plan is refused in one line, and nothing remains."""
-
-    def fail(self: NodeNetwork, *_words: object) -> None:
-        raise OSError("Error: Specified qdisc kind is unknown.")
-
-    monkeypatch.setattr(NodeNetwork, "_tc", fail)
+    (tmp_path / "tc").write_text("#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2\nexit 2\n")
+    (tmp_path / "tc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ConfigError, match=r"no netem .*leave them out"), NodeNetwork(1, needs_netem=True):
         pass
     assert leftovers(os.getpid()) == []

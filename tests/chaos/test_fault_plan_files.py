@@ -68,6 +68,7 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path, ending: str) -> None:
         ({"faults": [NAN | {"tensor": "a"}]}, "tensor is not for target='loss'"),
         ({"faults": [NAN | {"bit": 3}]}, "bit=3 is for kind='bit_flip'"),
         ({"faults": [KILL | {"at_s": 3}]}, "iteration and at_s are given; keep one"),
+        ({"faults": [KILL | {"on_request": True}]}, "iteration and on_request are given; keep one"),
         ({"faults": [{"kind": "kill", "at_s": -1}]}, "at_s=-1.0 must not be negative"),
         ({"faults": [{"kind": "kill", "at_s": 1, "persistent": True}]}, "persistent needs an iteration"),
         ({"faults": [KILL | {"tier": "local"}]}, "tier is not for kind='kill'"),

@@ -106,7 +106,10 @@ def incidents(events: list[Event], kind: IncidentKind) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(("kind", "spares"), [("kill_agent", 1), ("kill_coordinator", 0), ("lose_node", 1)])
+@pytest.mark.parametrize(
+    ("kind", "spares"),
+    [("kill_agent", 1), ("kill_coordinator", 0), ("lose_node", 1), ("lose_node_and_replicas", 1)],
+)
 def test_a_lost_agent_is_replaced(tmp_path: Path, kind: str, spares: int) -> None:
     """The struck node's agent is gone, another node takes its slot, and the run ends as if nothing had been.
 
@@ -123,7 +126,13 @@ def test_a_lost_agent_is_replaced(tmp_path: Path, kind: str, spares: int) -> Non
     later = [event for event in events if event.kind == EventKind.CYCLE_STARTED and event.mono_ns > strike.mono_ns]
     assert later
     assert lost not in {event.node for event in later}
-    assert (tmp_path / "local" / lost).exists() == (kind != "lose_node")
+    assert (tmp_path / "local" / lost).exists() == (not kind.startswith("lose_node"))
+    if kind == "lose_node_and_replicas":
+        restored = [event for event in events if event.kind == EventKind.RESTORED and event.mono_ns > strike.mono_ns]
+        assert "global" in {event.data["tier"] for event in restored}
+        assert "replica" not in {event.data["tier"] for event in restored}
+        assert strike.data["replicas_corrupted"] > 0
+        assert incidents(events, IncidentKind.COPY_REJECTED)
 
 
 @pytest.mark.slow

@@ -307,7 +307,7 @@ DECODING |= {f"yaml.{name}" for name in ("load", "safe_load", "load_all", "safe_
 READING = {"from_json", "from_msgpack", "json_decoder", "msgpack_decoder", "parse_json", "parse_settings"}
 
 INSIDE = {
-    "demo.show", "demo.struck_run", "runtime.injection", "simulate.benchmark_results", "simulate.failures",
+    "cli.soak", "testing.cluster", "runtime.injection", "simulate.benchmark_results", "simulate.failures",
     "chaos.copies",
     # from this process's own parent, on a socket pair or in the environment
     "env", "inprocess.monitor_duty", "monitor.rank_guard", "session.step",

@@ -99,7 +99,7 @@ def contents(wheel: Path) -> set[str]:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(sources: Path, wheel: Path) -> None:
-    """Every file of the package is in the wheel, data too, and beside it the demo's example and the metadata alone."""
+    """Every file of the package is in the wheel, data too, and beside it the soak's example and the metadata alone."""
     package = {path.relative_to(sources / "src").as_posix() for path in (sources / "src/outlast").rglob("*")}
     package = {name for name in package if (sources / "src" / name).is_file() and "__pycache__" not in name}
     found = contents(wheel)
@@ -153,9 +153,9 @@ def test_a_script_is_run(installed: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "run" / "journal").iterdir())
 
 
-def test_the_demo_has_its_example(installed: Path, tmp_path: Path) -> None:
-    """The demo finds its training script without a checkout, and it trains."""
-    code = "from outlast.demo.stage import find_example; print(find_example())"
+def test_the_soak_has_its_example(installed: Path, tmp_path: Path) -> None:
+    """The soak finds its training script without a checkout, and it trains."""
+    code = "from outlast.chaos.soak import find_example; print(find_example())"
     example = Path(run([installed / "python", "-c", code], tmp_path).strip())
     assert example == installed.parent.resolve() / EXAMPLE
     assert example.read_bytes() == (ROOT / "examples" / "train_gpt.py").read_bytes()

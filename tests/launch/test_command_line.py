@@ -30,7 +30,7 @@ def completed(*words: str) -> list[str]:
 def test_commands_and_options_are_completed() -> None:
     """Commands, their options and those of `outlast run`, each in one spelling, are offered; nothing is imported for
     it that is not needed."""
-    assert completed("d") == ["demo", "doctor"]
+    assert completed("s") == ["status", "simulate", "slurm", "shims"]
     assert completed("ckpt", "") == ["ls", "prune", "verify"]
     assert completed("--ver") == ["--version"]
     assert "--run-dir" in completed("run", "--standalone", "--")
@@ -207,7 +207,7 @@ def test_options_behind_the_script_get_a_hint(words: list[str], hint: str | None
         (["ckpt", "verify", "--thr"], ["--threads"]),
         (["doctor", "--config", "ru"], ["file ru"]),
         (["doctor", "--place", "ru"], ["dir ru"]),
-        (["demo", "--keep", "ru"], ["dir ru"]),
+        (["chaos", "soak", "--keep", "ru"], ["dir ru"]),
         (["completion", "f"], ["fish"]),
     ],
     ids=" ".join,

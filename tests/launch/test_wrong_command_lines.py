@@ -115,7 +115,6 @@ WRONG = [
     ("doctor --config gone.toml", "gone.toml: no such file", "check the path"),
     ("doctor --gpu 0 --no-gpu", "--gpu and --no-gpu contradict", "leave one out"),
     ("doctor extra", "(extra)", "outlast doctor --help"),
-    ("demo --iterations 3", "--iterations=3", "at least 105"),
     ("completion tcsh", "'tcsh'", "'bash', 'zsh', 'fish'"),
     ("slurm script", "there is no training script", "outlast slurm script --nodes 2 -- train.py"),
     ("slurm script gone.py", "the script 'gone.py' does not exist in this folder", "check its path"),

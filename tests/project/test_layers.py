@@ -45,7 +45,6 @@ LAYERS = {
     "ray": 5,
     "__main__": 6,
     "cli": 6,
-    "demo": 6,
     "report": 6,
     "status": 6,
     "top": 6,

@@ -19,7 +19,6 @@ KNOWN = {
     "cli.k8s": {"click.echo"},
     "cli.chaos": {"click.echo"},
     "cli.shims": {"click.echo"},
-    "cli.demo": {"click.echo"},  # JSON, and what its console escaped
     # a worker's own output: of the user's script, as Python writes it
     "runtime.forked_worker": {"sys.stderr.write", "traceback.print_exception"},
     "runtime.zygote": {"sys.stderr.write"},

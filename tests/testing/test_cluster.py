@@ -18,8 +18,9 @@ import os, signal, subprocess, sys
 from outlast.incidents import EventKind
 from outlast.runtime.journal import Journal
 
-options = dict(option.lstrip("-").split("=", 1) for option in sys.argv[1:] if option.startswith("--"))
-script, *args = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+_parent, _run, *words = sys.argv[1:]
+options = dict(word.lstrip("-").split("=", 1) for word in words if word.startswith("--"))
+script, *args = [word for word in words if not word.startswith("--")]
 node = options["node-name"]
 journal = Journal(options["run-dir"], run_id=options["rdzv-id"], job="j", node=node, proc="agent")
 worker = subprocess.Popen([sys.executable, script], start_new_session=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outlast.errors import ExitReason
+from outlast.chaos import Fault, FaultPlan, verify_fired
+from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Event, EventKind
 from outlast.testing import Cluster
 
@@ -103,3 +104,55 @@ def test_plain_script_that_always_crashes_has_torchruns_budget(tmp_path: Path) -
             2,
             3,
         }
+
+
+TRAINS = """
+import sys, time
+from pathlib import Path
+import torch
+import outlast
+
+folder = sys.argv[1]
+saves = outlast.CheckpointConfig(directory=folder + "/global", local_directory=folder + "/local", save_interval=5)
+run = outlast.init(outlast.Config(checkpoint=saves))
+model = torch.nn.Linear(4, 4)
+for iteration in run.steps({"model": model}, total=400):
+    if Path(folder, "enough").exists():
+        break
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_a_supervised_cluster_replaces_a_lost_node_and_starts_a_preempted_job_again(tmp_path: Path) -> None:
+    """Faults on request are injected at the moment that the test chooses, each once; the run ends well."""
+    lost = Fault(kind="lose_node", on_request=True)
+    preempted = Fault(kind="sigterm", rank=0, on_request=True)
+    plan = FaultPlan(seed=1, faults=(lost, preempted))
+    script, wanted = write(tmp_path, TRAINS), [lost, preempted]
+    with Cluster(
+        script, str(tmp_path), run_dir=tmp_path / "run", num_spares=1, nproc_per_node=1, fault_plan=plan
+    ) as cluster:
+        with pytest.raises(ConfigError, match="not a fault of the plan with on_request=True"):
+            cluster.inject(Fault(kind="kill", rank=0, on_request=True))
+        for fault in cluster.supervise(timeout_s=300):
+            assert fault is None, "none is due by itself"
+            assert cluster.exit_code is None or not wanted
+            if wanted and cluster.inject(wanted[0]):
+                wanted.pop(0)
+            elif not wanted and cluster.num_jobs == 2:
+                (tmp_path / "enough").touch()
+        assert cluster.exit_code == 0
+        cluster.assert_no_orphans(within_s=10)
+        events = cluster.events()
+    assert verify_fired(plan, tmp_path / "run") == []
+    assert len(cluster.agents) == 7, "three, a replacement for the lost one, and three of the second job"
+    codes = [event.data["exit_code"] for event in events if event.kind == EventKind.JOB_ENDED]
+    assert set(codes) == {75, 0}
+
+
+def test_a_cluster_without_a_plan_injects_nothing(tmp_path: Path) -> None:
+    """The error names the missing argument."""
+    cluster = Cluster(tmp_path / "train.py", run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match="give it fault_plan="):
+        cluster.inject(Fault(kind="kill", rank=0, on_request=True))

@@ -1,9 +1,11 @@
-"""Fault injection: planned, the same for the same seed, recorded when they struck."""
+"""Fault injection: planned, the same for the same seed, and recorded."""
 
 from __future__ import annotations
 
-from outlast.chaos.armed import ArmedFaults, FiredFault, SimulatedError
+from outlast.chaos.armed import ArmedFaults, FiredFault
+from outlast.chaos.netns import NodeNetwork
 from outlast.chaos.plan import Fault, FaultKind, FaultPlan, FaultTarget, FaultTier, MissingFault, verify_fired
+from outlast.chaos.process_faults import SimulatedError
 
 __all__ = [
     "ArmedFaults",
@@ -14,6 +16,7 @@ __all__ = [
     "FaultTier",
     "FiredFault",
     "MissingFault",
+    "NodeNetwork",
     "SimulatedError",
     "verify_fired",
 ]

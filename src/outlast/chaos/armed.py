@@ -1,19 +1,15 @@
-"""A plan's faults as one rank sees them: struck from hooks that the training loop calls.
+"""A plan's faults in one rank: injected by hooks that the training loop calls.
 
-While nothing is due, a hook compares two integers. A fault that comes once a run leaves a marker in the run
-directory before it strikes; without a run directory, only cycle 0 is struck.
+While nothing is due, a hook compares two integers. A fault that is injected once a run leaves a marker in the run
+directory before that; without a run directory, faults are injected in cycle 0 only.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import random
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +27,7 @@ from outlast.chaos.plan import (
     marker_of,
     planned_faults,
 )
+from outlast.chaos.process_faults import inject_process_fault
 from outlast.config import Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
@@ -48,19 +45,12 @@ log = logging.getLogger(__name__)
 LossT = TypeVar("LossT")
 _HORIZON = 256
 """Iterations for which a fault with a rate is drawn ahead."""
-_LONGEST_S = 1000.0
-"""One call that sleeps lasts no longer; then the next one begins."""
-_SIGNALS = {FaultKind.KILL: signal.SIGKILL, FaultKind.SIGTERM: signal.SIGTERM}
 _SIMULATED_KINDS = {"rank_hung": FaultKind.STOP, "rank_killed": FaultKind.KILL}
-
-
-class SimulatedError(RuntimeError):
-    """What the fault ``exception`` raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FiredFault:
-    """One strike on this rank, as it is recorded."""
+    """One injection into this rank, as it is recorded."""
 
     fault: str
     """The fault's name, or its kind."""
@@ -71,11 +61,11 @@ class FiredFault:
     iteration: int
     """Number of optimizer steps done."""
     details: Mapping[str, Any]
-    """What it struck; of a number its place, and its value before and after."""
+    """What was changed; of a number its place, and its value before and after."""
 
 
 class ArmedFaults:
-    """Strike this rank with the faults of a plan, from the hooks below; in a session they are called for you.
+    """Inject the faults of a plan into this rank, from the hooks below; a session calls them.
 
     Args:
         plan: The faults, the same on all ranks.
@@ -85,8 +75,8 @@ class ArmedFaults:
         node: Name of its node.
         device: Name of the hardware that it computes on: a GPU's ``gpu-<uuid>``, else ``<node>/cpu-<local rank>``.
         cycle: How often the job's workers were restarted.
-        run_dir: Folder of the markers by which a fault comes once a run; none: it comes in cycle 0 only.
-        record: Called with each strike before it happens.
+        run_dir: Folder of the markers of injected faults; none: faults are injected in cycle 0 only.
+        record: Called with each fault before it is injected.
         now_ns: The monotonic clock of ``after_s``, which begins to count here.
 
     Raises:
@@ -120,10 +110,9 @@ class ArmedFaults:
                 raise ConfigError(f"faults[{here.index}]: rank={rank} does not exist, ranks end at {last}; name one")
         remembers = run_dir is not None or cycle == 0
         planned = [one for one in planned if (remembers or one.fault.persistent) and one.can_apply_to(place, device)]
-        self._awaited = [one for one in planned if one.fault.at_s is not None and run_dir is not None]
-        """What strikes once somebody says that it is due."""
+        self._unreleased = [one for one in planned if one.is_released and run_dir is not None]
         self._run_dir = run_dir
-        self._planned = [one for one in planned if one.fault.after_s is None and one.fault.at_s is None]
+        self._planned = [one for one in planned if one.fault.after_s is None and not one.is_released]
         started_ns = now_ns()
         self._timed = [
             (started_ns + int(one.fault.after_s * 1e9), one)
@@ -136,7 +125,7 @@ class ArmedFaults:
         self._next = 0
         self._due_at = -1
         self._due_now: tuple[Occurrence, ...] = ()
-        self._struck_between = -1
+        self._injected_between = -1
         self._spent: set[str] = set()
         self._fired: dict[tuple[str, int], FiredFault] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -145,7 +134,7 @@ class ArmedFaults:
 
     @property
     def fired(self) -> tuple[FiredFault, ...]:
-        """What struck this rank in this cycle, as it was recorded."""
+        """What was injected into this rank in this cycle, as it was recorded."""
         return tuple(self._fired.values())
 
     def before_step(self, iteration: int, state: Mapping[str, Any], *, has_durable: bool = True) -> None:
@@ -163,7 +152,7 @@ class ArmedFaults:
         if not self._begin_or_end_step(iteration, state, has_durable):
             return
         for occurrence in self._due_in(FaultTarget.WEIGHT, iteration):
-            self._strike_tensor(occurrence, state)
+            self._inject_tensor(occurrence, state)
         for occurrence in self._due_in(FaultTarget.ACTIVATION, iteration):
             self._await_forward(occurrence, state)
 
@@ -175,7 +164,7 @@ class ArmedFaults:
             loss: What is about to be validated.
         """
         for occurrence in self._due_in(FaultTarget.LOSS, iteration):
-            loss = self._strike_loss(occurrence, loss)
+            loss = self._inject_loss(occurrence, loss)
         return loss
 
     def after_backward(self, iteration: int, state: Mapping[str, Any]) -> None:
@@ -189,10 +178,10 @@ class ArmedFaults:
             ConfigError: A fault names a tensor, an element or a bit that does not exist.
         """
         for occurrence in self._due_in(FaultTarget.GRADIENT, iteration):
-            self._strike_tensor(occurrence, state)
+            self._inject_tensor(occurrence, state)
 
     def after_step(self, iteration: int, state: Mapping[str, Any], *, has_durable: bool = True) -> None:
-        """Apply what is due between this step and the next; call it once what is due was saved.
+        """Apply what is due between this step and the next; call it once all that is due was saved.
 
         Args:
             iteration: Number of optimizer steps done, this one included.
@@ -203,7 +192,7 @@ class ArmedFaults:
             SimulatedError, SystemExit: The fault of that kind.
         """
         if self._begin_or_end_step(iteration, state, has_durable):
-            self._strike_timed(None, iteration)
+            self._inject_timed(None, iteration)
 
     def enter_section(self, name: str, iteration: int) -> None:
         """Apply what is due in a section; call it as soon as the section is open.
@@ -216,8 +205,8 @@ class ArmedFaults:
             SimulatedError, SystemExit: The fault of that kind.
         """
         if name in self.sections:
-            self._strike_due_processes(name, iteration)
-            self._strike_timed(name, iteration)
+            self._inject_due_processes(name, iteration)
+            self._inject_timed(name, iteration)
 
     def close(self) -> None:
         """Apply nothing from here on. Idempotent."""
@@ -225,7 +214,7 @@ class ArmedFaults:
         while self._slowings:
             self._slowings.pop().remove()
         self._planned, self._timed, self._due_now, self._next = [], [], (), sys.maxsize
-        self._awaited = []
+        self._unreleased = []
 
     def _due(self, iteration: int) -> tuple[Occurrence, ...]:
         if iteration != self._due_at:
@@ -254,33 +243,33 @@ class ArmedFaults:
         """Apply what is due between two steps; return whether anything else may be due."""
         self._has_durable, self._state = has_durable, state
         self._remove_hooks()
-        if self._awaited and self._struck_between != iteration:
-            self._release_due(iteration)
+        if self._unreleased and self._injected_between != iteration:
+            self._plan_released(iteration)
         if iteration < self._next:
             return False
-        if self._struck_between != iteration:  # the step's end comes before the next one's begin
-            self._struck_between = iteration
-            self._strike_due_processes(None, iteration)
+        if self._injected_between != iteration:  # the step's end comes before the next one's begin
+            self._injected_between = iteration
+            self._inject_due_processes(None, iteration)
         return True
 
-    def _release_due(self, iteration: int) -> None:
-        """Plan for this iteration what is said to be due; one look into the run directory for each that is not."""
+    def _plan_released(self, iteration: int) -> None:
+        """Plan for this iteration what was released; one look into the run directory for each fault that was not."""
         assert self._run_dir is not None
-        for one in tuple(self._awaited):
+        for one in tuple(self._unreleased):
             if marker_of(self._run_dir, one.fault_id, due=True).exists():
-                self._awaited.remove(one)
-                fault = replace(one.fault, at_s=None, iteration=iteration)
-                victim = fault.node or fault.device
-                fault = fault if victim else replace(fault, rank=self._place.global_rank)
+                self._unreleased.remove(one)
+                fault = replace(one.fault, at_s=None, on_request=False, iteration=iteration)
+                if fault.node is None and fault.device is None:
+                    fault = replace(fault, rank=self._place.global_rank)
                 self._planned.append(replace(one, fault=fault))
                 self._due_at, self._next = -1, iteration
 
-    def _strike_due_processes(self, section: str | None, iteration: int) -> None:
+    def _inject_due_processes(self, section: str | None, iteration: int) -> None:
         for occurrence in self._due(iteration):
             if not FaultKind(occurrence.fault.kind).is_numeric and occurrence.fault.section == section:
-                self._strike_process(occurrence)
+                self._inject_process(occurrence)
 
-    def _strike_timed(self, section: str | None, iteration: int) -> None:
+    def _inject_timed(self, section: str | None, iteration: int) -> None:
         now_ns = self._now_ns() if self._timed else 0
         for entry in tuple(self._timed):
             not_before_ns, here = entry
@@ -288,15 +277,15 @@ class ArmedFaults:
             if here.fault.section == section and not is_early:
                 self._timed.remove(entry)
                 self._look_ahead()
-                self._strike_process(Occurrence(here, iteration))
+                self._inject_process(Occurrence(here, iteration))
 
-    def _strike_process(self, occurrence: Occurrence) -> None:
+    def _inject_process(self, occurrence: Occurrence) -> None:
         if not self._claim(occurrence):
             return
         rank, fault = self._place.global_rank, occurrence.fault
         self._report(occurrence, target=f"rank {rank}")
         if fault.kind != FaultKind.SLOW:
-            return strike_process(fault, f"rank {rank} after iteration {occurrence.iteration}")
+            return inject_process_fault(fault, f"rank {rank} after iteration {occurrence.iteration}")
         from outlast.chaos.model_faults import Slowing
 
         assert fault.factor is not None
@@ -305,7 +294,7 @@ class ArmedFaults:
             log.warning("%s: there is no module in the state", fault.describe())
         self._slowings.append(slowing)
 
-    def _strike_tensor(self, occurrence: Occurrence, state: Mapping[str, Any]) -> None:
+    def _inject_tensor(self, occurrence: Occurrence, state: Mapping[str, Any]) -> None:
         from outlast.chaos.model_faults import choose_tensor
 
         chosen = choose_tensor(state, occurrence)
@@ -314,7 +303,7 @@ class ArmedFaults:
         elif self._claim(occurrence):
             self._damage(occurrence, *chosen)
 
-    def _strike_loss(self, occurrence: Occurrence, loss: LossT) -> LossT:
+    def _inject_loss(self, occurrence: Occurrence, loss: LossT) -> LossT:
         import torch
 
         from outlast.chaos.model_faults import can_damage
@@ -356,7 +345,7 @@ class ArmedFaults:
             self._hooks.pop().remove()
 
     def _claim(self, occurrence: Occurrence) -> bool:
-        """Return whether the fault may strike now; one that comes once a run leaves its marker here."""
+        """Return whether the fault may be injected now; one that is injected once a run leaves its marker here."""
         fault = occurrence.fault
         if fault.persistent:
             return True
@@ -386,7 +375,7 @@ class ArmedFaults:
         self._report(occurrence, **details, before=_number(done.before), after=_number(done.after))
 
     def _report(self, occurrence: Occurrence, **details: Any) -> None:
-        """Log and record a strike; a persistent fault's once a cycle for each iteration."""
+        """Log and record an injection; a persistent fault's once a cycle for each iteration."""
         key = (occurrence.planned.fault_id, occurrence.iteration)
         if key in self._fired:
             return
@@ -403,37 +392,6 @@ class ArmedFaults:
         )
         if self._record is not None:
             self._record(fired)
-
-
-def strike_process(fault: Fault, where: str) -> None:
-    """Apply a fault to this process.
-
-    Args:
-        fault: One whose kind is not numeric.
-        where: Rank and iteration, for an exception's message.
-
-    Raises:
-        SimulatedError: The fault is ``exception``.
-        SystemExit: The fault is ``exit``.
-
-    Blocks: for the fault's duration, which may be forever.
-    """
-    kind = FaultKind(fault.kind)
-    if kind in _SIGNALS:
-        os.kill(os.getpid(), _SIGNALS[kind])
-    elif kind == FaultKind.STOP:
-        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # all threads stop, this one at once
-    elif kind == FaultKind.EXCEPTION:
-        raise SimulatedError(f"simulated failure, {where}")
-    elif kind == FaultKind.EXIT:
-        raise SystemExit(fault.exit_code)
-    else:
-        end_s = float("inf") if fault.duration_s is None else clock.now_s() + fault.duration_s
-        while (left_s := min(end_s - clock.now_s(), _LONGEST_S)) > 0:
-            if kind == FaultKind.SLEEP:
-                time.sleep(left_s)
-            else:
-                ctypes.PyDLL(None).usleep(max(1, int(left_s * 1e6)))  # called through PyDLL it keeps the GIL
 
 
 def arm_configured(
@@ -462,7 +420,7 @@ def arm_configured(
 def arm_here(
     plan: FaultPlan, place: WorkerEnv, journal: Journal, *, device: str, now_ns: Callable[[], int] = clock.now_ns
 ) -> ArmedFaults:
-    """Arm a plan on a worker; strikes are written to the journal, and markers to the worker's run directory."""
+    """Arm a plan on a worker; faults are written to the journal, and markers to the worker's run directory."""
 
     def record(fired: FiredFault) -> None:
         journal.write(
@@ -492,7 +450,7 @@ def arm_here(
 def simulated_fault(config: FaultToleranceConfig, place: WorkerEnv) -> Fault:
     """Return the fault of ``simulate_fault``: a rank that hangs or is killed, once a run.
 
-    What the settings leave open is drawn from the run's name, so that all ranks draw the same.
+    All that the settings leave open is drawn from the run's name, so that all ranks draw the same.
 
     Args:
         config: The settings; ``simulate_fault`` is on.
@@ -512,5 +470,5 @@ def simulated_fault(config: FaultToleranceConfig, place: WorkerEnv) -> Fault:
 
 
 def _number(value: float) -> float | str:
-    """Return a number as JSON can hold it: what is not finite as a text."""
+    """Return a number as JSON can hold it: infinity and NaN as a text."""
     return value if isinstance(value, int) or abs(value) < float("inf") else str(value)

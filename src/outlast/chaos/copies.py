@@ -1,9 +1,8 @@
 """Stored copies, as an injector finds and damages them: files of a tier, and images in a writer's memory.
 
 Only committed copies are damaged. A byte that changes while a shard is still being staged would become part of the
-save, and so of the training; no check could detect it. In memory, the identity in an image's own head shows of which
-attempt it is; an image of another cycle than the newest that is known, or from which the global tier is still written,
-is left.
+save, and so of the training; no check could detect it. In memory, the identity in an image's head identifies its
+attempt; an image of another cycle than the newest, or from which the global tier is still written, is not damaged.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class StoredCopy:
-    """One file, or image in memory, of a committed generation."""
+    """One file, or image in memory, of a committed checkpoint."""
 
     path: str
     tier: str
@@ -48,10 +47,10 @@ class StoredCopy:
     """Attempt that saved it; empty outside the memory tier."""
 
     def describe(self) -> str:
-        """Return what it is, for people."""
+        """Return a text for people."""
         whose = "" if self.rank is None else f" of rank {self.rank}"
         where = f" on {self.node}" if self.node else ""
-        return f"generation {self.generation}{whose} in the {self.tier} tier{where}"
+        return f"checkpoint {self.generation}{whose} in the {self.tier} tier{where}"
 
 
 def find_copies(sight: Sight, tier: str, generation: int | None) -> list[StoredCopy]:
@@ -60,7 +59,7 @@ def find_copies(sight: Sight, tier: str, generation: int | None) -> list[StoredC
     Args:
         sight: The run.
         tier: Which one.
-        generation: Of which generation; ``None`` = the newest that is committed there and can be found.
+        generation: Of which checkpoint; ``None`` = the newest that is committed there and can be found.
     """
     stored = _stored(sight, tier)
     found = [one for one in _copies_in(sight, tier) if one.generation in stored]
@@ -71,7 +70,7 @@ def find_copies(sight: Sight, tier: str, generation: int | None) -> list[StoredC
 
 
 def _stored(sight: Sight, tier: str) -> set[int]:
-    """Return the generations of which a copy in a tier is stored, and not just being written."""
+    """Return the checkpoints of which a copy in a tier is stored, and not just being written."""
     if tier == FaultTier.MEMORY:  # after a restart, the same iteration may be staged again
         return sight.committed_now - {generation for _, generation in sight.awaits_global}
     # A replica is part of what its owner commits.
@@ -131,11 +130,11 @@ def _iteration_in(path: Path) -> int | None:
 
 
 def _images(agent_pid: int, node: str, own: set[int], attempts: str) -> Iterator[StoredCopy]:
-    """Yield what the writer of an agent holds of its node's ranks, of attempts whose names begin so."""
+    """Yield the images of its node's ranks in the memory of an agent's writer, of attempts with that prefix."""
     try:
         children = psutil.Process(agent_pid).children(recursive=True)
         writers = [one for one in children if "outlast.checkpoint.writer" in one.cmdline()]
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the agent has just ended
         return
     for writer in writers:
         for path in memory_files(writer.pid, "outlast-arena"):
@@ -164,7 +163,7 @@ def damage_copy(kind: str, copy: StoredCopy) -> str | None:
         copy: Which one.
 
     Returns:
-        What was done, for people; ``None``: it is gone, nothing was done.
+        What was done, for people; ``None``: the copy is gone, nothing was done.
 
     Raises:
         OSError: It cannot be written.
@@ -173,7 +172,7 @@ def damage_copy(kind: str, copy: StoredCopy) -> str | None:
         if kind == FaultKind.DELETE_COPY and copy.tier != FaultTier.MEMORY:
             os.unlink(copy.path)
             return "file deleted"
-        # What holds memory is a link of /proc; in a directory, a link's target is not the run's.
+        # A path of memory is a link of /proc; in a directory, a link's target is not the run's.
         follow = 0 if copy.tier == FaultTier.MEMORY else os.O_NOFOLLOW
         fd = os.open(copy.path, os.O_RDWR | os.O_CLOEXEC | follow)
     except FileNotFoundError:  # a newer generation has just replaced it, or its process ended
@@ -183,7 +182,7 @@ def damage_copy(kind: str, copy: StoredCopy) -> str | None:
         if size == 0:
             return None
         if copy.tier == FaultTier.MEMORY and _read_identity(copy.path) != (copy.rank, copy.generation, copy.attempt):
-            return None  # it is being staged anew
+            return None  # it is being staged again
         if kind == FaultKind.TRUNCATE_COPY:
             os.ftruncate(fd, size // 2)
             return f"cut from {size} bytes to {size // 2}"
@@ -201,8 +200,38 @@ def damage_copy(kind: str, copy: StoredCopy) -> str | None:
         os.close(fd)
 
 
+class Replicas:
+    """The copies of a node's ranks that other nodes hold on their disks, of all checkpoints.
+
+    Args:
+        sight: The run.
+        node: The node.
+    """
+
+    def __init__(self, sight: Sight, node: str) -> None:
+        local, others = sight.local_directory, sorted(set(sight.ranks.values()) - {node})
+        self._folders = [] if local is None else [node_folder(local, other) for other in others]
+        self._ranks = sight.own_ranks(node)
+        self._done: set[tuple[int, int]] = set()
+
+    def corrupt(self) -> int:
+        """Change a byte in each one that no earlier call has changed; return the number of those."""
+        num_before = len(self._done)
+        for path in (path for folder in self._folders for path in files_of_steps(folder, "rank-*.safetensors")):
+            match = _SHARD.fullmatch(path.name)
+            if match is None or int(match[1]) not in self._ranks:
+                continue
+            with contextlib.suppress(OSError):  # a newer checkpoint has just replaced it
+                status = path.lstat()
+                file = (status.st_dev, status.st_ino)
+                copy = StoredCopy(os.fspath(path), FaultTier.REPLICA, _iteration_in(path) or 0)
+                if file not in self._done and damage_copy(FaultKind.CORRUPT_COPY, copy) is not None:
+                    self._done.add(file)
+        return len(self._done) - num_before
+
+
 def _middle(fd: int, size: int) -> int:
-    """Return a place in the middle of what is written; a piece of memory may be longer than what lies in it."""
+    """Return a place in the middle of the data; a piece of memory may be longer than its data."""
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if not 2 <= length <= min(_MAX_HEAD_BYTES, size - 8):
         return size // 2

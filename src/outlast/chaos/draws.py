@@ -14,14 +14,14 @@ from outlast.errors import ConfigError
 SLOW_FACTOR = 10.0
 SLOW_S = 6.0
 STOPPED_S = 8.0
-"""Longer than a node may be silent in a run that is to notice it; see ``--ft-node-heartbeat-timeout``."""
+"""Longer than a node may be silent in a run that is to detect it; see ``--ft-node-heartbeat-timeout``."""
 FULL_S = 2.0
 """Fewer saves fail in it than a run may fail in a row."""
 SLOW_DISK_S = 6.0
 FILE_DELAY_S = 0.3
 IMPAIRED_S, PACKET_DELAY_S, LOST_SHARE = 6.0, 0.02, 0.02
 MANTISSA_BITS = range(8, 20)
-"""Of a float32: bits that rounding does not level out, and that make no number so large that it would be noticed."""
+"""Of a float32: bits that rounding does not remove, and that make no number so large that it would be detected."""
 
 
 def parse_kinds(text: str) -> tuple[FaultKind, ...]:
@@ -47,11 +47,12 @@ def draw_plan(
 ) -> FaultPlan:
     """Return a plan with ``at_s`` for each fault.
 
-    Nodes are left to be drawn from those that carry ranks when it strikes: a lost node's heir has another name.
+    Nodes are drawn later, from those that carry ranks when the fault is injected: a lost node's successor has another
+    name.
 
     Args:
         seed: Everything is drawn from it, and what the plan leaves open, too.
-        kinds: Which kinds; each round has every one of them, in an order of its own.
+        kinds: Which kinds; each round has every one of them, in a random order.
         every_s: Seconds from one fault to the next.
         minutes: Length of all.
         num_ranks: Number of ranks.
@@ -79,7 +80,7 @@ def draw_plan(
 
 
 def _details(kind: FaultKind, numbers: random.Random, num_ranks: int, tensor: str | None) -> dict[str, Any]:
-    """Return what a fault of a kind needs, but its moment."""
+    """Return the values that a fault of a kind needs, without its moment."""
     if kind.is_of_copies:
         tiers = [tier for tier in FaultTier if kind != FaultKind.TRUNCATE_COPY or tier != FaultTier.MEMORY]
         return {"tier": numbers.choice(tiers)}

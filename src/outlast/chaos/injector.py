@@ -1,8 +1,8 @@
-"""The injector: strikes a run from outside, beside its agents, and says when faults with ``at_s`` are due.
+"""The injector: injects faults from outside into a run, alongside its agents, and releases those with ``at_s``.
 
-It knows the run by its run directory alone. What costs a restart strikes only while all ranks train, and, so that the
-budgets of restarts are not spent by the plan itself, once the newest cycle has committed something, or has had
-``PATIENCE_S`` for it. All agents that are to be struck run on this machine, under this user.
+It knows the run by its run directory alone. A fault that costs a restart is injected only while all ranks train, and,
+so that the plan itself does not spend the restart budget, once the newest cycle has committed a checkpoint, or after
+``PATIENCE_S`` without one. All agents run on this machine, under this user.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ import msgspec
 import psutil
 
 from outlast import clock
-from outlast.chaos.copies import damage_copy, find_copies, lose_folder, node_folder
+from outlast.chaos.copies import Replicas, damage_copy, find_copies, lose_folder, node_folder
 from outlast.chaos.netns import NodeNetwork
 from outlast.chaos.plan import (
+    LOST_NODES,
     Fault,
     FaultKind,
     FaultPlan,
@@ -33,27 +34,21 @@ from outlast.chaos.plan import (
     planned_faults,
 )
 from outlast.chaos.sight import JournalTail, Sight
+from outlast.errors import ConfigError
 from outlast.incidents import EventKind
 from outlast.runtime.injection import DiskTrouble, Injection
 from outlast.runtime.journal import Journal
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 15.0
-"""How long a cycle may train without a commit before it is struck all the same."""
+"""Seconds for which a cycle may train without a commit before faults that cost a restart are injected all the same."""
 PROC = "chaos"
 """Its name in the journal."""
 SURVIVED_S = 20.0
-"""A cycle that trains so long after it was struck is not going to end of it."""
+"""A cycle that trains for so long after a fault does not end because of it."""
 _SETTLE_S = 10.0
-"""How long a fault that a rank is told to cause may take until it is on record."""
+"""How long a released fault may take until its rank has recorded it."""
 _GONE_S = 5.0
-_SIGNALS = {
-    FaultKind.KILL_AGENT: signal.SIGKILL,
-    FaultKind.KILL_COORDINATOR: signal.SIGKILL,
-    FaultKind.LOSE_NODE: signal.SIGKILL,
-    FaultKind.STOP_AGENT: signal.SIGSTOP,
-    FaultKind.STOP_COORDINATOR: signal.SIGSTOP,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +60,12 @@ class _Later:
 
 
 def disk_injection(run_dir: str | os.PathLike[str]) -> Injection:
-    """Return what the agents are to be started with, so that their disks can be full or slow."""
+    """Return the injection with which agents are started whose disks can be full or slow."""
     return Injection(point="checkpoint.file.made", do="disk", path=os.fspath(_troubles_path(run_dir)))
 
 
 def clear_leftovers(run_dir: str | os.PathLike[str]) -> None:
-    """Remove what an injector that was killed has left in a run directory and would strike on."""
+    """Remove the file of an injector that was killed, which would impair the disks of a later run."""
     _troubles_path(run_dir).unlink(missing_ok=True)
 
 
@@ -79,13 +74,13 @@ def _troubles_path(run_dir: str | os.PathLike[str]) -> Path:
 
 
 class Injector:
-    """Strike a run with those faults of a plan that come from outside, and release those that wait for ``at_s``.
+    """Inject a plan's faults from outside into a run, and release those that wait for ``at_s``.
 
     Args:
         plan: The faults.
         run_dir: The run directory; may not exist yet.
-        network: Where the nodes are hosts of their own.
-        host_of: A node's host there.
+        network: The network in which the nodes are separate hosts.
+        host_of: Returns a node's host in the network.
 
     Thread: one.
     """
@@ -101,25 +96,26 @@ class Injector:
         self.run_dir = Path(run_dir)
         self._network, self._host_of = network, host_of
         self.sight = Sight()
-        self.killed: list[str] = []
-        """Nodes whose agent was killed, in that order; one may occur more than once."""
         clear_leftovers(run_dir)
         self._tail = JournalTail(self.run_dir)
-        self._pending = [
-            one
-            for one in planned_faults(plan)
-            if (FaultKind(one.fault.kind).is_outside or one.fault.at_s is not None)
-            and not marker_of(run_dir, one.fault_id).exists()
-        ]
-        self._pending.sort(key=lambda one: one.fault.at_s or 0.0)
+        left = [one for one in planned_faults(plan) if not marker_of(run_dir, one.fault_id).exists()]
+        self._requestable = [one for one in left if one.fault.on_request]
+        self._pending = sorted(
+            (
+                one
+                for one in left
+                if not one.fault.on_request and (one.is_released or FaultKind(one.fault.kind).is_outside)
+            ),
+            key=lambda one: one.fault.at_s or 0.0,
+        )
         self._began_s: float | None = None
         self._trains_since_s = 0.0
         self._cycle: tuple[str, int] = ("", -1)
-        self._struck_cycle: tuple[str, int] = ("", -1)
-        """The newest one that was struck by something that costs a restart."""
-        self._struck_s = 0.0
-        self._awaited: dict[str, float] = {}
-        """Faults that a rank was told to cause, and until when they are waited for."""
+        self._faulted_cycle: tuple[str, int] = ("", -1)
+        """The newest cycle into which a fault that costs a restart was injected."""
+        self._faulted_s = 0.0
+        self._released: dict[str, float] = {}
+        """Released faults that no rank has recorded yet, and until when that is awaited."""
         self._later: list[_Later] = []
         self._stopped: dict[str, int] = {}
         self._troubles: list[DiskTrouble] = []
@@ -127,22 +123,15 @@ class Injector:
 
     @property
     def num_pending(self) -> int:
-        """Faults that have not struck, and were not released."""
-        return len(self._pending)
+        """Faults that were neither injected nor released."""
+        return len(self._pending) + len(self._requestable)
 
-    @property
-    def next_at_s(self) -> float | None:
-        """When the next one is due, in seconds from now; ``None``: none is left, or that is not known."""
-        if not self._pending or self._began_s is None:
-            return None
-        return (self._pending[0].fault.at_s or 0.0) - (clock.now_s() - self._began_s)
-
-    def look(self) -> Sight:
-        """Learn what has happened, and undo what is to end now."""
+    def poll(self) -> Sight:
+        """Read the journal's new events, and undo the faults that end now."""
         for event in self._tail.read_new():
             self.sight.take(event)
             if event.kind == EventKind.FAULT_SIMULATED:
-                self._awaited.pop(str(event.data.get("fault_id")), None)
+                self._released.pop(str(event.data.get("fault_id")), None)
         now_s = clock.now_s()
         for later in [one for one in self._later if one.at_s <= now_s]:
             self._later.remove(later)
@@ -151,11 +140,11 @@ class Injector:
         if self.sight.is_training and cycle != self._cycle:
             self._cycle, self._trains_since_s = cycle, now_s
             self._began_s = now_s if self._began_s is None else self._began_s
-        self._awaited = {name: until_s for name, until_s in self._awaited.items() if until_s > now_s}
+        self._released = {name: until_s for name, until_s in self._released.items() if until_s > now_s}
         return self.sight
 
-    def strike(self) -> PlannedFault | None:
-        """Cause the first fault that is due and can be caused now; return it, ``None``: nothing was done."""
+    def inject_due(self) -> PlannedFault | None:
+        """Inject the first fault that is due and can be injected now; return it, ``None``: there is none."""
         if self._began_s is None or not self.sight.is_training:
             return None
         now_s = clock.now_s()
@@ -166,13 +155,34 @@ class Injector:
             if one.fault.iteration is not None and not looked:
                 self.sight.look_at_boards()
                 looked = True
-            if (one.fault.iteration or 0) <= self.sight.iteration and self._may(one.fault) and self._cause(one):
+            if (one.fault.iteration or 0) <= self.sight.iteration and self._may(one.fault) and self._inject(one):
                 self._pending.remove(one)
                 return one
         return None
 
+    def inject(self, fault: Fault) -> bool:
+        """Inject a fault of the plan with ``on_request``.
+
+        Returns:
+            Whether it was injected, or released to the rank that injects it at its next step; off: that is not possible
+            now, as the ranks restart, or have not committed a checkpoint since.
+
+        Raises:
+            ConfigError: The plan does not have it, or it was injected before.
+        """
+        one = next((one for one in self._requestable if one.fault == fault), None)
+        if one is None:
+            raise ConfigError(
+                f"{fault.describe()}: not a fault of the plan with on_request=True that is still to be injected; "
+                "add it to the plan"
+            )
+        if not self.sight.is_training or not self._may(fault) or not self._inject(one):
+            return False
+        self._requestable.remove(one)
+        return True
+
     def close(self) -> None:
-        """Undo what lasts, and end the journal. Idempotent."""
+        """Undo lasting faults, and close the journal. Idempotent."""
         while self._later:
             self._later.pop().undo()
         clear_leftovers(self.run_dir)
@@ -180,66 +190,67 @@ class Injector:
             journal.close()
 
     def _may(self, fault: Fault) -> bool:
-        """Return whether it does not befall what another fault has just struck."""
+        """Return whether the run has recovered from the last fault, as far as this one requires."""
         kind = FaultKind(fault.kind)
-        if kind.is_of_copies or kind in (FaultKind.DISK_FULL, FaultKind.SLOW_DISK, FaultKind.DELAY, FaultKind.LOSS):
+        if kind.is_of_copies or kind.is_of_disks or kind in (FaultKind.DELAY, FaultKind.LOSS):
             return True
-        is_struck = self._cycle == self._struck_cycle and clock.now_s() < self._struck_s + SURVIVED_S
-        if is_struck or self._awaited:
+        is_faulted = self._cycle == self._faulted_cycle and clock.now_s() < self._faulted_s + SURVIVED_S
+        if is_faulted or self._released:
             return False
-        is_progress = bool(self.sight.committed_now) or clock.now_s() > self._trains_since_s + PATIENCE_S
-        return is_progress or kind.is_gentle
+        committed = self.sight.committed_now
+        if kind == FaultKind.LOSE_NODE_AND_REPLICAS:
+            return bool(committed & self.sight.committed.get(FaultTier.GLOBAL, set()))
+        return bool(committed) or clock.now_s() > self._trains_since_s + PATIENCE_S or kind.is_gentle
 
-    def _cause(self, one: PlannedFault) -> bool:
+    def _inject(self, one: PlannedFault) -> bool:
         kind = FaultKind(one.fault.kind)
         if not kind.is_outside:
             return self._release(one)
         if kind.is_of_copies:
-            return self._damage(one)
+            return self._damage_copy(one)
         if kind.is_of_disks:
-            return self._trouble(one)
+            return self._impair_disk(one)
         if kind.is_of_networks:
-            return self._trouble_network(one)
-        return self._signal(one)
+            return self._impair_network(one)
+        return self._signal_agent(one)
 
     def _release(self, one: PlannedFault) -> bool:
         claim_marker(marker_of(self.run_dir, one.fault_id, due=True))
-        self._awaited[one.fault_id] = clock.now_s() + _SETTLE_S
+        self._released[one.fault_id] = clock.now_s() + _SETTLE_S
         if not FaultKind(one.fault.kind).is_gentle:
-            self._struck_cycle, self._struck_s = self._cycle, clock.now_s()
+            self._note_faulted()
         return True
 
-    def _signal(self, one: PlannedFault) -> bool:
+    def _signal_agent(self, one: PlannedFault) -> bool:
         kind = FaultKind(one.fault.kind)
-        carrying = set(self.sight.ranks.values())
-        nodes = [node for node in self.sight.living() if node in carrying and node not in self._stopped]
+        is_stop = kind in (FaultKind.STOP_AGENT, FaultKind.STOP_COORDINATOR)
         if kind in (FaultKind.KILL_COORDINATOR, FaultKind.STOP_COORDINATOR):
             nodes = [node for node in self.sight.living() if node == self.sight.coordinator]
-        elif one.fault.node is not None:
-            nodes = [node for node in self.sight.living() if node == one.fault.node]
+        else:
+            nodes = [node for node in self._nodes(one.fault.node) if one.fault.node or node not in self._stopped]
         if not nodes:
             return False
         node = nodes[one.draw(len(nodes), "node")]
-        process = self.sight.agents[node]
+        pid = self.sight.agents[node].pid
+        replicas = Replicas(self.sight, node) if kind == FaultKind.LOSE_NODE_AND_REPLICAS else None
         if not self._claim(one):
             return True
-        self._struck_cycle, self._struck_s = self._cycle, clock.now_s()
-        number = _SIGNALS[kind]
-        facts: dict[str, Any] = {"node": node, "pid": process.pid}
-        self._note(one, f"agent of {node} (pid {process.pid})", done=number.name, **facts)
-        if number == signal.SIGSTOP:
-            os.kill(process.pid, number)
-            self._stopped[node] = process.pid
+        self._note_faulted()
+        facts: dict[str, Any] = {} if replicas is None else {"replicas_corrupted": replicas.corrupt()}
+        number = signal.SIGSTOP if is_stop else signal.SIGKILL
+        self._record(one, f"agent of {node} (pid {pid})", done=number.name, node=node, pid=pid, **facts)
+        family = _family(pid)
+        os.kill(pid, number)
+        if is_stop:
+            self._stopped[node] = pid
             if one.fault.duration_s is not None:
-                self._undo_in(one.fault.duration_s, lambda: self._continue(node, process.pid))
-            return True
-        self.killed.append(node)
-        family = _family(process.pid)
-        os.kill(process.pid, number)
-        if kind == FaultKind.LOSE_NODE:
+                self._undo_in(one.fault.duration_s, lambda: self._continue(node, pid))
+        if kind in LOST_NODES:
             _await_end(family)
             if self.sight.local_directory is not None:
                 lose_folder(node_folder(self.sight.local_directory, node))
+        if replicas is not None:
+            replicas.corrupt()  # those that were written in between
         return True
 
     def _continue(self, node: str, pid: int) -> None:
@@ -248,7 +259,7 @@ class Injector:
         if process is not None and process.pid == pid and node in self.sight.living():
             os.kill(pid, signal.SIGCONT)
 
-    def _damage(self, one: PlannedFault) -> bool:
+    def _damage_copy(self, one: PlannedFault) -> bool:
         fault = one.fault
         assert fault.tier is not None
         copies = [
@@ -267,12 +278,11 @@ class Injector:
         if done is None:
             return False
         self._claim(one)
-        self._note(one, copy.describe(), done=done, tier=copy.tier, generation=copy.generation, node=copy.node)
+        self._record(one, copy.describe(), done=done, tier=copy.tier, generation=copy.generation, node=copy.node)
         return True
 
-    def _trouble(self, one: PlannedFault) -> bool:
+    def _impair_disk(self, one: PlannedFault) -> bool:
         fault = one.fault
-        assert fault.duration_s is not None
         if fault.tier == FaultTier.GLOBAL:
             folder, node = self.sight.directory, ""
             if folder is None or "://" in folder:
@@ -283,36 +293,49 @@ class Injector:
                 return False
             node = nodes[one.draw(len(nodes), "node")]
             folder = os.fspath(node_folder(self.sight.local_directory, node))
-        if not self._claim(one):
-            return True
         trouble = DiskTrouble(folder=folder, delay_s=fault.delay_s or 0.0)
-        self._note(one, folder, done=f"for {fault.duration_s:g} s", tier=fault.tier, node=node)
-        self._set_troubles([*self._troubles, trouble])
-        self._undo_in(
-            fault.duration_s, lambda: self._set_troubles([other for other in self._troubles if other is not trouble])
+        return self._impair(
+            one,
+            folder,
+            lambda: self._set_troubles([*self._troubles, trouble]),
+            lambda: self._set_troubles([other for other in self._troubles if other is not trouble]),
+            tier=fault.tier,
+            node=node,
         )
-        return True
 
-    def _trouble_network(self, one: PlannedFault) -> bool:
+    def _impair_network(self, one: PlannedFault) -> bool:
         fault, network = one.fault, self._network
-        assert fault.duration_s is not None
-        carrying = set(self.sight.ranks.values())
-        nodes = [node for node in self.sight.living() if node in ({fault.node} if fault.node else carrying)]
-        hosts = [(node, host) for node in nodes if (host := self._host_of(node)) is not None]
+        hosts = [(node, host) for node in self._nodes(fault.node) if (host := self._host_of(node)) is not None]
         if network is None or not hosts:
             return False
         node, host = hosts[one.draw(len(hosts), "node")]
-        if not self._claim(one):
-            return True
-        self._note(one, f"network of {node}", done=f"for {fault.duration_s:g} s", node=node)
-        if fault.kind == FaultKind.PARTITION:
-            self._struck_cycle, self._struck_s = self._cycle, clock.now_s()
-            network.cut(host)
-            self._undo_in(fault.duration_s, lambda: network.join(host))
-        else:
-            network.impair(host, delay_s=fault.delay_s or 0.0, share=fault.share or 0.0)
-            self._undo_in(fault.duration_s, lambda: network.repair(host))
+        target = f"network of {node}"
+        if fault.kind != FaultKind.PARTITION:
+            delay_s, share = fault.delay_s or 0.0, fault.share or 0.0
+            begin = lambda: network.impair(host, delay_s=delay_s, share=share)  # noqa: E731
+            return self._impair(one, target, begin, lambda: network.repair(host), node=node)
+        self._note_faulted()
+        return self._impair(one, target, lambda: network.cut(host), lambda: network.join(host), node=node)
+
+    def _impair(
+        self, one: PlannedFault, target: str, begin: Callable[[], object], undo: Callable[[], object], **facts: Any
+    ) -> bool:
+        """Inject a fault that lasts for its duration, unless it was injected before."""
+        duration_s = one.fault.duration_s
+        assert duration_s is not None
+        if self._claim(one):
+            self._record(one, target, done=f"for {duration_s:g} s", **facts)
+            begin()
+            self._undo_in(duration_s, undo)
         return True
+
+    def _nodes(self, name: str | None) -> list[str]:
+        """Return the living nodes of that name; without one, those that carry ranks."""
+        wanted = set(self.sight.ranks.values()) if name is None else {name}
+        return [node for node in self.sight.living() if node in wanted]
+
+    def _note_faulted(self) -> None:
+        self._faulted_cycle, self._faulted_s = self._cycle, clock.now_s()
 
     def _set_troubles(self, troubles: Collection[DiskTrouble]) -> None:
         self._troubles = list(troubles)
@@ -331,29 +354,28 @@ class Injector:
     def _claim(self, one: PlannedFault) -> bool:
         return claim_marker(marker_of(self.run_dir, one.fault_id))
 
-    def _note(self, one: PlannedFault, target: str, **facts: Any) -> None:
-        """Write that a fault strikes, before it does: what follows from it comes later in the journal."""
+    def _record(self, one: PlannedFault, target: str, **facts: Any) -> None:
+        """Write a fault into the journal before it is injected: its consequences come later there."""
         sight = self.sight
         sight.look_at_boards()
         if (journal := self._journals.get(sight.job)) is None:
             journal = Journal(self.run_dir, run_id=sight.run_id, job=sight.job, node=PROC, proc=PROC)
             self._journals[sight.job] = journal
         log.info("%s: %s", one.fault.label, target)
-        label, kind = one.fault.label, one.fault.kind
         journal.write(
             EventKind.FAULT_SIMULATED,
             cycle=sight.cycle,
             iteration=sight.iteration,
-            fault=label,
-            fault_kind=kind,
+            fault=one.fault.label,
+            fault_kind=one.fault.kind,
             target=target,
             fault_id=one.fault_id,
             **facts,
         )
 
 
-def _await_end(processes: Collection[psutil.Process]) -> None:
-    """Wait until none of some processes runs, without reaping any: their exit codes belong to whoever started them."""
+def _await_end(processes: Iterable[psutil.Process]) -> None:
+    """Wait until none of some processes runs, without reaping any: their exit codes belong to their parents."""
     deadline_s = clock.now_s() + _GONE_S
     while any(_runs(process) for process in processes) and clock.now_s() < deadline_s:
         time.sleep(0.02)

@@ -1,11 +1,11 @@
-"""A plan of faults, seeded: read from a file or made in Python, checked, drawn from, and compared with what struck.
+"""A plan of faults: read from a file or made in Python, checked, and compared with the faults that were injected.
 
-A fault says what goes wrong, where, and when; nothing here acts.
+A fault specifies what goes wrong, where and when; nothing here injects it.
 
-A plan needs no coordination. Whatever it leaves open is drawn from the seed, the fault's place in the plan and the
-iteration, so that all ranks draw the same, in each cycle. Each draw has a key of its own (fault, purpose, iteration)
-and depends on nothing else, so that it does not matter which ranks draw, how often, or from which iteration a restarted
-run resumes.
+A plan needs no coordination. Everything that it leaves open is drawn from the seed, the fault's position in the plan
+and the iteration, so that all ranks draw the same in each cycle. Each draw has its own key (fault, purpose, iteration)
+and depends on nothing else: it does not matter which ranks draw, how often, or from which iteration a restarted run
+resumes.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ class FaultKind(StrEnum):
     LOSE_NODE = "lose_node"
     """From outside: a node's agent gets SIGKILL, and what the run saved in the node's folder of the local tier is
     deleted."""
+    LOSE_NODE_AND_REPLICAS = "lose_node_and_replicas"
+    """From outside: as lose_node, after one byte was changed in every replica that other nodes hold of the state of its
+    ranks: only the global tier has it. Waits until the cycle has committed a checkpoint there."""
     CORRUPT_COPY = "corrupt_copy"
     """From outside: one byte in the middle of one copy in ``tier`` is changed."""
     TRUNCATE_COPY = "truncate_copy"
@@ -107,7 +110,7 @@ class FaultKind(StrEnum):
 
     @property
     def is_of_networks(self) -> bool:
-        """Whether it troubles a node's network, which must be one of ``--netns``."""
+        """Whether it impairs a node's network, which must be one of ``--netns``."""
         return self in _OF_NETWORKS
 
     @property
@@ -117,7 +120,7 @@ class FaultKind(StrEnum):
 
     @property
     def is_of_disks(self) -> bool:
-        """Whether it troubles what a node writes."""
+        """Whether it impairs what a node writes."""
         return self in _OF_DISKS
 
 
@@ -129,7 +132,8 @@ _STOPPED = frozenset({FaultKind.STOP_AGENT, FaultKind.STOP_COORDINATOR})
 _OF_NETWORKS = frozenset({FaultKind.PARTITION, FaultKind.DELAY, FaultKind.LOSS})
 _GENTLE = frozenset({FaultKind.SLOW, FaultKind.NAN, FaultKind.INF, FaultKind.DELAY, FaultKind.LOSS})
 _PASSING = _OF_DISKS | _OF_NETWORKS
-_OUTSIDE = _OF_COPIES | _PASSING | _OF_COORDINATORS | _STOPPED | {FaultKind.KILL_AGENT, FaultKind.LOSE_NODE}
+LOST_NODES = frozenset({FaultKind.LOSE_NODE, FaultKind.LOSE_NODE_AND_REPLICAS})
+_OUTSIDE = _OF_COPIES | _PASSING | _OF_COORDINATORS | _STOPPED | LOST_NODES | {FaultKind.KILL_AGENT}
 _LASTING = frozenset({FaultKind.SLEEP, FaultKind.HOLD_GIL, FaultKind.SLOW})
 
 
@@ -148,10 +152,10 @@ class FaultTarget(StrEnum):
 
 
 class FaultTier(StrEnum):
-    """In which tier a copy is damaged, or writing is troubled."""
+    """In which tier a copy is damaged, or writing is impaired."""
 
     MEMORY = "memory"
-    """What the writer process of a node holds of its ranks."""
+    """The memory of a node's writer process: the shards of the node's own ranks."""
     LOCAL = "local"
     """A node's folder on its disk: the shards of its own ranks."""
     REPLICA = "replica"
@@ -196,25 +200,28 @@ class Fault:
     """Name of the device to whose ranks it applies: a GPU's ``gpu-<uuid>``, else ``<node>/cpu-<local rank>``."""
 
     iteration: int | None = None
-    """It strikes in the step before which this many optimizer steps were done, or right before that step."""
+    """It is injected in the step before which this many optimizer steps were done, or right before that step."""
 
     rate: float | None = None
     """Instead of an iteration: expected number of times a step, at most 1; drawn from the seed for each step."""
 
     after_s: float | None = None
-    """Instead of an iteration, for faults of a process: seconds after the session's start before which it does not
-    strike."""
+    """Instead of an iteration, for faults of a process: seconds after the session's start before which it is not
+    injected."""
 
     at_s: float | None = None
-    """Instead of an iteration, under ``outlast chaos run``: seconds after the run's first step before which it does not
-    strike. It waits while the ranks restart."""
+    """Instead of an iteration, under ``outlast chaos run``: seconds after the run's first step before which it is not
+    injected. It waits while the ranks restart."""
+
+    on_request: bool = False
+    """Instead of an iteration: it is injected when a test requests it by ``outlast.testing.Cluster.inject``."""
 
     once_durable: bool = False
-    """With ``after_s``: also wait until there is something to come back from."""
+    """With ``after_s``: also wait until there is a checkpoint to resume from."""
 
     section: str | None = None
-    """Section in which a fault of a process strikes, as soon as it was entered; none = between two steps, outside of
-    any. In ``setup`` no step counts as done yet."""
+    """Section in which a fault of a process is injected, as soon as it is entered; none = between two steps, outside
+    all sections. In ``setup`` no step counts as done yet."""
 
     duration_s: float | None = None
     """How long a sleep, hold_gil, slow, stop_agent, stop_coordinator, disk_full, slow_disk, partition, delay or loss
@@ -239,7 +246,7 @@ class Fault:
     """Exit code of the kind exit."""
 
     persistent: bool = False
-    """Strike each time the rank, node or device computes the step, also in re-runs and after restarts; off: once a
+    """Inject it each time the rank, node or device computes the step, also in re-runs and after restarts; off: once a
     run."""
 
     name: str | None = None
@@ -288,6 +295,8 @@ class Fault:
             when = f"at iteration {self.iteration}"
         elif self.at_s is not None:
             when = f"after {self.at_s:g} s of the run"
+        elif self.on_request:
+            when = "on request"
         else:
             when = f"after {self.after_s} s" if self.rate is None else f"at a rate of {self.rate} a step"
         where = f" in section {self.section!r}" if self.section else ""
@@ -372,7 +381,8 @@ class Fault:
         require(self.rank is None or self.rank >= 0, f"rank={self.rank} must not be negative")
 
     def _check_moment(self) -> None:
-        given = [name for name in ("iteration", "rate", "after_s", "at_s") if getattr(self, name) is not None]
+        moments = ("iteration", "rate", "after_s", "at_s", "on_request")
+        given = [name for name in moments if getattr(self, name) is not None and getattr(self, name) is not False]
         require(
             len(given) == 1,
             f"{' and '.join(given)} are given; keep one" if given else "iteration is missing; give it, or a rate",
@@ -383,8 +393,8 @@ class Fault:
         require(self.at_s is None or self.at_s >= 0, f"at_s={self.at_s} must not be negative")
         require(not self.once_durable or self.after_s is not None, "once_durable needs after_s; give it, such as 0")
         require(
-            not self.persistent or (self.after_s is None and self.at_s is None),
-            "persistent needs an iteration or a rate, not after_s or at_s; change one",
+            not self.persistent or self.iteration is not None or self.rate is not None,
+            "persistent needs an iteration or a rate, not after_s, at_s or on_request; change one",
         )
         require(
             self.exit_code == 1 or self.kind == FaultKind.EXIT, "exit_code is for kind='exit'; change one of the two"
@@ -407,21 +417,21 @@ _SCALE = 1 << 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPlan:
-    """Which faults strike a run.
+    """The faults to inject into a run.
 
     Raises:
         ConfigError: A value is wrong; the message names it.
     """
 
     seed: int = 0
-    """What the faults leave open is drawn from it."""
+    """All that the faults leave open is drawn from it."""
 
     faults: tuple[Fault, ...] = ()
     """The faults, in any order."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", parse_text(int, self.seed, where="seed"))
-        require(isinstance(self.faults, Iterable), f"faults={self.faults!r} is no list of faults; write a list")
+        require(isinstance(self.faults, Iterable), f"faults={self.faults!r} is not a list of faults; write a list")
         object.__setattr__(self, "faults", tuple(self.faults))
         for fault in self.faults:
             require(isinstance(fault, Fault), f"faults holds {fault!r}; make it an outlast.chaos.Fault")
@@ -474,27 +484,32 @@ class FaultPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
-    """A fault together with what distinguishes its draws from those of others."""
+    """A fault of a plan, with the key of its draws."""
 
     seed: int
     index: int
     """Its place in the plan, from 0."""
     fault: Fault
     fault_id: str
-    """Names it in the journal and in its marker: place and fingerprint; an edited fault is another."""
+    """Identifies it in the journal and in its marker: place and fingerprint; an edited fault is another."""
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the rank that injects it waits until it is released from outside."""
+        return not FaultKind(self.fault.kind).is_outside and (self.fault.at_s is not None or self.fault.on_request)
 
     def draw(self, count: int, purpose: str, iteration: int = 0) -> int:
         """Return a number from 0 to below ``count``."""
         return self._number(purpose, iteration) * count // _SCALE
 
     def is_due(self, iteration: int) -> bool:
-        """Return whether the step at this iteration is struck, on any rank; not for one with ``after_s``."""
+        """Return whether it is due in the step at this iteration, on any rank; not for one with ``after_s``."""
         if self.fault.rate is None:
             return iteration == self.fault.iteration
         return self._number("due", iteration) < self.fault.rate * _SCALE
 
     def applies_to(self, place: WorkerEnv, device: str, iteration: int) -> bool:
-        """Return whether this rank is struck when the step at this iteration is."""
+        """Return whether it is this rank's, when it is due in the step at this iteration."""
         fault = self.fault
         if FaultKind(fault.kind).is_outside:
             return False
@@ -507,7 +522,7 @@ class PlannedFault:
         return place.global_rank == self.draw(place.world_size, "rank", iteration)
 
     def can_apply_to(self, place: WorkerEnv, device: str) -> bool:
-        """Return whether this rank is struck at any iteration."""
+        """Return whether it is this rank's at any iteration."""
         is_drawn = self.fault.rank is None and self.fault.node is None and self.fault.device is None
         return (is_drawn and self.fault.rate is not None) or self.applies_to(place, device, self.fault.iteration or 0)
 
@@ -559,7 +574,7 @@ def planned_faults(plan: FaultPlan) -> Iterator[PlannedFault]:
 
 @dataclass(frozen=True, slots=True)
 class MissingFault:
-    """A planned fault that did not strike, or not each time that it was due."""
+    """A planned fault that was not injected, or not each time that it was due."""
 
     index: int
     """Its place in the plan, from 0."""
@@ -572,16 +587,16 @@ class MissingFault:
     def describe(self) -> str:
         """Return one line for people."""
         where = f" (due at {', '.join(map(str, self.iterations))})" if self.fault.rate and self.iterations else ""
-        return f"faults[{self.index}] did not strike: {self.fault.describe()}{where}; the run reached {self.reached}"
+        return f"faults[{self.index}] was not injected: {self.fault.describe()}{where}; the run reached {self.reached}"
 
 
 def marker_of(run_dir: str | os.PathLike[str], fault_id: str, *, due: bool = False) -> Path:
-    """Return the file by which a fault comes once a run; with ``due``, the one by which a rank learns that it is time.
+    """Return the file that records that a fault was injected; with ``due``, the one that releases it.
 
     Args:
         run_dir: The run directory.
         fault_id: The fault's name in the plan.
-        due: Of a fault with ``at_s``.
+        due: For a fault with ``at_s`` or ``on_request``.
     """
     return Path(run_dir) / "faults" / (f"{fault_id}.due" if due else fault_id)
 
@@ -597,26 +612,26 @@ def claim_marker(path: Path) -> bool:
 
 
 def verify_fired(plan: FaultPlan, run_dir: str | os.PathLike[str]) -> list[MissingFault]:
-    """Return the faults of a plan that did not strike in a run, in the plan's order; none: all did.
+    """Return the faults of a plan that were not injected into a run, in the plan's order; empty: all were.
 
-    A fault with a rate is missing when it did not strike at one of the iterations drawn for it, of those that the
+    A fault with a rate is missing when it was not injected at one of the iterations drawn for it, of those that the
     run is known to have reached, or when it drew none at all.
 
     Args:
         plan: The plan that the run was given.
         run_dir: The run directory; its journal is read.
     """
-    struck: defaultdict[str, set[int]] = defaultdict(set)
+    injected: defaultdict[str, set[int]] = defaultdict(set)
     reached = 0
     for event in read(run_dir):
         reached = max(reached, event.iteration or 0)
         if event.kind == EventKind.FAULT_SIMULATED and event.iteration is not None:
-            struck[str(event.data.get("fault_id"))].add(event.iteration)
+            injected[str(event.data.get("fault_id"))].add(event.iteration)
     missing = []
     for planned in planned_faults(plan):
         due = _due(planned, reached)
-        left = tuple(iteration for iteration in due if iteration not in struck[planned.fault_id])
-        if left or not struck[planned.fault_id]:
+        left = tuple(iteration for iteration in due if iteration not in injected[planned.fault_id])
+        if left or not injected[planned.fault_id]:
             missing.append(MissingFault(planned.index, planned.fault, left, reached))
     return missing
 
@@ -625,5 +640,5 @@ def _due(planned: PlannedFault, reached: int) -> tuple[int, ...]:
     if planned.fault.rate is not None:
         return tuple(iteration for iteration in range(reached) if planned.is_due(iteration))
     if planned.fault.iteration is None or FaultKind(planned.fault.kind).is_outside:
-        return ()  # from outside it strikes once the iteration is done, which may be somewhat later
+        return ()  # from outside it is injected once the iteration is done, which may be somewhat later
     return (planned.fault.iteration,)

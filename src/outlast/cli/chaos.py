@@ -1,12 +1,9 @@
-"""``outlast chaos``: draw a plan of faults, run a command under one, and soak the demo's training in a storm."""
+"""``outlast chaos``: draw a plan of faults, and run a command under one; the soak is in :mod:`outlast.cli.soak`."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import signal
-import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +15,6 @@ from outlast.cli.main import (
     Command,
     CommandGroup,
     complete_file,
-    complete_folder,
     echo,
     ending_on_signals,
     failing_in_one_line,
@@ -26,20 +22,19 @@ from outlast.cli.main import (
     open_console,
     print_json,
 )
+from outlast.cli.soak import find_orphans, format_seconds, soak
 from outlast.errors import ConfigError, ExitReason
 
 if TYPE_CHECKING:
-    from outlast.chaos.netns import NodeNetwork
     from outlast.chaos.plan import FaultPlan
-    from outlast.chaos.reckoning import FaultOutcome, KindOutcome
-    from outlast.demo.soak import SoakOutcome
+    from outlast.chaos.reckoning import FaultOutcome
 
 _WIDTH = 120
 
 
 @click.group("chaos", cls=CommandGroup)
 def chaos() -> None:
-    """Plan faults, run a script under them, and soak the demo's training in a storm of them.
+    """Plan faults, run a script under them, and prove that a training survives all kinds of them.
 
     Examples:
       outlast chaos plan --seed 7 --kinds kill,stop,kill_agent --minutes 10 --ranks 4 -o faults.toml
@@ -85,19 +80,19 @@ def plan(seed: int, kinds: str, every: float, minutes: float, ranks: int, output
 @chaos.command("run", cls=Command, context_settings={"allow_interspersed_args": False})
 @click.argument("plan_file", metavar="PLAN", shell_complete=complete_file)
 @click.option("--nodes", type=click.IntRange(min=1), help="Start this many agents here, each a node of its own.")
-@click.option("--spares", type=click.IntRange(min=0), default=0, help="Agents more, which wait for a slot.")
-@click.option("--netns", is_flag=True, help="Give each agent a network namespace of its own; needs root.")
+@click.option("--spares", type=click.IntRange(min=0), default=0, help="More agents, which wait for a slot.")
+@click.option("--netns", is_flag=True, help="Give each agent its own network namespace; needs root.")
 @json_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(plan_file: str, nodes: int | None, spares: int, netns: bool, as_json: bool, arguments: tuple[str, ...]) -> int:
-    """Run a script under a fault plan, and show what became of each fault.
+    """Run a script under a fault plan, and show the result of each fault.
 
-    What follows PLAN is what follows outlast run. Without --nodes its agent is started as it is; with --nodes that many
-    agents are started, and one for each that the plan kills. A job that leaves after a SIGTERM of the plan is followed
-    by another. The plan takes the place of the config's fault_plan. With --json the agents' output goes to agents/ in
+    The words after PLAN are those of outlast run. Without --nodes its agent is started with them alone; with --nodes
+    that many agents are started, and one for each that the plan kills. A job that exits after a SIGTERM of the plan is
+    followed by another. The plan replaces the config's fault_plan. With --json the agents' output goes to agents/ in
     the run directory.
 
-    Exit code: that of the run; 1 if it is 0 and a planned fault did not strike.
+    Exit code: that of the run; 1 if it is 0 and a planned fault was not injected.
 
     Examples:
       outlast chaos run faults.toml -- --nproc-per-node 4 train.py
@@ -120,39 +115,45 @@ def run(plan_file: str, nodes: int | None, spares: int, netns: bool, as_json: bo
 
 
 def _run(given: FaultPlan, words: list[str], nodes: int | None, spares: int, *, netns: bool, as_json: bool) -> int:
+    from outlast import env
     from outlast.chaos.netns import NodeNetwork
-    from outlast.chaos.plan import FaultKind
+    from outlast.chaos.plan import LOST_NODES, FaultKind
     from outlast.chaos.reckoning import reckon
-    from outlast.demo.struck_run import StruckRun
     from outlast.journal import read
+    from outlast.testing import Cluster
 
     of_networks = sorted({fault.kind for fault in given.faults if FaultKind(fault.kind).is_of_networks})
     if of_networks and not netns:
-        raise ConfigError(f"{' and '.join(of_networks)} need hosts of their own; give --netns, as root")
-    num_agents = (nodes or 1) + spares
-    network = NodeNetwork(num_agents, needs_netem=bool({"delay", "loss"} & set(of_networks))) if netns else None
-    run_dir, words = _complete_words(words, nodes, spares, network, num_agents)
-    if nodes is None and any(fault.kind == FaultKind.LOSE_NODE for fault in given.faults):
-        raise ConfigError("lose_node loses the only node's disk; give --nodes 2 or more")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (
-        contextlib.nullcontext() if network is None else network,
-        StruckRun(
-            given,
-            words,
+        raise ConfigError(f"{' and '.join(of_networks)} need separate hosts; give --netns, as root")
+    if on_request := [fault for fault in given.faults if fault.on_request]:
+        raise ConfigError(f"{on_request[0].describe()}: only a test can request it; give an iteration, or at_s")
+    needs_netem = bool({"delay", "loss"} & set(of_networks))
+    network = NodeNetwork((nodes or 1) + spares, needs_netem=needs_netem) if netns else None
+    options, script, run_id, run_dir = _divide_words(words, nodes)
+    if lost := [fault.kind for fault in given.faults if nodes is None and fault.kind in LOST_NODES]:
+        raise ConfigError(f"{lost[0]} loses the only node's disk; give --nodes 2 or more")
+    with contextlib.nullcontext() if network is None else network:
+        cluster = Cluster(
+            *script,
             run_dir=run_dir,
-            plan_path=run_dir / "fault-plan.toml",
-            num_agents=num_agents,
+            num_nodes=nodes,
+            num_spares=spares,
+            nproc_per_node=None,
+            options=options,
+            environment={name: env.environ().get(name) for name in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")},
+            run_id=run_id,
+            fault_plan=given,
             network=network,
-            is_named=nodes is not None,
-            log_dir=run_dir / "agents" if as_json else None,
-            on_strike=lambda one: echo(f"chaos: {one.fault.describe()}", err=True),
-        ) as struck,
-    ):
-        code = struck.follow()
-        problems = [f"left behind: {process}" for process in struck.orphans()]
+            prints_output=not as_json,
+        )
+        with cluster:
+            for fault in cluster.supervise():
+                if fault is not None:
+                    echo(f"chaos: {fault.describe()}", err=True)
+            problems = find_orphans(cluster)
+    code = cluster.exit_code or 0
     rows = reckon(given, list(read(run_dir)))
-    problems += [f"faults[{row.index}] did not strike: {row.planned}" for row in rows if not row.fired]
+    problems += [f"faults[{row.index}] was not injected: {row.planned}" for row in rows if not row.fired]
     if as_json:
         print_json({"exit_code": code, "run_dir": os.fspath(run_dir), "faults": rows, "problems": problems})
     else:
@@ -163,88 +164,27 @@ def _run(given: FaultPlan, words: list[str], nodes: int | None, spares: int, *, 
     return code or int(ExitReason.FAILED if problems else ExitReason.FINISHED)
 
 
-def _complete_words(
-    words: Sequence[str], nodes: int | None, spares: int, network: NodeNetwork | None, num_agents: int
-) -> tuple[Path, list[str]]:
-    """Return the run directory, and the words of `outlast run` with what is missing there.
+def _divide_words(words: Sequence[str], nodes: int | None) -> tuple[list[str], list[str], str, Path]:
+    """Return the options in the words of `outlast run`, the script with its arguments, the run's name and directory.
 
     Raises:
-        ConfigError: The script is missing, or an option is given that we give.
+        ConfigError: The script is missing, or an option contradicts ``--nodes``.
     """
     from outlast.launch.run_parser import make_parser, words_before_script
-    from outlast.testing.ranks import free_port
 
     parser = make_parser()
     typed, position = words_before_script(parser, words)
     if position >= len(words):
         raise ConfigError("the script is missing; write it behind PLAN: outlast chaos run PLAN -- train.py")
-    ours = ["node_name"] if nodes is None else ["node_name", "nnodes", "rdzv_endpoint"]
-    for name in ours:
-        if name in typed and not (nodes is None and name == "node_name"):
-            raise ConfigError(f"{typed[name]} is what --nodes gives; leave one of the two out")
-    added: list[str] = []
+    for name in ["node_name", "nnodes", "rdzv_endpoint"] if nodes is not None else []:
+        if name in typed:
+            raise ConfigError(f"{typed[name]} is set by --nodes; leave one of the two out")
     parsed = parser.parse_known_args(list(words))[0]
-    run_dir = getattr(parsed, "run_dir", None)
-    run_id = getattr(parsed, "rdzv_id", None)
-    if "rdzv_id" not in typed:
-        run_id = f"chaos-{uuid.uuid4().hex[:8]}"
-        added.append(f"--rdzv-id={run_id}")
-    if "run_dir" not in typed or run_dir is None:
-        run_dir = os.path.join("outlast-runs", str(run_id))
-        added.append(f"--run-dir={run_dir}")
-    if nodes is not None:
-        hosts = ["127.0.0.1"] * 2 if network is None else [network.address(host) for host in range(num_agents)]
-        endpoints = ",".join(f"{host}:{free_port()}" for host in hosts)
-        added += [f"--nnodes={nodes}:{nodes + spares}", f"--rdzv-endpoint={endpoints}"]
-    return Path(run_dir).absolute(), [*added, *words]
-
-
-@chaos.command("soak", cls=Command)
-@click.option("--minutes", type=float, default=10.0, show_default=True, help="Length of the storm.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Draws the faults.")
-@click.option("--every", type=float, default=5.0, show_default=True, metavar="SECONDS", help="From fault to fault.")
-@click.option("--kinds", metavar="KIND,...", help="Which kinds; default all but three that are like others.")
-@click.option("--keep", metavar="DIR", shell_complete=complete_folder, help="Keep everything in this new folder.")
-@json_option
-def soak(minutes: float, seed: int, every: float, kinds: str | None, keep: str | None, as_json: bool) -> int:
-    """Train the demo's model under a storm of faults of all kinds; prove that the result is the same.
-
-    Two nodes of two ranks and two spares train on this machine: first undisturbed, then under the storm. The
-    weights, the optimizer's state and all losses must be bit-identical, each fault must have struck, no process and
-    no file may be left behind, and the journal must tell the end of each job and cycle. As root the nodes get
-    network namespaces, so that one can be cut off; where the kernel cannot delay and lose packets, the plan does
-    without.
-
-    Examples:
-      outlast chaos soak                      10 minutes, 120 faults
-      outlast chaos soak --minutes 1 --seed 7
-      outlast chaos soak --json | jq .kinds
-    """
-    from outlast.chaos.draws import parse_kinds
-    from outlast.demo import soak as soaking
-
-    wanted = None if kinds is None else parse_kinds(kinds)
-    with ending_on_signals(), failing_in_one_line():
-        try:
-            outcome = soaking.soak(
-                minutes=minutes,
-                seed=seed,
-                every_s=every,
-                keep=keep,
-                kinds=wanted,
-                say=lambda line: echo(line, err=True),
-            )
-        except KeyboardInterrupt:
-            echo("interrupted; every process of the soak has been ended", err=True)
-            raise
-        except BrokenPipeError:  # nobody reads on
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + signal.SIGPIPE
-    if as_json:
-        print_json(outcome)
-    else:
-        _show_soak(outcome)
-    return int(ExitReason.FINISHED if outcome.ok else ExitReason.FAILED)
+    run_id = getattr(parsed, "rdzv_id", None) if "rdzv_id" in typed else None
+    run_id = str(run_id or f"chaos-{uuid.uuid4().hex[:8]}")
+    run_dir = getattr(parsed, "run_dir", None) if "run_dir" in typed else None
+    run_dir = run_dir or os.path.join("outlast-runs", run_id)
+    return list(words[:position]), list(words[position:]), run_id, Path(run_dir).absolute()
 
 
 def _show_faults(rows: Sequence[FaultOutcome]) -> None:
@@ -252,60 +192,20 @@ def _show_faults(rows: Sequence[FaultOutcome]) -> None:
     from rich.table import Table
 
     table = Table(title="Planned faults", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("fault", "struck at", "noticed as"):
+    for name in ("fault", "injected at", "detected as"):
         table.add_column(name)
-    for name in ("noticed after", "recovered after", "done twice"):
+    for name in ("detected after", "recovered after", "done twice"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             row.planned,
-            f"iteration {row.iteration}" if row.fired else "did not strike",
+            f"iteration {row.iteration}" if row.fired else "not injected",
             row.noticed_as or "-",
-            _seconds(row.detected_after_s),
-            _seconds(row.recovered_after_s),
+            format_seconds(row.detected_after_s),
+            format_seconds(row.recovered_after_s),
             "-" if row.lost_iterations is None else str(row.lost_iterations),
         )
     open_console(width=_WIDTH).print(table)
 
 
-def _show_soak(outcome: SoakOutcome) -> None:
-    _show_kinds(outcome.kinds)
-    same = "bit-identical to" if outcome.bit_identical else "NOT the same as"
-    echo(
-        f"{outcome.fired} of {outcome.planned} faults struck in {outcome.storm_s:.0f} s: {outcome.jobs} jobs, "
-        f"{outcome.cycles} cycles, {outcome.agents} agents; after {outcome.iterations} iterations the result is {same} "
-        "the undisturbed one's."
-    )
-    for problem in outcome.problems:
-        echo(f"problem: {problem}")
-    if outcome.folder is not None:
-        echo("Everything is stored in", str(outcome.folder))
-
-
-def _show_kinds(rows: Sequence[KindOutcome]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title="Faults by kind", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("kind")
-    table.add_column("struck", justify="right")
-    table.add_column("noticed as")
-    for name in ("noticed after, median", "recovered after, median", "done twice"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            row.kind,
-            f"{row.fired} of {row.planned}",
-            ", ".join(f"{name} {number}" for name, number in row.noticed_as.items()) or "-",
-            _seconds(row.detected_median_s),
-            _seconds(row.recovered_median_s),
-            str(row.lost_iterations),
-        )
-    width = max(_WIDTH, shutil.get_terminal_size().columns)
-    open_console(width=width).print(table)
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+chaos.add_command(soak)

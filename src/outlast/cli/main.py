@@ -157,10 +157,6 @@ _COMMANDS = {
         "outlast.cli.run:run",
         "Launch a training script and keep it alive (torchrun's options, and more).",
     ),
-    "demo": (
-        "outlast.cli.demo:demo",
-        "Watch a real training survive a killed rank, a hung rank and a lost node.",
-    ),
     "ckpt": ("outlast.cli.ckpt:ckpt", "List, verify and prune checkpoints, local and remote."),
     "status": ("outlast.cli.status:status", "Say how a run is: who runs where, how far, what it waits for."),
     "top": ("outlast.cli.top:top", "Watch a run live: ranks, sections, iterations a second, incidents, tiers."),

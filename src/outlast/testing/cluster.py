@@ -1,29 +1,38 @@
 """A real cluster on one machine: several ``outlast run`` agents, each one a node with processes of its own.
 
 Nothing here is simulated. Agents and workers are real processes that can be killed and stopped with real
-signals; what they did is read from the run's journal and from their output. Whatever happens in the test,
-no process of the cluster outlives its ``with`` block: every one carries a token in its environment by which
-it is found, even when its agent is gone.
+signals; the run's journal and the agents' output show what they did. No process of the cluster outlives its
+``with`` block: each has a token in its environment by which it is found, even when its agent is gone. The agents also
+end when this process ends, in whatever way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
 import psutil
 
 from outlast import clock
-from outlast.env import DEVICE, environ
-from outlast.errors import DeadlineExceeded
+from outlast.chaos import Fault, FaultPlan, NodeNetwork
+from outlast.chaos.injector import Injector, disk_injection
+from outlast.chaos.netns import INTERFACE as HOST_INTERFACE
+from outlast.decoding import from_json
+from outlast.env import DEVICE, FAULT_PLAN, INJECTIONS, INTERFACE, environ
+from outlast.errors import ConfigError, DeadlineExceeded, ExitReason
 from outlast.incidents import Event, EventKind
 from outlast.journal import read
+from outlast.runtime.injection import Injection
 from outlast.testing.ranks import (
     TOKEN,
     LoggedProcess,
@@ -33,12 +42,33 @@ from outlast.testing.ranks import (
     processes_with,
 )
 
-_COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "run")
+_PROGRAM = """
+import sys
+from outlast.runtime.processes import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+from outlast.cli.main import main
+sys.exit(main())
+"""
+_COMMAND = (sys.executable, "-c", _PROGRAM)
 _POLL_S = 0.02
+_SUPERVISE_POLL_S = 0.05
+_LEFT_S = 30.0
+"""How long agents may run after one has ended the job: those that were stopped, or cut off, do not know that."""
+_MAX_JOBS = 50
+_MAX_REJECTED = 5
+"""Agents of a job that are replaced after the job has rejected them."""
 
 
 class Agent(LoggedProcess):
     """One ``outlast run`` process, a node; made by a :class:`Cluster`."""
+
+    host: int | None = None
+    """Its host in the cluster's network."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, negative: the signal that ended it; ``None`` while it runs, or is stopped."""
+        return None if self.running else self.wait(0)
 
     def wait(self, timeout_s: float) -> int:
         """Return the agent's exit code; negative: the signal that ended it.
@@ -64,21 +94,37 @@ class Cluster:
             os.kill(cluster.worker_pid(3), signal.SIGKILL)
             assert cluster.wait(timeout_s=60) == [0, 0, 0]
 
+    With a fault plan, :meth:`supervise` injects its faults, and does what a scheduler does::
+
+        plan = FaultPlan(faults=[Fault(kind="kill", rank=1, iteration=20), Fault(kind="lose_node", iteration=50)])
+        with Cluster("train.py", run_dir=tmp_path, num_spares=1, fault_plan=plan) as cluster:
+            for fault in cluster.supervise(timeout_s=300):
+                if fault is not None:
+                    print("injected:", fault.describe())
+            assert cluster.exit_code == 0
+
     Args:
         script: The training script.
         args: The script's own arguments.
         run_dir: The run directory; the agents' output goes to ``agents/`` below it.
-        num_nodes: Nodes that carry ranks.
+        num_nodes: Nodes that carry ranks; ``None`` = one agent without a name, and where the other nodes of the job are
+            is in ``options``.
         num_spares: Nodes more, which wait for a slot.
-        num_started: Agents that entering starts; ``None`` = all. The others are for :meth:`add_node`.
-        nproc_per_node: Workers on each node.
+        num_started: Agents that entering starts, and that :meth:`supervise` keeps running; ``None`` = the sum of the
+            two. The others are for :meth:`add_node`; with more than the sum, some are spares that are not announced.
+        nproc_per_node: Workers on each node; ``None`` = as in ``options``.
         options: More options of ``outlast run``, such as ``--max-restarts=3``.
-        environment: Variables to add to this process's own.
+        environment: Variables to add to this process's own; ``None`` as a value removes one.
         devices: Node name (``node-0``, ``node-1``, ... in the order of their start, spares last) to the name of the
-            hardware that it computes on, where that is not to be the node's own name: two nodes of one device are the
-            same hardware to whoever looks for another one.
+            hardware that it computes on, where that is not the node's own name: two nodes of one device are the same
+            hardware where another one is required.
+        run_id: Name of the run; ``None`` = a new one.
+        fault_plan: The faults of the run. Two endpoints are given then, so that another agent can take over from a
+            coordinator that is stopped.
+        network: The network in which each agent gets a host; it has at least one for each agent that runs at a time.
+        prints_output: Print the agents' output instead of writing it into files.
 
-    Thread: one.
+    Thread: one, the main thread where signals are to be handled.
     """
 
     def __init__(
@@ -86,43 +132,61 @@ class Cluster:
         script: str | os.PathLike[str],
         *args: str,
         run_dir: str | os.PathLike[str],
-        num_nodes: int = 2,
+        num_nodes: int | None = 2,
         num_spares: int = 0,
         num_started: int | None = None,
-        nproc_per_node: int = 2,
+        nproc_per_node: int | None = 2,
         options: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         devices: Mapping[str, str] | None = None,
+        run_id: str | None = None,
+        fault_plan: FaultPlan | None = None,
+        network: NodeNetwork | None = None,
+        prints_output: bool = False,
     ) -> None:
         self.run_dir = Path(run_dir)
-        self.endpoint = f"127.0.0.1:{free_port()}"
-        self.run_id = f"test-{uuid.uuid4().hex[:8]}"
+        self.run_id = run_id or f"test-{uuid.uuid4().hex[:8]}"
         self.agents: list[Agent] = []
-        self._num_started = num_nodes + num_spares if num_started is None else num_started
+        self.num_jobs = 0
+        """Jobs that were started."""
+        self.injector: Injector | None = None
+        """What injects the faults of the plan; ``None`` without one, and before the ``with`` block."""
+        self._is_named = num_nodes is not None
+        self._num_started = (num_nodes or 1) + num_spares if num_started is None else num_started
         self._token = uuid.uuid4().hex
         self._devices = dict(devices or {})
-        self._environment = {
+        self._fault_plan, self._network, self._prints_output = fault_plan, network, prints_output
+        self._first_of_job = 0
+        self._ended_s: float | None = None
+        hosts = ["127.0.0.1"] * (1 if fault_plan is None else 2)
+        if network is not None:
+            hosts = [network.address(host) for host in range(self._num_started)]
+        self.endpoint = ",".join(f"{host}:{free_port()}" for host in hosts)
+        variables = {
             **environ(),
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
+            **self._fault_variables(),
             **(environment or {}),
             TOKEN: self._token,
         }
-        self._options = [
-            f"--nnodes={num_nodes}:{num_nodes + num_spares}",
-            f"--nproc-per-node={nproc_per_node}",
-            f"--rdzv-endpoint={self.endpoint}",
-            f"--rdzv-id={self.run_id}",
-            f"--run-dir={self.run_dir}",
-            *options,
-        ]
+        self._environment = {name: value for name, value in variables.items() if value is not None}
+        self._own_options = [f"--rdzv-id={self.run_id}", f"--run-dir={self.run_dir}"]
+        if num_nodes is not None:
+            nnodes = f"--nnodes={num_nodes}:{num_nodes + num_spares}"
+            self._own_options += [nnodes, f"--rdzv-endpoint={self.endpoint}"]
+        if nproc_per_node is not None:
+            self._own_options.append(f"--nproc-per-node={nproc_per_node}")
+        self._options = list(options)
         self._script = [os.fspath(script), *args]
 
     def __enter__(self) -> Cluster:
         (self.run_dir / "agents").mkdir(parents=True, exist_ok=True)
+        if self._fault_plan is not None:
+            self._plan_path.write_text(self._fault_plan.to_toml())
+            self.injector = Injector(self._fault_plan, self.run_dir, network=self._network, host_of=self._host_of)
         try:
-            for _ in range(self._num_started):
-                self.add_node()
+            self._start_job()
         except BaseException:
             self.close()
             raise
@@ -149,12 +213,20 @@ class Cluster:
             device: Name of the hardware that it computes on; by default as in ``devices``, else the node's name.
             environment: Variables to add for this agent alone.
         """
-        name = name or f"node-{len(self.agents)}"
-        command = [*_COMMAND, *self._options, f"--node-name={name}", *options, *self._script]
+        name = name or (f"node-{len(self.agents)}" if self._is_named else "this node")
+        own = [*self._own_options, *([f"--node-name={name}"] if self._is_named else [])]
+        command = [*_COMMAND, str(os.getpid()), "run", *own, *self._options, *options, *self._script]
         variables = {**self._environment, **(environment or {})}
         if (device := device or self._devices.get(name)) is not None:
             variables[DEVICE] = device
-        agent = Agent(name, command, variables, self.run_dir / "agents" / f"{name}.log")
+        host = None
+        if self._network is not None:
+            taken = {agent.host for agent in self.agents if agent.running}
+            host = next(number for number in itertools.count() if number not in taken)
+            command = self._network.command(host, command)
+        path = None if self._prints_output else self.run_dir / "agents" / f"{name}.log"
+        agent = Agent(name, command, variables, path)
+        agent.host = host
         self.agents.append(agent)
         return agent
 
@@ -222,6 +294,67 @@ class Cluster:
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"{str(error).splitlines()[0]}\n{self.tails()}", node=error.node) from None
 
+    def inject(self, fault: Fault) -> bool:
+        """Inject a fault of the plan that has ``on_request``.
+
+        Returns:
+            Whether it was injected, or released to the rank that injects it at its next step; off: that is not possible
+            now, as the ranks restart, or have not committed a checkpoint since. Call it again, as in the loop of
+            :meth:`supervise`.
+
+        Raises:
+            ConfigError: The plan does not have the fault, or it was injected before.
+        """
+        if self.injector is None:
+            raise ConfigError("the cluster has no fault plan; give it fault_plan=FaultPlan(faults=[...])")
+        self.injector.poll()
+        return self.injector.inject(fault)
+
+    def supervise(self, timeout_s: float | None = None) -> Iterator[Fault | None]:
+        """Run to the end, as under a scheduler, and inject the plan's faults when they are due.
+
+        An agent that was killed by SIGKILL, or that the job has rejected, is replaced by a new node. After a preemption
+        (exit code 75), or once all agents are killed, the job is started again, on the nodes that were preempted.
+
+        Args:
+            timeout_s: Seconds for all; ``None`` = no limit.
+
+        Yields:
+            Some twenty times a second ``None``, or the fault that was injected just now.
+
+        Raises:
+            DeadlineExceeded: The run did not end in time.
+        """
+        deadline_s = float("inf") if timeout_s is None else clock.now_s() + timeout_s
+        while True:
+            running = [agent for agent in self.agents if agent.running]
+            one = None
+            if self.injector is not None:
+                self.injector.poll()
+                one = self.injector.inject_due()
+            yield None if one is None else one.fault
+            if running:
+                self._replace(running)
+            elif self.exit_code not in (ExitReason.PREEMPTED, -signal.SIGKILL) or self.num_jobs >= _MAX_JOBS:
+                return
+            else:
+                self._start_job()
+            if clock.now_s() > deadline_s:
+                raise DeadlineExceeded(f"the run did not end within {timeout_s:g} s\n{self.tails()}")
+            time.sleep(_SUPERVISE_POLL_S)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the newest job; negative: the signal that ended all agents; ``None`` while one runs."""
+        of_job = self.agents[self._first_of_job :]
+        codes = [agent.exit_code for agent in of_job if agent.exit_code is not None]
+        if len(codes) < len(of_job):
+            return None
+        codes = [code for code in codes if code not in (-signal.SIGKILL, ExitReason.BAD_INPUT)] or codes
+        bad = [code for code in codes if code != ExitReason.FINISHED]
+        preempted = [code for code in bad if code == ExitReason.PREEMPTED]
+        return (preempted or bad or [int(ExitReason.FINISHED)])[0]
+
     def tails(self) -> str:
         """Return the end of every agent's output."""
         return "\n".join(agent.tail() for agent in self.agents)
@@ -258,10 +391,77 @@ class Cluster:
         Raises:
             DeadlineExceeded: A process could not be ended.
         """
-        for agent in self.agents:
-            if agent.running:
-                agent.kill()
-        end_processes(self._token, within_s=60.0)
+        with uninterrupted():
+            for agent in self.agents:
+                if agent.running:
+                    agent.kill()
+            end_processes(self._token, within_s=60.0)
+            if self.injector is not None:
+                self.injector.close()
+
+    @property
+    def _plan_path(self) -> Path:
+        return self.run_dir / "fault-plan.toml"
+
+    def _fault_variables(self) -> dict[str, str]:
+        """Return the variables by which agents and ranks get the fault plan, and their network interface."""
+        variables: dict[str, str] = {}
+        if self._fault_plan is not None:
+            present = environ().get(INJECTIONS)
+            injections = from_json(present.encode(), tuple[Injection, ...]) if present else ()
+            variables[FAULT_PLAN] = os.fspath(self._plan_path.absolute())
+            variables[INJECTIONS] = msgspec.json.encode([*injections, disk_injection(self.run_dir)]).decode()
+        if self._network is not None:
+            variables |= {INTERFACE: HOST_INTERFACE, "GLOO_SOCKET_IFNAME": HOST_INTERFACE}
+        return variables
+
+    def _host_of(self, node: str) -> int | None:
+        """Return a node's host in the network."""
+        return next((agent.host for agent in self.agents if agent.name == node and agent.running), None)
+
+    def _start_job(self) -> None:
+        of_job = self.agents[self._first_of_job :] if self._is_named else []
+        names = [agent.name for agent in of_job if agent.exit_code == ExitReason.PREEMPTED]
+        self.num_jobs += 1
+        self._ended_s, self._first_of_job = None, len(self.agents)
+        for index in range(self._num_started):
+            self.add_node(names[index] if index < len(names) else None)
+
+    def _replace(self, running: Sequence[Agent]) -> None:
+        """Start an agent for each killed or rejected one; end those that do not know that the job has ended."""
+        codes = [agent.exit_code for agent in self.agents[self._first_of_job :]]
+        has_ended = any(code not in (None, -signal.SIGKILL, ExitReason.BAD_INPUT) for code in codes)
+        if has_ended or codes.count(ExitReason.BAD_INPUT) > _MAX_REJECTED:
+            self._ended_s = self._ended_s or clock.now_s()
+            if clock.now_s() > self._ended_s + _LEFT_S:
+                for agent in running:
+                    agent.kill()
+        elif self._is_named:
+            for _ in range(self._num_started - len(running)):
+                self.add_node()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Delay signals that end this process, until the block is left: all that it ends and removes is gone then.
+
+    They are delayed by handlers, as another thread would receive a signal that this one masks.
+
+    Thread: the main thread; in any other it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _frame: received.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])
 
 
 def _lineage(process: psutil.Process) -> Iterator[int]:

@@ -142,23 +142,31 @@ class LoggedProcess:
         name: What failures call it.
         command: What to start.
         environment: The process's whole environment.
-        log_path: File that its output, and that of what it starts, is appended to.
+        log_path: File that its output, and that of its children, is appended to; ``None`` = it is printed.
         stdin: Give it a pipe as its standard input; otherwise that is empty.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path, *, stdin: bool = False
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log_path: Path | None,
+        *,
+        stdin: bool = False,
     ) -> None:
         self.name = name
         self.log_path = log_path
-        with log_path.open("ab") as log:  # not a pipe: a full one would stop the process
+        with contextlib.ExitStack() as stack:
+            # Not a pipe: a full one would stop the process.
+            log = None if log_path is None else stack.enter_context(log_path.open("ab"))
             self._process = subprocess.Popen(
                 command,
                 env=dict(environment),
                 stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                stderr=None if log is None else subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches this process alone
             )
         self.stdin = self._process.stdin
         """Its standard input, where that is a pipe."""
@@ -199,8 +207,8 @@ class LoggedProcess:
             raise DeadlineExceeded(f"{self.name} still runs after {timeout_s} s\n{self.tail()}") from None
 
     def output(self) -> str:
-        """Return all that it, and what it started, has printed so far."""
-        return self.log_path.read_text(encoding="utf-8", errors="replace")
+        """Return all that it and its children have printed so far; empty without a file."""
+        return "" if self.log_path is None else self.log_path.read_text(encoding="utf-8", errors="replace")
 
     def tail(self, num_lines: int = _TAIL_LINES) -> str:
         """Return the last lines of the output, under a heading with name and state."""
@@ -408,7 +416,7 @@ class RankProcesses:
         deadline = clock.now_s() + timeout_s
         while True:
             over = not self.running(rank)  # asked before the look: no line is missed
-            with self._ranks[rank].log_path.open("rb") as log:
+            with self._log_path(rank).open("rb") as log:
                 log.seek(self._read_bytes[rank])
                 for line in log:
                     if not line.endswith(b"\n") and not over:

@@ -1,24 +1,24 @@
 """``nvidia_resiliency_ext.shared_utils.inject_fault``: a fault of this process on purpose, some seconds from now.
 
-For tests of a job. Faults of a whole run, at an iteration or in a section and only once in it, are
-:mod:`outlast.chaos`'s.
+For tests of a job. :mod:`outlast.chaos` causes the faults; its fault plans inject them into a whole run, once, at an
+iteration or in a section.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import random
-import re
 import signal
 import threading
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from outlast import env
+from outlast.chaos.process_faults import crash, hold_gil, raise_in_main_thread, send_signal
 from outlast.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class WorkloadFault(Enum):
     """A handler of SIGUSR1 raises in the main thread."""
     OS_ABORT = auto()
     LOCK_GIL = auto()
-    """A thread keeps the interpreter's lock for hours."""
+    """A thread holds the GIL forever."""
     SEGFAULT = auto()
     SIGINT = auto()
     SIGKILL = auto()
@@ -50,7 +50,7 @@ class WorkloadFault(Enum):
 
 
 class InjectedException(Exception):
-    """The exception that was asked for."""
+    """The exception that was requested."""
 
 
 _wanted = threading.Event()
@@ -64,7 +64,7 @@ def maybe_raise_workload_exception() -> None:
 
 
 def clear_workload_exception() -> None:
-    """Forget a fault ``WORKLOAD_EXC`` that has come due."""
+    """Drop a fault ``WORKLOAD_EXC`` that has come due."""
     _wanted.clear()
 
 
@@ -77,7 +77,7 @@ def dispatch_fault_injection(fault: WorkloadFault, delay: float, callback: Calla
         callback: Called right before, in a thread of its own; ``None`` = nothing.
 
     Raises:
-        ConfigError: It is none that can be caused, or the delay is below 0.
+        ConfigError: The fault cannot be caused, or the delay is below 0.
 
     Thread: the main thread for ``SIGNAL_EXC``, otherwise any.
     """
@@ -95,14 +95,14 @@ def dispatch_fault_injection(fault: WorkloadFault, delay: float, callback: Calla
 
     has_started = threading.Event()
 
-    def strike() -> None:
+    def inject() -> None:
         has_started.wait(_START_S)  # an exception within start() would leave the threads' list torn
         log.critical("rank's process %d: the fault %s is injected on purpose", os.getpid(), fault.name)
         if callback is not None:
             callback()
         _CAUSES[fault]()
 
-    timer = threading.Timer(delay, strike)
+    timer = threading.Timer(delay, inject)
     timer.daemon = True
     timer.name = "outlast-injected-fault"
     timer.start()
@@ -179,26 +179,17 @@ def _raise_in_handler(number: int, frame: FrameType | None) -> None:
     raise InjectedException(f"a fault that was injected on purpose, by {signal.Signals(number).name}")
 
 
-def _raise_in_main_thread() -> None:
-    ident = threading.main_thread().ident
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(InjectedException))
-
-
-def _send(number: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
-
-
 _registered: dict[WorkloadFault, Callable[[float, Callable[[], Any] | None], Any]] = {}
 """Functions of :func:`register_fault`."""
 _CAUSES: dict[WorkloadFault, Callable[[], object]] = {
     WorkloadFault.WORKLOAD_EXC: _wanted.set,
-    WorkloadFault.ASYNC_EXC: _raise_in_main_thread,
-    WorkloadFault.SIGNAL_EXC: _send(signal.SIGUSR1),
+    WorkloadFault.ASYNC_EXC: partial(raise_in_main_thread, InjectedException),
+    WorkloadFault.SIGNAL_EXC: partial(send_signal, signal.SIGUSR1),
     WorkloadFault.OS_ABORT: os.abort,
-    WorkloadFault.LOCK_GIL: lambda: re.match(r"(a?){40}a{40}", "a" * 40),  # a match in C, which never lets go
-    WorkloadFault.SEGFAULT: lambda: ctypes.string_at(1),
-    WorkloadFault.SIGINT: _send(signal.SIGINT),
-    WorkloadFault.SIGKILL: _send(signal.SIGKILL),
-    WorkloadFault.SIGTERM: _send(signal.SIGTERM),
-    WorkloadFault.SIGSTOP: _send(signal.SIGSTOP),
+    WorkloadFault.LOCK_GIL: partial(hold_gil, None),
+    WorkloadFault.SEGFAULT: crash,
+    WorkloadFault.SIGINT: partial(send_signal, signal.SIGINT),
+    WorkloadFault.SIGKILL: partial(send_signal, signal.SIGKILL),
+    WorkloadFault.SIGTERM: partial(send_signal, signal.SIGTERM),
+    WorkloadFault.SIGSTOP: partial(send_signal, signal.SIGSTOP),
 }

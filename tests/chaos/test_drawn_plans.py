@@ -66,10 +66,11 @@ def test_the_command_writes_what_a_run_reads(tmp_path: Path) -> None:
         (["run", "/nowhere/plan.toml", "--", "train.py"], "/nowhere/plan.toml"),
         (["run", "{plan}", "--"], "the script is missing"),
         (["run", "--spares", "1", "{plan}", "--", "train.py"], "--spares is for --nodes"),
-        (["run", "--nodes", "2", "{plan}", "--", "--nnodes=2", "train.py"], "--nnodes is what --nodes gives"),
-        (["run", "--nodes", "2", "{plan}", "--", "--node-name=a", "train.py"], "--node-name is what --nodes gives"),
+        (["run", "--nodes", "2", "{plan}", "--", "--nnodes=2", "train.py"], "--nnodes is set by --nodes"),
+        (["run", "--nodes", "2", "{plan}", "--", "--node-name=a", "train.py"], "--node-name is set by --nodes"),
         (["run", "{lose}", "--", "train.py"], "lose_node loses the only node's disk"),
-        (["run", "--nodes", "2", "{net}", "--", "train.py"], "partition need hosts of their own; give --netns"),
+        (["run", "{request}", "--", "train.py"], "only a test can request it"),
+        (["run", "--nodes", "2", "{net}", "--", "train.py"], "partition need separate hosts; give --netns"),
         (["run", "--netns", "{net}", "--", "train.py"], "--netns is for --nodes"),
         (["soak", "--kinds", "kil"], "did you mean 'kill'?"),
         (["soak", "--keep", "{full}"], "is not empty; name a new folder"),
@@ -83,7 +84,9 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], said: str) 
     )
     net = draw_plan(0, [FaultKind.PARTITION], every_s=5, minutes=1, num_ranks=1)
     (tmp_path / "net.toml").write_text(net.to_toml())
+    (tmp_path / "request.toml").write_text('[[faults]]\nkind = "kill"\nrank = 0\non_request = true\n')
     places = {
+        "{request}": str(tmp_path / "request.toml"),
         "{net}": str(tmp_path / "net.toml"),
         "{plan}": str(tmp_path / "plan.toml"),
         "{lose}": str(tmp_path / "lose.toml"),
