@@ -171,25 +171,22 @@ def _complete_words(
     Raises:
         ConfigError: The script is missing, or an option is given that we give.
     """
-    from outlast.launch.run_parser import make_parser, words_before_script
+    from outlast.launch.run_parser import parse_command
     from outlast.testing.ranks import free_port
 
-    parser = make_parser()
-    typed, position = words_before_script(parser, words)
-    if position >= len(words):
-        raise ConfigError("the script is missing; write it behind PLAN: outlast chaos run PLAN -- train.py")
+    if not words:
+        raise ConfigError("there is no script to run; name one after PLAN: outlast chaos run PLAN -- train.py")
+    command = parse_command(words)
+    typed, run_id, run_dir = command.typed, command.args.rdzv_id, command.args.run_dir
     ours = ["node_name"] if nodes is None else ["node_name", "nnodes", "rdzv_endpoint"]
     for name in ours:
         if name in typed and not (nodes is None and name == "node_name"):
             raise ConfigError(f"{typed[name]} is what --nodes gives; leave one of the two out")
     added: list[str] = []
-    parsed = parser.parse_known_args(list(words))[0]
-    run_dir = getattr(parsed, "run_dir", None)
-    run_id = getattr(parsed, "rdzv_id", None)
     if "rdzv_id" not in typed:
         run_id = f"chaos-{uuid.uuid4().hex[:8]}"
         added.append(f"--rdzv-id={run_id}")
-    if "run_dir" not in typed or run_dir is None:
+    if run_dir is None:
         run_dir = os.path.join("outlast-runs", str(run_id))
         added.append(f"--run-dir={run_dir}")
     if nodes is not None:

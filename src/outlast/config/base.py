@@ -219,7 +219,7 @@ def settle_sections(config: Any) -> None:
         ConfigError: A section is neither that nor a mapping, or its settings are refused.
     """
     for name, hint in typing.get_type_hints(type(config)).items():
-        section, value = _strip_none(hint), getattr(config, name)
+        section, value = strip_none(hint), getattr(config, name)
         if isinstance(value, Changeable):
             object.__setattr__(config, name, frozen(value))
             continue
@@ -251,7 +251,7 @@ class _Reader:
             if name in arguments:
                 raise ConfigError(f"{self.place(here, path)}: key {name!r} is given twice; keep one")
             hint = hints[name]
-            inner = _strip_none(hint)
+            inner = strip_none(hint)
             if not dataclasses.is_dataclass(inner):
                 arguments[name] = parse_text(hint, value, where=self.place(here, here))
             elif isinstance(value, Mapping):
@@ -281,7 +281,7 @@ def parse_text(hint: Any, value: Any, *, where: str) -> Any:
     Raises:
         ConfigError: It does not fit; the message begins with ``where`` and names what does.
     """
-    wanted = _strip_none(hint)
+    wanted = strip_none(hint)
     given, lax = value, isinstance(value, str)
     if isinstance(value, str):
         if is_none(value) and type(None) in typing.get_args(hint):
@@ -320,7 +320,7 @@ def _is_mapping(hint: Any) -> bool:
 
 def _describe_type(hint: Any) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
-    wanted = _strip_none(hint)
+    wanted = strip_none(hint)
     text = "name:seconds,name:seconds,..." if _is_mapping(wanted) else names.get(wanted, str(wanted))
     return f"{text}, or none" if wanted is not hint else text
 
@@ -379,7 +379,7 @@ def require_one_of(config: Any, name: str, known: Sequence[str]) -> None:
     require(value in known, f"{name}={value!r} must be {', '.join(known[:-1])} or {known[-1]}")
 
 
-def _strip_none(hint: Any) -> Any:
+def strip_none(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         if len(rest) == 1:

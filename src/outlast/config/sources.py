@@ -1,12 +1,8 @@
-"""Where settings come from: config files, the ``--ft-<field>`` options, the script; and which source comes first.
+"""Where settings come from: config files, options, the script; and which source comes first.
 
 A file is TOML, YAML or JSON. Its keys are the fields of :class:`~outlast.config.Config`; its sections are the fields of
 the configs within. A few settings may go by the names that users of another system know. An error is one line that
 begins with the file, and with the line where that is known.
-
-There is one option for each field of :class:`FaultToleranceConfig`. They are written with dashes, and taken with ``_``
-too. The options keep the values as they were given; :func:`ft_config_from` converts them, so that an error names the
-option and not a type of argparse's.
 
 Fault tolerance settings from several sources are put together field by field: an option of ``outlast run`` comes before
 its config file, that before the script's own config, and that before the defaults.
@@ -14,13 +10,11 @@ its config file, that before the script's own config, and that before the defaul
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import logging
 import os
 import re
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,13 +23,9 @@ from typing import Any
 from outlast.config import Config
 from outlast.config.base import (
     KNOWN_NAMES,
-    FieldDoc,
     as_written,
-    describe_fields,
     from_mapping,
     frozen,
-    nearest,
-    parse_text,
     shown,
 )
 from outlast.config.launching import FaultToleranceConfig
@@ -226,113 +216,9 @@ def _find_line(text: str, keys: tuple[str, ...]) -> int | None:
     return text.count("\n", 0, position) + 1
 
 
-_TRUTHS = ("true", "false", "1", "0", "yes", "no", "on", "off")
-
-
 def ft_option(field: str) -> str:
     """Return how the option of a field is written in help and documents."""
     return f"--ft-{field.replace('_', '-')}"
-
-
-def add_ft_arguments(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Add the ``--ft-*`` options to ``parser``; they have no abbreviations, whatever other options have.
-
-    Many begin alike: a mistyped or shortened name would silently pass for another option.
-
-    Returns:
-        Field name to the option as it is shown in the help.
-    """
-    others, complete = set(parser._actions), parser._get_option_tuples
-    group = parser.add_argument_group("fault tolerance", "what is watched, for how long, how often to restart")
-    shown = {field.name: _add_option(group, field) for field in describe_fields(FaultToleranceConfig)}
-    whole = set(parser._actions) - others
-    parser._get_option_tuples = lambda option_string: [  # type: ignore[method-assign]
-        match for match in complete(option_string) if match[0] not in whole
-    ]
-    return shown
-
-
-def _add_option(group: argparse._ArgumentGroup, field: FieldDoc) -> argparse.Action:
-    spellings, is_switch = _spellings(field.name), field.type_name == "bool"
-    kept: dict[str, Any] = {"dest": _dest(field.name), "default": argparse.SUPPRESS}
-    kept |= {"action": "store_const"} if is_switch else {"metavar": _metavar(field)}
-    bare: dict[str, Any] = {"const": "true"} if is_switch else {}
-    # Strings that argparse does not show are an option of their own: it lists all spellings of one that it shows.
-    action = group.add_argument(spellings[0], help=_help(field), **bare, **kept)
-    if spellings[1:]:
-        group.add_argument(*spellings[1:], help=argparse.SUPPRESS, **bare, **kept)
-    # An option with an optional value would swallow the script's name after a bare `--ft-simulate-fault`, so
-    # `--ft-simulate-fault=true` and the like are option names of their own: argparse looks for those first.
-    for truth in _TRUTHS if is_switch else ():
-        written = (truth, truth.capitalize()) if truth.isalpha() else (truth,)
-        names = [f"{spelling}={word}" for spelling in spellings for word in written]
-        group.add_argument(*names, const=truth, help=argparse.SUPPRESS, **kept)
-    return action
-
-
-def ft_config_from(namespace: argparse.Namespace, typed: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the given ``--ft-*`` options as field name to value.
-
-    Args:
-        namespace: What a parser with these options returned.
-        typed: Attribute of ``namespace`` to the option as it was written; without it errors name the usual spelling.
-
-    Raises:
-        ConfigError: A value does not fit its field.
-    """
-    hints = typing.get_type_hints(FaultToleranceConfig)
-    return {
-        field: parse_text(hints[field], text, where=(typed or {}).get(_dest(field), ft_option(field)))
-        for field, text in _given(namespace).items()
-    }
-
-
-def ft_typed(namespace: argparse.Namespace, typed: Mapping[str, str]) -> dict[str, str]:
-    """Return the given ``--ft-*`` options as field name to what was written, such as ``--ft-safety-factor=3``."""
-    return {field: f"{typed.get(_dest(field), ft_option(field))}={text}" for field, text in _given(namespace).items()}
-
-
-def _given(namespace: argparse.Namespace) -> dict[str, str]:
-    names = [field.name for field in describe_fields(FaultToleranceConfig)]
-    return {name: getattr(namespace, _dest(name)) for name in names if hasattr(namespace, _dest(name))}
-
-
-def unknown_flag_message(flag: str) -> str:
-    """Return one line that names the closest known option for an unknown ``--ft-...`` one."""
-    name, _, value = flag.partition("=")
-    fields = describe_fields(FaultToleranceConfig)
-    known = [field.name.replace("_", "-") for field in fields]
-    wanted = name.removeprefix("--ft").lstrip("-_").replace("_", "-")
-    if value and wanted in [field.name.replace("_", "-") for field in fields if field.type_name == "bool"]:
-        return f"{name}={value}: neither true nor false; write {name}=true or {name}=false"
-    hint = nearest(wanted, known)
-    if hint.startswith("did you mean"):
-        hint = f"did you mean --ft-{hint.split(chr(39))[1]}?"
-    else:
-        hint = "see outlast run --help for the known ones"
-    return f"unknown option {name}; {hint}"
-
-
-def _spellings(name: str) -> list[str]:
-    return list(dict.fromkeys((ft_option(name), f"--ft-{name}", f"--ft_{name}", f"--ft_{name.replace('_', '-')}")))
-
-
-def _dest(name: str) -> str:
-    return f"ft_{name}"
-
-
-def _metavar(field: FieldDoc) -> str:
-    if "Mapping" in field.type_name:
-        return "NAME:SECONDS,..."
-    if "float" in field.type_name:
-        return {"factor": "FACTOR", "mb": "MIB"}.get(field.name.rpartition("_")[2], "SECONDS")
-    return "N" if "int" in field.type_name else "NAME"
-
-
-def _help(field: FieldDoc) -> str:
-    default = "none" if field.default in (None, {}) else str(field.default)
-    text = " ".join(field.text.split()).replace("``", "").rstrip(".")
-    return f"{text} (default: {default})".replace("%", "%%")
 
 
 SCRIPT = "script's config"
