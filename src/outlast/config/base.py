@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import re
@@ -17,6 +18,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar
 from functools import cache
 from typing import Any, Self, TypeVar
 
@@ -26,35 +28,57 @@ from outlast.decoding import convert
 from outlast.errors import ConfigError
 
 T = TypeVar("T")
-P = TypeVar("P", bound="Partial")
 
 
-class Partial:
-    """Base of a config that knows which of its fields it was given; the others hold their defaults.
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of every config: a keyword-only frozen dataclass that knows which of its fields it was given.
 
     Settings that come from several sources are put together field by field, and a default never replaces what
-    another source gives. :meth:`changed` makes one from another. One that is given every field, as by
-    ``dataclasses.replace``, was given those that differ from their defaults.
+    another source gives. :meth:`changed` makes one from another.
     """
 
-    __slots__ = ("_given",)
-    _given: frozenset[str]
+    _given_names: InitVar[frozenset[str] | None] = None
+    """The fields that were given; ``dataclasses.replace`` passes it on together with the defaults."""
 
-    def __new__(cls, *_: Any, **values: Any) -> Any:
-        """Make the config, and note what it is given."""
-        config = super().__new__(cls)
-        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
-        given = set(values)
-        if len(values) == len(fields):
-            given = {field.name for field in fields if values[field.name] != _default_of(field)}
-        object.__setattr__(config, "_given", frozenset(given))
-        return config
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        fill, defaults = cls.__init__, {field.name: _default_of(field) for field in dataclasses.fields(cls)}
+
+        @functools.wraps(fill)
+        def init(self: Settings, _given_names: frozenset[str] | None = None, **given: Any) -> None:
+            values = self._settle(given)
+            replaced = {name for name, value in values.items() if value != defaults.get(name)}
+            vars(self)["_given_names"] = frozenset(values) if _given_names is None else _given_names | replaced
+            fill(self, **values)
+
+        cls.__init__ = init  # type: ignore[method-assign]
+
+    def __post_init__(self, _given_names: frozenset[str] | None) -> None:
+        self._check()
+
+    @classmethod
+    def _settle(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return values as they are kept, for example under their own names.
+
+        Raises:
+            ConfigError: They contradict each other.
+        """
+        return values
+
+    def _check(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: A value is out of range or contradicts another.
+        """
 
     @property
     def given(self) -> dict[str, Any]:
         """The fields that were given, by name."""
-        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(self)  # type: ignore[arg-type]
-        return {field.name: getattr(self, field.name) for field in fields if field.name in self._given}
+        names: frozenset[str] = vars(self)["_given_names"]
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
 
     def changed(self, **changes: Any) -> Self:
         """Return the same with other values; what was given stays given, defaults included.
@@ -62,11 +86,7 @@ class Partial:
         Raises:
             ConfigError: A value is out of range or contradicts another.
         """
-        return _make(type(self), {**self.given, **changes})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle what was given, and no more."""
-        return _make, (type(self), self.given)
+        return type(self)(**{**self.given, **changes})
 
 
 class Changeable:
@@ -83,7 +103,7 @@ class Changeable:
     def __init_subclass__(cls) -> None:
         cls._checked = cls.__bases__[1]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *_: object) -> None:
         """Check nothing yet."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -94,8 +114,8 @@ class Changeable:
             f"{type(self).__name__}.{name}={value!r} is set too late: the settings were read before, so that it would "
             "have no effect; set it first",
         )
-        if isinstance(self, Partial):
-            object.__setattr__(self, "_given", self._given | {name})
+        if isinstance(self, Settings):
+            vars(self)["_given_names"] |= {name}
         object.__setattr__(self, name, value)
 
     def finalize(self) -> None:
@@ -112,7 +132,7 @@ class Changeable:
         Raises:
             ConfigError: A value is out of range or contradicts another.
         """
-        if isinstance(self, Partial):
+        if isinstance(self, Settings):
             return self._checked(**self.given)
         return self._checked(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})  # type: ignore[arg-type]
 
@@ -136,12 +156,6 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _make(cls: type[P], values: Mapping[str, Any]) -> P:
-    config = cls(**values)
-    object.__setattr__(config, "_given", frozenset(values))
-    return config
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,22 +226,22 @@ def from_mapping(
     return _Reader(where, locate).read(cls, values, ())
 
 
-def settle_sections(config: Any) -> None:
-    """Make each section of a config that was given as a mapping, as in a file, the config that it stands for.
+def settle_sections(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's values with each section that is a mapping, as in a file, as the config that it stands for.
 
     Raises:
         ConfigError: A section is neither that nor a mapping, or its settings are refused.
     """
-    for name, hint in typing.get_type_hints(type(config)).items():
-        section, value = strip_none(hint), getattr(config, name)
-        if isinstance(value, Changeable):
-            object.__setattr__(config, name, frozen(value))
+    hints, settled = typing.get_type_hints(cls), dict(values)
+    for name, value in values.items():
+        kind = strip_none(hints.get(name))
+        if not dataclasses.is_dataclass(kind) or value is None:
             continue
-        if not dataclasses.is_dataclass(section) or value is None or isinstance(value, typing.cast(type, section)):
-            continue
-        kind = typing.cast(type, section)
-        require(isinstance(value, Mapping), f"{name} must be a {kind.__name__} or a mapping, not {value!r}")
-        object.__setattr__(config, name, from_mapping(kind, value, where=name))
+        section = typing.cast(type, kind)
+        is_right = isinstance(value, Mapping | section)
+        require(is_right, f"{name} must be a {section.__name__} or a mapping, not {value!r}")
+        settled[name] = from_mapping(section, value, where=name) if isinstance(value, Mapping) else frozen(value)
+    return settled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -424,17 +438,19 @@ KNOWN_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
 else stands in a section of another system belongs to that system: the training script reads it."""
 
 
-def take_known_names(config: Any, section: str) -> None:
-    """Move what a config was given under another system's names to its own names.
+def take_known_names(values: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Return what a config was given with its own names in place of another system's.
 
     Raises:
         ConfigError: A setting has different values under its two names.
     """
+    settled = dict(values)
     for alias, (_, name) in KNOWN_NAMES[section].items():
-        given, own = getattr(config, alias), getattr(config, name)
+        given, own = settled.pop(alias, None), settled.get(name)
         require(
             given is None or own is None or given == own,
             f"{alias}={given!r} and {name}={own!r} are two names of one setting; leave one of them out",
         )
-        object.__setattr__(config, name, own if own is not None else given)
-        object.__setattr__(config, alias, None)
+        if given is not None:
+            settled[name] = given
+    return settled
