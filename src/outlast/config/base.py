@@ -174,11 +174,16 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def closest(name: str, known: Iterable[str], likeness: float = 0.5) -> str | None:
+    """Return the name that another one may be meant to be; ``None`` = none is at least so alike, from 0 to 1."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=likeness)), None)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint that names the closest of ``known``, or all of them when none is close."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+    close = closest(name, names)
+    return f"did you mean {close!r}?" if close else f"known: {', '.join(names)}"
 
 
 _LAUNCHER_OPTIONS = frozenset({"max_restarts", "max_restarts_total", "nnodes", "nproc_per_node", "rdzv_endpoint"})
@@ -207,8 +212,7 @@ def from_mapping(
     cls: type[T],
     values: Mapping[str, Any],
     *,
-    where: str,
-    locate: Callable[[tuple[str, ...]], int | None] | None = None,
+    where: str | Callable[[tuple[str, ...]], str],
 ) -> T:
     """Make a config from plain values.
 
@@ -216,14 +220,14 @@ def from_mapping(
         cls: A config dataclass.
         values: Field name (``-`` and ``_`` alike) to value; texts are converted to the field's type, and the
             text ``none`` means ``None`` where a field allows it.
-        where: What to call the source in an error, such as a file's name.
-        locate: Tells the source's line of a key, given the keys that lead to it; ``None`` when not known.
+        where: What to call the source in an error, such as a file's name; or a function that gets the keys that lead to
+            a value and returns the source with the line.
 
     Raises:
         ConfigError: An unknown key (the nearest valid one is named), a value of the wrong type, or one that
             the config refuses.
     """
-    return _Reader(where, locate).read(cls, values, ())
+    return _Reader(where).read(cls, values, ())
 
 
 def settle_sections(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,8 +252,7 @@ def settle_sections(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 class _Reader:
     """Make configs from one source."""
 
-    where: str
-    locate: Callable[[tuple[str, ...]], int | None] | None
+    where: str | Callable[[tuple[str, ...]], str]
 
     def read(self, cls: type[T], values: Mapping[str, Any], path: tuple[str, ...]) -> T:
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -284,8 +287,7 @@ class _Reader:
 
     def place(self, located: tuple[str, ...], named: tuple[str, ...]) -> str:
         """Return source, line of ``located``, and the keys ``named``."""
-        line = self.locate(located) if self.locate is not None and located else None
-        source = self.where if line is None else f"{self.where}:{line}"
+        source = self.where if isinstance(self.where, str) else self.where(located)
         return ": ".join((source, ".".join(named))) if named else source
 
 

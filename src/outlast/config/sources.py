@@ -11,11 +11,10 @@ its config file, that before the script's own config, and that before the defaul
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from outlast.config import Config
 from outlast.config.base import (
     KNOWN_NAMES,
     as_written,
+    closest,
     from_mapping,
     frozen,
     shown,
@@ -48,18 +48,15 @@ def load_config(path: str | os.PathLike[str]) -> Config:
             repeated key, or a value that the config refuses.
     """
     values, text = load_values(path)
-    where = str(Path(path))
+    origins: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def place(keys: tuple[str, ...]) -> str:
-        line = _find_line(text, keys)
-        return where if line is None else f"{where}:{line}"
+        line = _find_line(text, origins.get(tuple(key.replace("-", "_") for key in keys), keys))
+        return str(path) if line is None else f"{path}:{line}"
 
-    def locate(keys: tuple[str, ...]) -> int | None:
-        return _find_line(text, origins.get(tuple(key.replace("-", "_") for key in keys), keys))
-
-    values = _drop_foreign_sections(values, where)
-    values, origins = _translate(values, place)
-    return from_mapping(Config, values, where=where, locate=locate)
+    values = _drop_foreign_sections(values, str(path))
+    values = _translate(values, place, origins)
+    return from_mapping(Config, values, where=place)
 
 
 _CHECKPOINT_OF_KEMPNERFORGE = {"dir": "directory", "interval": "save_interval", "keep_last_n": "most_recent_k"}
@@ -72,10 +69,14 @@ def _drop_foreign_sections(values: Mapping[str, Any], where: str) -> Mapping[str
     A section whose name is close to that of one of ours stays, and is refused by name: it may be misspelt.
     """
     own = {field.name for field in dataclasses.fields(Config)} | KNOWN_NAMES.keys()
+
+    def is_like_one_of_ours(name: str) -> bool:
+        return any(name in one or one in name for one in own) or closest(name, own, likeness=0.7) is not None
+
     foreign = [
         key
         for key, value in values.items()
-        if isinstance(value, Mapping) and not _is_like_one_of(str(key).replace("-", "_"), own)
+        if isinstance(value, Mapping) and not is_like_one_of_ours(str(key).replace("-", "_"))
     ]
     if foreign and read_worker().is_first:
         log.warning(
@@ -84,30 +85,22 @@ def _drop_foreign_sections(values: Mapping[str, Any], where: str) -> Mapping[str
     return {key: value for key, value in values.items() if key not in foreign}
 
 
-def _is_like_one_of(name: str, known: Iterable[str]) -> bool:
-    names = list(known)
-    if any(name in one or one in name for one in names):
-        return True
-    return bool(difflib.get_close_matches(name, names, n=1, cutoff=0.7))
-
-
 def _translate(
-    values: Mapping[str, Any], place: Callable[[tuple[str, ...]], str]
-) -> tuple[Mapping[str, Any], Mapping[tuple[str, ...], tuple[str, ...]]]:
-    """Put the sections of other systems into ours; log which of their keys are not read here.
+    values: Mapping[str, Any],
+    place: Callable[[tuple[str, ...]], str],
+    origins: dict[tuple[str, ...], tuple[str, ...]],
+) -> Mapping[str, Any]:
+    """Return a file's values with the sections of other systems put into ours; log which of their keys are not read.
 
     Args:
         values: What a file holds.
         place: Returns file and line of keys that stand there.
-
-    Returns:
-        The values, and keys of ours to the keys that stand in the file for them.
+        origins: Gets, for keys of ours, the keys that stand in the file for them.
 
     Raises:
         ConfigError: Such a section has no keys, or a setting is given under both names.
     """
     ours = dict(values)
-    origins: dict[tuple[str, ...], tuple[str, ...]] = {}
     checkpoint = values.get("checkpoint")
     known_names = dict(KNOWN_NAMES)
     if isinstance(checkpoint, Mapping) and "dir" in checkpoint and "directory" not in checkpoint:
@@ -132,29 +125,16 @@ def _translate(
                 origins[own,] = (section,)
             origins[own, there] = (section, str(key))
             ours[own] = {**beside, there: value}
-        if foreign:
-            _warn_of_foreign_keys(place((section,)), section, foreign, known)
-    return ours, origins
-
-
-def _warn_of_foreign_keys(where: str, section: str, keys: list[str], known: Iterable[str]) -> None:
-    """Log which keys of another system's section are not read here. Rank 0 does, once a job."""
-    if not read_worker().is_first:
-        return
-    hints = [f"{key} (or {near}?)" if (near := _nearest_known(known, key)) else key for key in keys]
-    log.warning(
-        "%s: [%s] has keys that outlast does not use: %s; the keys that it uses there: %s",
-        where,
-        section,
-        ", ".join(hints),
-        ", ".join(known),
-    )
-
-
-def _nearest_known(known: Iterable[str], key: str) -> str | None:
-    """Return the setting that a key may be meant to be."""
-    close = difflib.get_close_matches(key.replace("-", "_"), list(known), n=1, cutoff=0.85)
-    return close[0] if close else None
+        if foreign and read_worker().is_first:
+            hints = {key: closest(key.replace("-", "_"), known, likeness=0.85) for key in foreign}
+            log.warning(
+                "%s: [%s] has keys that outlast does not use: %s; the keys that it uses there: %s",
+                place((section,)),
+                section,
+                ", ".join(f"{key} (or {near}?)" if near else key for key, near in hints.items()),
+                ", ".join(known),
+            )
+    return ours
 
 
 def load_values(path: str | os.PathLike[str], otherwise: str | None = None) -> tuple[Mapping[str, Any], str]:
@@ -206,6 +186,8 @@ _FORMATS = {".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 def _find_line(text: str, keys: tuple[str, ...]) -> int | None:
     """Return the line of a key below its sections; works for all three formats, as they spell keys alike."""
+    if not keys:
+        return None
     position = 0
     for key in keys:
         pattern = rf"^[^#\n]*?(?<![\w.-])(?P<key>[\"']?{re.escape(key)}[\"']?\s*(?:[=:\].]))"

@@ -11,7 +11,6 @@ Batch scripts written for ``ft_launcher`` decide by a flag file whether a job go
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
@@ -26,7 +25,7 @@ from typing import Any
 
 from outlast import env
 from outlast.config import Config, FaultToleranceConfig
-from outlast.config.base import KNOWN_NAMES, from_mapping, parse_text
+from outlast.config.base import KNOWN_NAMES, closest, from_mapping, parse_text
 from outlast.config.sources import ft_option, load_values
 from outlast.decoding import read_file
 from outlast.errors import ConfigError, ExitReason
@@ -225,7 +224,7 @@ def _read_config_file(line: _Line, environment: Mapping[str, str]) -> None:
         else:
             unknown.append(name)
     if unknown:
-        told = [f"{name} (or {near}?)" if (near := _near(name)) else name for name in unknown]
+        told = [f"{name} (or {near}?)" if (near := closest(name, _FIELDS, likeness=0.8)) else name for name in unknown]
         line.notes.append(f"{NAME}: {path} has settings that outlast does not know: {', '.join(told)}")
     checked = from_mapping(FaultToleranceConfig, given, where=path)
     line.words += [_as_option(name, getattr(checked, name), path) for name in given]
@@ -261,7 +260,7 @@ def _read_environment(line: _Line, environment: Mapping[str, str]) -> None:
             continue
         name = variable.removeprefix(SETTING).lower()
         if name not in _FIELDS:
-            near = _near(name)
+            near = closest(name, _FIELDS, likeness=0.8)
             hint = f"did you mean {SETTING}{near.upper()}?" if near else "unset it"
             raise ConfigError(f"{variable}: there is no such setting; {hint}")
         text = environment[variable]
@@ -307,11 +306,6 @@ def _level(text: str, name: str) -> str:
     if level is None:
         raise ConfigError(f"{name}={text} is no log level; write debug, info, warning or error")
     return level
-
-
-def _near(name: str) -> str | None:
-    close = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.8)
-    return close[0] if close else None
 
 
 USAGE = f"""\

@@ -14,7 +14,6 @@ gives an option. :func:`read_options` has the first two, and click does the rest
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
 import logging
 import re
@@ -33,7 +32,7 @@ from click.shell_completion import CompletionItem
 
 from outlast import env
 from outlast.config import FaultToleranceConfig
-from outlast.config.base import FieldDoc, describe_fields, parse_text, strip_none
+from outlast.config.base import FieldDoc, closest, describe_fields, parse_text, strip_none
 from outlast.config.sources import ft_option
 from outlast.errors import ConfigError
 
@@ -440,8 +439,8 @@ class RunParser(click.Command):
 
     def _nearest(self, name: str) -> str:
         known = [name.lstrip("-") for name in names_of(self.options) if name.startswith("--")]
-        close = difflib.get_close_matches(name.lstrip("-").replace("_", "-"), known, n=1, cutoff=0.65)
-        return f"did you mean --{close[0]}?" if close else "see outlast run --help"
+        close = closest(name.lstrip("-").replace("_", "-"), known, likeness=0.65)
+        return f"did you mean --{close}?" if close else "see outlast run --help"
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the options that begin with ``incomplete``, with ``_`` if that has some; none behind the script."""
