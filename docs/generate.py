@@ -36,7 +36,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind, IncidentKind, Rung
 from outlast.integrations.kubernetes import KubernetesJob, as_yaml
 from outlast.launch.metrics_endpoint import METRICS
-from outlast.launch.run_parser import describe_options, option_name, takes_value
+from outlast.launch.run_parser import describe_options
 from outlast.simulate.benchmark_results import Bar, BenchResult
 from outlast.status import report
 from outlast.top import look
@@ -89,9 +89,9 @@ def options_table() -> str:
     for group in describe_options()[:-1]:
         rows = []
         for option in group.options:
-            value = f"={option.metavar}" if takes_value(option) else ""
-            text = re.sub(r" \(default: none\)$", "", str(option.help).replace("%%", "%"))
-            rows.append([f"`{option_name(option)}{value}`".replace("|", "\\|"), _text(text)])
+            value = "" if option.value is None else f"={option.value}"
+            text = re.sub(r" \(default: none\)$", "", str(option.help))
+            rows.append([f"`{option.long_name}{value}`".replace("|", "\\|"), _text(text)])
         tables.append(_table([f"{group.title}: {group.text}" if group.text else group.title, "meaning"], rows))
     return "\n".join(tables)
 

@@ -64,7 +64,7 @@ def test_the_command_writes_what_a_run_reads(tmp_path: Path) -> None:
         (["plan", "--ranks", "4", "-o", "plan.txt"], "neither a .toml nor a .json file"),
         (["plan", "--ranks", "4", "-o", "/nowhere/plan.toml"], "cannot be written"),
         (["run", "/nowhere/plan.toml", "--", "train.py"], "/nowhere/plan.toml"),
-        (["run", "{plan}", "--"], "the script is missing"),
+        (["run", "{plan}", "--"], "there is no script to run"),
         (["run", "--spares", "1", "{plan}", "--", "train.py"], "--spares is for --nodes"),
         (["run", "--nodes", "2", "{plan}", "--", "--nnodes=2", "train.py"], "--nnodes is set by --nodes"),
         (["run", "--nodes", "2", "{plan}", "--", "--node-name=a", "train.py"], "--node-name is set by --nodes"),

@@ -93,7 +93,7 @@ def test_every_setting_is_taken_in_every_spelling(spelling: str, form: str) -> N
         ("--ft-rank_termination_signal 15", "", "is ended with SIGKILL"),
         ("--restart-policy=any-failed", "", ""),
         ("--ft-restart-policy min-healthy", "", "--ft-restart-policy (every failure ends the cycle on all nodes)"),
-        ("--ft-workload_check_interval 5", "", "--ft-workload_check_interval (a hang is noticed"),
+        ("--ft-workload_check_interval 5", "", "--ft-workload_check_interval (a hang is detected"),
         ("--ft-param-workload_check_interval=5", "", "--ft-param-workload_check_interval (a hang"),
         ("--ft-node-health-check-interval 5", "", "node_interval of [health]"),
         ("--ft-restart_check_interval=60", "", "--ft-restart_check_interval"),

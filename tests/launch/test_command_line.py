@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from outlast import __version__
 from outlast.cli.main import cli, main
-from outlast.launch.run_parser import describe_options, make_parser, make_torchrun_parser, option_name, parse_command
+from outlast.launch.run_parser import describe_options, list_torchrun_options, parse_command
 
 
 def completed(*words: str) -> list[str]:
@@ -112,10 +112,12 @@ def test_every_help_has_examples_and_fits(
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
-def test_help_of_run_begins_with_what_is_ours(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_of_run_begins_with_what_is_ours(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Three examples, then our options by topic, faults on purpose apart from them, torchrun's last; in 80 columns."""
     monkeypatch.setenv("COLUMNS", columns)
-    text = make_parser().format_help()
+    _, text, _ = answer(monkeypatch, capsys, "run", "--help")
     assert text.startswith("usage: outlast run [OPTION]... SCRIPT")
     before_options, _, rest = text.partition("\nrun:\n")
     assert before_options.count("\n  outlast run ") == 3
@@ -131,21 +133,26 @@ def test_help_of_run_begins_with_what_is_ours(columns: str, monkeypatch: pytest.
 def test_help_shows_each_option_once_and_with_dashes() -> None:
     """Every option is in one group, in one spelling; none of ours is left to torchrun's."""
     groups = describe_options()
-    shown = [option_name(option) for group in groups for option in group.options]
+    shown = [option.long_name for group in groups for option in group.options]
     assert len(shown) == len(set(shown))
     assert not [name for name in shown if "_" in name]
-    torchruns = {name for action in make_torchrun_parser()._actions for name in action.option_strings}
-    assert {option_name(option) for option in groups[-1].options} <= torchruns
-    assert torchruns <= {name for group in groups for option in group.options for name in option.option_strings}
+    torchruns = {option.long_name for option in list_torchrun_options()}
+    assert {option.long_name for option in groups[-1].options} <= torchruns <= set(shown)
     assert {"--run-dir", "--config", "--nnodes", "--nproc-per-node", "--ft-min-nodes"} <= set(shown)
 
 
-@pytest.mark.parametrize("option", sorted(option_name(one) for group in describe_options() for one in group.options))
-def test_underscores_are_taken_silently(option: str) -> None:
+OPTIONS = {option.long_name: option for group in describe_options() for option in group.options}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"--help"}))
+def test_underscores_are_taken_silently(name: str) -> None:
     """Whatever is written with dashes is taken with underscores, too, and means the same."""
-    actions = make_parser()._option_string_actions
-    underscored = "--" + option[2:].replace("-", "_")
-    assert actions[underscored].dest == actions[option].dest
+    words = {"--numa-binding": "node", "--start-method": "fork", "--ft-rank-section-timeouts": "step:5"}
+    value = [] if OPTIONS[name].value is None else [words.get(name, "7")]
+    both = [parse_command([one, *value, "train.py"]) for one in (name, "--" + name[2:].replace("-", "_"))]
+    attribute = name[2:].replace("-", "_")
+    assert both[0].args == both[1].args
+    assert attribute in both[0].typed.keys() & both[1].typed.keys()
 
 
 @pytest.mark.parametrize(

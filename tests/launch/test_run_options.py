@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,14 @@ import pytest
 from outlast.errors import ConfigError
 from outlast.launch import run_parser
 from outlast.launch.options import parse_options
-from outlast.launch.run_parser import find_event_handlers, make_parser, make_torchrun_parser
+from outlast.launch.run_parser import (
+    RunParser,
+    find_event_handlers,
+    find_options,
+    list_torchrun_options,
+    names_of,
+    parse_command,
+)
 from outlast.runtime import device
 
 
@@ -25,14 +31,21 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_every_option_of_torchrun_is_there() -> None:
-    """The installed torchrun's options are all accepted, with their own spellings."""
+    """The installed torchrun's options are all accepted, in each of its spellings and with its defaults, but for those
+    that depend on other options here."""
     from torch.distributed.run import get_args_parser
 
-    def spellings(parser: object) -> set[str]:
-        return {option for action in parser._actions for option in action.option_strings}  # type: ignore[attr-defined]
-
-    assert spellings(make_torchrun_parser()) == spellings(get_args_parser())
-    assert spellings(get_args_parser()) <= spellings(make_parser())
+    actions = [action for action in get_args_parser()._actions if action.option_strings]
+    ours = names_of(RunParser().options)
+    for action in actions:
+        for name in action.option_strings:
+            (option,) = find_options(ours, name)
+            assert option.name == action.dest
+    assert {option.name for option in list_torchrun_options()} | {"help"} == {action.dest for action in actions}
+    args = parse_command(["train.py"]).args
+    for action in actions:
+        if action.dest not in ("help", "max_restarts", "node_rank"):
+            assert getattr(args, action.dest) == action.default
 
 
 def test_option_that_prints_completion_is_made_without_torch(
@@ -41,7 +54,6 @@ def test_option_that_prints_completion_is_made_without_torch(
     """The parser of torch 2.15, which prints torchrun's completion, is made from its text; that option is refused."""
     (tmp_path / "distributed").mkdir()
     torch = run_parser._torch()
-    shutil.copy(torch / "distributed" / "argparse_util.py", tmp_path / "distributed")
     text = (torch / "distributed" / "run.py").read_text()
     added = """
     parser.add_argument(
@@ -57,7 +69,7 @@ def test_option_that_prints_completion_is_made_without_torch(
     (tmp_path / "distributed" / "run.py").write_text(newer)
     monkeypatch.setattr(run_parser, "_torch", lambda: tmp_path)
     monkeypatch.setitem(sys.modules, "torch.distributed.run", None)  # an import would fail
-    assert make_torchrun_parser()._option_string_actions["--print_completion"].dest == "print_completion"
+    assert "print_completion" in [option.name for option in list_torchrun_options()]
     assert parse_options([script])
     for argv in (["--print-completion", "bash"], ["--print_completion=zsh", script]):
         with pytest.raises(ConfigError, match=r"outlast completion bash$"):
@@ -118,7 +130,7 @@ def test_defaults(script: str) -> None:
         (["--nproc-per-node=0", "train.py"], "--nproc-per-node=0", "at least 1"),
         (["--nproc-per-node=many", "train.py"], "'many'", "auto"),
         (["--max-restarts=-1", "train.py"], "--max-restarts=-1", "negative"),
-        (["--max-restarts=x", "train.py"], "--max-restarts='x' is not a whole number", "--max-restarts=3"),
+        (["--max-restarts=x", "train.py"], "--max-restarts: 'x' does not fit", "write a whole number"),
         (["--rdzv-endpoint=host:http", "--nnodes=2", "train.py"], "'http'", "host:port"),
         (["--rdzv-backend=etcd", "train.py"], "etcd", "leave the option out"),
         (["--rdzv-conf=join_timeout=soon", "train.py"], "'soon'", "seconds"),
@@ -197,7 +209,7 @@ def test_devices_that_are_certainly_not_there_are_refused_at_once(
     monkeypatch.setattr(device, "_torch_built_for", lambda: built_for)
     monkeypatch.setattr(device, "_exists", lambda *paths: bool({*paths} & {*files}))
     monkeypatch.setattr(device, "_has_driver", lambda: "libcuda.so.1" in files)
-    if "--numa-binding" in argv and "--numa-binding" not in make_torchrun_parser()._option_string_actions:
+    if "--numa-binding" in argv and "--numa-binding" not in names_of(list_torchrun_options()):
         pytest.skip("this torch has no --numa-binding")
     if why is None:
         assert parse_options([argv, script])

@@ -47,16 +47,21 @@ WRONG = [
     ("run --st train.py", "--st may be --standalone or --start-method", "write it in full"),
     ("run --ft train.py", "unknown option --ft", "outlast run --help"),
     ("run --ft-rank-heart=3 train.py", "unknown option --ft-rank-heart", "--ft-rank-heartbeat-timeout?"),
-    ("run --standalone=yes train.py", "--standalone takes no value", "leave out =yes"),
-    ("run --ft-simulate-fault=maybe train.py", "neither true nor false", "--ft-simulate-fault=true"),
+    ("run --standalone=maybe train.py", "--standalone: 'maybe' does not fit", "write true or false"),
+    ("run --ft-simulate-fault=maybe train.py", "--ft-simulate-fault: 'maybe' does not fit", "write true or false"),
     ("run --preload", "--preload lacks its value", "--preload=MODULE,..."),
     # values
     ("run --nproc=0 train.py", "--nproc=0", "at least 1"),
     ("run --nproc-per-node=two train.py", "'two'", "auto, cpu, gpu or xpu"),
     ("run --nnodes=2:1 train.py", "--nnodes='2:1'", "write for example 4:5"),
     ("run --nn=x train.py", "--nn='x'", "write for example 4:5"),
-    ("run --max-restarts=x train.py", "--max-restarts='x' is not a whole number", "--max-restarts=3"),
-    ("run --max-restarts train.py", "--max-restarts='train.py'", "--max-restarts=3"),
+    ("run --max-restarts=x train.py", "--max-restarts: 'x' does not fit", "write a whole number"),
+    (
+        "run --max-restarts train.py",
+        "there is no script to run: 'train.py' is taken for the value of --max-restarts",
+        "after",
+    ),
+    ("run --max-restarts --standalone train.py", "--max-restarts lacks its value", "--max-restarts=N"),
     ("run --max_restarts=-1 train.py", "--max_restarts=-1 must not be negative", "0 or more"),
     ("run --max-restarts-t=-2 train.py", "--max-restarts-t=-2", "0 or more"),
     ("run --restart-grace=inf train.py", "--restart-grace=inf has no end", "seconds"),
@@ -170,9 +175,9 @@ def test_a_mistake_is_one_line(
     ("name", "value", "fault"),
     [
         ("PET_NNODES", "3:1", "PET_NNODES='3:1' is not N or MIN:MAX"),
-        ("PET_MAX_RESTARTS", "x", "PET_MAX_RESTARTS='x' is not a whole number"),
+        ("PET_MAX_RESTARTS", "x", "PET_MAX_RESTARTS: 'x' does not fit; write a whole number"),
         ("PET_MAX_RESTARTS", "-3", "PET_MAX_RESTARTS=-3 must not be negative"),
-        ("PET_STANDALONE", "yes", "PET_STANDALONE='yes' is neither 0 nor 1"),
+        ("PET_STANDALONE", "2", "PET_STANDALONE: '2' does not fit; write true or false"),
     ],
 )
 def test_what_comes_from_the_environment_is_named_so(

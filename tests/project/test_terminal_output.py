@@ -13,7 +13,7 @@ WRITES |= {"traceback.print_exception", "traceback.print_exc", "warnings.warn", 
 
 KNOWN = {
     "cli.main": {"click.echo"},  # echo() and print_json(), which escape; help; the completion script of a shell
-    "cli.run": {"click.echo"},  # help
+    "launch.run_parser": {"click.echo"},  # help
     # what is for a file or a program, made from the user's own options: it has to be exact
     "cli.slurm": {"click.echo"},
     "cli.k8s": {"click.echo"},

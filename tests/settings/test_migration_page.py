@@ -27,7 +27,7 @@ from outlast.integrations.ft_launcher import translate
 from outlast.integrations.nvrx.fault_tolerance import NvrxFaultToleranceConfig, RankMonitorClient
 from outlast.integrations.nvrx.inprocess import WrapperOfNVRx
 from outlast.integrations.nvrx.straggler import Detector
-from outlast.launch.run_parser import make_parser, make_torchrun_parser, parse_command
+from outlast.launch.run_parser import RunParser, list_torchrun_options, names_of, parse_command
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 _LOG_LINES = r'<div class="log-lines" markdown>.*?</div>'  # tests/project/test_docs.py checks them
@@ -113,7 +113,7 @@ def check(word: str) -> None:
     """Fail unless a word of one of our columns is something of outlast's."""
     plain = re.split(r"[(=]", word)[0]
     if word.startswith("-"):
-        assert plain in make_parser()._option_string_actions or word == "-1", f"outlast run has no {word}"
+        assert plain in names_of(RunParser().options) or word == "-1", f"outlast run has no {word}"
     elif word.startswith("outlast "):
         command: click.Command | None = cli
         for part in word.split()[1:]:
@@ -182,12 +182,7 @@ def test_arguments_of_an_actor_group_exist() -> None:
 
 def test_every_option_of_torchrun_has_a_row() -> None:
     """The page leaves no option of the installed torchrun out, and names none that there is not."""
-    options = {
-        option
-        for action in make_torchrun_parser()._actions
-        for option in action.option_strings
-        if "_" not in option and option not in ("-h", "--help", "--print-completion")
-    }
+    options = {name for option in list_torchrun_options() if option.name != "print_completion" for name in option.opts}
     shown = {word for word in named("Options") if word.startswith("-")}
     assert shown == options
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import outlast
-from outlast.launch.run_parser import make_parser
+from outlast.launch.run_parser import RunParser, names_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def test_settings_of_the_page_exist() -> None:
     known = {field.name for kinds in sections.values() for kind in kinds for field in dataclasses.fields(kind)}
     for field in re.findall(r"`([a-z]+_[a-z_]+)(?: = [^`]+)?`", TEXT):
         assert field in known, field
-    options = make_parser()._option_string_actions
+    options = names_of(RunParser().options)
     prose = re.sub(r"`outlast [^`]*`|^\$.*$", "", TEXT, flags=re.MULTILINE)
     for option in re.findall(r"`(--[\w-]+)", prose):
         assert option in options, option

@@ -170,20 +170,18 @@ def _divide_words(words: Sequence[str], nodes: int | None) -> tuple[list[str], l
     Raises:
         ConfigError: The script is missing, or an option contradicts ``--nodes``.
     """
-    from outlast.launch.run_parser import make_parser, words_before_script
+    from outlast.launch.run_parser import parse_command
 
-    parser = make_parser()
-    typed, position = words_before_script(parser, words)
-    if position >= len(words):
-        raise ConfigError("the script is missing; write it behind PLAN: outlast chaos run PLAN -- train.py")
+    if not words:
+        raise ConfigError("the script is missing; write it after PLAN: outlast chaos run PLAN -- train.py")
+    command = parse_command(words)
     for name in ["node_name", "nnodes", "rdzv_endpoint"] if nodes is not None else []:
-        if name in typed:
-            raise ConfigError(f"{typed[name]} is set by --nodes; leave one of the two out")
-    parsed = parser.parse_known_args(list(words))[0]
-    run_id = getattr(parsed, "rdzv_id", None) if "rdzv_id" in typed else None
+        if name in command.typed:
+            raise ConfigError(f"{command.typed[name]} is set by --nodes; leave one of the two out")
+    run_id = command.args.rdzv_id if "rdzv_id" in command.typed else None
     run_id = str(run_id or f"chaos-{uuid.uuid4().hex[:8]}")
-    run_dir = getattr(parsed, "run_dir", None) if "run_dir" in typed else None
-    run_dir = run_dir or os.path.join("outlast-runs", run_id)
+    run_dir = command.args.run_dir or os.path.join("outlast-runs", run_id)
+    position = len(words) - 1 - len(command.args.training_script_args)
     return list(words[:position]), list(words[position:]), run_id, Path(run_dir).absolute()
 
 

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
 from outlast.errors import ConfigError, ExitReason, OutlastError
 from outlast.version import __version__
@@ -49,9 +49,9 @@ class ScriptCommand(Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            from outlast.launch.run_parser import make_parser
+            from outlast.launch.run_parser import RunParser, find_options, names_of
 
-            if error.option_name not in make_parser()._option_string_actions:
+            if not find_options(names_of(RunParser().options), error.option_name):
                 raise
             raise ConfigError(
                 f"{error.option_name} is an option of outlast run; put it after --, before the script: "
@@ -244,6 +244,8 @@ def ending_in_one_line(program: str) -> Iterator[None]:
     except click.ClickException as error:
         echo(f"{program}: {_describe(error)}", err=True)
         sys.exit(ExitReason.BAD_INPUT)
+    except click.exceptions.Exit as ended:  # --help behind other options
+        sys.exit(ended.exit_code)
     except (click.exceptions.Abort, KeyboardInterrupt):
         sys.exit(130)
 
@@ -258,6 +260,19 @@ def _describe(error: click.ClickException) -> str:
     if context is None or message.endswith("?"):
         return message
     return f"{message}; see {context.command_path} --help"
+
+
+@add_completion_class
+class _Bash(BashComplete):
+    def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
+        """Complete words as they were typed: bash makes three words of `--nnodes=2`, the second of them `=`."""
+        words: list[str] = []
+        for before, word in zip(["", *args], [*args, incomplete], strict=True):
+            if words and "=" in (before, word):
+                words[-1] += word
+            else:
+                words.append(word)
+        return super().get_completions(words[:-1], words[-1])
 
 
 @click.command("completion", cls=Command)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from typing import Any
 
-from outlast.config.base import require, settle_sections
+from outlast.config.base import Settings, require, settle_sections
 from outlast.config.checkpoint import CheckpointConfig
 from outlast.config.launching import FaultToleranceConfig, HealthConfig, PreemptionConfig
 from outlast.config.training import (
@@ -29,8 +30,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class Config(Settings):
     """All settings of a session. A section may be given as a mapping, too, as it stands in a file.
 
     Raises:
@@ -74,15 +74,19 @@ class Config:
     fault_plan: str | None = None
     """File (TOML, YAML or JSON) with a plan of faults to cause on purpose, in a test; none = no plan."""
 
-    seed: int | None = field(default=None)
+    seed: int | None = None
     """Seed of python's, numpy's and torch's random numbers, moved by the rank; none = the script seeds
     them."""
 
-    def __post_init__(self) -> None:
-        settle_sections(self)
+    @classmethod
+    def _settle(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return values with sections as configs; ``in_process`` is on where ``in_process_restart.enabled`` is."""
+        settled = settle_sections(cls, values)
+        restart = settled.get("in_process_restart")
+        return {**settled, "in_process": True} if restart is not None and restart.enabled else settled
+
+    def _check(self) -> None:
         restart = self.in_process_restart
-        if restart is not None and restart.enabled:
-            object.__setattr__(self, "in_process", True)
         require(
             not self.in_process or restart is None or restart.given.get("enabled") is not False,
             "in_process is on, but in_process_restart.enabled is off: the Wrapper would protect nothing; leave one out",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import re
@@ -17,6 +18,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar
 from functools import cache
 from typing import Any, Self, TypeVar
 
@@ -26,35 +28,57 @@ from outlast.decoding import convert
 from outlast.errors import ConfigError
 
 T = TypeVar("T")
-P = TypeVar("P", bound="Partial")
 
 
-class Partial:
-    """Base of a config that knows which of its fields it was given; the others hold their defaults.
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of every config: a keyword-only frozen dataclass that knows which of its fields it was given.
 
     Settings that come from several sources are put together field by field, and a default never replaces what
-    another source gives. :meth:`changed` makes one from another. One that is given every field, as by
-    ``dataclasses.replace``, was given those that differ from their defaults.
+    another source gives. :meth:`changed` makes one from another.
     """
 
-    __slots__ = ("_given",)
-    _given: frozenset[str]
+    _given_names: InitVar[frozenset[str] | None] = None
+    """The fields that were given; ``dataclasses.replace`` passes it on together with the defaults."""
 
-    def __new__(cls, *_: Any, **values: Any) -> Any:
-        """Make the config, and note what it is given."""
-        config = super().__new__(cls)
-        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
-        given = set(values)
-        if len(values) == len(fields):
-            given = {field.name for field in fields if values[field.name] != _default_of(field)}
-        object.__setattr__(config, "_given", frozenset(given))
-        return config
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        fill, defaults = cls.__init__, {field.name: _default_of(field) for field in dataclasses.fields(cls)}
+
+        @functools.wraps(fill)
+        def init(self: Settings, _given_names: frozenset[str] | None = None, **given: Any) -> None:
+            values = self._settle(given)
+            replaced = {name for name, value in values.items() if value != defaults.get(name)}
+            vars(self)["_given_names"] = frozenset(values) if _given_names is None else _given_names | replaced
+            fill(self, **values)
+
+        cls.__init__ = init  # type: ignore[method-assign]
+
+    def __post_init__(self, _given_names: frozenset[str] | None) -> None:
+        self._check()
+
+    @classmethod
+    def _settle(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return values as they are kept, for example under their own names.
+
+        Raises:
+            ConfigError: They contradict each other.
+        """
+        return values
+
+    def _check(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: A value is out of range or contradicts another.
+        """
 
     @property
     def given(self) -> dict[str, Any]:
         """The fields that were given, by name."""
-        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(self)  # type: ignore[arg-type]
-        return {field.name: getattr(self, field.name) for field in fields if field.name in self._given}
+        names: frozenset[str] = vars(self)["_given_names"]
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
 
     def changed(self, **changes: Any) -> Self:
         """Return the same with other values; what was given stays given, defaults included.
@@ -62,11 +86,7 @@ class Partial:
         Raises:
             ConfigError: A value is out of range or contradicts another.
         """
-        return _make(type(self), {**self.given, **changes})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle what was given, and no more."""
-        return _make, (type(self), self.given)
+        return type(self)(**{**self.given, **changes})
 
 
 class Changeable:
@@ -83,7 +103,7 @@ class Changeable:
     def __init_subclass__(cls) -> None:
         cls._checked = cls.__bases__[1]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *_: object) -> None:
         """Check nothing yet."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -94,8 +114,8 @@ class Changeable:
             f"{type(self).__name__}.{name}={value!r} is set too late: the settings were read before, so that it would "
             "have no effect; set it first",
         )
-        if isinstance(self, Partial):
-            object.__setattr__(self, "_given", self._given | {name})
+        if isinstance(self, Settings):
+            vars(self)["_given_names"] |= {name}
         object.__setattr__(self, name, value)
 
     def finalize(self) -> None:
@@ -112,7 +132,7 @@ class Changeable:
         Raises:
             ConfigError: A value is out of range or contradicts another.
         """
-        if isinstance(self, Partial):
+        if isinstance(self, Settings):
             return self._checked(**self.given)
         return self._checked(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})  # type: ignore[arg-type]
 
@@ -138,12 +158,6 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _make(cls: type[P], values: Mapping[str, Any]) -> P:
-    config = cls(**values)
-    object.__setattr__(config, "_given", frozenset(values))
-    return config
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class FieldDoc:
     """One field of a config, for people."""
@@ -160,11 +174,16 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def closest(name: str, known: Iterable[str], likeness: float = 0.5) -> str | None:
+    """Return the name that another one may be meant to be; ``None`` = none is at least so alike, from 0 to 1."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=likeness)), None)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint that names the closest of ``known``, or all of them when none is close."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+    close = closest(name, names)
+    return f"did you mean {close!r}?" if close else f"known: {', '.join(names)}"
 
 
 _LAUNCHER_OPTIONS = frozenset({"max_restarts", "max_restarts_total", "nnodes", "nproc_per_node", "rdzv_endpoint"})
@@ -193,8 +212,7 @@ def from_mapping(
     cls: type[T],
     values: Mapping[str, Any],
     *,
-    where: str,
-    locate: Callable[[tuple[str, ...]], int | None] | None = None,
+    where: str | Callable[[tuple[str, ...]], str],
 ) -> T:
     """Make a config from plain values.
 
@@ -202,40 +220,39 @@ def from_mapping(
         cls: A config dataclass.
         values: Field name (``-`` and ``_`` alike) to value; texts are converted to the field's type, and the
             text ``none`` means ``None`` where a field allows it.
-        where: What to call the source in an error, such as a file's name.
-        locate: Tells the source's line of a key, given the keys that lead to it; ``None`` when not known.
+        where: What to call the source in an error, such as a file's name; or a function that gets the keys that lead to
+            a value and returns the source with the line.
 
     Raises:
         ConfigError: An unknown key (the nearest valid one is named), a value of the wrong type, or one that
             the config refuses.
     """
-    return _Reader(where, locate).read(cls, values, ())
+    return _Reader(where).read(cls, values, ())
 
 
-def settle_sections(config: Any) -> None:
-    """Make each section of a config that was given as a mapping, as in a file, the config that it stands for.
+def settle_sections(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's values with each section that is a mapping, as in a file, as the config that it stands for.
 
     Raises:
         ConfigError: A section is neither that nor a mapping, or its settings are refused.
     """
-    for name, hint in typing.get_type_hints(type(config)).items():
-        section, value = _strip_none(hint), getattr(config, name)
-        if isinstance(value, Changeable):
-            object.__setattr__(config, name, frozen(value))
+    hints, settled = typing.get_type_hints(cls), dict(values)
+    for name, value in values.items():
+        kind = strip_none(hints.get(name))
+        if not dataclasses.is_dataclass(kind) or value is None:
             continue
-        if not dataclasses.is_dataclass(section) or value is None or isinstance(value, typing.cast(type, section)):
-            continue
-        kind = typing.cast(type, section)
-        require(isinstance(value, Mapping), f"{name} must be a {kind.__name__} or a mapping, not {value!r}")
-        object.__setattr__(config, name, from_mapping(kind, value, where=name))
+        section = typing.cast(type, kind)
+        is_right = isinstance(value, Mapping | section)
+        require(is_right, f"{name} must be a {section.__name__} or a mapping, not {value!r}")
+        settled[name] = from_mapping(section, value, where=name) if isinstance(value, Mapping) else frozen(value)
+    return settled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Reader:
     """Make configs from one source."""
 
-    where: str
-    locate: Callable[[tuple[str, ...]], int | None] | None
+    where: str | Callable[[tuple[str, ...]], str]
 
     def read(self, cls: type[T], values: Mapping[str, Any], path: tuple[str, ...]) -> T:
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -251,7 +268,7 @@ class _Reader:
             if name in arguments:
                 raise ConfigError(f"{self.place(here, path)}: key {name!r} is given twice; keep one")
             hint = hints[name]
-            inner = _strip_none(hint)
+            inner = strip_none(hint)
             if not dataclasses.is_dataclass(inner):
                 arguments[name] = parse_text(hint, value, where=self.place(here, here))
             elif isinstance(value, Mapping):
@@ -270,8 +287,7 @@ class _Reader:
 
     def place(self, located: tuple[str, ...], named: tuple[str, ...]) -> str:
         """Return source, line of ``located``, and the keys ``named``."""
-        line = self.locate(located) if self.locate is not None and located else None
-        source = self.where if line is None else f"{self.where}:{line}"
+        source = self.where if isinstance(self.where, str) else self.where(located)
         return ": ".join((source, ".".join(named))) if named else source
 
 
@@ -281,7 +297,7 @@ def parse_text(hint: Any, value: Any, *, where: str) -> Any:
     Raises:
         ConfigError: It does not fit; the message begins with ``where`` and names what does.
     """
-    wanted = _strip_none(hint)
+    wanted = strip_none(hint)
     given, lax = value, isinstance(value, str)
     if isinstance(value, str):
         if is_none(value) and type(None) in typing.get_args(hint):
@@ -320,7 +336,7 @@ def _is_mapping(hint: Any) -> bool:
 
 def _describe_type(hint: Any) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
-    wanted = _strip_none(hint)
+    wanted = strip_none(hint)
     text = "name:seconds,name:seconds,..." if _is_mapping(wanted) else names.get(wanted, str(wanted))
     return f"{text}, or none" if wanted is not hint else text
 
@@ -379,7 +395,7 @@ def require_one_of(config: Any, name: str, known: Sequence[str]) -> None:
     require(value in known, f"{name}={value!r} must be {', '.join(known[:-1])} or {known[-1]}")
 
 
-def _strip_none(hint: Any) -> Any:
+def strip_none(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         if len(rest) == 1:
@@ -424,17 +440,19 @@ KNOWN_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
 else stands in a section of another system belongs to that system: the training script reads it."""
 
 
-def take_known_names(config: Any, section: str) -> None:
-    """Move what a config was given under another system's names to its own names.
+def take_known_names(values: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Return what a config was given with its own names in place of another system's.
 
     Raises:
         ConfigError: A setting has different values under its two names.
     """
+    settled = dict(values)
     for alias, (_, name) in KNOWN_NAMES[section].items():
-        given, own = getattr(config, alias), getattr(config, name)
+        given, own = settled.pop(alias, None), settled.get(name)
         require(
             given is None or own is None or given == own,
             f"{alias}={given!r} and {name}={own!r} are two names of one setting; leave one of them out",
         )
-        object.__setattr__(config, name, own if own is not None else given)
-        object.__setattr__(config, alias, None)
+        if given is not None:
+            settled[name] = given
+    return settled

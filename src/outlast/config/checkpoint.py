@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from outlast.config.base import (
+    Settings,
     require,
     require_above_zero,
     require_at_least,
@@ -18,8 +19,7 @@ Interval = int | Literal["auto"]
 """Iterations between two saves; 0 = never by itself; ``"auto"`` = from a save's cost and the failure rate."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     """Where and how often generations are saved, and how many are kept.
 
     Two places, either or both: ``directory`` is the global tier, ``local_directory`` the node's own. With an agent
@@ -147,9 +147,13 @@ class CheckpointConfig:
     """Megatron's name of the format of ``torch.distributed.checkpoint``, in which the global tier is written; others
     are refused."""
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def _settle(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return values with Megatron's names replaced by ours."""
+        return take_known_names(values, "checkpoint")
+
+    def _check(self) -> None:
         require_finite(self)
-        take_known_names(self, "checkpoint")
         for name in ("directory", "local_directory", "load", "replication_key_file"):
             value = getattr(self, name)
             require(value is None or bool(value), f"{name} must not be empty; leave it out, or name a folder")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Any
 
 from outlast.config.base import (
-    Partial,
+    Settings,
     from_mapping,
     nearest,
     require,
@@ -30,8 +31,7 @@ LAUNCHERS_OWN = (
 """Fields for a launcher: they have no effect without ``outlast run``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultToleranceConfig(Partial):
+class FaultToleranceConfig(Settings):
     """What is watched, for how long, and how often a job may be restarted.
 
     Raises:
@@ -133,7 +133,7 @@ class FaultToleranceConfig(Partial):
     simulated_fault_base_delay: float = 0.0
     """Seconds after the session's start before which the fault does not come."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_finite(self)
         timeouts = ("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout")
         require_above_zero(
@@ -183,8 +183,7 @@ class FaultToleranceConfig(Partial):
         return from_mapping(cls, values, where="fault tolerance settings")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthConfig(Partial):
+class HealthConfig(Settings):
     """What a node must have to train, and how it is looked at.
 
     Raises:
@@ -253,7 +252,7 @@ class HealthConfig(Partial):
     simulate_wrong_gemm: str | None = None
     """Name of a node whose matrix product gets one bit flipped, to see what follows; none = no node."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_finite(self)
         require_above_zero(self, "check_timeout", "device_timeout", "process_group_timeout")
         require_at_least(self, 0, "max_clock_skew", "min_open_files")
@@ -266,8 +265,7 @@ class HealthConfig(Partial):
 _EXIT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreemptionConfig:
+class PreemptionConfig(Settings):
     """Which notices end a run, and how long that may take.
 
     The names are those of Megatron-LM, and so are their defaults, but for ``exit_signal_handler``: a session listens
@@ -320,10 +318,13 @@ class PreemptionConfig:
     exit_interval: int | None = None
     """Stop and save after every iteration that this divides; none = never for that reason."""
 
-    def __post_init__(self) -> None:
-        given: object = self.exit_signal
-        if isinstance(given, int):  # signal.SIGTERM itself
-            object.__setattr__(self, "exit_signal", signal.Signals(given).name)
+    @classmethod
+    def _settle(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return values with ``signal.SIGTERM`` itself as its name."""
+        number = values.get("exit_signal")
+        return {**values, "exit_signal": signal.Signals(number).name} if isinstance(number, int) else values
+
+    def _check(self) -> None:
         require_finite(self)
         for name in self.signal_names or ():
             require(

@@ -1,12 +1,8 @@
-"""Where settings come from: config files, the ``--ft-<field>`` options, the script; and which source comes first.
+"""Where settings come from: config files, options, the script; and which source comes first.
 
 A file is TOML, YAML or JSON. Its keys are the fields of :class:`~outlast.config.Config`; its sections are the fields of
 the configs within. A few settings may go by the names that users of another system know. An error is one line that
 begins with the file, and with the line where that is known.
-
-There is one option for each field of :class:`FaultToleranceConfig`. They are written with dashes, and taken with ``_``
-too. The options keep the values as they were given; :func:`ft_config_from` converts them, so that an error names the
-option and not a type of argparse's.
 
 Fault tolerance settings from several sources are put together field by field: an option of ``outlast run`` comes before
 its config file, that before the script's own config, and that before the defaults.
@@ -14,14 +10,11 @@ its config file, that before the script's own config, and that before the defaul
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
 import logging
 import os
 import re
-import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +22,10 @@ from typing import Any
 from outlast.config import Config
 from outlast.config.base import (
     KNOWN_NAMES,
-    FieldDoc,
     as_written,
-    describe_fields,
+    closest,
     from_mapping,
     frozen,
-    nearest,
-    parse_text,
     shown,
 )
 from outlast.config.launching import FaultToleranceConfig
@@ -58,18 +48,15 @@ def load_config(path: str | os.PathLike[str]) -> Config:
             repeated key, or a value that the config refuses.
     """
     values, text = load_values(path)
-    where = str(Path(path))
+    origins: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def place(keys: tuple[str, ...]) -> str:
-        line = _find_line(text, keys)
-        return where if line is None else f"{where}:{line}"
+        line = _find_line(text, origins.get(tuple(key.replace("-", "_") for key in keys), keys))
+        return str(path) if line is None else f"{path}:{line}"
 
-    def locate(keys: tuple[str, ...]) -> int | None:
-        return _find_line(text, origins.get(tuple(key.replace("-", "_") for key in keys), keys))
-
-    values = _drop_foreign_sections(values, where)
-    values, origins = _translate(values, place)
-    return from_mapping(Config, values, where=where, locate=locate)
+    values = _drop_foreign_sections(values, str(path))
+    values = _translate(values, place, origins)
+    return from_mapping(Config, values, where=place)
 
 
 _CHECKPOINT_OF_KEMPNERFORGE = {"dir": "directory", "interval": "save_interval", "keep_last_n": "most_recent_k"}
@@ -82,10 +69,14 @@ def _drop_foreign_sections(values: Mapping[str, Any], where: str) -> Mapping[str
     A section whose name is close to that of one of ours stays, and is refused by name: it may be misspelt.
     """
     own = {field.name for field in dataclasses.fields(Config)} | KNOWN_NAMES.keys()
+
+    def is_like_one_of_ours(name: str) -> bool:
+        return any(name in one or one in name for one in own) or closest(name, own, likeness=0.7) is not None
+
     foreign = [
         key
         for key, value in values.items()
-        if isinstance(value, Mapping) and not _is_like_one_of(str(key).replace("-", "_"), own)
+        if isinstance(value, Mapping) and not is_like_one_of_ours(str(key).replace("-", "_"))
     ]
     if foreign and read_worker().is_first:
         log.warning(
@@ -94,30 +85,22 @@ def _drop_foreign_sections(values: Mapping[str, Any], where: str) -> Mapping[str
     return {key: value for key, value in values.items() if key not in foreign}
 
 
-def _is_like_one_of(name: str, known: Iterable[str]) -> bool:
-    names = list(known)
-    if any(name in one or one in name for one in names):
-        return True
-    return bool(difflib.get_close_matches(name, names, n=1, cutoff=0.7))
-
-
 def _translate(
-    values: Mapping[str, Any], place: Callable[[tuple[str, ...]], str]
-) -> tuple[Mapping[str, Any], Mapping[tuple[str, ...], tuple[str, ...]]]:
-    """Put the sections of other systems into ours; log which of their keys are not read here.
+    values: Mapping[str, Any],
+    place: Callable[[tuple[str, ...]], str],
+    origins: dict[tuple[str, ...], tuple[str, ...]],
+) -> Mapping[str, Any]:
+    """Return a file's values with the sections of other systems put into ours; log which of their keys are not read.
 
     Args:
         values: What a file holds.
         place: Returns file and line of keys that stand there.
-
-    Returns:
-        The values, and keys of ours to the keys that stand in the file for them.
+        origins: Gets, for keys of ours, the keys that stand in the file for them.
 
     Raises:
         ConfigError: Such a section has no keys, or a setting is given under both names.
     """
     ours = dict(values)
-    origins: dict[tuple[str, ...], tuple[str, ...]] = {}
     checkpoint = values.get("checkpoint")
     known_names = dict(KNOWN_NAMES)
     if isinstance(checkpoint, Mapping) and "dir" in checkpoint and "directory" not in checkpoint:
@@ -142,29 +125,16 @@ def _translate(
                 origins[own,] = (section,)
             origins[own, there] = (section, str(key))
             ours[own] = {**beside, there: value}
-        if foreign:
-            _warn_of_foreign_keys(place((section,)), section, foreign, known)
-    return ours, origins
-
-
-def _warn_of_foreign_keys(where: str, section: str, keys: list[str], known: Iterable[str]) -> None:
-    """Log which keys of another system's section are not read here. Rank 0 does, once a job."""
-    if not read_worker().is_first:
-        return
-    hints = [f"{key} (or {near}?)" if (near := _nearest_known(known, key)) else key for key in keys]
-    log.warning(
-        "%s: [%s] has keys that outlast does not use: %s; the keys that it uses there: %s",
-        where,
-        section,
-        ", ".join(hints),
-        ", ".join(known),
-    )
-
-
-def _nearest_known(known: Iterable[str], key: str) -> str | None:
-    """Return the setting that a key may be meant to be."""
-    close = difflib.get_close_matches(key.replace("-", "_"), list(known), n=1, cutoff=0.85)
-    return close[0] if close else None
+        if foreign and read_worker().is_first:
+            hints = {key: closest(key.replace("-", "_"), known, likeness=0.85) for key in foreign}
+            log.warning(
+                "%s: [%s] has keys that outlast does not use: %s; the keys that it uses there: %s",
+                place((section,)),
+                section,
+                ", ".join(f"{key} (or {near}?)" if near else key for key, near in hints.items()),
+                ", ".join(known),
+            )
+    return ours
 
 
 def load_values(path: str | os.PathLike[str], otherwise: str | None = None) -> tuple[Mapping[str, Any], str]:
@@ -216,6 +186,8 @@ _FORMATS = {".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 def _find_line(text: str, keys: tuple[str, ...]) -> int | None:
     """Return the line of a key below its sections; works for all three formats, as they spell keys alike."""
+    if not keys:
+        return None
     position = 0
     for key in keys:
         pattern = rf"^[^#\n]*?(?<![\w.-])(?P<key>[\"']?{re.escape(key)}[\"']?\s*(?:[=:\].]))"
@@ -226,113 +198,9 @@ def _find_line(text: str, keys: tuple[str, ...]) -> int | None:
     return text.count("\n", 0, position) + 1
 
 
-_TRUTHS = ("true", "false", "1", "0", "yes", "no", "on", "off")
-
-
 def ft_option(field: str) -> str:
     """Return how the option of a field is written in help and documents."""
     return f"--ft-{field.replace('_', '-')}"
-
-
-def add_ft_arguments(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Add the ``--ft-*`` options to ``parser``; they have no abbreviations, whatever other options have.
-
-    Many begin alike: a mistyped or shortened name would silently pass for another option.
-
-    Returns:
-        Field name to the option as it is shown in the help.
-    """
-    others, complete = set(parser._actions), parser._get_option_tuples
-    group = parser.add_argument_group("fault tolerance", "what is watched, for how long, how often to restart")
-    shown = {field.name: _add_option(group, field) for field in describe_fields(FaultToleranceConfig)}
-    whole = set(parser._actions) - others
-    parser._get_option_tuples = lambda option_string: [  # type: ignore[method-assign]
-        match for match in complete(option_string) if match[0] not in whole
-    ]
-    return shown
-
-
-def _add_option(group: argparse._ArgumentGroup, field: FieldDoc) -> argparse.Action:
-    spellings, is_switch = _spellings(field.name), field.type_name == "bool"
-    kept: dict[str, Any] = {"dest": _dest(field.name), "default": argparse.SUPPRESS}
-    kept |= {"action": "store_const"} if is_switch else {"metavar": _metavar(field)}
-    bare: dict[str, Any] = {"const": "true"} if is_switch else {}
-    # Strings that argparse does not show are an option of their own: it lists all spellings of one that it shows.
-    action = group.add_argument(spellings[0], help=_help(field), **bare, **kept)
-    if spellings[1:]:
-        group.add_argument(*spellings[1:], help=argparse.SUPPRESS, **bare, **kept)
-    # An option with an optional value would swallow the script's name after a bare `--ft-simulate-fault`, so
-    # `--ft-simulate-fault=true` and the like are option names of their own: argparse looks for those first.
-    for truth in _TRUTHS if is_switch else ():
-        written = (truth, truth.capitalize()) if truth.isalpha() else (truth,)
-        names = [f"{spelling}={word}" for spelling in spellings for word in written]
-        group.add_argument(*names, const=truth, help=argparse.SUPPRESS, **kept)
-    return action
-
-
-def ft_config_from(namespace: argparse.Namespace, typed: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the given ``--ft-*`` options as field name to value.
-
-    Args:
-        namespace: What a parser with these options returned.
-        typed: Attribute of ``namespace`` to the option as it was written; without it errors name the usual spelling.
-
-    Raises:
-        ConfigError: A value does not fit its field.
-    """
-    hints = typing.get_type_hints(FaultToleranceConfig)
-    return {
-        field: parse_text(hints[field], text, where=(typed or {}).get(_dest(field), ft_option(field)))
-        for field, text in _given(namespace).items()
-    }
-
-
-def ft_typed(namespace: argparse.Namespace, typed: Mapping[str, str]) -> dict[str, str]:
-    """Return the given ``--ft-*`` options as field name to what was written, such as ``--ft-safety-factor=3``."""
-    return {field: f"{typed.get(_dest(field), ft_option(field))}={text}" for field, text in _given(namespace).items()}
-
-
-def _given(namespace: argparse.Namespace) -> dict[str, str]:
-    names = [field.name for field in describe_fields(FaultToleranceConfig)]
-    return {name: getattr(namespace, _dest(name)) for name in names if hasattr(namespace, _dest(name))}
-
-
-def unknown_flag_message(flag: str) -> str:
-    """Return one line that names the closest known option for an unknown ``--ft-...`` one."""
-    name, _, value = flag.partition("=")
-    fields = describe_fields(FaultToleranceConfig)
-    known = [field.name.replace("_", "-") for field in fields]
-    wanted = name.removeprefix("--ft").lstrip("-_").replace("_", "-")
-    if value and wanted in [field.name.replace("_", "-") for field in fields if field.type_name == "bool"]:
-        return f"{name}={value}: neither true nor false; write {name}=true or {name}=false"
-    hint = nearest(wanted, known)
-    if hint.startswith("did you mean"):
-        hint = f"did you mean --ft-{hint.split(chr(39))[1]}?"
-    else:
-        hint = "see outlast run --help for the known ones"
-    return f"unknown option {name}; {hint}"
-
-
-def _spellings(name: str) -> list[str]:
-    return list(dict.fromkeys((ft_option(name), f"--ft-{name}", f"--ft_{name}", f"--ft_{name.replace('_', '-')}")))
-
-
-def _dest(name: str) -> str:
-    return f"ft_{name}"
-
-
-def _metavar(field: FieldDoc) -> str:
-    if "Mapping" in field.type_name:
-        return "NAME:SECONDS,..."
-    if "float" in field.type_name:
-        return {"factor": "FACTOR", "mb": "MIB"}.get(field.name.rpartition("_")[2], "SECONDS")
-    return "N" if "int" in field.type_name else "NAME"
-
-
-def _help(field: FieldDoc) -> str:
-    default = "none" if field.default in (None, {}) else str(field.default)
-    text = " ".join(field.text.split()).replace("``", "").rstrip(".")
-    return f"{text} (default: {default})".replace("%", "%%")
 
 
 SCRIPT = "script's config"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from outlast.config.base import (
-    Partial,
+    Settings,
     require,
     require_above_zero,
     require_at_least,
@@ -28,8 +27,7 @@ _SMALLER = (
 """Pairs of settings of which the first must be smaller, and why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InProcessRestartConfig(Partial):
+class InProcessRestartConfig(Settings):
     """What is noticed by ``outlast.inprocess.Wrapper``, after how long, and how often it calls the function again.
 
     Raises:
@@ -106,7 +104,7 @@ class InProcessRestartConfig(Partial):
     """Seconds between SIGTERM and SIGKILL for a rank that is ended while its main thread still runs; 0 = SIGKILL at
     once."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_finite(self)
         require_above_zero(self, "soft_timeout", "hard_timeout", "heartbeat_interval", "heartbeat_timeout")
         require_above_zero(self, "barrier_timeout", "completion_timeout", "monitor_thread_interval")
@@ -125,8 +123,7 @@ class InProcessRestartConfig(Partial):
             require(low < high, f"{small}={low} must be smaller than {large}={high}: {why}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryConfig:
+class RecoveryConfig(Settings):
     """After how long an actor counts as lost, what each step of a recovery may take, and how often there may be one.
 
     Raises:
@@ -181,7 +178,7 @@ class RecoveryConfig:
     """Recoveries in a row without progress; progress is a call that ends at a higher iteration than any before, or any
     call where actors keep no state."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_finite(self)
         require_above_zero(self, "ping_interval", "ping_timeout", "examine_timeout", "start_timeout", "store_timeout")
         require_above_zero(self, "abort_timeout", "join_timeout", "collective_timeout", "close_timeout")
@@ -194,8 +191,7 @@ class RecoveryConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaDigestConfig:
+class ReplicaDigestConfig(Settings):
     """How often the replicas of a data-parallel group are compared.
 
     Raises:
@@ -206,13 +202,12 @@ class ReplicaDigestConfig:
     """Optimizer steps between two comparisons of all replicas' parameters and optimizer state; they are compared before
     each save, too, which is not made if they differ. 0 = never, not even before saves."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_finite(self)
         require_at_least(self, 0, "interval", what="; 0 = never")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RerunStateMachineConfig:
+class RerunStateMachineConfig(Settings):
     """What counts as an invalid result, and what follows one.
 
     The names are Megatron's, and so are the defaults, but for ``rerun_mode``: Megatron's loop is built into every
@@ -255,7 +250,7 @@ class RerunStateMachineConfig:
     """What it looks like: ``transient_error`` is gone when the step is run again, ``persistent_error`` comes again on
     the same device, ``correct_result`` on every device."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_finite(self)
         require_one_of(self, "rerun_mode", ("disabled", "validate_results", "report_determinism_stats"))
         require_one_of(self, "error_injection_type", ("transient_error", "persistent_error", "correct_result"))
@@ -285,8 +280,7 @@ class RerunStateMachineConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StragglerDetectionConfig:
+class StragglerDetectionConfig(Settings):
     """How slow ranks are looked for, and what follows when one is found.
 
     The names are those of Megatron-Bridge and NeMo, and so are the defaults. ``gpu`` in a name stands for whatever the
@@ -343,7 +337,7 @@ class StragglerDetectionConfig:
     """When a rank is named, time a matrix product, a memory copy and messages on it and on two others, which costs all
     ranks about a second: is the machine slow, or what it is given to do?"""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_finite(self)
         require_above_zero(self, "report_time_interval")
         for name in ("gpu_relative_perf_threshold", "gpu_individual_perf_threshold", "noticeable_score"):

@@ -18,7 +18,6 @@ from outlast import config as ours
 from outlast.config.base import Changeable, require
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RerunSettings(ours.RerunStateMachineConfig):
     """Ours with Bridge's default; Megatron-LM's is ``validate_results``, as ours.
 

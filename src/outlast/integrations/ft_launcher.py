@@ -11,7 +11,6 @@ Batch scripts written for ``ft_launcher`` decide by a flag file whether a job go
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
@@ -22,19 +21,16 @@ import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outlast import env
 from outlast.config import Config, FaultToleranceConfig
-from outlast.config.base import KNOWN_NAMES, from_mapping, parse_text
+from outlast.config.base import KNOWN_NAMES, closest, from_mapping, parse_text
 from outlast.config.sources import ft_option, load_values
 from outlast.decoding import read_file
 from outlast.errors import ConfigError, ExitReason
 from outlast.integrations.hosted_session import touch_finished_flag
-from outlast.launch.run_parser import make_parser, words_before_script
-
-if TYPE_CHECKING:
-    import argparse
+from outlast.launch.run_parser import Given, Option, RunParser, Value, names_of, read_options
 
 log = logging.getLogger(__name__)
 
@@ -60,23 +56,43 @@ _LEVELS = {
     **{"debug": "debug", "dbg": "debug", "10": "debug", "info": "info", "20": "info", "warning": "warning"},
     **{"warn": "warning", "30": "warning", "error": "error", "40": "error", "critical": "error", "50": "error"},
 }
-_NO_COUNTERPART = {
-    "workload-check-interval": "a hang is noticed when its timeout passes, not at the next look",
-    "node-health-check-interval": "set node_interval of [health] in a config file",
-    "restart-check-interval": "a restart inside the processes is reported, not looked for",
-    "enable-nic-monitor": "set network_interfaces of [health] in a config file",
-    "pci-topo-file": "set network_interfaces of [health] in a config file",
-    "link-down-path-template": "set network_interfaces of [health] in a config file",
+_BY_HEALTH = "set network_interfaces of [health] in a config file"
+_NO_EFFECT: Mapping[str, tuple[str, Collection[str]]] = {
+    "workload_check_interval": ("a hang is detected when its timeout passes, not at the next check", ()),
+    "node_health_check_interval": ("set node_interval of [health] in a config file", ()),
+    "restart_check_interval": ("a restart inside the processes is reported, not looked for", ()),
+    "enable_nic_monitor": (_BY_HEALTH, ("FALSE",)),
+    "pci_topo_file": (_BY_HEALTH, ()),
+    "link_down_path_template": (_BY_HEALTH, ()),
+    "restart_policy": ("every failure ends the cycle on all nodes", ("ANY-FAILED",)),
+    "rank_termination_signal": (
+        "a hung worker is ended with SIGKILL",
+        ("SIGKILL", "KILL", str(int(signal.SIGKILL)), "SIGNALS.SIGKILL"),
+    ),
 }
-"""Settings of theirs without effect here: name to what there is instead."""
-_THEIRS = frozenset(
-    {*_NO_COUNTERPART, "log-level", "restart-policy", "rank-termination-signal", "cfg-path", "ignore-missing-cfg"}
+"""Their settings without effect here: what there is instead, and the values that mean what happens here anyway."""
+_THEIRS = (
+    "--term-timeout",
+    "--ft-log-level",
+    "--ft-cfg-path",
+    *(f"--ft-{name}".replace("_", "-") for name in _NO_EFFECT),
 )
-_ALIASES = {
-    "fault-tol-cfg-path": "ft-cfg-path",
-    "restart-policy": "ft-restart-policy",
-    "ignore-missing-fault-tol-cfg": "ft-ignore-missing-cfg",
+"""Their options with a value that ``outlast run`` has under another name, or not at all."""
+_OTHER_NAMES = {
+    "--fault-tol-cfg-path": "--ft-cfg-path",
+    "--restart-policy": "--ft-restart-policy",
+    "--ignore-missing-fault-tol-cfg": "--ft-ignore-missing-cfg",
 }
+
+
+def _names() -> dict[str, Option]:
+    """Return the options of ``outlast run`` and theirs, by every name."""
+    theirs = [Option(name, group="", text="", value="VALUE", kind=Value()) for name in _THEIRS]
+    switch = Option("--ft-ignore-missing-cfg", group="", text="")
+    names = names_of(RunParser().options) | {one.long_name: one for one in (*theirs, switch)}
+    names |= {other: names[name] for other, name in _OTHER_NAMES.items()}
+    old = {name.replace("--ft-", "--ft-param-"): option for name, option in names.items() if name.startswith("--ft-")}
+    return names | old
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,93 +106,46 @@ class Translation:
 class _Line:
     """The translation in the making."""
 
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self.parser = parser
+    def __init__(self) -> None:
         self.words: list[str] = []
         self.notes: list[str] = []
         self.dropped: dict[str, str] = {}
         self.path: tuple[str, str] | None = None
         """The config file, and what named it."""
         self.may_miss = False
-        self.run_id_at: int | None = None
-        """Where in ``words`` the run's id is given."""
 
-    def read(self, argv: Sequence[str]) -> list[str]:
-        """Translate the options; return what begins with the script."""
-        position = 0
-        while position < len(argv):
-            word = argv[position]
-            if word == "--" or word == "-" or not word.startswith("-"):
-                break
-            position += self._read_option(word, argv[position + 1 :])
-        return list(argv[position:])
+    def add(self, given: Given) -> None:
+        """Translate one option; what is not known stays as it is.
 
-    def _read_option(self, word: str, rest: Sequence[str]) -> int:
-        """Translate one option; return how many words it has."""
-        name, equals, value = word.partition("=")
-        plain = name.lstrip("-").replace("_", "-")
-        plain = _ALIASES.get(plain, plain)
-        if plain.startswith("ft-param-"):
-            plain = f"ft-{plain.removeprefix('ft-param-')}"
-        setting = plain.removeprefix("ft-")
-        if plain == "ft-ignore-missing-cfg":
+        Raises:
+            ConfigError: A value is missing, or cannot be used.
+        """
+        option = given.options[0] if len(given.options) == 1 else None
+        setting = str(option.name).removeprefix("ft_") if option is not None else ""
+        if setting == "ignore_missing_cfg":
             self.may_miss = True
-            return 1
-        is_theirs = plain == "term-timeout" or (plain.startswith("ft-") and setting in _THEIRS)
-        if is_theirs and name.startswith("--"):
-            if not equals:
-                if not rest:
-                    raise ConfigError(f"{name} lacks its value; write {name}=VALUE")
-                value = rest[0]
-            self._translate(name, setting, value)
-            return 1 if equals else 2
-        is_setting = plain.startswith("ft-") and setting.replace("-", "_") in _FIELDS
-        if is_setting and word not in self.parser._option_string_actions:
-            known = name in self.parser._option_string_actions
-            word = word if known else f"{ft_option(setting.replace('-', '_'))}{equals}{value}"
-        typed, length = words_before_script(self.parser, [word, "value"])
-        words = [word, *rest[: length - 1]]
-        if "rdzv_id" in typed:
-            self.run_id_at = len(self.words)
-        if setting == "rank-section-timeouts":
-            words[-1] = with_none_written(words[-1])
-        self.words += words
-        return len(words)
-
-    def _translate(self, name: str, setting: str, value: str) -> None:
-        if setting == "term-timeout":
-            grace_s = parse_text(_HINTS["shutdown_grace"], value, where=name)
-            self.words.append(_as_option("shutdown_grace", grace_s, name))
-        elif setting == "cfg-path":
-            if not value:
-                raise ConfigError(f"{name} is empty; give it a value, or leave it out (is a shell variable unset?)")
-            self.path = value, name
-        elif setting == "log-level":
-            self.words.append(f"--log-level={_level(value, name)}")
+        elif option is None or option.long_name not in _THEIRS:
+            first = re.sub("^--ft[-_]param[-_]", "--ft-", given.words[0])
+            *words, last = (first, *given.words[1:])
+            self.words += [*words, with_none_written(last) if setting == "rank_section_timeouts" else last]
+        elif not given.value:
+            fault = "lacks its value" if given.value is None else "is empty"
+            raise ConfigError(f"{given.name} {fault}; write {given.name}=VALUE, or leave it out")
+        elif setting == "term_timeout":
+            grace_s = parse_text(_HINTS["shutdown_grace"], given.value, where=given.name)
+            self.words.append(_as_option("shutdown_grace", grace_s, given.name))
+        elif setting == "cfg_path":
+            self.path = given.value, given.name
+        elif setting == "log_level":
+            self.words.append(f"--log-level={_level(given.value, given.name)}")
         else:
-            self.leave_out(setting, name, value)
+            self.leave_out(setting, given.name, given.value)
 
     def leave_out(self, setting: str, name: str, value: str) -> None:
         """Note a setting that has no counterpart, unless its value is what happens here anyway."""
-        as_here = {
-            "restart-policy": ("ANY-FAILED",),
-            "rank-termination-signal": ("SIGKILL", "KILL", str(int(signal.SIGKILL)), "SIGNALS.SIGKILL"),
-            "enable-nic-monitor": ("FALSE",),
-        }
-        if value.strip().upper() in as_here.get(setting, ()):
-            return
-        instead = {
-            "restart-policy": "every failure ends the cycle on all nodes",
-            "rank-termination-signal": "a hung worker is ended with SIGKILL",
-            **_NO_COUNTERPART,
-        }
-        self.dropped[name] = instead[setting]
-
-    def add_note_of_dropped(self) -> None:
-        """Name in one line what has no effect here."""
-        if self.dropped:
-            told = "; ".join(f"{name} ({why})" for name, why in self.dropped.items())
-            self.notes.append(f"{NAME}: without effect here: {told}")
+        instead, as_here = _NO_EFFECT[setting]
+        if value.strip().upper() not in as_here:
+            self.dropped[name] = instead
 
 
 def translate(argv: Sequence[str], environment: Mapping[str, str]) -> Translation:
@@ -192,31 +161,31 @@ def translate(argv: Sequence[str], environment: Mapping[str, str]) -> Translatio
     Raises:
         ConfigError: A value or the config file cannot be used. What is unknown is left to ``outlast run``.
     """
-    line = _Line(make_parser())
-    script = line.read(argv)
-    typed = line.words
-    if line.run_id_at is not None and _is_drawn_for_each_start(line, typed, environment):
-        del typed[line.run_id_at : line.run_id_at + (1 if "=" in typed[line.run_id_at] else 2)]
-    line.words = []
+    given, script = read_options(_names(), argv)
+    values = {str(one.options[0].name): one.value for one in given if len(one.options) == 1}
+    line = _Line()
+    for one in given:
+        is_run_id = [option.name for option in one.options] == ["rdzv_id"]
+        if not (is_run_id and _is_drawn_for_each_start(values, environment)):
+            line.add(one)
+    typed, line.words = line.words, []
     _read_config_file(line, environment)
     _read_environment(line, environment)
-    line.add_note_of_dropped()
+    if line.dropped:
+        listed = "; ".join(f"{name} ({why})" for name, why in line.dropped.items())
+        line.notes.append(f"{NAME}: without effect here: {listed}")
     return Translation(arguments=(*line.words, *typed, *script), notes=tuple(line.notes))
 
 
-def _is_drawn_for_each_start(line: _Line, words: Sequence[str], environment: Mapping[str, str]) -> bool:
+def _is_drawn_for_each_start(values: Mapping[str, str | None], environment: Mapping[str, str]) -> bool:
     """Return whether the run's id is a number that names nothing: NeMo-Run draws one of 10000 for each start.
 
     Another start that draws the same number would be taken for a job of the same run, which may have finished. In a
-    Slurm job the number stays the same when the job goes back to the queue, and its folder is its own.
+    Slurm job the number stays the same when the job is requeued, and its folder is its own.
     """
-    if "SLURM_JOB_ID" in environment:
-        return False
-    try:
-        args, _ = line.parser.parse_known_args([*words, "script"])
-    except ConfigError:
-        return False  # outlast run will refuse it
-    return str(args.rdzv_id).isdigit() and args.run_dir is None and args.nnodes in ("1", "1:1")
+    is_one_node = (values.get("nnodes") or environment.get("PET_NNODES", "1")) in ("1", "1:1")
+    is_number = str(values["rdzv_id"]).isdigit()
+    return is_number and is_one_node and "run_dir" not in values and "SLURM_JOB_ID" not in environment
 
 
 def _read_config_file(line: _Line, environment: Mapping[str, str]) -> None:
@@ -245,18 +214,17 @@ def _read_config_file(line: _Line, environment: Mapping[str, str]) -> None:
     unknown = []
     for key, value in section.items():
         name = str(key).replace("-", "_")
-        setting = name.replace("_", "-")
         if name == "log_level":
             line.words.append(f"--log-level={_level(str(value), f'{path}: log_level')}")
-        elif setting in _THEIRS:
+        elif name in _NO_EFFECT:
             if value is not None:
-                line.leave_out(setting, f"{name} of {path}", str(value))
+                line.leave_out(name, f"{name} of {path}", str(value))
         elif name in _FIELDS:
             given[name] = value
         else:
             unknown.append(name)
     if unknown:
-        told = [f"{name} (or {near}?)" if (near := _near(name)) else name for name in unknown]
+        told = [f"{name} (or {near}?)" if (near := closest(name, _FIELDS, likeness=0.8)) else name for name in unknown]
         line.notes.append(f"{NAME}: {path} has settings that outlast does not know: {', '.join(told)}")
     checked = from_mapping(FaultToleranceConfig, given, where=path)
     line.words += [_as_option(name, getattr(checked, name), path) for name in given]
@@ -292,7 +260,7 @@ def _read_environment(line: _Line, environment: Mapping[str, str]) -> None:
             continue
         name = variable.removeprefix(SETTING).lower()
         if name not in _FIELDS:
-            near = _near(name)
+            near = closest(name, _FIELDS, likeness=0.8)
             hint = f"did you mean {SETTING}{near.upper()}?" if near else "unset it"
             raise ConfigError(f"{variable}: there is no such setting; {hint}")
         text = environment[variable]
@@ -338,11 +306,6 @@ def _level(text: str, name: str) -> str:
     if level is None:
         raise ConfigError(f"{name}={text} is no log level; write debug, info, warning or error")
     return level
-
-
-def _near(name: str) -> str | None:
-    close = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.8)
-    return close[0] if close else None
 
 
 USAGE = f"""\

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import importlib.util
@@ -18,10 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
 
 from outlast import clock, env, logs
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
-from outlast.config.sources import LayeredSettings, ft_config_from, ft_typed
+from outlast.config.sources import LayeredSettings, load_config
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
 from outlast.policy.ladder import failures_in_a_row
@@ -109,7 +109,7 @@ class RunOptions(Checked):
     """The folders of logs and of the run, and those above, as far as they were not there before; innermost first."""
 
     @property
-    def torchrun(self) -> argparse.Namespace:
+    def torchrun(self) -> SimpleNamespace:
         """torchrun's own options, and ours."""
         return self.command.args
 
@@ -140,12 +140,10 @@ def check_values(argv: Sequence[str]) -> Checked:
     num_slots, max_nodes = _parse_nnodes(args.nnodes, name("nnodes"))
     config = Config()
     if args.config is not None:
-        from outlast.config.sources import load_config
-
         config = load_config(args.config)
     layers = LayeredSettings(
-        options=ft_config_from(args, command.typed),
-        typed=ft_typed(args, command.typed),
+        options=command.fault_tolerance,
+        typed=command.fault_tolerance_typed,
         file=config.fault_tolerance.given if config.fault_tolerance is not None else {},
         file_name=args.config or "",
         derived={"max_no_progress_cycles": failures_in_a_row(num_slots)},
@@ -284,7 +282,7 @@ def _parse_nnodes(text: str, name: str) -> tuple[int, int]:
     return bounds
 
 
-def _log_level(args: argparse.Namespace) -> str | None:
+def _log_level(args: SimpleNamespace) -> str | None:
     level = None if args.log_level is None else args.log_level.lower()
     _require(
         level is None or level in logs.LEVELS, f"--log-level={args.log_level} is not one of {', '.join(logs.LEVELS)}"

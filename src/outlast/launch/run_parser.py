@@ -1,143 +1,45 @@
-"""The command line of ``outlast run``: torchrun's options and ours, their help, and what exactly was typed.
+"""The command line of ``outlast run``: one table of options, from which parsing, help, completion and docs are made.
 
-Every option of the installed torch's ``torchrun`` is accepted, but the one that prints torchrun's completion. Importing
-``torch.distributed.run`` for its parser would cost a second before ``--help`` or a mistyped option could be answered,
-so the one function that makes the parser is compiled from torch's source; if that fails (torch moved it), torch is
-imported.
+The table has three parts: what the installed torch's ``torchrun`` accepts, what :class:`LauncherSettings` adds, and one
+``--ft-<field>`` for each field of :class:`FaultToleranceConfig`. Help and defaults of the last two come from the
+dataclasses. Importing ``torch.distributed.run`` would cost a second before ``--help`` or a mistyped option could be
+answered, so the one function that lists torchrun's options is compiled from torch's source, and fills a list in place
+of a parser; if that fails (torch moved it), torch is imported.
 
-torchrun's parser is argparse's, so ours is too. argparse's messages name attributes and all spellings at once; here
-each fault becomes one line in the words of whoever typed it.
+Scripts for torchrun rely on three habits of its parser that click does not have: the beginning of a name stands for
+the whole if no other option begins so, ``_`` in a name may be written for ``-``, and ``PET_<NAME>`` in the environment
+gives an option. :func:`read_options` has the first two, and click does the rest.
 """
 
 from __future__ import annotations
 
-import argparse
-import ast
-import difflib
+import dataclasses
 import importlib.util
 import logging
 import re
-import runpy
-import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
 
 from outlast import env
-from outlast.config.sources import add_ft_arguments, ft_config_from, unknown_flag_message
+from outlast.config import FaultToleranceConfig
+from outlast.config.base import FieldDoc, closest, describe_fields, parse_text, strip_none
+from outlast.config.sources import ft_option
 from outlast.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-
-def make_torchrun_parser() -> argparse.ArgumentParser:
-    """Return a parser with every option of the installed ``torchrun``.
-
-    Raises:
-        ConfigError: An environment variable of torchrun's for an option without a value is neither 0 nor 1.
-    """
-    try:
-        return _make_from_source()
-    except (OSError, ImportError, SyntaxError, LookupError, NameError, AttributeError, TypeError) as error:
-        log.debug("torchrun's parser could not be made from its source (%s); importing torch", error)
-    from torch.distributed.run import get_args_parser
-
-    return get_args_parser()
-
-
-def find_event_handlers() -> frozenset[str]:
-    """Return the names that the installed torch knows for ``--event-log-handler``; empty = not known."""
-    try:
-        text = (_torch() / "distributed" / "elastic" / "events" / "handlers.py").read_text()
-    except (OSError, ImportError):
-        return frozenset()
-    table = re.search(r"^_log_handlers\b[^{]*\{(.*?)\}", text, re.MULTILINE | re.DOTALL)
-    return frozenset(re.findall(r"^\s*\"(\w+)\":", table[1], re.MULTILINE)) if table is not None else frozenset()
-
-
-def _torch() -> Path:
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("torch is not installed")
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _make_from_source() -> argparse.ArgumentParser:
-    root = _torch()
-    actions = runpy.run_path(str(root / "distributed" / "argparse_util.py"))
-    path = root / "distributed" / "run.py"
-    function = _find(path, ast.FunctionDef, "get_args_parser")
-    namespace: dict[str, Any] = {
-        "ArgumentParser": argparse.ArgumentParser,
-        "REMAINDER": argparse.REMAINDER,
-        "env": actions["env"],
-        "check_env": _named_in_errors(actions["check_env"]),
-        "_AffinityMode": _read_affinity_modes(root / "numa" / "binding.py"),
-        "_PrintCompletionAction": _RefuseCompletion,
-    }
-    exec(compile(ast.Module([function], []), str(path), "exec"), namespace)  # a function of the installed torch
-    return cast(argparse.ArgumentParser, namespace["get_args_parser"]())
-
-
-def _read_affinity_modes(path: Path) -> list[SimpleNamespace]:
-    if not path.exists():
-        return []  # torch 2.8
-    body = cast(ast.ClassDef, _find(path, ast.ClassDef, "AffinityMode")).body
-    return [
-        SimpleNamespace(value=statement.value.value)
-        for statement in body
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
-    ]
-
-
-class _RefuseCompletion(argparse.Action):
-    """Stands in for the action by which torch 2.15's parser prints torchrun's own completion."""
-
-    def __call__(self, *_: object) -> NoReturn:
-        raise ConfigError(
-            f"{option_name(self)} prints what completes torchrun, not outlast; write: outlast completion bash"
-        )
-
-
-def _named_in_errors(action: type[argparse.Action]) -> type[argparse.Action]:
-    """Return torchrun's action for options without a value; its environment variable is named when it is no number."""
-
-    class Switch(action):  # type: ignore[valid-type, misc]
-        def __init__(self, dest: str, **kwargs: Any) -> None:
-            try:
-                super().__init__(dest=dest, **kwargs)
-            except ValueError:
-                name = f"PET_{dest.upper()}"
-                raise ConfigError(f"{name}={env.environ()[name]!r} is neither 0 nor 1; write one of them") from None
-
-    return Switch
-
-
-def _find(path: Path, kind: type[ast.stmt], name: str) -> ast.stmt:
-    """Return a function or class of a module, without parsing what stands around it."""
-    found = re.search(rf"^(?:def|class) {name}\b.*?\n(?=[^\s)#]|\Z)", path.read_text(), re.MULTILINE | re.DOTALL)
-    if found is not None:
-        for node in ast.parse(found[0]).body:
-            if isinstance(node, kind):
-                return node
-    raise LookupError(f"{path} has no {name}")
-
-
 _RUN, _NODES, _RESTARTS, _FAULTS = "run", "spares and nodes", "restarts", "fault tolerance"
-_HEALTH, _OUTPUT, _SIMULATION = "health", "output", "fault simulation"
-_NEWER: dict[str, Any] = {
-    "duplicate_stdout_filters": (),
-    "duplicate_stderr_filters": (),
-    "numa_binding": None,
-    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-    "shutdown_timeout": None,
-    "virtual_local_rank": False,
-}
-"""torchrun's options that torch 2.8 does not have: attribute to the value that stands for none given."""
+_HEALTH, _OUTPUT, _SIMULATION, _OTHERS = "health", "output", "fault simulation", "torchrun's other options"
 _GROUPS = {
     _RUN: "what runs on this node, and where the run is kept",
     _NODES: "which nodes train, and which wait for a lost one's slot",
@@ -146,114 +48,212 @@ _GROUPS = {
     _HEALTH: "",
     _OUTPUT: "",
     _SIMULATION: "a fault on purpose, to test with; never in production",
+    _OTHERS: "as the installed torch describes them",
 }
-"""What the help shows before torchrun's other options, in this order."""
-_BORROWED = {
+"""The sections of the help, in this order."""
+
+
+class Value(click.ParamType):  # type: ignore[type-arg]
+    """The value of an option: a text that is converted to the type of a setting.
+
+    Args:
+        hint: The setting's type, or a function that reads a text.
+        choices: The only values.
+        words: Values that a shell completes; others are accepted, too.
+        path: ``file`` or ``dir``, for a shell to complete.
+    """
+
+    name = "value"
+
+    def __init__(
+        self, hint: Any = str, *, choices: Sequence[str] = (), words: Sequence[str] = (), path: str | None = None
+    ) -> None:
+        self._hint, self._choices, self._words, self._path = hint, choices, words or choices, path
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the setting's value.
+
+        Raises:
+            ConfigError: The text does not fit; the option is named as it was typed.
+        """
+        if not isinstance(value, str):
+            return value
+        if isinstance(self._hint, types.FunctionType):
+            return self._hint(value)
+        name = ctx.obj.name(param.name) if param is not None and ctx is not None else "value"
+        if self._choices and value not in self._choices:
+            raise ConfigError(f"{name}={value!r} is none of {', '.join(self._choices)}; write one of these")
+        return parse_text(self._hint, value, where=name)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the values that begin so, or let the shell complete a path."""
+        if self._path is not None:
+            return [CompletionItem(incomplete, type=self._path)]
+        return [CompletionItem(word) for word in self._words if word.startswith(incomplete)]
+
+
+class Option(click.Option):
+    """One option of ``outlast run``, in the spelling of the help.
+
+    Args:
+        names: Its names, with dashes.
+        group: The section of the help.
+        text: Its help.
+        value: What the help calls its value; ``None`` = a switch, which may have a truth value behind ``=``.
+        kind: How the value is read.
+        default: Its value where it is not given.
+        variable: Environment variable that gives it where the command line does not.
+        is_torchruns: It comes before others where an abbreviation fits both.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        group: str,
+        text: str,
+        value: str | None = None,
+        kind: Value | None = None,
+        default: Any = None,
+        variable: str | None = None,
+        is_torchruns: bool = False,
+    ) -> None:
+        is_switch = value is None
+        super().__init__(names, is_flag=is_switch, type=click.BOOL if is_switch else kind, default=default, help=text)
+        self.group, self.value, self.variable, self.is_torchruns = group, value, variable, is_torchruns
+
+    @property
+    def long_name(self) -> str:
+        """The name in full, which begins with two dashes."""
+        return next(name for name in self.opts if name.startswith("--"))
+
+    @property
+    def usage(self) -> str:
+        """The names and the value, as the help has them."""
+        names = ", ".join(sorted(self.opts, key=len))
+        return names if self.value is None else f"{names} {self.value}"
+
+
+_ADAPTED: Mapping[str, tuple[str, str | None, str]] = {
     "nproc_per_node": (_RUN, "N", "Workers on this node: a number, auto, gpu, xpu or cpu."),
     "rdzv_id": (_RUN, "ID", "Name of the run, by which a later job continues it; default a new name."),
     "nnodes": (_NODES, "N|MIN:MAX", "Nodes; of MIN:MAX, MIN train and the others wait as spares; default 1."),
     "rdzv_endpoint": (_NODES, "HOST:PORT,...", "Where the agents of several nodes meet: on the first one that lives."),
     "max_restarts": (
-        _RESTARTS,
-        "N",
+        *(_RESTARTS, "N"),
         "Restarts in a row without progress in between (torchrun: in all); default 3, more for over 4096 nodes.",
     ),
+    "rdzv_backend": (_OTHERS, None, "static, c10d and outlast all mean outlast's own rendezvous."),
+    "rdzv_conf": (
+        *(_OTHERS, None),
+        "join_timeout=SECONDS: how long agents wait for each other; default 600. resolve_timeout=SECONDS: how long no "
+        "host of --rdzv-endpoint may be known at the start; default 0. any_command=1: the agents' commands may differ.",
+    ),
+    "standalone": (_OTHERS, None, "One node, alone: no endpoint is needed, and the run has a new name."),
+    "monitor_interval": (_OTHERS, None, "Without effect: a worker's exit is detected at once."),
+    "start_method": (_OTHERS, None, "Without effect: see --no-warm-start."),
+    "node_rank": (_OTHERS, None, "Slot that this node should get, from 0; default the order in which the nodes come."),
+    "master_addr": (
+        *(_OTHERS, None),
+        "Host at which agents meet where --rdzv-endpoint is not given; default 127.0.0.1.",
+    ),
+    "master_port": (_OTHERS, None, "Port at which agents meet where --rdzv-endpoint is not given; default 29500."),
+    "local_addr": (
+        *(_OTHERS, None),
+        "Address under which the other nodes reach this one; default the one towards --rdzv-endpoint.",
+    ),
+    "log_dir": (
+        *(_OTHERS, "DIR"),
+        "",
+    ),
+    "print_completion": (_OTHERS, None, "Refused: it completes torchrun alone; see outlast completion --help."),
+    "shutdown_timeout": (_OTHERS, None, "The same as --workers-stop-timeout, and before it."),
 }
-"""torchrun's options that stand with ours: attribute to group, value, and what they mean here."""
-_REWORDED = {
-    "help": "Show this help.",
-    "rdzv_backend": "static, c10d and outlast all mean outlast's own rendezvous.",
-    "rdzv_conf": "join_timeout=SECONDS: how long agents wait for each other; default 600. resolve_timeout=SECONDS: how "
-    "long no host of --rdzv-endpoint may be known at the start; default 0. any_command=1: the agents' "
-    "commands may differ.",
-    "standalone": "One node, alone: no endpoint is needed, and the run has a new name.",
-    "monitor_interval": "Without effect: a worker's end is noticed at once.",
-    "start_method": "Without effect: see --no-warm-start.",
-    "node_rank": "Slot that this node should get, from 0; default the order in which the nodes come.",
-    "master_addr": "Host at which agents meet where --rdzv-endpoint is not given; default 127.0.0.1.",
-    "master_port": "Port at which agents meet where --rdzv-endpoint is not given; default 29500.",
-    "local_addr": "Address under which the other nodes reach this one; default the one towards --rdzv-endpoint.",
-    "print_completion": "Refused: it completes torchrun alone; see outlast completion --help.",
-    "shutdown_timeout": "The same as --workers-stop-timeout, and before it.",
+"""torchrun's options that mean something else here: attribute to section, value and help."""
+_UNSET = ("max_restarts", "node_rank", "master_port")
+"""torchrun's options whose default here depends on others, or differs from the same value if that is given."""
+_NEWER: Mapping[str, Any] = {
+    "duplicate_stdout_filters": (),
+    "duplicate_stderr_filters": (),
+    "numa_binding": None,
+    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    "shutdown_timeout": None,
+    "virtual_local_rank": False,
 }
-"""What torchrun's other options mean here, where torchrun's own help differs."""
-_OURS: tuple[tuple[str, str, str | None, str | float | None, str], ...] = (
-    (_RUN, "run-dir", "DIR", None, "Run directory (journal, stacks, ladder.json); default outlast-runs/ID."),
-    (
-        *(_RUN, "config", "FILE", None),
-        "The run's settings: [fault_tolerance] comes after the --ft-* options and before the script's own config; "
-        "tiers and [health] limits are checked before this node joins; run_dir is that of --run-dir.",
-    ),
-    (
-        *(_RUN, "resume-from-other-run", None, None),
-        "Resume from checkpoints that another run saved, in this launch; as checkpoint.resume_from_other_run.",
-    ),
-    (_RUN, "preload", "MODULE,...", "", "Modules that are imported before the workers are forked, beside torch."),
-    (
-        *(_RUN, "no-warm-start", None, None),
-        "Start workers as fresh interpreters instead of forking them from a process that has imported torch.",
-    ),
-    (
-        _NODES,
-        "node-name",
-        "NAME",
-        None,
-        "Name of this node, unique in the job; default Slurm's, without it the host's.",
-    ),
-    (
-        *(_NODES, "run-key-file", "FILE", None),
-        "File with the run's secret, at least 16 bytes, by which its processes know each other; default "
-        "OUTLAST_RUN_KEY, else run.key of a shared run directory, else derived from the run's id.",
-    ),
-    (
-        *(_NODES, "interface", "NAME,...", None),
-        "Interface at which the other nodes reach this one, the first of the names that it has; default "
-        "OUTLAST_INTERFACE, else the one towards --rdzv-endpoint.",
-    ),
-    (
-        *(_NODES, "port-range", "LOW-HIGH", None),
-        "Ports at which the processes of this node listen, beside the one of --rdzv-endpoint; default "
-        "OUTLAST_PORT_RANGE, else any.",
-    ),
-    (
-        *(_RESTARTS, "max-restarts-total", "N", None),
-        "Restarts in the whole run, with or without progress; default no limit.",
-    ),
-    (
-        *(_RESTARTS, "restart-grace", "SECONDS", 0.0),
-        "Seconds between SIGTERM and SIGKILL for the survivors of a failed cycle; default 0: SIGKILL at once.",
-    ),
-    (
-        *(_RESTARTS, "workers-stop-timeout", "SECONDS", 15.0),
-        "Seconds between SIGTERM and SIGKILL at an orderly end that is no preemption; default 15.",
-    ),
-    (_HEALTH, "no-health-check", None, None, "Check this node neither before it joins nor later."),
-    (
-        *(_OUTPUT, "log-level", "LEVEL", None),
-        "Least level of outlast's log lines, in all processes of this node: debug, info, warning or error; default "
-        "OUTLAST_LOG_LEVEL, else info.",
-    ),
-    (
-        *(_OUTPUT, "metrics-port", "PORT", None),
-        "Show Prometheus this node's figures at this port, over HTTP; 0: a free one, which the log names; default "
-        "OUTLAST_METRICS_PORT, else not at all.",
-    ),
-    (
-        *(_OUTPUT, "metrics-address", "ADDRESS", None),
-        "IP address at which --metrics-port listens; default OUTLAST_METRICS_ADDRESS, else 127.0.0.1, which other "
-        "machines do not reach.",
-    ),
-    (
-        *(_OUTPUT, "metrics-linger", "SECONDS", 0.0),
-        "Seconds for which --metrics-port may stay open after the job's end, until it has been scraped once with the "
-        "exit code; not after a shutdown request; default 0.",
-    ),
-    (_OUTPUT, "quiet", None, None, "Log warnings, errors and the last line only: --log-level=warning."),
-)
-"""Our own options: group, name, the value's name (``None``: a switch), default, help."""
-_TYPES: dict[str, Callable[[str], Any]] = {"N": int, "PORT": int, "SECONDS": float}
-_ALIASES = {"config": ("--health-config", "--health_config", "--ft-cfg-path", "--ft-cfg_path", "--ft_cfg_path")}
-"""One option: the second name is our own former one, the others are those of ft_launcher."""
+"""torchrun's options that torch 2.8 does not have: attribute to the value that stands for none given."""
+
+
+def _option(group: str, value: str | None = None, default: Any = None) -> Any:
+    metadata = {"group": group, "value": value}
+    return dataclasses.field(default=False if value is None else default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherSettings:
+    """The options that ``outlast run`` has in addition to torchrun's; the text under each is its help."""
+
+    run_dir: str | None = _option(_RUN, "DIR")
+    """Run directory (journal, stacks, ladder.json); default outlast-runs/ID."""
+
+    config: str | None = _option(_RUN, "FILE")
+    """The run's settings: [fault_tolerance] comes after the --ft-* options and before the script's own config; tiers
+    and [health] limits are checked before this node joins; run_dir is that of --run-dir."""
+
+    resume_from_other_run: bool = _option(_RUN)
+    """Resume from checkpoints that another run saved, in this launch; as checkpoint.resume_from_other_run."""
+
+    preload: str = _option(_RUN, "MODULE,...", default="")
+    """Modules that are imported before the workers are forked, beside torch."""
+
+    no_warm_start: bool = _option(_RUN)
+    """Start workers as fresh interpreters instead of forking them from a process that has imported torch."""
+
+    node_name: str | None = _option(_NODES, "NAME")
+    """Name of this node, unique in the job; default Slurm's, without it the host's."""
+
+    run_key_file: str | None = _option(_NODES, "FILE")
+    """File with the run's secret, at least 16 bytes, by which its processes know each other; default OUTLAST_RUN_KEY,
+    else run.key of a shared run directory, else derived from the run's id."""
+
+    interface: str | None = _option(_NODES, "NAME,...")
+    """Interface at which the other nodes reach this one, the first of the names that it has; default OUTLAST_INTERFACE,
+    else the one towards --rdzv-endpoint."""
+
+    port_range: str | None = _option(_NODES, "LOW-HIGH")
+    """Ports at which the processes of this node listen, beside the one of --rdzv-endpoint; default OUTLAST_PORT_RANGE,
+    else any."""
+
+    max_restarts_total: int | None = _option(_RESTARTS, "N")
+    """Restarts in the whole run, with or without progress; default no limit."""
+
+    restart_grace: float = _option(_RESTARTS, "SECONDS", default=0.0)
+    """Seconds between SIGTERM and SIGKILL for the survivors of a failed cycle; default 0: SIGKILL at once."""
+
+    workers_stop_timeout: float = _option(_RESTARTS, "SECONDS", default=15.0)
+    """Seconds between SIGTERM and SIGKILL at an orderly end that is no preemption; default 15."""
+
+    no_health_check: bool = _option(_HEALTH)
+    """Check this node neither before it joins nor later."""
+
+    log_level: str | None = _option(_OUTPUT, "LEVEL")
+    """Least level of outlast's log lines, in all processes of this node: debug, info, warning or error; default
+    OUTLAST_LOG_LEVEL, else info."""
+
+    metrics_port: int | None = _option(_OUTPUT, "PORT")
+    """Show Prometheus this node's figures at this port, over HTTP; 0: a free one, which the log names; default
+    OUTLAST_METRICS_PORT, else not at all."""
+
+    metrics_address: str | None = _option(_OUTPUT, "ADDRESS")
+    """IP address at which --metrics-port listens; default OUTLAST_METRICS_ADDRESS, else 127.0.0.1, which other machines
+    do not reach."""
+
+    metrics_linger: float = _option(_OUTPUT, "SECONDS", default=0.0)
+    """Seconds for which --metrics-port may stay open after the job's end, until it has been scraped once with the exit
+    code; not after a shutdown request; default 0."""
+
+    quiet: bool = _option(_OUTPUT)
+    """Log warnings, errors and the last line only: --log-level=warning."""
+
+
 _FT_GROUPS = {
     "min_nodes": _NODES,
     "max_node_faults": _NODES,
@@ -265,10 +265,19 @@ _FT_GROUPS = {
     "gpu_memory_tolerance_mb": _RESTARTS,
     "gpu_memory_poll_interval": _RESTARTS,
 }
+_WORDS = {
+    "nproc_per_node": ("auto", "gpu", "cpu", "xpu"),
+    "rdzv_backend": ("c10d", "static", "outlast"),
+    "simulated_fault_type": ("rank_hung", "rank_killed", "random"),
+    "rank_termination_signal": ("SIGKILL", "SIGTERM", "SIGINT", "SIGABRT"),
+}
+"""Values of options that are words, for a shell to complete."""
+_PATHS = {"FILE": "file", "DIR": "dir"}
+_OTHER_NAMES = {"--health-config": "--config", "--ft-cfg-path": "--config"}
+"""Names that the help does not show; the second is that of ft_launcher."""
 _COMMON_NAMES = ("config", "help", "local-addr", "log-dir", "log-level", "module")
 _SCRIPTS_OWN = frozenset((*_COMMON_NAMES, "preload", "quiet", "role", "run-dir", "run-path"))
 """Names that scripts have for options of their own: behind the script they are taken for nothing else."""
-_WIDTH = 80
 _USAGE = """\
 usage: outlast run [OPTION]... SCRIPT [ARGUMENT]...
 
@@ -288,19 +297,45 @@ Options may be abbreviated, other than --ft-*; torchrun's environment variables
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One option of a command line, as it was typed."""
+
+    name: str
+    value: str | None
+    """``None``: a switch without a truth value, or an option whose value is missing."""
+    words: tuple[str, ...]
+    options: tuple[Option, ...]
+    """What the name may mean: one option, or none that is known, or several that begin so."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCommand:
     """A command line of ``outlast run``, parsed; nothing of it is checked beyond the form of its values."""
 
-    args: argparse.Namespace
+    args: SimpleNamespace
+    """Every option's value, by attribute."""
     typed: Mapping[str, str]
     """Attribute of ``args`` to the option as it was typed, or to the environment variable that it comes from."""
+    texts: Mapping[str, str | None]
+    """Attribute of ``args`` to the value as it was typed; ``None`` = a switch without one."""
     strays: tuple[str, ...]
     """Options of ``outlast run`` among the script's arguments, as they stand there."""
 
     def name(self, attribute: str) -> str:
         """Return what an option is called: as it was typed, else as the help has it."""
         return self.typed.get(attribute) or f"--{attribute.replace('_', '-')}"
+
+    @property
+    def fault_tolerance(self) -> dict[str, Any]:
+        """The ``--ft-*`` options that are given: field to value."""
+        return {name[3:]: getattr(self.args, name) for name in self.typed if name.startswith("ft_")}
+
+    @property
+    def fault_tolerance_typed(self) -> dict[str, str]:
+        """The same: field to what was written, such as ``--ft-safety-factor=3``."""
+        written = {name: f"={text}" for name, text in self.texts.items() if text is not None}
+        return {name[3:]: typed + written.get(name, "") for name, typed in self.typed.items() if name[:3] == "ft_"}
 
     @property
     def hint(self) -> str | None:
@@ -310,185 +345,130 @@ class RunCommand:
 
 @dataclass(frozen=True, slots=True)
 class OptionGroup:
-    """A part of the help."""
+    """A section of the help."""
 
     title: str
     text: str
-    options: tuple[argparse.Action, ...]
+    options: tuple[Option, ...]
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Each option in one spelling, within 80 columns."""
+class RunParser(click.Command):
+    """The command ``outlast run``, which parses and does no more: :class:`RunCommand` is the context's object."""
 
-    def __init__(self, prog: str) -> None:
-        width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)
-        super().__init__(prog, max_help_position=24, width=width)
+    def __init__(self) -> None:
+        script = click.Argument(["training_script"], required=False, type=Value(path="file"))
+        rest = click.Argument(["training_script_args"], nargs=-1, type=Value(path="file"))
+        settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+        self.options = _list_options()
+        super().__init__("run", params=[*self.options, script, rest], add_help_option=False, context_settings=settings)
 
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = [name for name in action.option_strings if not name.startswith("--")] + [option_name(action)]
-        return ", ".join(names) + (f" {_value_name(action)}" if takes_value(action) else "")
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse a command line.
 
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-
-@dataclass(slots=True)
-class _Options:
-    """The parser in the making, with each option in its group."""
-
-    parser: argparse.ArgumentParser = field(default_factory=make_torchrun_parser)
-    groups: dict[str, list[argparse.Action]] = field(default_factory=lambda: {title: [] for title in _GROUPS})
-    torchruns: frozenset[argparse.Action] = frozenset()
-    abbreviated: Callable[[str], list[Any]] = field(init=False)
-    typed: Mapping[str, str] = field(default_factory=dict)
-    """The options of the command line that is being parsed."""
-    swallowed: str = ""
-    """Its last word, when an option before it has taken it as its value."""
-
-    def __post_init__(self) -> None:
-        parser = self.parser
-        self.torchruns = frozenset(parser._actions)
-        for action in parser._actions:
-            if action.dest in _BORROWED:
-                title, action.metavar, action.help = _BORROWED[action.dest]
-                self.groups[title].append(action)
-            action.help = _REWORDED.get(action.dest, action.help)
-            if action.dest == "max_restarts" and action.default == 0:
-                action.default = None  # it depends on the number of nodes
-            elif (action.dest, action.default) in (("node_rank", 0), ("master_port", 29500)):
-                action.default = None  # so that a given one differs from none
-        known = {action.dest for action in parser._actions}
-        parser.set_defaults(**{name: value for name, value in _NEWER.items() if name not in known})
-        for group, name, value, default, text in _OURS:
-            names = [f"--{name}", *([f"--{name.replace('-', '_')}"] if "-" in name else []), *_ALIASES.get(name, ())]
-            if value is None:
-                action = parser.add_argument(*names, action="store_true", help=text)
-            else:
-                kind = _TYPES.get(value, str)
-                action = parser.add_argument(*names, default=default, type=kind, metavar=value, help=text)
-            self.groups[group].append(action)
-        self.groups[_RUN] += [action for action in parser._actions if action.dest == "help"]
-        for name, action in add_ft_arguments(parser).items():
-            self.groups[_SIMULATION if "simulate" in name else _FT_GROUPS.get(name, _FAULTS)].append(action)
-        self.abbreviated = parser._get_option_tuples
-        parser._get_option_tuples = self._complete  # type: ignore[assignment, method-assign]
-        parser.prog = "outlast run"
-        parser.error = self._refuse  # type: ignore[method-assign]
-        parser.format_help = self.format_help  # type: ignore[method-assign]
-
-    def _complete(self, text: str) -> list[Any]:
-        """Return the option that an abbreviation stands for, in a list that is empty where that is not certain.
-
-        What torchrun takes for one of its own options means that option here, too, whatever we have added. argparse
-        asks this of the script's arguments as well, which must not be refused; so no error is raised here.
+        Raises:
+            ConfigError: An option is unknown, a value does not fit its option, or there is no script; one line.
         """
-        if text.startswith("--ft"):
-            return []
-        found = {match[0]: match for match in self.abbreviated(text)}
-        matches = [match for action, match in found.items() if action in self.torchruns] or list(found.values())
-        return matches if len(matches) == 1 else []
-
-    def parse(self, argv: Sequence[str]) -> RunCommand:
-        """Parse a command line; see :func:`parse_command`."""
-        self.typed, position = words_before_script(self.parser, argv)
-        self.swallowed = argv[-1] if position == len(argv) and argv and not argv[-1].startswith("-") else ""
-        args, unknown = self.parser.parse_known_args(list(argv))
-        if unknown:
-            self._refuse_unknown(unknown[0])
-        given = env.environ()
-        from_environment = {
-            action.dest: variable
-            for action in self.torchruns
-            if action.dest not in self.typed and (variable := f"PET_{action.dest.upper()}") in given
-        }
-        self.typed = {**from_environment, **self.typed}
-        return RunCommand(args=args, typed=self.typed, strays=self._find_strays(argv[position + 1 :]))
+        given, script = read_options(names_of(self.options), args)
+        known = [one for one in given if len(one.options) == 1 and (one.value is not None or one.options[0].is_flag)]
+        typed, texts = dict[str, str](), dict[str, str | None]()
+        for one in known:
+            name = str(one.options[0].name)
+            typed.pop(name, None)
+            typed[name], texts[name] = one.name, one.value
+        if "help" in typed and not ctx.resilient_parsing:
+            click.echo(self.get_help(ctx))
+            ctx.exit()
+        if not ctx.resilient_parsing:
+            self._refuse(given, script)
+        variables = {str(option.name): option.variable for option in self.options if option.variable}
+        values = {name: env.environ().get(variable) for name, variable in variables.items() if name not in typed}
+        from_environment = {name: value for name, value in values.items() if value}
+        ctx.obj = command = RunCommand(
+            args=SimpleNamespace(**_NEWER),
+            typed={**{name: variables[name] for name in from_environment}, **typed},
+            texts={**from_environment, **texts},
+            strays=self._find_strays(script[1:]),
+        )
+        words = script[2:] if script[1:2] == ["--"] else script[1:]
+        found: dict[str, Any] = {"training_script_args": tuple(words)}
+        found |= {"training_script": script[0]} if script else {}
+        for option in self.options:
+            if (name := str(option.name)) in command.texts:
+                text = command.texts[name]
+                is_bare = option.is_flag and text is None
+                found[name] = is_bare or (parse_text(bool, text, where=command.name(name)) if option.is_flag else text)
+        for param in self.get_params(ctx):
+            param.handle_parse_result(ctx, found, [])
+        ctx.params.update(training_script=script[0] if script else None, training_script_args=words)
+        vars(command.args).update(ctx.params)
+        ctx.args = list(args)
+        return ctx.args
 
     def _find_strays(self, words: Iterable[str]) -> tuple[str, ...]:
         names = [word.partition("=")[0] for word in takewhile(lambda word: word != "--", words)]
-        ours = {name for name in self.parser._option_string_actions if name.startswith("--")}
-        return tuple(dict.fromkeys(n for n in names if n in ours and n[2:].replace("_", "-") not in _SCRIPTS_OWN))
+        ours = {name for name in names_of(self.options) if name.startswith("--")}
+        plain = [name.replace("_", "-") for name in names]
+        return tuple(
+            dict.fromkeys(n for n, p in zip(names, plain, strict=True) if p in ours and p[2:] not in _SCRIPTS_OWN)
+        )
 
-    def _refuse(self, message: str) -> NoReturn:
-        """Say in the words of whoever typed it what argparse has against the line."""
-        if message.startswith("the following arguments are required"):
-            self._refuse_scriptless()
-        found = re.match(r"argument (?P<name>[^\s/]+)\S*: (?P<fault>.*)", message, re.DOTALL)
-        action = self.parser._option_string_actions.get(found["name"]) if found else None
-        if found is None or action is None:
-            raise ConfigError(f"{message}; see outlast run --help")
-        fault, variable = found["fault"], f"PET_{action.dest.upper()}"
-        name = self.typed.get(action.dest) or (variable if variable in env.environ() else option_name(action))
-        if (value := re.match(r"invalid (int|float) value: (.*)", fault)) is not None:
-            kind = "whole number" if value[1] == "int" else "number"
-            raise ConfigError(f"{name}={value[2]} is not a {kind}; write for example {name}=3")
-        if (value := re.match(r"invalid choice: ('.*?'|\S+)", fault)) is not None:
-            raise ConfigError(f"{name}={value[1]} is none of {', '.join(action.choices or ())}; write one of these")
-        if fault.startswith("expected one argument"):
-            raise ConfigError(f"{name} lacks its value; write {name}={_value_name(action)}")
-        if (value := re.match(r"ignored explicit argument (.*)", fault)) is not None:
-            given = value[1].strip("'")
-            if name.startswith("--ft"):
-                raise ConfigError(unknown_flag_message(f"{name}={given}"))
-            raise ConfigError(f"{name} takes no value; leave out ={given}")
-        raise ConfigError(f"{name}: {fault}; see outlast run --help")
-
-    def _refuse_scriptless(self) -> NoReturn:
-        example = "outlast run --nproc-per-node=2 train.py"
-        if self.swallowed and self.typed:
-            name = list(self.typed.values())[-1]
+    def _refuse(self, given: Sequence[Given], script: Sequence[str]) -> None:
+        """Raise for the first mistake, in the words that were typed."""
+        for one in given:
+            if not one.options:
+                raise ConfigError(f"unknown option {one.name}; {self._nearest(one.name)}")
+            if len(one.options) > 1:
+                names = " or ".join(sorted(option.long_name for option in one.options))
+                raise ConfigError(f"{one.name} may be {names}; write it in full")
+            option = one.options[0]
+            if option.name == "print_completion":
+                raise ConfigError(
+                    f"{one.name} prints what completes torchrun, not outlast; write: outlast completion bash"
+                )
+            if one.value is None and not option.is_flag:
+                raise ConfigError(f"{one.name} lacks its value; write {one.name}={option.value}")
+        if script:
+            return
+        example = "for example: outlast run --nproc-per-node=2 train.py"
+        if given and len(given[-1].words) > 1:
             raise ConfigError(
-                f"there is no script to run: {self.swallowed!r} is taken for the value of {name}; name the script "
-                f"after it, for example: {example}"
+                f"there is no script to run: {given[-1].value!r} is taken for the value of {given[-1].name}; name the "
+                f"script after it, {example}"
             )
-        raise ConfigError(f"there is no script to run; name one after the options, for example: {example}")
+        raise ConfigError(f"there is no script to run; name one after the options, {example}")
 
-    def _refuse_unknown(self, flag: str) -> NoReturn:
-        if flag.startswith("--ft"):
-            raise ConfigError(unknown_flag_message(flag))
-        short = flag.partition("=")[0]
-        candidates = {match[0] for match in self.abbreviated(short)} if short.startswith("--") else set()
-        if len(candidates) > 1:
-            raise ConfigError(f"{short} may be {' or '.join(sorted(map(option_name, candidates)))}; write it in full")
-        known = {
-            name.lstrip("-").replace("_", "-") for name in self.parser._option_string_actions if name.startswith("--")
-        }
-        close = difflib.get_close_matches(short.lstrip("-").replace("_", "-"), sorted(known), n=1, cutoff=0.7)
-        hint = f"did you mean --{close[0].partition('=')[0]}?" if close else "see outlast run --help"
-        raise ConfigError(f"unknown option {short}; {hint}")
+    def _nearest(self, name: str) -> str:
+        known = [name.lstrip("-") for name in names_of(self.options) if name.startswith("--")]
+        close = closest(name.lstrip("-").replace("_", "-"), known, likeness=0.65)
+        return f"did you mean --{close}?" if close else "see outlast run --help"
 
-    def describe(self) -> tuple[OptionGroup, ...]:
-        """Return all options that the help shows, ours first."""
-        shown = [OptionGroup(title, text, tuple(self.groups[title])) for title, text in _GROUPS.items()]
-        ours = {action for group in shown for action in group.options}
-        others = [
-            action
-            for action in self.parser._actions
-            if action.option_strings and action not in ours and action.help != argparse.SUPPRESS
-        ]
-        rest = OptionGroup("torchrun's other options", "as the installed torch describes them", tuple(others))
-        return tuple(group for group in (*shown, rest) if group.options)
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the options that begin with ``incomplete``, with ``_`` if that has some; none behind the script."""
+        if ctx.params["training_script"] is not None:
+            return []
+        items = super().shell_complete(ctx, incomplete.replace("_", "-"))
+        if "_" in incomplete:
+            rests = [str(item.value)[len(incomplete) :].replace("-", "_") for item in items]
+            return [CompletionItem(incomplete + rest) for rest in rests]
+        return items
 
-    def format_help(self) -> str:
-        """Return the help: examples, our options, torchrun's."""
-        formatter = _Formatter("outlast run")
-        formatter.add_text(_USAGE)
-        for group in self.describe():
-            formatter.start_section(group.title)
-            formatter.add_text(group.text or None)
-            formatter.add_arguments(group.options)
-            formatter.end_section()
-        return formatter.format_help()
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``outlast run``; its ``error`` raises :class:`ConfigError`."""
-    return _Options().parser
-
-
-def describe_options() -> tuple[OptionGroup, ...]:
-    """Return the options as the help groups them; torchrun's other ones come last."""
-    return _Options().describe()
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write examples, our options, and torchrun's."""
+        formatter.write(_USAGE)
+        for group in describe_options(self.options):
+            with formatter.section(group.title):
+                if group.text:
+                    formatter.write_text(group.text)
+                    formatter.write_paragraph()
+                for option in group.options:
+                    lines = textwrap.wrap(str(option.help), formatter.width - 24, break_on_hyphens=False)
+                    begin = f"  {option.usage}"
+                    indented = [f"{'':24}{line}" for line in lines]
+                    fits = len(begin) < 23
+                    formatter.write(
+                        "\n".join([f"{begin:<24}{lines[0]}", *indented[1:]] if fits else [begin, *indented])
+                    )
+                    formatter.write("\n")
 
 
 def parse_command(argv: Sequence[str]) -> RunCommand:
@@ -497,8 +477,7 @@ def parse_command(argv: Sequence[str]) -> RunCommand:
     Raises:
         ConfigError: An option is unknown, a value does not fit its option, or there is no script; one line.
     """
-    command = _Options().parse(argv)
-    ft_config_from(command.args, command.typed)
+    command: RunCommand = RunParser().make_context("outlast run", list(argv)).obj
     return command
 
 
@@ -511,41 +490,54 @@ def given_options(argv: Sequence[str]) -> dict[str, str]:
     return {name: typed for name, typed in parse_command(argv).typed.items() if typed.startswith("-")}
 
 
-def words_before_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, str], int]:
-    """Return the options that stand before the script, and where the script stands.
+def describe_options(options: Iterable[Option] | None = None) -> tuple[OptionGroup, ...]:
+    """Return the options as the help groups them; torchrun's other ones come last."""
+    listed = _list_options() if options is None else tuple(options)
+    return tuple(
+        OptionGroup(title, text, tuple(option for option in listed if option.group == title))
+        for title, text in _GROUPS.items()
+    )
 
-    Returns:
-        Attribute to the option as it was typed, in that order; and the script's position, that of the end without one.
+
+def names_of(options: Iterable[Option]) -> dict[str, Option]:
+    """Return every name of the options, those included that the help does not show."""
+    names = {name: option for option in options for name in option.opts}
+    return names | {other: names[name] for other, name in _OTHER_NAMES.items() if name in names}
+
+
+def find_options(names: Mapping[str, Option], name: str) -> tuple[Option, ...]:
+    """Return what a name as typed, or the beginning of one, may mean: one option, several, or none that is known.
+
+    What torchrun takes for one of its own options means that option here, too, whatever we have added. Names that begin
+    with ``--ft`` have no abbreviations: many begin alike, and a shortened one would pass for another timeout.
     """
-    typed: dict[str, str] = {}
-    position = 0
-    while position < len(argv):
-        word = argv[position]
-        if word == "--":
-            return typed, position + 1
-        if not word.startswith("-") or word == "-":
-            return typed, position
-        position += 1
-        action, name, has_value = _find_option(parser, word)
-        if action is not None:
-            typed.pop(action.dest, None)
-            typed[action.dest] = name
-            if takes_value(action) and not has_value:
-                position += 1
-    return typed, min(position, len(argv))
+    name = name.replace("_", "-")
+    if name in names:
+        return (names[name],)
+    if not name.startswith("--") or name.startswith("--ft"):
+        return ()
+    found = {option: None for one, option in names.items() if one.startswith(name) and not one.startswith("--ft-")}
+    torchruns = tuple(option for option in found if option.is_torchruns)
+    return torchruns if len(torchruns) == 1 else tuple(found)
 
 
-def _find_option(parser: argparse.ArgumentParser, word: str) -> tuple[argparse.Action | None, str, bool]:
-    """Return the option that a word names, its name as it stands there, and whether its value stands in the word."""
-    known = parser._option_string_actions
-    name, equals, _ = word.partition("=")
-    for whole in (word, name):
-        if whole in known:
-            return known[whole], name, bool(equals)
-    if word.startswith("--"):
-        matches = parser._get_option_tuples(name)
-        return (matches[0][0] if len(matches) == 1 else None), name, bool(equals)
-    return known.get(word[:2]), word[:2], len(word) > 2
+def read_options(names: Mapping[str, Option], argv: Sequence[str]) -> tuple[list[Given], list[str]]:
+    """Return the options that stand before the script, and the words from the script on."""
+    given, at = list[Given](), 0
+    while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("-", "--"):
+        word, following = argv[at], argv[at + 1 : at + 2]
+        name, equals, text = word.partition("=")
+        found = find_options(names, name)
+        if not found and word[1] != "-" and word[:2] in names:  # -t3
+            name, equals, text, found = word[:2], "=", word[2:], (names[word[:2]],)
+        takes_next = len(found) == 1 and not found[0].is_flag and not equals
+        if following and re.match(r"-[^\d.]", following[0]):  # another option
+            takes_next = False
+        words = (word, *following) if takes_next else (word,)
+        value = text if equals else following[0] if takes_next and following else None
+        given.append(Given(name, value, words, found))
+        at += len(words)
+    return given, list(argv[at + 1 :] if argv[at : at + 1] == ["--"] else argv[at:])
 
 
 def hint_at(strays: Sequence[str], script: str, command: str) -> str | None:
@@ -566,15 +558,120 @@ def hint_at(strays: Sequence[str], script: str, command: str) -> str | None:
     )
 
 
-def takes_value(action: argparse.Action) -> bool:
-    """Return whether a value follows an option."""
-    return action.nargs != 0
+def _list_options() -> tuple[Option, ...]:
+    ours, types_ = describe_fields(LauncherSettings), typing.get_type_hints(LauncherSettings)
+    metadata = {field.name: field.metadata for field in dataclasses.fields(LauncherSettings)}
+    hints = typing.get_type_hints(FaultToleranceConfig)
+    return (
+        *list_torchrun_options(),
+        *(_from_field(one, strip_none(types_[one.name]), **metadata[one.name]) for one in ours),
+        Option("-h", "--help", group=_RUN, text="Show this help.", is_torchruns=True),
+        *(_from_ft_field(one, hints[one.name]) for one in describe_fields(FaultToleranceConfig)),
+    )
 
 
-def _value_name(action: argparse.Action) -> str:
-    return str(action.metavar or "|".join(map(str, action.choices or ())) or action.dest.upper())
+def _from_field(field: FieldDoc, hint: Any, *, group: str, value: str | None) -> Option:
+    kind = Value(hint, path=_PATHS.get(value or ""))
+    name = f"--{field.name.replace('_', '-')}"
+    return Option(name, group=group, text=field.text, value=value, kind=kind, default=field.default)
 
 
-def option_name(action: argparse.Action) -> str:
-    """Return how the help writes an option."""
-    return next((name for name in action.option_strings if name.startswith("--")), action.dest)
+def _from_ft_field(field: FieldDoc, hint: Any) -> Option:
+    group = _SIMULATION if "simulate" in field.name else _FT_GROUPS.get(field.name, _FAULTS)
+    default = "none" if field.default in (None, {}) else str(field.default)
+    text = f"{field.text.replace('``', '').rstrip('.')} (default: {default})"
+    value = "N" if "int" in field.type_name else "NAME"
+    if "Mapping" in field.type_name:
+        value = "NAME:SECONDS,..."
+    elif "float" in field.type_name:
+        value = {"factor": "FACTOR", "mb": "MIB"}.get(field.name.rpartition("_")[2], "SECONDS")
+    kind = Value(hint, words=_WORDS.get(field.name, ()))
+    is_switch = field.type_name == "bool"
+    return Option(ft_option(field.name), group=group, text=text, value=None if is_switch else value, kind=kind)
+
+
+def list_torchrun_options() -> tuple[Option, ...]:
+    """Return every option of the installed ``torchrun``."""
+    found: list[Option] = []
+
+    def add_argument(
+        *names: str,
+        action: str = "",
+        type: Any = str,
+        default: Any = None,
+        choices: Iterable[str] | None = None,
+        help: str = "",
+        nargs: object = None,
+    ) -> None:
+        if not names[0].startswith("-"):
+            return
+        attribute = next(name for name in names if name.startswith("--"))[2:].replace("-", "_")
+        group, value, text = _ADAPTED.get(attribute, (_OTHERS, None, ""))
+        words = tuple(choices or ())
+        found.append(
+            Option(
+                *(name for name in names if "_" not in name),
+                group=group,
+                text=text or help,
+                value=None if action == "check_env" else value or "|".join(words) or attribute.upper(),
+                kind=Value(type, choices=words, words=_WORDS.get(attribute, ()), path=_PATHS.get(value or "")),
+                default=False if action == "check_env" else None if attribute in _UNSET else default,
+                variable=f"PET_{attribute.upper()}" if action in ("env", "check_env") else None,
+                is_torchruns=True,
+            )
+        )
+
+    parser = SimpleNamespace(add_argument=add_argument)
+    stand_ins = {
+        "ArgumentParser": lambda **_: parser,
+        "REMAINDER": "...",
+        "env": "env",
+        "check_env": "check_env",
+        "_PrintCompletionAction": "print",
+    }
+    try:
+        root = _torch()
+        functions: dict[str, Any] = {**stand_ins, "_AffinityMode": _read_affinity_modes(root / "numa" / "binding.py")}
+        exec(
+            _find(root / "distributed" / "run.py", "def get_args_parser"), functions
+        )  # a function of the installed torch
+        functions["get_args_parser"]()
+    except (OSError, ImportError, SyntaxError, LookupError, NameError, AttributeError, TypeError) as error:
+        log.debug("torchrun's options could not be read from its source (%s); importing torch", error)
+        from torch.distributed import run
+
+        found.clear()
+        types.FunctionType(run.get_args_parser.__code__, {**vars(run), **stand_ins})()
+    return tuple(found)
+
+
+def find_event_handlers() -> frozenset[str]:
+    """Return the names that the installed torch knows for ``--event-log-handler``; empty = not known."""
+    try:
+        text = (_torch() / "distributed" / "elastic" / "events" / "handlers.py").read_text()
+    except (OSError, ImportError):
+        return frozenset()
+    table = re.search(r"^_log_handlers\b[^{]*\{(.*?)\}", text, re.MULTILINE | re.DOTALL)
+    return frozenset(re.findall(r"^\s*\"(\w+)\":", table[1], re.MULTILINE)) if table is not None else frozenset()
+
+
+def _torch() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("torch is not installed")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _read_affinity_modes(path: Path) -> list[SimpleNamespace]:
+    if not path.exists():
+        return []  # torch 2.8
+    values = re.findall(r'^    \w+ = "(.+)"$', _find(path, "class AffinityMode"), re.MULTILINE)
+    return [SimpleNamespace(value=value) for value in values]
+
+
+def _find(path: Path, name: str) -> str:
+    """Return the source of a function or class of a module, without what stands around it."""
+    found = re.search(rf"^{name}\b.*?\n(?=[^\s)#]|\Z)", path.read_text(), re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise LookupError(f"{path} has no {name}")
+    return found[0]

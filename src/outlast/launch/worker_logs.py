@@ -7,12 +7,12 @@ a while delays the copies, and then loses lines, which it reports (:mod:`outlast
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO, cast
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
@@ -26,7 +26,7 @@ _FIRST_S = 10.0
 """How long the log folder may take to respond when the agent starts."""
 
 
-def make_logs_specs(args: argparse.Namespace, run_dir: Path) -> LogsSpecs:
+def make_logs_specs(args: SimpleNamespace, run_dir: Path) -> LogsSpecs:
     """Return torch's log specs as torchrun's options ask for; the default folder is ``<run_dir>/logs``.
 
     Raises:
@@ -52,7 +52,7 @@ def make_logs_specs(args: argparse.Namespace, run_dir: Path) -> LogsSpecs:
 def open_logs(
     specs: LogsSpecs,
     envs: dict[int, dict[str, str]],
-    args: argparse.Namespace,
+    args: SimpleNamespace,
     run_dir: Path,
     prefixes: dict[int, str] | None,
 ) -> tuple[WorkerLogs, dict[int, dict[str, str]]]:
@@ -94,7 +94,7 @@ class WorkerLogs:
         OSError: A file cannot be made.
     """
 
-    def __init__(self, destinations: LogsDest, args: argparse.Namespace, prefixes: dict[int, str] | None) -> None:
+    def __init__(self, destinations: LogsDest, args: SimpleNamespace, prefixes: dict[int, str] | None) -> None:
         self.destinations = destinations
         paths = {*destinations.stdouts.values(), *destinations.stderrs.values()} - {""}
         self._outputs = {path: open(path, "ab", buffering=0, opener=open_private) for path in paths}  # noqa: SIM115
