@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -21,12 +21,11 @@ import psutil
 import outlast
 from outlast import chaos, clock
 from outlast.chaos.copies import files_of_steps
-from outlast.chaos.sight import memory_files
 from outlast.demo.plan import Deed, DemoFault, Loss, RankScene, Scene, Shape
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import Event, EventKind
 from outlast.journal import read
-from outlast.runtime.board import Board
+from outlast.runtime.board import held_pages
 from outlast.runtime.journal import Journal
 from outlast.testing.cluster import Agent, Cluster
 
@@ -414,26 +413,16 @@ def _exit_code(agent: Agent) -> int | None:
 def _read_boards(agent: Agent) -> Iterator[RankScene]:
     """Yield the ranks of an agent's running cycle, from the board in its memory."""
     found: dict[int, RankScene] = {}
-    for path in memory_files(agent.pid, "outlast-board"):
-        try:
-            board = Board.open(path)
-        except OutlastError:  # the cycle ended while we looked
-            continue
-        with closing(board):
-            for state in board.read_all():
-                if state.pid and state.cycle >= found.get(state.global_rank, _NOBODY).cycle:
-                    found[state.global_rank] = RankScene(
-                        rank=state.global_rank,
-                        node=agent.name,
-                        pid=state.pid,
-                        cycle=state.cycle,
-                        iteration=state.iteration,
-                        section="/".join(section.name for section in state.sections),
-                    )
+    for state in held_pages(agent.pid):  # oldest cycle first
+        found[state.global_rank] = RankScene(
+            rank=state.global_rank,
+            node=agent.name,
+            pid=state.pid,
+            cycle=state.cycle,
+            iteration=state.iteration,
+            section="/".join(section.name for section in state.sections),
+        )
     yield from found.values()
-
-
-_NOBODY = RankScene(rank=-1, node="", pid=0, cycle=-1, iteration=0)
 
 
 @contextmanager
