@@ -13,7 +13,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
 from outlast.policy.causes import Collective, Position
 from outlast.policy.ladder import LadderState, Limits

@@ -12,7 +12,7 @@ import pytest
 from outlast.bench import rendezvous_crowd
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
 from outlast.policy.ladder import LadderState, Limits
 

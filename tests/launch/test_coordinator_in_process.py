@@ -8,7 +8,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
 from outlast.launch.verdicts import REPORT_S, RestartReports
 from outlast.policy.ladder import LadderState, Limits

@@ -20,7 +20,7 @@ from outlast.errors import ConfigError
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
 from outlast.policy.causes import Collective, Position
 from outlast.policy.ladder import LadderState, Limits

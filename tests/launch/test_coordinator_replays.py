@@ -9,7 +9,7 @@ import msgspec
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.policy.ladder import LadderState, LadderStep, Limits, begin_job
 from outlast.policy.rerun import Diagnosis, Finding, Replay
 

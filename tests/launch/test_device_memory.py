@@ -27,9 +27,10 @@ from outlast.health.devices import read_memory_use
 from outlast.incidents import EventKind
 from outlast.journal import read
 from outlast.launch import device_memory
+from outlast.launch.checkups import CheckedUp, Occasion
 from outlast.launch.device_memory import MemoryReclaim, MemoryReclaimed, choose_gpus, find_held
 from outlast.launch.node_agent import AgentState, NodeAgent
-from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
+from outlast.launch.node_health import NodeHealth
 from outlast.testing.ranks import TOKEN, LoggedProcess, end_processes, processes_with
 
 GIB = 2**30

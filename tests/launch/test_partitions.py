@@ -12,7 +12,7 @@ import pytest
 
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.leadership import should_yield
 

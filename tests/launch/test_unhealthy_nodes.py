@@ -15,7 +15,8 @@ from outlast.config import HealthConfig
 from outlast.errors import ConfigError, ExitReason
 from outlast.health.probing import CheckResult, Status
 from outlast.incidents import EventKind, Incident, Rung
-from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
+from outlast.launch.checkups import CheckedUp, Occasion
+from outlast.launch.node_health import NodeHealth
 from outlast.launch.options import parse_options
 from outlast.testing import Cluster
 

@@ -20,11 +20,12 @@ from outlast.health.probing import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.launch import device_memory
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import AgentStops, Timers
+from outlast.launch.agent_events import AgentStops
+from outlast.launch.checkups import CheckedUp, Occasion
 from outlast.launch.control import JobIdentity
 from outlast.launch.coordinator_server import CoordinatorServer
-from outlast.launch.membership import JobSettings
-from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
+from outlast.launch.job_settings import JobSettings
+from outlast.launch.node_health import NodeHealth
 from outlast.launch.options import parse_options
 from outlast.monitor import rank_guard
 from outlast.monitor.rank_monitor import PlacedRankMonitor
@@ -33,6 +34,7 @@ from outlast.policy import ladder
 from outlast.policy.deadlines import BoardSection, ExitLimit, Expired, Subject, Timeouts, deadlines
 from outlast.policy.ladder import CycleEnd, LadderState
 from outlast.runtime.board import Board, RankState
+from outlast.runtime.event_loop import Timers
 from outlast.runtime.journal import Journal
 from outlast.runtime.run_key import RunKey
 

@@ -40,11 +40,12 @@ import msgspec
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Rung, Verdict
 from outlast.launch import protocol as m
-from outlast.launch.membership import Adoption, Forming, JobSettings, Node, Nodes, Outbox, Quorum, why_it_waits
+from outlast.launch.excluded_nodes import ExcludedNodes
+from outlast.launch.job_settings import JobSettings
+from outlast.launch.membership import Adoption, Forming, Node, Nodes, Outbox, Quorum, why_it_waits
 from outlast.launch.rank_hub import RankHub
 from outlast.launch.verdicts import (
     CycleEnding,
-    ExcludedNodes,
     LadderClient,
     Record,
     RestartReports,

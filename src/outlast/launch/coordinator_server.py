@@ -32,16 +32,16 @@ from outlast.config.sources import LayeredSettings
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import Mailbox
 from outlast.launch.control import JobIdentity, serve_handshake
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
-from outlast.launch.verdicts import describe_last_job, load_ladder, save_ladder
+from outlast.launch.job_settings import JobSettings
+from outlast.launch.ladder_file import describe_last_job, load_ladder, save_ladder
 from outlast.monitor.watchdog import FILE_NAME, LearnedTimeouts
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership
 from outlast.runtime.addresses import Endpoint
+from outlast.runtime.event_loop import Mailbox
 from outlast.runtime.files import write_optional
 from outlast.runtime.journal import Journal
 from outlast.runtime.listener import Listener

@@ -45,30 +45,24 @@ from outlast.checkpoint.writer_client import WriterProcess
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import (
-    AgentStops,
-    HangSeen,
-    Mailbox,
-    NodeFit,
-    NodeJournal,
-    SignalReceived,
-    Timers,
-    WatchdogFailed,
-    WriterDied,
-)
-from outlast.launch.coordinator_client import GOODBYE_S, CoordinatorClient, LinkDown, LinkFailed, LinkUp
+from outlast.launch.agent_events import AgentStops, HangSeen, NodeFit, SignalReceived, WatchdogFailed, WriterDied
+from outlast.launch.checkups import CheckedUp, Checkups
+from outlast.launch.control_link import GOODBYE_S, LinkDown, LinkFailed, LinkUp
+from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.cycle import ALONE_S, Cycle, WorkerLaunch
 from outlast.launch.device_memory import MemoryReclaim, MemoryReclaimed
 from outlast.launch.lingering import LingeringRanks
 from outlast.launch.membership import REMIND_S
 from outlast.launch.metrics_endpoint import AgentOutlook
-from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
+from outlast.launch.node_health import NodeHealth
+from outlast.launch.node_journal import NodeJournal
 from outlast.launch.verdicts import describe_notice, name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import same_fault_s
 from outlast.policy.deadlines import NO_INIT, NO_SESSION, NOT_YET, Protection, Timeouts, describe_nodes
 from outlast.policy.ladder import Limits, describe_next_job, describe_saved
 from outlast.runtime.board import KeptDurability
+from outlast.runtime.event_loop import Mailbox, Timers
 from outlast.runtime.processes import describe_stuck
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady

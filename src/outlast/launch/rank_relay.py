@@ -28,9 +28,9 @@ from outlast import clock
 from outlast.inprocess.hub import RECONNECT_S
 from outlast.inprocess.protocol import Gone, JoinRelay, MemberRecord, ToRelay
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import Mailbox
 from outlast.launch.rank_hub import ANY_CALL
 from outlast.policy import inprocess_protocol as p
+from outlast.runtime.event_loop import Mailbox
 from outlast.runtime.listener import Listener
 from outlast.runtime.processes import open_pidfd
 from outlast.runtime.wire import SelectedChannel, encode_frame
