@@ -104,7 +104,6 @@ def test_what_waits_for_dying_workers_begins_when_their_zygote_dies(state: Agent
     NodeAgent._on_workers_lost(agent)
     assert agent._end_cycle.called is (state == AgentState.RUNNING)
     agent._health.note_cleared.assert_called_once_with()
-    agent._start_if_clear.assert_called_once_with()
 
 
 def exit_in(state: AgentState, *, all_ended: bool) -> Any:

@@ -20,7 +20,6 @@ from outlast.health.probing import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.launch import device_memory
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import AgentStops
 from outlast.launch.checkups import CheckedUp, Occasion
 from outlast.launch.control import JobIdentity
 from outlast.launch.coordinator_server import CoordinatorServer
@@ -313,21 +312,20 @@ def life_of_a_node(config: HealthConfig) -> Any:
         journal=Mock(**{"incident.return_value": Incident(kind=IncidentKind.NODE_UNHEALTHY)}),
         timers=timers,
         is_alone=False,
-        mailbox=(mailbox := Mock()),
     )
-    was_admitted = health.is_admitted
+    health.note_connected(is_host=False)
+    was_admitted = health.may_join
     for _ in range(2):
         health.suspect()
         health.note_cleared()
     failed = CheckResult(name="disk", target="/", status=Status.FAILED, reason="full", took_s=0.0)
     if not was_admitted:
-        health.note_connected(is_host=False)
         health.take(CheckedUp(Occasion.JOINING, (failed,)))
     return (
         was_admitted,
         checkups.begin.mock_calls,
         sorted(timers._deadlines),
-        any(isinstance(call.args[0], AgentStops) for call in mailbox.put.mock_calls),
+        health.stop is not None,
     )
 
 

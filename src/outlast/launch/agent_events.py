@@ -41,12 +41,7 @@ class WatchdogFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFit:
-    """No health check is in this node's way any more: it may join, and workers that waited for one may start."""
-
-
-@dataclass(frozen=True, slots=True)
 class AgentStops:
-    """This agent ends: its node failed its health check before it joined, or another job has its run directory."""
+    """This agent ends: another job has its run directory."""
 
     stop: Stop

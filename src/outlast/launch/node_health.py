@@ -24,9 +24,8 @@ from outlast.errors import ExitReason
 from outlast.health.probing import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import AgentStops, NodeFit
 from outlast.launch.checkups import CheckedUp, Checkups, Occasion
-from outlast.runtime.event_loop import Mailbox, Timers
+from outlast.runtime.event_loop import Timers
 
 if TYPE_CHECKING:
     from outlast.launch.coordinator_client import CoordinatorClient
@@ -52,8 +51,6 @@ class NodeHealth:
         client: Reports to the coordinator.
         journal: This node's.
         timers: The agent's.
-        mailbox: The agent's; what follows from a check is put there: :class:`~outlast.launch.agent_events.NodeFit` or
-            ``AgentStops``.
         is_alone: The job has no other node: nobody else needs the coordinator.
         run_dir: The run directory; training does not need it, so its disk decides nothing once the node has joined.
 
@@ -67,16 +64,16 @@ class NodeHealth:
         client: CoordinatorClient,
         journal: NodeJournal,
         timers: Timers,
-        mailbox: Mailbox[object],
         is_alone: bool,
         run_dir: str = "",
     ) -> None:
         self._run_dir = run_dir
         self._checkups, self._config = checkups, checkups.config if checkups is not None else None
         self._client, self._journal, self._timers, self._is_alone = client, journal, timers, is_alone
-        self._deliver = mailbox.put
-        self.is_admitted = self._config is None or not self._config.before_joining
-        """The node may join; this does not change back."""
+        self._is_admitted = self._config is None or not self._config.before_joining
+        """No check is in the way of joining; this does not change back."""
+        self.stop: m.Stop | None = None
+        """How the agent is to end, as its node does not join; ``None``: it is not to."""
         self.is_looking = False
         """The node is being checked after a fault: no worker starts."""
         self._is_connected = self._is_host = False
@@ -93,17 +90,20 @@ class NodeHealth:
         """What the one after the last fault found."""
         self._known: frozenset[tuple[str, str]] = frozenset()
         """What failed while training, as far as it was reported already."""
-        if self.is_admitted:
+        if self._is_admitted:
             self._expect_next()
 
+    @property
+    def may_join(self) -> bool:
+        """Whether the coordinator is reachable, and no check is in the way of joining."""
+        return self._is_connected and self._is_admitted
+
     def note_connected(self, *, is_host: bool) -> None:
-        """Continue now that the coordinator is reachable: join, or stay outside; again after it was out of reach."""
+        """Note that the coordinator is reachable, perhaps again; report why the node stays outside, if it does."""
         self._is_connected, self._is_host = True, is_host
         self._timers.cancel("unreported")
         if self._outside is not None:
             self._stay_outside()
-        elif self.is_admitted:
-            self._deliver(NodeFit())
 
     def take(self, found: CheckedUp) -> None:
         """Take what a check-up found."""
@@ -126,10 +126,8 @@ class NodeHealth:
         if not self._prevents_joining(found):
             if found.failed:
                 self._log(found)
-            self._outside, self.is_admitted = None, True
+            self._outside, self._is_admitted = None, True
             self._expect_next()
-            if self._is_connected:
-                self._deliver(NodeFit())
             return
         self._log(found)
         self._outside = self._incident(found)
@@ -153,7 +151,7 @@ class NodeHealth:
             self._leave()
 
     def _leave(self) -> None:
-        self._deliver(AgentStops(self.stop_outside(None)))
+        self.stop = self.stop_outside(None)
 
     def _look_before_joining(self) -> None:
         assert self._checkups is not None
@@ -227,7 +225,6 @@ class NodeHealth:
         if is_unfit:
             self._unfit = found
         self.is_looking = False
-        self._deliver(NodeFit())
 
     # -- while training ----------------------------------------------------------------------------------------
 
