@@ -56,9 +56,6 @@ class Nodes:
         return Coordinator(
             JobSettings(job="job", num_slots=self.num, limits=Limits(max_restarts=9), **settings),
             LadderState(),
-            record=lambda *_: None,
-            remember=lambda _: None,
-            learn=lambda *_: None,
         )
 
     def say(self, *messages: m.ToCoordinator) -> None:

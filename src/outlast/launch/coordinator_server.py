@@ -30,14 +30,13 @@ import msgspec
 from outlast import clock
 from outlast.config.sources import LayeredSettings
 from outlast.errors import ConfigError
-from outlast.incidents import EventKind
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity, serve_handshake
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.job_settings import JobSettings
 from outlast.launch.ladder_file import describe_last_job, load_ladder, save_ladder
+from outlast.launch.verdicts import Learn, Record, Remember
 from outlast.monitor.watchdog import FILE_NAME, LearnedTimeouts
-from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership
 from outlast.runtime.addresses import Endpoint
@@ -119,9 +118,6 @@ class CoordinatorServer:
         self._coordinator = Coordinator(
             settings,
             state,
-            record=self._record,
-            remember=self._remember,
-            learn=self._learn,
             tell_time=self._journal.tell_time,
             stop=stop,
         )
@@ -386,6 +382,14 @@ class CoordinatorServer:
             self.closed.set()
 
     def _send_all(self, outbox: Sequence[tuple[str, str, m.ToNode]]) -> None:
+        for effect in self._coordinator.take_effects():
+            match effect:
+                case Record(kind, cycle, data):
+                    self._journal.write(kind, cycle=cycle, rank=None, iteration=None, **data)
+                case Remember(state):
+                    self._remember(state)
+                case Learn():
+                    self._learn(effect)
         if self._coordinator.stop is not None and (learned := self._learned) is not None:
             self._learned = None
             learned.log_suggestion()  # at the end of the job, however it ends
@@ -442,9 +446,6 @@ class CoordinatorServer:
 
     # -- what the coordinator has others do --------------------------------------------------------------------
 
-    def _record(self, kind: EventKind, cycle: int, data: dict[str, object]) -> None:
-        self._journal.write(kind, cycle=cycle, rank=None, iteration=None, **data)
-
     def _remember(self, state: LadderState) -> None:
         run_dir = self._run_dir
         if run_dir is None:
@@ -458,8 +459,8 @@ class CoordinatorServer:
         self._unwritten = None if is_written else state
         self._writes_again_s = clock.now_s() + _REWRITE_S
 
-    def _learn(self, cycle: int, observations: list[Observation], expired: list[Expired] | None) -> None:
-        config = self._config
+    def _learn(self, of: Learn) -> None:
+        config, observations, expired = self._config, of.observations, of.expired
         folder = LearnedTimeouts.folder(config, self._run_dir)
         if folder is None:  # hangs at timeouts that the script calculated are counted all the same
             expired = [one for one in expired or () if one.is_calculated and not one.is_explained]
@@ -471,7 +472,7 @@ class CoordinatorServer:
             learned = LearnedTimeouts.load(folder)
             learned.merge(
                 observations,
-                cycle=f"{self._settings.job}/{cycle}",
+                cycle=f"{self._settings.job}/{of.cycle}",
                 config=config,
                 finished=expired is None,
                 faulted=expired or (),

@@ -7,7 +7,7 @@ import logging
 from outlast.incidents import EventKind
 from outlast.launch import protocol as m
 from outlast.launch.membership import Node, Nodes, why_it_waits
-from outlast.launch.verdicts import LadderClient, Record
+from outlast.launch.verdicts import Effects, LadderClient, Record
 from outlast.policy.ladder import CycleEnd
 
 log = logging.getLogger(__name__)
@@ -19,13 +19,13 @@ class ExcludedNodes:
     Args:
         nodes: The nodes that joined.
         ladder_client: Bars nodes from slots.
-        record: Called with every event for the journal.
+        effects: Receives the events for the journal.
 
     Thread: the coordinator's.
     """
 
-    def __init__(self, nodes: Nodes, ladder_client: LadderClient, record: Record) -> None:
-        self._nodes, self._ladder, self._record = nodes, ladder_client, record
+    def __init__(self, nodes: Nodes, ladder_client: LadderClient, effects: Effects) -> None:
+        self._nodes, self._ladder, self._effects = nodes, ladder_client, effects
         self._outside: dict[str, m.Unhealthy] = {}
         """Nodes that did not join."""
         self._told: dict[str, frozenset[str]] = {}
@@ -95,7 +95,7 @@ class ExcludedNodes:
         if checks <= self._told.get(report.node, frozenset()):
             return
         self._told[report.node] = checks
-        self._record(EventKind.INCIDENT, cycle, {"incident": report.incident})
+        self._effects.append(Record(EventKind.INCIDENT, cycle, {"incident": report.incident}))
         text = f"{report.incident.describe()}; {what_follows}"
         for node in self._nodes:
             if node.name != report.node:

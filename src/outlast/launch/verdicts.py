@@ -16,6 +16,7 @@ import msgspec
 from outlast.decoding import convert
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import protocol as m
+from outlast.launch.membership import Nodes
 from outlast.policy import ladder
 from outlast.policy.causes import Position, find_culprit, is_hang_explained, permanent_cause, root_cause
 from outlast.policy.deadlines import Expired, Observation
@@ -293,8 +294,34 @@ def name_culprit(incident: Incident, positions: Sequence[Position]) -> Incident:
     )
 
 
-Record = Callable[[EventKind, int, dict[str, object]], None]
-"""Takes an event for the journal: kind, cycle, data."""
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Write an event to the journal."""
+
+    kind: EventKind
+    cycle: int
+    data: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Keep what the recovery policy remembers, before any node learns of the decision."""
+
+    state: LadderState
+
+
+@dataclass(frozen=True, slots=True)
+class Learn:
+    """Learn timeouts from a cycle."""
+
+    cycle: int
+    observations: list[Observation]
+    expired: list[Expired] | None
+    """The timeouts that were exceeded in it; ``None``: it finished."""
+
+
+Effects = list[Record | Remember | Learn]
+"""What the coordinator's host has to do, in this order, before it sends anything."""
 
 
 class LadderClient:
@@ -303,8 +330,8 @@ class LadderClient:
     Args:
         state: What it remembers of the run.
         limits: What is allowed.
-        record: Called with every event for the journal.
-        remember: Called with the new state whenever it changed.
+        nodes: All of them are sent the new state whenever it changed.
+        effects: Receives what is to be recorded and remembered.
         tell_time: Returns the time for people, as the journal writes it; no decision reads it.
 
     Thread: the coordinator's.
@@ -315,12 +342,12 @@ class LadderClient:
         state: LadderState,
         limits: Limits,
         *,
-        record: Record,
-        remember: Callable[[LadderState], None],
-        tell_time: Callable[[], str] = str,
+        nodes: Nodes,
+        effects: Effects,
+        tell_time: Callable[[], str],
     ) -> None:
         self.state, self.limits = state, limits
-        self._record, self._remember, self._tell_time = record, remember, tell_time
+        self._nodes, self._effects, self._tell_time = nodes, effects, tell_time
 
     def rule(self, end: CycleEnd) -> Verdict:
         """Return the verdict on a cycle's end, or on what its workers recovered from in process."""
@@ -330,7 +357,9 @@ class LadderClient:
         self._keep(state)
         for one in state.distrusted:
             if one not in before and not one.settled:
-                self._record(EventKind.INCIDENT, end.cycle, {"incident": copy_untrusted(one, end.incident)})
+                self._effects.append(
+                    Record(EventKind.INCIDENT, end.cycle, {"incident": copy_untrusted(one, end.incident)})
+                )
         data: dict[str, object] = {"verdict": verdict}
         if end.incident is not None:
             data["incident"] = end.incident
@@ -340,7 +369,7 @@ class LadderClient:
             log.log(level, "cycle %d %s: %s", end.cycle, what, verdict.reason)
             if not state.had_session and verdict.rung < Rung.REQUEUE_JOB and state.restarts_without_progress == 1:
                 log.info("the script has no session: it continues from its own checkpoint, if it has one")
-        self._record(EventKind.VERDICT, end.cycle, data)
+        self._effects.append(Record(EventKind.VERDICT, end.cycle, data))
         return verdict
 
     def would_replace(self, end: CycleEnd) -> bool:
@@ -366,8 +395,7 @@ class LadderClient:
     def learn(self, reported: LadderState) -> None:
         """Take over what an agent keeps of the decisions of the coordinator before, which ``ladder.json`` may lack."""
         if (merged := ladder.merge(self.state, reported)) != self.state:
-            self.state = merged  # with its number: another agent may have a later state
-            self._remember(merged)
+            self._replace(merged)  # with its number: another agent may have a later state
 
     def _with_time(self, state: LadderState) -> LadderState:
         """Return the state with the time at its newest step, if that is new."""
@@ -377,5 +405,10 @@ class LadderClient:
         return msgspec.structs.replace(state, history=(*state.history[:-1], newest))
 
     def _keep(self, state: LadderState) -> None:
-        self.state = msgspec.structs.replace(state, number=state.number + 1)
-        self._remember(self.state)
+        self._replace(msgspec.structs.replace(state, number=state.number + 1))
+
+    def _replace(self, state: LadderState) -> None:
+        self.state = state
+        self._effects.append(Remember(state))
+        decided = m.Decided(ladder=state)
+        self._nodes.out += [(node.name, node.epoch, decided) for node in self._nodes]
