@@ -30,14 +30,9 @@ from outlast.config import CheckpointConfig, StragglerDetectionConfig
 from outlast.errors import ConfigError, OutlastError
 from outlast.inprocess import Handle, Wrapper
 from outlast.numerics.replica_digest import digest_tensors
-from outlast.runtime.device import (
-    copies_of,
-    describe_device,
-    time_on_device,
-    training_backend,
-    training_device,
-    why_absent,
-)
+from outlast.runtime.device import describe_device, training_backend, training_device, why_absent
+from outlast.runtime.device_copies import copies_of
+from outlast.runtime.device_timing import time_on_device
 from outlast.simulate.benchmark_results import Bar, BenchResult
 from outlast.straggler import StragglerDetector
 from outlast.testing.ranks import free_port

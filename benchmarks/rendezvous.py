@@ -27,9 +27,9 @@ from outlast.config.sources import LayeredSettings
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity
-from outlast.launch.coordinator_client import ControlLink, HostSettings, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.control_link import ControlLink, HostSettings, LinkDown, LinkFailed, LinkUp, News
 from outlast.launch.coordinator_server import CoordinatorServer
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.processes import raise_descriptor_limit
 from outlast.runtime.run_key import RunKey

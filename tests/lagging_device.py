@@ -26,7 +26,7 @@ def await_release() -> None:
 
 
 class LaggingCopied:
-    """Stands for :class:`outlast.runtime.device.Copied`."""
+    """Stands for :class:`outlast.runtime.device_copies.Copied`."""
 
     def __init__(self, calls: list[str]) -> None:
         self.done, self._calls = threading.Event(), calls
@@ -41,7 +41,7 @@ class LaggingCopied:
 
 
 class LaggingCopies:
-    """Stands for :class:`outlast.runtime.device.DeviceCopies`."""
+    """Stands for :class:`outlast.runtime.device_copies.DeviceCopies`."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

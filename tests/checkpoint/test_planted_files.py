@@ -22,8 +22,8 @@ from outlast.errors import CheckpointError, ConfigError, OutlastError
 from outlast.goodput.ledger import Ledger
 from outlast.incidents import EventKind
 from outlast.integrations.slurm.jobs import load_requeue_state
+from outlast.launch.ladder_file import load_ladder
 from outlast.launch.metrics_endpoint import NodeHistory
-from outlast.launch.verdicts import load_ladder
 from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.runtime.journal import Journal
 from outlast.runtime.lease import FolderRecords

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from saving_ranks import start
 
-from outlast.chaos.sight import memory_files
 from outlast.checkpoint.writer_client import WriterProcess
+from outlast.runtime.files import memory_files
 
 SAVE = """
 manager = manage(config=CONFIG)

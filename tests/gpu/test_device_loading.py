@@ -18,7 +18,7 @@ from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import CheckpointConfig
 from outlast.errors import CheckpointError
-from outlast.runtime.device import copies_of
+from outlast.runtime.device_copies import copies_of
 from outlast.runtime.device_digest import find_digests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
@@ -154,7 +154,7 @@ def test_a_device_without_room_is_loaded_through_the_host(
 ) -> None:
     """Where the device has no memory to spare, the state comes by way of the host's memory, and is right."""
     expected = save(device, tmp_path)
-    monkeypatch.setattr("outlast.runtime.device.DeviceCopies.make_room", lambda *_, **__: [])
+    monkeypatch.setattr("outlast.runtime.device_copies.DeviceCopies.make_room", lambda *_, **__: [])
     other, manager = Training(device), manage(tmp_path)
     manager.load_latest(other.state)
     manager.close()

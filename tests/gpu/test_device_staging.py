@@ -17,7 +17,7 @@ from lagging_device import await_release
 from outlast.checkpoint import CheckpointManager
 from outlast.config import CheckpointConfig
 from outlast.errors import CheckpointError
-from outlast.runtime import device as accelerator
+from outlast.runtime.device_copies import copies_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
 
@@ -177,7 +177,7 @@ def test_nothing_is_allocated_after_the_first_saves(device: torch.device, tmp_pa
 
 def spied(patch: pytest.MonkeyPatch, device: torch.device) -> dict[str, list[Any]]:
     """Note what is pinned and released; return the notes."""
-    copies = accelerator.copies_of(device)
+    copies = copies_of(device)
     assert copies is not None
     notes: dict[str, list[Any]] = {"pin": [], "unpin": []}
     for name in notes:
@@ -216,7 +216,7 @@ def test_the_buffers_are_pinned_once_and_released(
 @needs_gpu("there is nothing to pin for")
 def test_a_refused_pin_leaves_no_error_behind(device: torch.device) -> None:
     """The driver refuses to register an address twice; the next kernel does not report that as its own failure."""
-    copies = accelerator.copies_of(device)
+    copies = copies_of(device)
     assert copies is not None
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
     assert copies.pin(memory.data_ptr(), memory.numel())
@@ -261,7 +261,7 @@ def test_a_graph_can_be_captured_while_a_save_is_copied(device: torch.device, tm
 
 def delay_late_copies(patch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Make the device begin with copies some 0.2 s late, except for the first ones, for which a save waits."""
-    copies = accelerator.copies_of(device)
+    copies = copies_of(device)
     assert copies is not None
     queue, num_queued = copies.queue, 0
 

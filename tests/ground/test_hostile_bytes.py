@@ -35,7 +35,7 @@ from outlast.integrations.slurm.jobs import load_requeue_state
 from outlast.journal import decode_events
 from outlast.launch import protocol as agent_messages
 from outlast.launch.control import Introduction, join_handshake
-from outlast.launch.verdicts import load_ladder
+from outlast.launch.ladder_file import load_ladder
 from outlast.monitor.examination import Books
 from outlast.monitor.watchdog import read_learned
 from outlast.policy.recovery_point import decode_distrusted
@@ -295,7 +295,8 @@ DECODERS: dict[str, Decoder] = {
 LISTED = {
     "checkpoint.directory", "checkpoint.manifest", "checkpoint.shard", "checkpoint.state",
     "config.launching", "config.sources", "inprocess.protocol", "integrations.slurm.jobs", "journal", "launch.cycle",
-    "launch.verdicts", "launch.workers", "monitor.examination", "monitor.watchdog", "policy.recovery_point",
+    "launch.in_process_recovery", "launch.ladder_file",
+    "monitor.examination", "monitor.watchdog", "policy.recovery_point",
     "ray.actor_state", "runtime.lease", "runtime.postmortem", "runtime.process_groups", "runtime.wire",
     "status.evidence",  # ladder.json
 }  # fmt: skip
@@ -314,7 +315,7 @@ INSIDE = {
     # from the ranks of the same process group or their store; what is wrong with it ends the call
     "checkpoint.lane", "checkpoint.outage", "checkpoint.places", "checkpoint.recovery", "checkpoint.tiers",
     "inprocess.rank_local_state", "inprocess.restore", "integrations.nvrx.async_calls", "integrations.nvrx.exchange",
-    "numerics.replica_digest", "straggler.detector",
+    "numerics.replica_digest", "straggler.detector", "straggler.machine_check",
     # from the state of a checkpoint that was verified
     "integrations.transformers", "numerics.rerun_machine",
     "checkpoint.dcp.directory",  # its list of what an earlier owner was deleting

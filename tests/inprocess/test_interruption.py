@@ -17,11 +17,15 @@ from outlast.inprocess.call import RestartRequested
 from outlast.runtime.interruption import SignalInterruption, set_async_exception
 
 
-def boundary(interruption: SignalInterruption, function: Callable[[], Any]) -> BaseException | None:
+def boundary(
+    interruption: SignalInterruption, function: Callable[[], Any], has_entered: threading.Event | None = None
+) -> BaseException | None:
     """Call the function as the wrapper does; return what it raised. Who leaves this frame is interrupted no more."""
     error = None
     assert interruption.enter(0)
     try:
+        if has_entered is not None:
+            has_entered.set()
         function()
     except BaseException as caught:  # noqa: BLE001
         error = caught
@@ -30,13 +34,12 @@ def boundary(interruption: SignalInterruption, function: Callable[[], Any]) -> B
 
 
 @contextlib.contextmanager
-def poked(interruption: SignalInterruption, *, order_first: bool = True) -> Iterator[None]:
-    """Order to leave and poke until the main thread is out."""
-    over = threading.Event()
+def poked(interruption: SignalInterruption, *, order_first: bool = True) -> Iterator[threading.Event]:
+    """Once the event that this yields is set, order to leave, and poke until the main thread is out."""
+    has_entered, over = threading.Event(), threading.Event()
 
     def poke() -> None:
-        while not interruption.is_inside and not over.wait(0.001):
-            pass
+        has_entered.wait(60)
         if order_first:
             interruption.order(0)
         while not over.wait(0.005):
@@ -45,7 +48,7 @@ def poked(interruption: SignalInterruption, *, order_first: bool = True) -> Iter
     thread = threading.Thread(target=poke, daemon=True)
     thread.start()
     try:
-        yield
+        yield has_entered
     finally:
         over.set()
         thread.join()
@@ -63,8 +66,8 @@ def interruption() -> Iterator[SignalInterruption]:
 def get_out_of(
     interruption: SignalInterruption, function: Callable[[], Any], *, order_first: bool = True
 ) -> BaseException | None:
-    with poked(interruption, order_first=order_first):
-        return boundary(interruption, function)
+    with poked(interruption, order_first=order_first) as has_entered:
+        return boundary(interruption, function, has_entered)
 
 
 def spin() -> None:
@@ -217,8 +220,8 @@ def test_a_call_that_is_over_is_not_entered(interruption: SignalInterruption) ->
 
 def test_nothing_is_raised_outside(interruption: SignalInterruption) -> None:
     """Signals that come late, when the function has been left, do nothing."""
-    with poked(interruption):
-        boundary(interruption, sleep)
+    with poked(interruption) as has_entered:
+        boundary(interruption, sleep, has_entered)
         interruption.leave()
         until = time.monotonic() + 0.05
         while time.monotonic() < until:

@@ -14,10 +14,10 @@ import json
 import sys
 import time
 from outlast import InProcessRestartConfig, inprocess
-from outlast.runtime import device
+from outlast.runtime import device_collectives
 
 happened = []
-device.abort_collectives = lambda: happened.append("abort") or 0
+device_collectives.abort_collectives = lambda: happened.append("abort") or 0
 
 @inprocess.Wrapper(InProcessRestartConfig(soft_timeout=2, hard_timeout=60))
 def train(call: inprocess.Handle):
@@ -52,7 +52,7 @@ import sys
 import threading
 import torch.distributed as dist
 from outlast import InProcessRestartConfig, inprocess
-from outlast.runtime import device
+from outlast.runtime import device_collectives
 
 happened, let_end = [], threading.Event()
 
@@ -63,8 +63,8 @@ class SlowToAbort:
         happened.append("abort ends")
 
 groups = [SlowToAbort()]
-device._nccl_groups = lambda: groups if dist.is_initialized() and 1 not in happened else []
-device._settle_devices = lambda: happened.append("settled")
+device_collectives._nccl_groups = lambda: groups if dist.is_initialized() and 1 not in happened else []
+device_collectives._settle_devices = lambda: happened.append("settled")
 
 destroy = dist.destroy_process_group
 
@@ -87,7 +87,7 @@ def train(call: inprocess.Handle):
             call.on_leave(own_leave)
         raise ValueError("planned")
     let_end.set()
-    device.await_aborts()
+    device_collectives.await_aborts()
 
 train()
 print(json.dumps(happened))

@@ -12,7 +12,7 @@ import torch
 
 from outlast import env, inprocess
 from outlast.errors import ConfigError
-from outlast.runtime import device
+from outlast.runtime import device_collectives
 
 NEEDED = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_what_nccl_needs_is_set(gpu: pytest.MonkeyPatch) -> None:
     """On a GPU the user exports nothing by hand; where the wrapper has ended, the environment is as it was."""
-    before = device.settle_collectives()
+    before = device_collectives.settle_collectives()
     assert {name: os.environ.get(name) for name in NEEDED} == NEEDED
     env.update(before)
     assert not NEEDED.keys() & os.environ.keys()
@@ -44,7 +44,7 @@ def test_what_launchers_set_is_replaced(gpu: pytest.MonkeyPatch) -> None:
     """torchrun and outlast run give each worker an error handling that ends it: the wrapper's comes in its place."""
     gpu.setenv("TORCHELASTIC_RUN_ID", "run")
     gpu.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    before = device.settle_collectives()
+    before = device_collectives.settle_collectives()
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     env.update(before)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
@@ -67,7 +67,7 @@ def test_what_a_user_set_otherwise_is_refused(
         gpu.setenv("TORCHELASTIC_RUN_ID", launcher)
     gpu.setenv(name, value)
     with pytest.raises(ConfigError, match=rf"{name}={value} .*set it to 0"):
-        device.settle_collectives()
+        device_collectives.settle_collectives()
     assert {one for one in NEEDED if one in os.environ} == {name}
 
 
@@ -109,7 +109,7 @@ def test_without_a_device_the_environment_stays(gpu: pytest.MonkeyPatch) -> None
     """On CPUs there is no NCCL, and nothing is set or refused."""
     gpu.setattr(torch.cuda, "is_available", lambda: False)
     gpu.setenv("NCCL_NVLS_ENABLE", "1")
-    assert device.settle_collectives() == {}
+    assert device_collectives.settle_collectives() == {}
     assert os.environ["NCCL_NVLS_ENABLE"] == "1"
     assert "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in os.environ
 
@@ -118,11 +118,11 @@ def test_nccl_watchdog_must_outwait_the_hard_timeout(gpu: pytest.MonkeyPatch) ->
     """A group whose watchdog would end the process before the wrapper can interrupt it is refused with the remedy."""
     for backend in ("nccl", "cuda:nccl,cpu:gloo", "undefined"):
         with pytest.raises(ConfigError, match=r"longer than hard_timeout=90.*longer timeout"):
-            device.check_collectives(backend, 90.0, hard_timeout_s=90.0)
-        device.check_collectives(backend, 90.5, hard_timeout_s=90.0)
-    device.check_collectives("gloo", 1.0, hard_timeout_s=90.0)
+            device_collectives.check_collectives(backend, 90.0, hard_timeout_s=90.0)
+        device_collectives.check_collectives(backend, 90.5, hard_timeout_s=90.0)
+    device_collectives.check_collectives("gloo", 1.0, hard_timeout_s=90.0)
     gpu.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "60")
     with pytest.raises(ConfigError, match=r"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=60.*unset it"):
-        device.check_collectives("nccl", 600.0, hard_timeout_s=90.0)
+        device_collectives.check_collectives("nccl", 600.0, hard_timeout_s=90.0)
     gpu.setattr(torch.cuda, "is_available", lambda: False)
-    device.check_collectives("undefined", 1.0, hard_timeout_s=90.0)
+    device_collectives.check_collectives("undefined", 1.0, hard_timeout_s=90.0)

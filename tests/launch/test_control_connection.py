@@ -20,9 +20,9 @@ from outlast.errors import ExitReason, RendezvousError
 from outlast.launch import control
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity, Occupant, WrongRun, ask, join_handshake, probe
-from outlast.launch.coordinator_client import ControlLink, HostSettings, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.control_link import ControlLink, HostSettings, LinkDown, LinkFailed, LinkUp, News
 from outlast.launch.coordinator_server import CoordinatorServer
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.run_key import KeySource, RunKey
 from outlast.runtime.wire import MessageChannel

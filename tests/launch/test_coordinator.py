@@ -13,8 +13,9 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
+from outlast.launch.verdicts import Record, Remember
 from outlast.policy.causes import Collective, Position
 from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.recovery_point import Distrusted, Load
@@ -30,9 +31,6 @@ class Job:
         self.coordinator = Coordinator(
             JobSettings(job="job", num_slots=num_slots, **settings),
             self.state,
-            record=self._record,
-            remember=self._remember,
-            learn=lambda cycle, seen, expired: None,
         )
         self.incidents: list[Incident] = []
         """What the coordinator itself wrote into the journal."""
@@ -43,14 +41,6 @@ class Job:
         """What each node sees where it is asked to look at its ranks."""
         self.mute: set[str] = set()
         """Nodes that died: they answer nothing any more."""
-
-    def _remember(self, state: LadderState) -> None:
-        self.state = state
-
-    def _record(self, kind: EventKind, cycle: int, data: dict[str, object]) -> None:
-        if kind == EventKind.INCIDENT:
-            assert isinstance(data["incident"], Incident)
-            self.incidents.append(data["incident"])
 
     def say(self, message: m.ToCoordinator) -> None:
         self._deliver(self.coordinator.handle(message, self.now_s))
@@ -82,6 +72,12 @@ class Job:
             self.say(m.Finished(node=name, epoch=f"{name}-1", facts=m.CycleFacts(cycle=start.cycle)))
 
     def _deliver(self, outbox: list[tuple[str, str, m.ToNode]]) -> None:
+        for effect in self.coordinator.take_effects():
+            match effect:
+                case Remember(state):
+                    self.state = state
+                case Record(EventKind.INCIDENT, _, {"incident": Incident() as incident}):
+                    self.incidents.append(incident)
         for name, epoch, message in outbox:
             self.said.setdefault(name, []).append(message)
             if name in self.mute:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import rendezvous_crowd
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
 from outlast.policy.ladder import LadderState, Limits
 
@@ -56,9 +56,6 @@ class Nodes:
         return Coordinator(
             JobSettings(job="job", num_slots=self.num, limits=Limits(max_restarts=9), **settings),
             LadderState(),
-            record=lambda *_: None,
-            remember=lambda _: None,
-            learn=lambda *_: None,
         )
 
     def say(self, *messages: m.ToCoordinator) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from outlast.errors import ExitReason
-from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Incident, IncidentKind, Rung, Verdict
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
-from outlast.launch.verdicts import REPORT_S, RestartReports
+from outlast.launch.verdicts import REPORT_S, Record, RestartReports
 from outlast.policy.ladder import LadderState, Limits
 
 FAULT = Incident(kind=IncidentKind.WORKER_FAILED, rank=3, evidence={"summary": "ValueError"})
@@ -24,22 +24,18 @@ class Job:
         self.incidents: list[Incident] = []
         self.told: list[tuple[str, m.ToNode]] = []
         settings = JobSettings(job="job", num_slots=2, limits=Limits(max_restarts=max_restarts))
-        self.coordinator = Coordinator(
-            settings, LadderState(), record=self._record, remember=lambda state: None, learn=lambda *_: None
-        )
+        self.coordinator = Coordinator(settings, LadderState())
         for node in "ab":
             self.join(node)
         self.start(0)
 
-    def _record(self, kind: EventKind, cycle: int, data: dict[str, object]) -> None:
-        if kind == EventKind.VERDICT:
-            assert isinstance(data["verdict"], Verdict)
-            self.verdicts.append(data["verdict"])
-            if isinstance(incident := data.get("incident"), Incident):
-                self.incidents.append(incident)
-
     def say(self, message: m.ToCoordinator) -> None:
         self.told += [(node, reply) for node, _, reply in self.coordinator.handle(message, 0.0)]
+        for effect in self.coordinator.take_effects():
+            if isinstance(effect, Record) and isinstance(verdict := effect.data.get("verdict"), Verdict):
+                self.verdicts.append(verdict)
+                if isinstance(incident := effect.data.get("incident"), Incident):
+                    self.incidents.append(incident)
 
     def join(self, node: str, ended: m.CycleFacts | None = None) -> None:
         self.say(m.JoinRequest(node=node, epoch="1", addr=node, nproc=2, ended=ended))

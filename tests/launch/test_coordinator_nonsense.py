@@ -20,7 +20,7 @@ from outlast.errors import ConfigError
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
 from outlast.policy.causes import Collective, Position
 from outlast.policy.ladder import LadderState, Limits
@@ -147,8 +147,7 @@ class Checked:
     """A coordinator whose state is looked at after everything that happens to it."""
 
     def __init__(self, settings: JobSettings) -> None:
-        ignore = lambda *_: None  # noqa: E731
-        self.coordinator = Coordinator(settings, LadderState(), record=ignore, remember=ignore, learn=ignore)
+        self.coordinator = Coordinator(settings, LadderState())
         self.now_s, self.beats = 0.0, itertools.count()
         self.unanswered: list[tuple[str, str, m.ToNode]] = []
         self.was_over = False
@@ -279,8 +278,7 @@ def test_nonsense_and_floods_of_a_proved_agent_change_nothing(make: Callable[...
     ):
         with connect(port) as channel:
             assert isinstance(hello(channel, node="y"), m.Welcome)
-            flood = b"".join([encode_frame(message)] * 5000)
-            sending = threading.Thread(target=_send, args=(channel, flood))
+            sending = threading.Thread(target=_flood, args=(channel, message))
             sending.start()
             sending.join(120)
             assert not sending.is_alive(), "the coordinator reads on, or has closed the connection"
@@ -290,6 +288,7 @@ def test_nonsense_and_floods_of_a_proved_agent_change_nothing(make: Callable[...
 WRONG = Incident(kind=IncidentKind.NODE_UNHEALTHY, node="y", evidence={"checks": [3, {"name": []}], "cause": "x"})
 
 
-def _send(channel: Any, data: bytes) -> None:
+def _flood(channel: Any, message: msgspec.Struct) -> None:
     with contextlib.suppress(OSError):
-        channel.send_bytes(data)
+        for _ in range(5000):
+            channel.send(message)

@@ -9,7 +9,8 @@ import msgspec
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
+from outlast.launch.verdicts import Record, Remember
 from outlast.policy.ladder import LadderState, LadderStep, Limits, begin_job
 from outlast.policy.rerun import Diagnosis, Finding, Replay
 
@@ -21,9 +22,7 @@ class Job:
         self.state = state or LadderState()
         self.verdicts: list[tuple[Verdict, Incident | None]] = []
         settings = JobSettings(job="job", num_slots=2, limits=Limits(max_restarts=9, max_no_progress_cycles=9))
-        self.coordinator = Coordinator(
-            settings, self.state, record=self._record, remember=self._remember, learn=lambda *_: None
-        )
+        self.coordinator = Coordinator(settings, self.state)
         self.starts: list[dict[str, m.Start]] = []
         """The starts of each cycle, by node."""
         self.waits: dict[str, str] = {}
@@ -37,7 +36,14 @@ class Job:
         self.say(m.JoinRequest(node=name, epoch="1", addr=name, nproc=nproc, ended=ended))
 
     def say(self, message: m.ToCoordinator) -> None:
-        for name, epoch, told in self.coordinator.handle(message, 0.0):
+        outbox = self.coordinator.handle(message, 0.0)
+        for effect in self.coordinator.take_effects():
+            match effect:
+                case Remember(state):
+                    self.state = state
+                case Record(EventKind.VERDICT, _, {"verdict": Verdict() as verdict, **others}):
+                    self.verdicts.append((verdict, others.get("incident")))  # type: ignore[arg-type]
+        for name, epoch, told in outbox:
             match told:
                 case m.Prepare():
                     self.say(m.Master(node=name, epoch=epoch, cycle=told.cycle, addr=name, port=1))
@@ -55,13 +61,6 @@ class Job:
             kind=IncidentKind.WORKER_FAILED, node=name, rank=rank, pid=77, exit_code=code, evidence=evidence
         )
         self.join(name, ended=m.CycleFacts(cycle=self.coordinator.cycle, incident=incident))
-
-    def _remember(self, state: LadderState) -> None:
-        self.state = state
-
-    def _record(self, kind: EventKind, cycle: int, data: dict[str, Any]) -> None:
-        if kind == EventKind.VERDICT:
-            self.verdicts.append((data["verdict"], data.get("incident")))
 
 
 def found(finding: Finding = Finding.REPRODUCED, **facts: Any) -> Diagnosis:

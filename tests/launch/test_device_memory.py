@@ -27,9 +27,10 @@ from outlast.health.devices import read_memory_use
 from outlast.incidents import EventKind
 from outlast.journal import read
 from outlast.launch import device_memory
+from outlast.launch.checkups import CheckedUp, Occasion
 from outlast.launch.device_memory import MemoryReclaim, MemoryReclaimed, choose_gpus, find_held
 from outlast.launch.node_agent import AgentState, NodeAgent
-from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
+from outlast.launch.node_health import NodeHealth
 from outlast.testing.ranks import TOKEN, LoggedProcess, end_processes, processes_with
 
 GIB = 2**30
@@ -351,27 +352,25 @@ def test_an_agent_waits_when_neither_workers_nor_a_check_have_the_memory(
     state: AgentState, are_cleared: bool, uses_gpus: bool, begins: bool
 ) -> None:
     """Memory is looked at when all workers are gone, and behind a check of the GPUs, which takes some for itself."""
-    agent: Any = Mock(_state=state)
-    agent._workers.are_cleared, agent._health.uses_gpus = are_cleared, uses_gpus
-    NodeAgent._start_if_clear(agent)
+    agent: Any = Mock(_state=state, _is_done=False, _start=None)
+    agent._workers.are_cleared, agent._health.uses_gpus, agent._health.stop = are_cleared, uses_gpus, None
+    NodeAgent._advance(agent)
     assert agent._memory.begin.called is begins
-    agent._start_if_ready.assert_called_once_with()
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])
 def test_no_worker_starts_while_memory_is_waited_for(is_awaited: bool) -> None:
     """A start that was ordered stays where it is until the wait is over."""
-    agent: Any = Mock(_state=AgentState.JOINING)
-    agent._health.is_looking, agent._memory.is_awaited = False, is_awaited
-    agent._client.take_place.return_value = False
-    NodeAgent._start_if_ready(agent)
-    assert agent._client.take_place.called is not is_awaited
+    agent: Any = Mock(_state=AgentState.JOINING, _is_done=False)
+    agent._health.stop, agent._health.is_looking, agent._memory.is_awaited = None, False, is_awaited
+    NodeAgent._advance(agent)
+    assert agent._start_cycle.called is not is_awaited
 
 
 def test_a_check_of_the_gpus_comes_before_the_wait() -> None:
     """From its second fault on a node's GPUs are checked: they are in use until the result is there."""
     checkups: Any = Mock(config=HealthConfig(before_joining=False))
-    others = {"client": Mock(), "journal": Mock(), "timers": Mock(), "mailbox": Mock()}
+    others = {"client": Mock(), "journal": Mock(), "timers": Mock()}
     health = NodeHealth(checkups, **others, is_alone=False)
     for is_checked in (False, True):
         health.suspect()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from outlast.incidents import Rung
-from outlast.launch.membership import name_job
-from outlast.launch.verdicts import load_ladder, save_ladder
+from outlast.launch.job_settings import name_job
+from outlast.launch.ladder_file import load_ladder, save_ladder
 from outlast.policy.ladder import LadderState, LadderStep
 from outlast.policy.recovery_point import Distrusted, Load
 

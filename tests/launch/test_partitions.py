@@ -12,7 +12,7 @@ import pytest
 
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.leadership import should_yield
 
@@ -142,9 +142,7 @@ class Network:
             former_host=None if agent.job is None else agent.job[0],
             term=1 if agent.job is None else agent.job[1] + 1,
         )
-        coordinator = Coordinator(
-            settings, LadderState(), record=lambda *_: None, remember=lambda _: None, learn=lambda *_: None
-        )
+        coordinator = Coordinator(settings, LadderState())
         self.hosts[agent.endpoint] = host = Host(agent, coordinator, judged_s=self.now_s)
         return host
 

@@ -19,10 +19,10 @@ import torch
 
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import EventKind
-from outlast.launch.agent_events import Mailbox
 from outlast.launch.options import parse_options
 from outlast.launch.run import may_write, own_run_directory
 from outlast.policy.lease import LeaseOwner
+from outlast.runtime.event_loop import Mailbox
 from outlast.runtime.lease import FolderRecords, Lease, decode_owner, encode_owner
 from outlast.runtime.processes import this_process
 from outlast.status.evidence import gather

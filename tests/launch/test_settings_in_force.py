@@ -17,19 +17,20 @@ from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import Mailbox
 from outlast.launch.control import JobIdentity
 from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.cycle import Cycle, WorkerLaunch
-from outlast.launch.membership import JobSettings
+from outlast.launch.in_process_recovery import InProcessRecovery
+from outlast.launch.job_settings import JobSettings
 from outlast.launch.node_agent import AgentState, NodeAgent
 from outlast.launch.options import parse_options
-from outlast.launch.workers import InProcessRecovery, WorkerProcess
+from outlast.launch.workers import WorkerProcess
 from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import Board
+from outlast.runtime.event_loop import Mailbox
 from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.run_key import RunKey
 from outlast.runtime.zygote import Exited

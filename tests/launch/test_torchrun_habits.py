@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from outlast.errors import ConfigError
+from outlast.launch.ladder_file import save_ladder
 from outlast.launch.options import RunOptions, parse_options
 from outlast.launch.run_parser import parse_command
-from outlast.launch.verdicts import save_ladder
 from outlast.policy.ladder import LadderState
 from outlast.testing.ranks import free_port
 

@@ -15,7 +15,8 @@ from outlast.config import HealthConfig
 from outlast.errors import ConfigError, ExitReason
 from outlast.health.probing import CheckResult, Status
 from outlast.incidents import EventKind, Incident, Rung
-from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
+from outlast.launch.checkups import CheckedUp, Occasion
+from outlast.launch.node_health import NodeHealth
 from outlast.launch.options import parse_options
 from outlast.testing import Cluster
 
@@ -328,7 +329,7 @@ def test_settings_come_from_the_file_that_the_doctor_reads(tmp_path: Path, monke
 def test_a_full_or_hung_disk_never_prevents_training(failed: tuple[Any, ...], prevents: bool) -> None:
     """After a fault a node keeps its slot whatever its checkpoint directories do: memory holds checkpoints."""
     checkups: Any = Mock(config=HealthConfig(before_joining=False))
-    others = {"client": Mock(), "journal": Mock(), "timers": Mock(), "mailbox": Mock()}
+    others = {"client": Mock(), "journal": Mock(), "timers": Mock()}
     others["journal"].incident.side_effect = lambda kind, summary, **_: Incident(
         kind=kind, evidence={"summary": summary}
     )

@@ -1,8 +1,6 @@
 """Stacks: what a dump tells about a rank, and that asking for one never harms it."""
 
 import contextlib
-import os
-import select
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ import outlast
 from outlast.monitor import stacks
 from outlast.monitor.examination import Books, count_collectives, waits_in
 from outlast.policy.causes import Collective
+from outlast.runtime.processes import process_state
 
 DUMP = """main thread 0x00007f0000000001
 Thread 0x00007f0000000002 (most recent call first):
@@ -212,16 +211,4 @@ def test_forked_child_writes_its_own_stack():
         line = stacks.parse(dump.text()).line
         assert line in ('File "<string>", line 9 in <module>', 'File "<string>", line 10 in <module>')
         assert parent_dump.text() == ""
-    assert stacks.process_state(child) == "X"
-
-
-def test_process_states_are_read(tmp_path):
-    """A living process has a letter, one that is gone has X."""
-    assert stacks.process_state(os.getpid()) in "RS"
-    child = subprocess.Popen(["true"])
-    fd = os.pidfd_open(child.pid)
-    assert select.select([fd], [], [], 10)[0]
-    assert stacks.process_state(child.pid) == "Z"
-    child.wait(10)
-    os.close(fd)
-    assert stacks.process_state(child.pid) == "X"
+    assert process_state(child) == "X"

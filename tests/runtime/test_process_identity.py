@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from outlast.runtime.processes import is_alive, this_process, this_program
+from outlast.runtime.processes import is_alive, process_state, this_process, this_program
 
 
 def test_process_that_named_itself_is_found() -> None:
@@ -33,8 +33,11 @@ def test_process_that_has_ended_is_not_alive() -> None:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         child_process = msgspec.structs.replace(this_process(), pid=child.pid, started=0)
         assert is_alive(child_process) is False
+        assert process_state(child.pid) == "Z"
         assert child.wait(timeout=300) == 0
     assert is_alive(child_process) is False
+    assert process_state(child.pid) == "X"
+    assert process_state(os.getpid()) in "RS"
 
 
 def test_a_script_whose_path_is_not_utf8_has_a_name_that_can_be_written(

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import ConfigError, RendezvousError
-from outlast.launch.agent_events import Mailbox
 from outlast.runtime import processes, store
 from outlast.runtime.addresses import Endpoint, parse_endpoints
+from outlast.runtime.event_loop import Mailbox
 from outlast.runtime.files import write_atomically
 
 

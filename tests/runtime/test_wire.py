@@ -234,7 +234,7 @@ def test_a_packet_of_another_length_is_an_error(packet: bytes) -> None:
 
 
 def test_bulk_data_passes_between_messages() -> None:
-    """Bytes in memory and of a file follow a message and arrive where the receiver wants them."""
+    """Bytes of a file follow a message and arrive where the receiver wants them."""
     data = os.urandom(3_000_000)
     client, server = tcp_pair()
     with MessageChannel[Any](client, Any, timeout_s=5) as one, MessageChannel[Any](server, Any, timeout_s=5) as other:  # noqa: SIM117
@@ -242,21 +242,16 @@ def test_bulk_data_passes_between_messages() -> None:
             file.write(data)
 
             def send() -> None:
-                one.send(Number(len(data)))
-                one.send_bytes(memoryview(data))
-                one.send(Text("a file"))
+                one.send(Number(len(data) - 10))
                 one.send_file(file.fileno(), 10, len(data) - 10)
                 one.send(Text("the end"))
 
             thread = threading.Thread(target=send)
             thread.start()
             into = memoryview(bytearray(len(data)))
-            assert other.receive() == Number(len(data))
-            other.receive_into(into)
-            assert into == data
-            assert other.receive() == Text("a file")
+            assert other.receive() == Number(len(data) - 10)
             other.receive_into(into[10:])
-            assert into == data
+            assert into[10:] == data[10:]
             assert other.receive() == Text("the end")
             thread.join()
             with pytest.raises(ConnectionAbortedError, match="7 bytes too early"):

@@ -20,11 +20,11 @@ from outlast.health.probing import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.launch import device_memory
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import AgentStops, Timers
+from outlast.launch.checkups import CheckedUp, Occasion
 from outlast.launch.control import JobIdentity
 from outlast.launch.coordinator_server import CoordinatorServer
-from outlast.launch.membership import JobSettings
-from outlast.launch.node_health import CheckedUp, NodeHealth, Occasion
+from outlast.launch.job_settings import JobSettings
+from outlast.launch.node_health import NodeHealth
 from outlast.launch.options import parse_options
 from outlast.monitor import rank_guard
 from outlast.monitor.rank_monitor import PlacedRankMonitor
@@ -33,6 +33,7 @@ from outlast.policy import ladder
 from outlast.policy.deadlines import BoardSection, ExitLimit, Expired, Subject, Timeouts, deadlines
 from outlast.policy.ladder import CycleEnd, LadderState
 from outlast.runtime.board import Board, RankState
+from outlast.runtime.event_loop import Timers
 from outlast.runtime.journal import Journal
 from outlast.runtime.run_key import RunKey
 
@@ -311,21 +312,20 @@ def life_of_a_node(config: HealthConfig) -> Any:
         journal=Mock(**{"incident.return_value": Incident(kind=IncidentKind.NODE_UNHEALTHY)}),
         timers=timers,
         is_alone=False,
-        mailbox=(mailbox := Mock()),
     )
-    was_admitted = health.is_admitted
+    health.note_connected(is_host=False)
+    was_admitted = health.may_join
     for _ in range(2):
         health.suspect()
         health.note_cleared()
     failed = CheckResult(name="disk", target="/", status=Status.FAILED, reason="full", took_s=0.0)
     if not was_admitted:
-        health.note_connected(is_host=False)
         health.take(CheckedUp(Occasion.JOINING, (failed,)))
     return (
         was_admitted,
         checkups.begin.mock_calls,
         sorted(timers._deadlines),
-        any(isinstance(call.args[0], AgentStops) for call in mailbox.put.mock_calls),
+        health.stop is not None,
     )
 
 

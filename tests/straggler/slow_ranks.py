@@ -21,7 +21,7 @@ import torch.distributed as dist
 from outlast.config import StragglerDetectionConfig
 from outlast.env import read_worker
 from outlast.runtime.journal import Journal
-from outlast.straggler import Report, StragglerDetector, recorder
+from outlast.straggler import Report, StragglerDetector, machine_check, recorder
 from outlast.straggler import detector as detector_module
 from outlast.straggler.report import record
 
@@ -87,9 +87,9 @@ def _tell(report: Report) -> dict[str, Any]:
 
 def slowed(rank: int) -> list[dict[str, Any]]:
     """Rank 2 becomes 1.3 times as slow in the fifth window, and its machine takes twice as long for a product."""
-    product_s, copy_s = detector_module.time_product, detector_module.time_copy
-    detector_module.time_product = lambda device: product_s(device) * 0 + (0.02 if rank == 2 else 0.01)
-    detector_module.time_copy = lambda device: copy_s(device) * 0 + 0.01
+    product_s, copy_s = machine_check.time_product, machine_check.time_copy
+    machine_check.time_product = lambda device: product_s(device) * 0 + (0.02 if rank == 2 else 0.01)
+    machine_check.time_copy = lambda device: copy_s(device) * 0 + 0.01
     place = read_worker()
     journal = Journal(sys.argv[1], run_id="run", job="job", node=place.node, proc=f"rank-{rank}")
     keep = functools.partial(record, place=place, journal=journal)
@@ -101,13 +101,13 @@ def slowed(rank: int) -> list[dict[str, Any]]:
             told.append(_tell(detector.report()))
     detector.close()
     journal.close()
-    detector_module.time_product, detector_module.time_copy = product_s, copy_s
+    machine_check.time_product, machine_check.time_copy = product_s, copy_s
     return told
 
 
 def stopped(rank: int) -> list[dict[str, Any]]:
     """Rank 1 has twice as much to do from the start, on a machine that is as fast as the others."""
-    detector_module.time_product = detector_module.time_copy = lambda device: 0.01
+    machine_check.time_product = machine_check.time_copy = lambda device: 0.01
     config = StragglerDetectionConfig(stop_if_detected=True, confirmations=2)
     detector = StragglerDetector(config, num_warmup_steps=0, timeout_s=30)
     told = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.profiler
 
-from outlast.runtime import device
+from outlast.runtime import device_timing
 from outlast.straggler import StragglerDetector, recorder
 from outlast.straggler.recorder import MAX_KERNELS, KernelTimes
 
@@ -39,15 +39,15 @@ def test_kernels_are_the_devices_own_without_collectives(
     monkeypatch: pytest.MonkeyPatch, kind: str, expected: dict[str, float]
 ) -> None:
     """On a device only what ran there counts, without one only operators; a collective never does."""
-    monkeypatch.setattr(device, "training_device", lambda local_rank=0: torch.device(kind))
-    found = {one.name: seconds for one in EVENTS if (seconds := device.kernel_seconds(one)) is not None}
+    monkeypatch.setattr(device_timing, "training_device", lambda local_rank=0: torch.device(kind))
+    found = {one.name: seconds for one in EVENTS if (seconds := device_timing.kernel_seconds(one)) is not None}
     assert found == pytest.approx(expected)
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a device."""
-    monkeypatch.setattr(device, "training_device", lambda local_rank=0: torch.device("cpu"))
+    monkeypatch.setattr(device_timing, "training_device", lambda local_rank=0: torch.device("cpu"))
 
 
 @pytest.fixture

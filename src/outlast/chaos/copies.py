@@ -20,9 +20,10 @@ from pathlib import Path
 import psutil
 
 from outlast.chaos.plan import FaultKind, FaultTier
-from outlast.chaos.sight import Sight, memory_files
+from outlast.chaos.sight import Sight
 from outlast.decoding import parse_json
 from outlast.env import clean_name
+from outlast.runtime.files import memory_files
 
 _SHARD = re.compile(r"rank-(\d+)\.safetensors")
 _OF_A_RUN = re.compile(r"step-\d+(?:\.(?:tmp|aside)-.+|\.doomed)?|suspect|owner|latest|run\.json")

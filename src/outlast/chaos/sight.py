@@ -6,18 +6,14 @@ All that is kept is what the newest job's newest cycle is like. Nothing is ever 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from outlast.chaos.plan import FaultTier
-from outlast.errors import OutlastError
 from outlast.incidents import Event, EventKind, IncidentKind
 from outlast.journal import read_on
 from outlast.policy.lease import Process
-from outlast.runtime.board import Board
+from outlast.runtime.board import held_pages
 from outlast.runtime.processes import is_alive
 
 log = logging.getLogger(__name__)
@@ -146,9 +142,9 @@ class Sight:
         for node in sorted(set(self.ranks.values())):
             process = self.agents.get(node)
             if process is not None and is_alive(process):
-                for cycle, iteration in read_iterations(process.pid):
-                    if cycle == self.cycle:
-                        self.iteration = max(self.iteration, iteration)
+                for page in held_pages(process.pid):
+                    if page.cycle == self.cycle:
+                        self.iteration = max(self.iteration, page.iteration)
 
     def living(self) -> list[str]:
         """Return the nodes whose agents live, on this machine."""
@@ -165,34 +161,3 @@ def generation_of(event: Event) -> int | None:
         return event.iteration
     generation = event.data.get("generation")
     return generation if isinstance(generation, int) else None
-
-
-def read_iterations(pid: int) -> Iterator[tuple[int, int]]:
-    """Yield cycle and iteration of each rank on the boards that an agent has."""
-    for path in memory_files(pid, "outlast-board"):
-        try:
-            board = Board.open(path)
-        except OutlastError:  # the cycle ended while we looked
-            continue
-        with closing(board):
-            for state in board.read_all():
-                if state.pid:
-                    yield state.cycle, state.iteration
-
-
-def memory_files(pid: int, name: str) -> list[str]:
-    """Return the paths of the files without a name that a process has in memory, each once."""
-    folder = f"/proc/{pid}/fd"
-    paths: dict[tuple[int, int], str] = {}
-    try:
-        for number in os.listdir(folder):
-            path = f"{folder}/{number}"
-            try:
-                if os.readlink(path).startswith((f"/memfd:{name}", f"/dev/shm/{name}.")):
-                    status = os.stat(path)
-                    paths[status.st_dev, status.st_ino] = path
-            except FileNotFoundError:
-                continue
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
-        return []
-    return list(paths.values())

@@ -3,8 +3,8 @@
 Shared memory (``memfd``) that the writer owns has no name, so nothing is left behind by any death. Fresh pages cost
 several times the copy, so an arena is kept, and touched ahead.
 
-What lies on a device is copied by the device, in a stream of its own (:class:`outlast.runtime.device.DeviceCopies`),
-straight into the arena's pages, which are pinned once.
+What lies on a device is copied by the device, in a stream apart from training's
+(:class:`outlast.runtime.device_copies.DeviceCopies`), straight into the arena's pages, which are pinned once.
 
 The copy of some tensors may overlap training: :mod:`outlast.checkpoint.copy_guard`. A state that changes during its
 copy is not saved: see :class:`_Versions`.
@@ -36,7 +36,8 @@ from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorS
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 from outlast.checkpoint.writer_client import WriterClient, WriterSilent
 from outlast.errors import CheckpointError
-from outlast.runtime.device import Copied, DeviceCopies, copies_of, start_driver_thread
+from outlast.runtime.device import start_driver_thread
+from outlast.runtime.device_copies import Copied, DeviceCopies, copies_of
 
 log = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20

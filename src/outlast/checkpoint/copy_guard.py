@@ -19,7 +19,8 @@ from outlast import clock
 from outlast.checkpoint.arena import SETTLE_S, Staged
 from outlast.checkpoint.state import FlatState
 from outlast.errors import CheckpointError
-from outlast.runtime.device import copies_of, has_graphs, is_capturing
+from outlast.runtime.device import has_graphs, is_capturing
+from outlast.runtime.device_copies import copies_of
 
 log = logging.getLogger(__name__)
 DEFERRABLE_BYTES = 1 << 20

@@ -28,7 +28,8 @@ from outlast.checkpoint.dcp.reader import bytes_of
 from outlast.checkpoint.shard import CHUNK_BYTES, TensorSpan
 from outlast.checkpoint.state import capture, flatten
 from outlast.errors import CheckpointError
-from outlast.runtime.device import Copied, DeviceCopies, copies_of, start_driver_thread
+from outlast.runtime.device import start_driver_thread
+from outlast.runtime.device_copies import Copied, DeviceCopies, copies_of
 from outlast.runtime.device_digest import ChunkDigests, find_digests
 
 log = logging.getLogger(__name__)

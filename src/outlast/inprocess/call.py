@@ -27,7 +27,7 @@ from outlast.config.training import InProcessRestartConfig
 from outlast.errors import OutlastError, PeerLost
 from outlast.runtime import connections
 from outlast.runtime.addresses import listen_at
-from outlast.runtime.device import await_aborts, is_aborting
+from outlast.runtime.device_collectives import await_aborts, is_aborting
 
 if TYPE_CHECKING:
     from outlast.inprocess.plugins import State

@@ -38,7 +38,7 @@ from outlast.monitor import stacks
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_restart import add_earlier_faults, add_fault, count_causes
 from outlast.policy.rank_assignment import assign
-from outlast.runtime import connections, device
+from outlast.runtime import connections, device, device_collectives
 from outlast.runtime.addresses import own_address
 from outlast.runtime.board import InProcessFault, InProcessMark
 from outlast.runtime.interruption import CallOutcome, SignalInterruption
@@ -266,7 +266,7 @@ class WrappedRank:
         config, place = self._config, self._place
         before = {variable: env.environ().get(variable) for variable in _VARIABLES}
         stack.callback(env.update, before)
-        before |= device.settle_collectives()
+        before |= device_collectives.settle_collectives()
         stack.callback(self._close_store)
         self._reporter = StatusReporter(place, config)
         stack.callback(self._reporter.close)
@@ -637,7 +637,7 @@ class WrappedRank:
             self._abort_collectives(handle)
         if not self._plugins.has_abort:
             return
-        device.await_aborts()  # a plug-in may shut groups down
+        device_collectives.await_aborts()  # a plug-in may shut groups down
         try:
             self._plugins.abort(self._describe())
         except (Exception, SystemExit):  # it would end the monitor thread in silence
@@ -661,12 +661,12 @@ class WrappedRank:
             except Exception:
                 log.exception("the check before the abort failed")
             try:
-                device.abort_collectives()
+                device_collectives.abort_collectives()
             except Exception:
                 log.exception("the collectives of the devices could not be aborted")
 
     def _check_group(self, backend: str, timeout_s: float) -> None:
-        device.check_collectives(backend, timeout_s, hard_timeout_s=self._config.hard_timeout)
+        device_collectives.check_collectives(backend, timeout_s, hard_timeout_s=self._config.hard_timeout)
 
 
 P = ParamSpec("P")

@@ -40,12 +40,15 @@ import msgspec
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Rung, Verdict
 from outlast.launch import protocol as m
-from outlast.launch.membership import Adoption, Forming, JobSettings, Node, Nodes, Outbox, Quorum, why_it_waits
+from outlast.launch.excluded_nodes import ExcludedNodes
+from outlast.launch.job_settings import JobSettings
+from outlast.launch.membership import Adoption, Forming, Node, Nodes, Outbox, Quorum, why_it_waits
 from outlast.launch.rank_hub import RankHub
 from outlast.launch.verdicts import (
     CycleEnding,
-    ExcludedNodes,
+    Effects,
     LadderClient,
+    Learn,
     Record,
     RestartReports,
     departure,
@@ -54,7 +57,6 @@ from outlast.launch.verdicts import (
     highest_durable,
     observations,
 )
-from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState, Limits
 from outlast.policy.leadership import Leadership
 
@@ -88,10 +90,6 @@ class Coordinator:
     Args:
         settings: The job's settings.
         state: What the ladder remembers of the run.
-        record: Called with every event for the journal: kind, cycle, data.
-        remember: Called with the ladder's new state whenever it changed, before any node learns of the verdict.
-        learn: Called with a cycle's number, what its nodes observed, and the timeouts exceeded in it (``None``: it
-            finished).
         tell_time: Returns the time for people, for what the ladder remembers.
         stop: Why the job is over before it begins; ``None``: it begins, unless it has finished under another
             coordinator.
@@ -104,32 +102,25 @@ class Coordinator:
         settings: JobSettings,
         state: LadderState,
         *,
-        record: Record,
-        remember: Callable[[LadderState], None],
-        learn: Callable[[int, list[Observation], list[Expired] | None], None],
         tell_time: Callable[[], str] = str,
         stop: m.Stop | None = None,
     ) -> None:
         self.settings = settings
-
-        def keep(state: LadderState) -> None:
-            remember(state)
-            decided = m.Decided(ladder=state)
-            self.nodes.out += [(node.name, node.epoch, decided) for node in self.nodes]
-
-        self._ladder = LadderClient(state, _limits(settings), record=record, remember=keep, tell_time=tell_time)
+        self.nodes = Nodes(settings.num_slots)
+        self._effects: Effects = []
+        self._ladder = LadderClient(
+            state, _limits(settings), nodes=self.nodes, effects=self._effects, tell_time=tell_time
+        )
         self.cycle = 0
         """The cycle that forms or runs."""
         self._newest_elsewhere = -1
         """The newest cycle that nodes took a place in under other coordinators: its number is not given again."""
         self.phase = m.JobPhase.ADOPTING if settings.former_host is not None else m.JobPhase.FORMING
-        self.nodes = Nodes(settings.num_slots)
         if stop is None and state.finished:
             stop = m.Stop(exit_code=ExitReason.FINISHED, reason="the run is finished")
         self.stop = stop
         if stop is not None:
             self.phase = m.JobPhase.OVER
-        self._record, self._learn = record, learn
         self._noted_forming: tuple[int, bool] | None = None
         self._ending: CycleEnding | None = None
         """The cycle that is ending, until all of its nodes have reported what they know."""
@@ -150,7 +141,7 @@ class Coordinator:
         self._members = _Members()
         self._phase_since_s: float | None = None
         """Since when nodes are waited for in this phase."""
-        self._excluded = ExcludedNodes(self.nodes, self._ladder, record)
+        self._excluded = ExcludedNodes(self.nodes, self._ladder, self._effects)
         self._finished: dict[str, m.CycleFacts] = {}
         """Nodes whose workers all finished the running cycle; a finished one may leave before the others."""
         self._restarts = RestartReports()
@@ -346,6 +337,12 @@ class Coordinator:
         dropped, self._dropped = self._dropped, []
         return dropped
 
+    def take_effects(self) -> Effects:
+        """Return what the host has to do before it sends what was returned with it."""
+        effects = self._effects.copy()
+        self._effects.clear()
+        return effects
+
     # -- joining and leaving -----------------------------------------------------------------------------------
 
     def _on_claim(self, claim: m.NameClaim) -> None:
@@ -395,7 +392,7 @@ class Coordinator:
     def _add(self, message: m.JoinRequest | m.Register, now_s: float) -> Node:
         node = self.nodes.add(message, now_s)
         spare = self.nodes.num_joins > len(self.nodes.slots)
-        self._record(EventKind.NODE_JOINED, self.cycle, {"name": node.name, "spare": spare})
+        self._record(EventKind.NODE_JOINED, {"name": node.name, "spare": spare})
         self._excluded.admit(node)
         if self.state.number or isinstance(message, m.JoinRequest):
             self.nodes.out.append((node.name, node.epoch, m.Decided(ladder=self.state)))
@@ -513,7 +510,7 @@ class Coordinator:
         for name, why in adoption.lost.items():
             if name in self.nodes.holders:
                 incident = self._ending.lose(name, why)
-                self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
+                self._record(EventKind.INCIDENT, {"incident": incident})
         for slot in adoption.missing:
             name, why = "", f"it held slot {slot} and did not come to the new coordinator"
             if slot == adoption.lost_slot:
@@ -522,7 +519,7 @@ class Coordinator:
                     f"it held slot {slot} and was lost together with the coordinator",
                 )
             incident = self._ending.lose(name, why)
-            self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
+            self._record(EventKind.INCIDENT, {"incident": incident})
         for name, facts in adoption.ended.items():
             if (node := self.nodes.by_name.get(name)) is not None:
                 self._take_facts(facts, node)
@@ -658,6 +655,9 @@ class Coordinator:
                 self._tell_ran(spare)
         self._count_spares()
 
+    def _record(self, kind: EventKind, data: dict[str, object]) -> None:
+        self._effects.append(Record(kind, self.cycle, data))
+
     def _enter(self, phase: m.JobPhase, now_s: float) -> None:
         """Begin with a phase in which nodes are waited for."""
         self.phase, self._phase_since_s = phase, now_s
@@ -711,7 +711,7 @@ class Coordinator:
             return
         self.nodes.remove(node.name)
         if leave.facts is not None:
-            self._learn(self.cycle, observations([leave.facts]), [])
+            self._effects.append(Learn(self.cycle, observations([leave.facts]), []))
         if leave.signal:
             self._noticed[node.name] = leave.signal
         verdict = self._ladder.rule(departure(self.cycle, leave))
@@ -734,7 +734,7 @@ class Coordinator:
             self._adoption.lose(node.name, why)
         if self.nodes.holds_slot(node) and self._ending is not None:
             incident = self._ending.lose(node.name, why, detected_after_s=round(now_s - node.beat_at_s, 3))
-            self._record(EventKind.INCIDENT, self.cycle, {"incident": incident})
+            self._record(EventKind.INCIDENT, {"incident": incident})
         # else: nothing was started on it; its slot, if any, is simply free again
 
     # -- a cycle's end -----------------------------------------------------------------------------------------
@@ -782,7 +782,7 @@ class Coordinator:
             committed_iteration=highest_committed(facts),
             had_session=any(one.had_session for one in facts),
         )
-        self._learn(self.cycle, observations(facts), None)
+        self._effects.append(Learn(self.cycle, observations(facts), None))
         self._carry_out(self._ladder.rule(end), now_s)
 
     def _report_finished(self, names: Collection[str]) -> None:
@@ -850,7 +850,7 @@ class Coordinator:
             )
             began_s, self._running_since_s = self._running_since_s, None
             end = replace(end, ran_s=0.0 if began_s is None else now_s - began_s)
-            self._learn(self.cycle, observations(ending.facts), ending.exceeded())
+            self._effects.append(Learn(self.cycle, observations(ending.facts), ending.exceeded()))
             self._carry_out(self._ladder.rule(end), now_s)
             if self.stop is not None:
                 return
@@ -874,7 +874,7 @@ class Coordinator:
         """Record that nodes are missing, once, and that none is any more."""
         if (noted := (self.cycle, missing > 0)) != self._noted_forming:
             self._noted_forming = noted
-            self._record(EventKind.FORMING, self.cycle, {"missing": missing})
+            self._record(EventKind.FORMING, {"missing": missing})
 
     def _await_quorum(self, now_s: float) -> None:
         self._forming.await_quorum(self.cycle, now_s)
@@ -894,5 +894,5 @@ class Coordinator:
             rung, code = Rung.REQUEUE_JOB, ExitReason.PREEMPTED
             reason += "; there is a saved state to go on from"
         verdict = Verdict(rung=rung, reason=reason, exit_code=code)
-        self._record(EventKind.VERDICT, self.cycle, {"verdict": verdict})
+        self._record(EventKind.VERDICT, {"verdict": verdict})
         self._stop_job(code, reason, now_s)

@@ -33,9 +33,10 @@ from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import HangSeen, WatchdogFailed
+from outlast.launch.in_process_recovery import InProcessRecovery
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.worker_logs import WorkerLogs, open_logs
-from outlast.launch.workers import InProcessRecovery, WorkerProcess
+from outlast.launch.workers import WorkerProcess
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, LearnedTimeouts, Watchdog, enforceable, observe
 from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s

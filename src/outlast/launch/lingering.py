@@ -19,6 +19,7 @@ from outlast.incidents import Incident, IncidentKind
 from outlast.monitor import stacks
 from outlast.policy.deadlines import ExitLimit, LateRank
 from outlast.runtime.files import in_time, make_private_folder, open_private
+from outlast.runtime.processes import process_state
 
 if TYPE_CHECKING:
     from outlast.launch.cycle import Cycle
@@ -158,7 +159,7 @@ def _keep_stack(pid: int, path: Path) -> str:
     text = stacks.py_spy(pid, native=True, timeout_s=_NATIVE_STACK_S) or stacks.py_spy(pid)
     text = text or stacks.dump(pid, timeout_s=_PYTHON_STACK_S)
     if not text:
-        return f"it cannot be read (process state {stacks.process_state(pid)}; py-spy must be installed and permitted)"
+        return f"it cannot be read (process state {process_state(pid)}; py-spy must be installed and permitted)"
 
     def keep() -> None:
         make_private_folder(path.parent.parent)

@@ -35,11 +35,11 @@ from outlast.env import clean_name
 from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
 from outlast.journal import read_on
-from outlast.monitor.stacks import process_state
 from outlast.policy.durability import SurvivalLevel
 from outlast.policy.recovery_point import Tier
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.injection import reach
+from outlast.runtime.processes import process_state
 from outlast.version import __version__
 
 if TYPE_CHECKING:

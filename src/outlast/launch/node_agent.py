@@ -45,30 +45,24 @@ from outlast.checkpoint.writer_client import WriterProcess
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import (
-    AgentStops,
-    HangSeen,
-    Mailbox,
-    NodeFit,
-    NodeJournal,
-    SignalReceived,
-    Timers,
-    WatchdogFailed,
-    WriterDied,
-)
-from outlast.launch.coordinator_client import GOODBYE_S, CoordinatorClient, LinkDown, LinkFailed, LinkUp
+from outlast.launch.agent_events import AgentStops, HangSeen, SignalReceived, WatchdogFailed, WriterDied
+from outlast.launch.checkups import CheckedUp, Checkups
+from outlast.launch.control_link import GOODBYE_S, LinkDown, LinkFailed, LinkUp
+from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.cycle import ALONE_S, Cycle, WorkerLaunch
 from outlast.launch.device_memory import MemoryReclaim, MemoryReclaimed
 from outlast.launch.lingering import LingeringRanks
 from outlast.launch.membership import REMIND_S
 from outlast.launch.metrics_endpoint import AgentOutlook
-from outlast.launch.node_health import CheckedUp, Checkups, NodeHealth
+from outlast.launch.node_health import NodeHealth
+from outlast.launch.node_journal import NodeJournal
 from outlast.launch.verdicts import describe_notice, name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import same_fault_s
 from outlast.policy.deadlines import NO_INIT, NO_SESSION, NOT_YET, Protection, Timeouts, describe_nodes
 from outlast.policy.ladder import Limits, describe_next_job, describe_saved
 from outlast.runtime.board import KeptDurability
+from outlast.runtime.event_loop import Mailbox, Timers
 from outlast.runtime.processes import describe_stuck
 from outlast.runtime.store import TCPStore, open_cycle_store
 from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
@@ -144,7 +138,6 @@ class NodeAgent(SimpleElasticAgent):
             client=client,
             journal=self._journal,
             timers=self._timers,
-            mailbox=mailbox,
             is_alone=self.options.max_nodes == 1,
             run_dir=str(self.options.run_dir),
         )
@@ -266,6 +259,7 @@ class NodeAgent(SimpleElasticAgent):
             self._take_settings(cycle)  # whatever else looked may have read the datagram of a worker that attached
         elif cycle is not None:
             cycle.apply_calculated_timeouts()
+        self._advance()
 
     def _on_worker_event(self, event: ZygoteReady | Started | FailedToStart | Exited | Cleared | None) -> None:
         match event:
@@ -281,7 +275,6 @@ class NodeAgent(SimpleElasticAgent):
             case Cleared():
                 self._timers.cancel("reap")
                 self._health.note_cleared()
-                self._start_if_clear()
             case None:
                 self._timers.cancel("reap")
                 self._on_workers_lost()
@@ -294,7 +287,6 @@ class NodeAgent(SimpleElasticAgent):
             case m.Start():
                 self._timers.cancel("answer")
                 self._start = event
-                self._start_if_ready()
             case m.CycleOver():
                 self._on_cycle_over(event)
             case m.Stop():
@@ -323,13 +315,8 @@ class NodeAgent(SimpleElasticAgent):
                 log.warning("%s", event.text)
             case CheckedUp():
                 self._health.take(event)
-            case NodeFit():
-                if self._state == AgentState.OUTSIDE:
-                    self._join(None)
-                self._start_if_clear()
             case MemoryReclaimed():
                 self._memory.take(event)
-                self._start_if_ready()
             case AgentStops():
                 self._finish(event.stop)
             case HangSeen():
@@ -394,7 +381,6 @@ class NodeAgent(SimpleElasticAgent):
             self._health.note_connected(is_host=event.is_host)
         elif is_other_job:
             self._join(None)
-            self._start_if_clear()
         else:
             client.register(
                 is_running=self._state == AgentState.RUNNING,
@@ -423,24 +409,24 @@ class NodeAgent(SimpleElasticAgent):
             self._timers.set("answer", self.options.join_timeout_s + _ANSWER_MARGIN_S, self._give_up_on_link)
         self._client.join(ended)
 
-    def _start_if_clear(self) -> None:
-        """Start the next workers, once the GPUs have the memory of the last ones back, if all else is ready."""
-        is_clear = self._state == AgentState.JOINING and self._workers.are_cleared
-        if is_clear and not self._health.uses_gpus:  # a check has memory of its own there: it comes first
-            self._memory.begin()
-        self._start_if_ready()
-
-    def _start_if_ready(self) -> None:
-        start = self._start
-        if (
-            start is None
-            or not self._workers.are_cleared
-            or self._state != AgentState.JOINING
-            or self._health.is_looking
-            or self._memory.is_awaited
-        ):
+    def _advance(self) -> None:
+        """Leave, join or start the next workers, as soon as nothing is in the way; called after all events."""
+        if self._is_done:
             return
-        self._start = None
+        if self._health.stop is not None:
+            self._finish(self._health.stop)
+            return
+        if self._state == AgentState.OUTSIDE and self._health.may_join:
+            self._join(None)
+        if self._state != AgentState.JOINING or not self._workers.are_cleared:
+            return
+        if not self._health.uses_gpus:  # a check has memory of its own there: it comes first
+            self._memory.begin()
+        if self._start is not None and not self._health.is_looking and not self._memory.is_awaited:
+            start, self._start = self._start, None
+            self._start_cycle(start)
+
+    def _start_cycle(self, start: m.Start) -> None:
         if not self._client.take_place(start):
             return
         if start.node_rank != 0:
@@ -737,7 +723,6 @@ class NodeAgent(SimpleElasticAgent):
                 self._journal.write_incident(incident)
                 self._end_cycle(cycle, cycle.facts(incident), incident.describe(), are_gone=True)
             self._health.note_cleared()  # a check may wait for the workers that were being ended
-            self._start_if_clear()
 
     # -- restarts inside the processes -------------------------------------------------------------------------
 

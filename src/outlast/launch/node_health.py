@@ -10,147 +10,26 @@ is no other node, its workers start nevertheless.
 
 A node that fails while it trains is reported; the coordinator replaces it if a spare waits.
 
-A check of a network disk or of a driver can take its whole time, so none is made in the agent's own loop, nor in its
-process: a thread asks a probe process and puts the result into the agent's mailbox. That process stays for the next
-checks, which then cost some milliseconds, within the time that ending the workers takes. GPUs get a process of their
-own each time, as one that stayed would keep memory of theirs. Nothing here imports torch.
+The checks run apart from the agent's loop (:mod:`outlast.launch.checkups`).
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from outlast.config import HealthConfig
 from outlast.errors import ExitReason
-from outlast.health.devices import has_gpus, probe_devices
-from outlast.health.node import probe_node
-from outlast.health.probing import CheckResult, Prober, Status
+from outlast.health.probing import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.agent_events import AgentStops, Mailbox, NodeFit, Timers
+from outlast.launch.checkups import CheckedUp, Checkups, Occasion
+from outlast.runtime.event_loop import Timers
 
 if TYPE_CHECKING:
-    from outlast.launch.agent_events import NodeJournal
     from outlast.launch.coordinator_client import CoordinatorClient
-
-
-_CLOSE_S = 3.0
-
-
-class Occasion(StrEnum):
-    """Why a node is checked."""
-
-    JOINING = "before it joins"
-    FAULT = "after a fault"
-    TRAINING = "while it trains"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedUp:
-    """What was found; for the agent's mailbox."""
-
-    occasion: Occasion
-    results: tuple[CheckResult, ...]
-
-    @property
-    def failed(self) -> tuple[CheckResult, ...]:
-        """The checks that failed."""
-        return tuple(result for result in self.results if result.has_failed)
-
-
-class Checkups:
-    """Check one node, one check-up after the other.
-
-    Args:
-        config: What the node must have.
-        places: Folders and URLs that the run writes to.
-        node: The node's name.
-        network: The node needs its network, also where no interface is named.
-        deliver: Called in a thread of this with what was found.
-
-    Thread: any; owns one.
-    """
-
-    def __init__(
-        self,
-        config: HealthConfig,
-        *,
-        places: Sequence[str],
-        node: str,
-        network: bool,
-        deliver: Callable[[CheckedUp], None],
-    ) -> None:
-        self.config = config
-        self._places, self._node, self._network = tuple(places), node, network
-        self._deliver = deliver
-        self._asked: queue.SimpleQueue[tuple[Occasion, bool, bool, bool] | None] = queue.SimpleQueue()
-        self._probers = (Prober(), Prober())
-        self._thread = threading.Thread(target=self._run, name="outlast-checkups", daemon=True)
-        self._thread.start()
-
-    def begin(self, occasion: Occasion, *, gpus: bool, computes: bool = True, places: bool = True) -> None:
-        """Begin a check; one :class:`CheckedUp` will be delivered. Blocks: never.
-
-        Args:
-            occasion: Why.
-            gpus: Check its GPUs as well, if it has any.
-            computes: Let its processor compute something, which takes longer than all the rest.
-            places: Check the folders and URLs that the run writes to; one that hangs takes ``check_timeout``.
-        """
-        self._asked.put((occasion, gpus, computes, places))
-
-    def abandon(self) -> None:
-        """Give up what is under way, and end its processes. Blocks: hardly."""
-        for prober in self._probers:
-            prober.abandon()
-
-    def close(self) -> None:
-        """Give up what is under way, and end its processes. Idempotent. Blocks: hardly, at most 3 s."""
-        self._asked.put(None)
-        for prober in self._probers:
-            prober.abandon()
-        self._thread.join(_CLOSE_S)
-
-    def _run(self) -> None:
-        # The probe processes end with this thread: the kernel sees to it.
-        lasting, passing = self._probers
-        with lasting:
-            while (asked := self._asked.get()) is not None:
-                occasion, gpus, computes, places = asked
-                try:
-                    results = self._look(lasting, passing, gpus=gpus, computes=computes, places=places)
-                except Exception as error:  # noqa: BLE001 - whatever it is, the agent waits for an answer
-                    why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-                    results = (
-                        CheckResult(name="check-up", target="node", status=Status.ERROR, reason=why, took_s=0.0),
-                    )
-                self._deliver(CheckedUp(occasion, results))
-
-    def _look(
-        self, lasting: Prober, passing: Prober, *, gpus: bool, computes: bool, places: bool
-    ) -> tuple[CheckResult, ...]:
-        results = probe_node(
-            lasting,
-            self.config,
-            places=self._places if places else (),
-            node=self._node,
-            network=self._network,
-            num_products=int(computes),
-        )
-        if gpus and has_gpus():
-            with passing:
-                found = tuple(probe_devices(passing, self.config, node=self._node))
-            results += tuple(one for one in found if (one.name, one.target) != ("compute", "cpu"))
-        return results
-
+    from outlast.launch.node_journal import NodeJournal
 
 log = logging.getLogger(__name__)
 _OF_ARITHMETIC = ("compute", "device memory")
@@ -172,8 +51,6 @@ class NodeHealth:
         client: Reports to the coordinator.
         journal: This node's.
         timers: The agent's.
-        mailbox: The agent's; what follows from a check is put there: :class:`~outlast.launch.agent_events.NodeFit` or
-            ``AgentStops``.
         is_alone: The job has no other node: nobody else needs the coordinator.
         run_dir: The run directory; training does not need it, so its disk decides nothing once the node has joined.
 
@@ -187,16 +64,16 @@ class NodeHealth:
         client: CoordinatorClient,
         journal: NodeJournal,
         timers: Timers,
-        mailbox: Mailbox[object],
         is_alone: bool,
         run_dir: str = "",
     ) -> None:
         self._run_dir = run_dir
         self._checkups, self._config = checkups, checkups.config if checkups is not None else None
         self._client, self._journal, self._timers, self._is_alone = client, journal, timers, is_alone
-        self._deliver = mailbox.put
-        self.is_admitted = self._config is None or not self._config.before_joining
-        """The node may join; this does not change back."""
+        self._is_admitted = self._config is None or not self._config.before_joining
+        """No check is in the way of joining; this does not change back."""
+        self.stop: m.Stop | None = None
+        """How the agent is to end, as its node does not join; ``None``: it is not to."""
         self.is_looking = False
         """The node is being checked after a fault: no worker starts."""
         self._is_connected = self._is_host = False
@@ -213,17 +90,20 @@ class NodeHealth:
         """What the one after the last fault found."""
         self._known: frozenset[tuple[str, str]] = frozenset()
         """What failed while training, as far as it was reported already."""
-        if self.is_admitted:
+        if self._is_admitted:
             self._expect_next()
 
+    @property
+    def may_join(self) -> bool:
+        """Whether the coordinator is reachable, and no check is in the way of joining."""
+        return self._is_connected and self._is_admitted
+
     def note_connected(self, *, is_host: bool) -> None:
-        """Continue now that the coordinator is reachable: join, or stay outside; again after it was out of reach."""
+        """Note that the coordinator is reachable, perhaps again; report why the node stays outside, if it does."""
         self._is_connected, self._is_host = True, is_host
         self._timers.cancel("unreported")
         if self._outside is not None:
             self._stay_outside()
-        elif self.is_admitted:
-            self._deliver(NodeFit())
 
     def take(self, found: CheckedUp) -> None:
         """Take what a check-up found."""
@@ -246,10 +126,8 @@ class NodeHealth:
         if not self._prevents_joining(found):
             if found.failed:
                 self._log(found)
-            self._outside, self.is_admitted = None, True
+            self._outside, self._is_admitted = None, True
             self._expect_next()
-            if self._is_connected:
-                self._deliver(NodeFit())
             return
         self._log(found)
         self._outside = self._incident(found)
@@ -273,7 +151,7 @@ class NodeHealth:
             self._leave()
 
     def _leave(self) -> None:
-        self._deliver(AgentStops(self.stop_outside(None)))
+        self.stop = self.stop_outside(None)
 
     def _look_before_joining(self) -> None:
         assert self._checkups is not None
@@ -347,7 +225,6 @@ class NodeHealth:
         if is_unfit:
             self._unfit = found
         self.is_looking = False
-        self._deliver(NodeFit())
 
     # -- while training ----------------------------------------------------------------------------------------
 

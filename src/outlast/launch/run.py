@@ -26,20 +26,21 @@ from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config.sources import DEFAULT
 from outlast.errors import ConfigError, ExitReason, OutlastError
 from outlast.goodput.ledger import PREEMPTED, Ledger
-from outlast.launch.agent_events import AgentStops, Mailbox, SignalReceived, WriterDied
+from outlast.launch.agent_events import AgentStops, SignalReceived, WriterDied
+from outlast.launch.checkups import Checkups, Occasion
 from outlast.launch.control import JobIdentity, Occupant, WrongRun, probe
 from outlast.launch.device_memory import MemoryReclaim
-from outlast.launch.membership import START_S, JobSettings, name_job
+from outlast.launch.job_settings import START_S, JobSettings, name_job
+from outlast.launch.ladder_file import load_ladder
 from outlast.launch.metrics_endpoint import MetricsEndpoint
-from outlast.launch.node_health import Checkups, Occasion
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.protocol import Stop
 from outlast.launch.rank_relay import RankRelay
 from outlast.launch.run_records import RunRecords, describe_places
-from outlast.launch.verdicts import load_ladder
 from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
 from outlast.runtime.addresses import Endpoint, address_for_peers, is_loopback, parse_endpoints
+from outlast.runtime.event_loop import Mailbox
 from outlast.runtime.files import check_folder, in_time
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import name_program, raise_descriptor_limit, start_time_s, this_process
@@ -500,7 +501,8 @@ def _make_client(
         last_job: The run's last job when this agent began.
         nproc: Workers of this node.
     """
-    from outlast.launch.coordinator_client import ControlLink, CoordinatorClient, HostSettings, LinkFailed
+    from outlast.launch.control_link import ControlLink, HostSettings, LinkFailed
+    from outlast.launch.coordinator_client import CoordinatorClient
     from outlast.launch.coordinator_server import CoordinatorServer
 
     args, ft = options.torchrun, options.fault_tolerance

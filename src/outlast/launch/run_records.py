@@ -15,7 +15,7 @@ from pathlib import Path
 from outlast import env
 from outlast.errors import OutlastError
 from outlast.launch import protocol as m
-from outlast.launch.verdicts import describe_last_job, load_ladder
+from outlast.launch.ladder_file import describe_last_job, load_ladder
 from outlast.policy.ladder import LadderState, find_later_outcome
 from outlast.policy.lease import LeaseOwner
 from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints

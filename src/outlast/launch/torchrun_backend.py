@@ -31,17 +31,10 @@ from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity
-from outlast.launch.coordinator_client import (
-    ControlLink,
-    CoordinatorClient,
-    HostSettings,
-    LinkDown,
-    LinkFailed,
-    LinkUp,
-    News,
-)
+from outlast.launch.control_link import ControlLink, HostSettings, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.coordinator_server import CoordinatorServer
-from outlast.launch.membership import JobSettings
+from outlast.launch.job_settings import JobSettings
 from outlast.policy.ladder import Limits
 from outlast.runtime import store as stores
 from outlast.runtime.addresses import Endpoint, address_for_peers, parse_endpoints

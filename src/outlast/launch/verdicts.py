@@ -1,8 +1,7 @@
-"""How a cycle ended, and what the ladder decides about it.
+"""How a cycle ended, and what the recovery policy decides about it.
 
 :class:`CycleEnding` brings together what all nodes know of a cycle that is ending. :class:`LadderClient` asks the
-ladder, and keeps what it remembers (``ladder.json``) before any node learns of the verdict. :class:`ExcludedNodes` are
-the nodes that failed their health check: which stay outside and why, and what the other nodes are sent about them.
+policy, and keeps what it remembers (``ladder.json``) before any node learns of the decision.
 """
 
 from __future__ import annotations
@@ -11,22 +10,19 @@ import logging
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
-from outlast.decoding import MAX_STATE_BYTES, convert, from_json, read_file
-from outlast.errors import ConfigError
+from outlast.decoding import convert
 from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import protocol as m
-from outlast.launch.membership import Node, Nodes, why_it_waits
+from outlast.launch.membership import Nodes
 from outlast.policy import ladder
 from outlast.policy.causes import Position, find_culprit, is_hang_explained, permanent_cause, root_cause
 from outlast.policy.deadlines import Expired, Observation
-from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, begin_run
+from outlast.policy.ladder import CycleEnd, LadderState, Limits
 from outlast.policy.recovery_point import Distrusted
 from outlast.policy.rerun import Diagnosis
-from outlast.runtime.files import PRIVATE, write_atomically
 
 log = logging.getLogger(__name__)
 REPORT_S = 2.0
@@ -298,8 +294,34 @@ def name_culprit(incident: Incident, positions: Sequence[Position]) -> Incident:
     )
 
 
-Record = Callable[[EventKind, int, dict[str, object]], None]
-"""Takes an event for the journal: kind, cycle, data."""
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Write an event to the journal."""
+
+    kind: EventKind
+    cycle: int
+    data: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Keep what the recovery policy remembers, before any node learns of the decision."""
+
+    state: LadderState
+
+
+@dataclass(frozen=True, slots=True)
+class Learn:
+    """Learn timeouts from a cycle."""
+
+    cycle: int
+    observations: list[Observation]
+    expired: list[Expired] | None
+    """The timeouts that were exceeded in it; ``None``: it finished."""
+
+
+Effects = list[Record | Remember | Learn]
+"""What the coordinator's host has to do, in this order, before it sends anything."""
 
 
 class LadderClient:
@@ -308,8 +330,8 @@ class LadderClient:
     Args:
         state: What it remembers of the run.
         limits: What is allowed.
-        record: Called with every event for the journal.
-        remember: Called with the new state whenever it changed.
+        nodes: All of them are sent the new state whenever it changed.
+        effects: Receives what is to be recorded and remembered.
         tell_time: Returns the time for people, as the journal writes it; no decision reads it.
 
     Thread: the coordinator's.
@@ -320,12 +342,12 @@ class LadderClient:
         state: LadderState,
         limits: Limits,
         *,
-        record: Record,
-        remember: Callable[[LadderState], None],
-        tell_time: Callable[[], str] = str,
+        nodes: Nodes,
+        effects: Effects,
+        tell_time: Callable[[], str],
     ) -> None:
         self.state, self.limits = state, limits
-        self._record, self._remember, self._tell_time = record, remember, tell_time
+        self._nodes, self._effects, self._tell_time = nodes, effects, tell_time
 
     def rule(self, end: CycleEnd) -> Verdict:
         """Return the verdict on a cycle's end, or on what its workers recovered from in process."""
@@ -335,7 +357,9 @@ class LadderClient:
         self._keep(state)
         for one in state.distrusted:
             if one not in before and not one.settled:
-                self._record(EventKind.INCIDENT, end.cycle, {"incident": copy_untrusted(one, end.incident)})
+                self._effects.append(
+                    Record(EventKind.INCIDENT, end.cycle, {"incident": copy_untrusted(one, end.incident)})
+                )
         data: dict[str, object] = {"verdict": verdict}
         if end.incident is not None:
             data["incident"] = end.incident
@@ -345,7 +369,7 @@ class LadderClient:
             log.log(level, "cycle %d %s: %s", end.cycle, what, verdict.reason)
             if not state.had_session and verdict.rung < Rung.REQUEUE_JOB and state.restarts_without_progress == 1:
                 log.info("the script has no session: it continues from its own checkpoint, if it has one")
-        self._record(EventKind.VERDICT, end.cycle, data)
+        self._effects.append(Record(EventKind.VERDICT, end.cycle, data))
         return verdict
 
     def would_replace(self, end: CycleEnd) -> bool:
@@ -371,8 +395,7 @@ class LadderClient:
     def learn(self, reported: LadderState) -> None:
         """Take over what an agent keeps of the decisions of the coordinator before, which ``ladder.json`` may lack."""
         if (merged := ladder.merge(self.state, reported)) != self.state:
-            self.state = merged  # with its number: another agent may have a later state
-            self._remember(merged)
+            self._replace(merged)  # with its number: another agent may have a later state
 
     def _with_time(self, state: LadderState) -> LadderState:
         """Return the state with the time at its newest step, if that is new."""
@@ -382,152 +405,10 @@ class LadderClient:
         return msgspec.structs.replace(state, history=(*state.history[:-1], newest))
 
     def _keep(self, state: LadderState) -> None:
-        self.state = msgspec.structs.replace(state, number=state.number + 1)
-        self._remember(self.state)
+        self._replace(msgspec.structs.replace(state, number=state.number + 1))
 
-
-class ExcludedNodes:
-    """Keep what nodes reported of their health, and pass it on to the others.
-
-    Args:
-        nodes: The nodes that joined.
-        ladder_client: Bars nodes from slots.
-        record: Called with every event for the journal.
-
-    Thread: the coordinator's.
-    """
-
-    def __init__(self, nodes: Nodes, ladder_client: LadderClient, record: Record) -> None:
-        self._nodes, self._ladder, self._record = nodes, ladder_client, record
-        self._outside: dict[str, m.Unhealthy] = {}
-        """Nodes that did not join."""
-        self._told: dict[str, frozenset[str]] = {}
-        """What the others were sent about each node."""
-
-    @property
-    def any_waits(self) -> bool:
-        """Whether an agent outside waits for the job's end."""
-        return any(report.stays for report in self._outside.values())
-
-    def take(self, report: m.Unhealthy, *, cycle: int, is_running: bool) -> bool:
-        """Take a report; return whether the running cycle is to end because of it.
-
-        A node that did not join is barred, also for the scheduler, which reads what the ladder remembers. One that
-        trains is replaced if a spare can take its slot. A full disk does not end a run by itself; wrong numbers do.
-        """
-        node = self._nodes.by_name.get(report.node)
-        if node is not None and node.epoch != report.epoch:
-            log.warning("ignored a failed health check of another agent that has the name of node %s", report.node)
-            return False
-        if node is None:
-            self._outside[report.node] = report
-            self._ladder.bar(report.node)
-            self._tell(report, cycle, "it did not join")
-            return False
-        if node.name in self._ladder.state.quarantined:
-            return False
-        if not self._nodes.holds_slot(node):
-            self._ladder.bar(node.name)
-            self._nodes.send(node, m.Wait(reason=why_it_waits(node, self._ladder.state)))
-            self._tell(report, cycle, "it gets no slot")
-            return False
-        if not is_running or report.incident.cycle != cycle:
-            return False  # it will report it again
-        spares = self._nodes.num_heirs(node.name, self._ladder.state.barred)
-        end = CycleEnd(cycle=cycle, incident=report.incident, num_spares=spares)
-        if report.incident.evidence.get("computes_wrong") or self._ladder.would_replace(end):
-            self._tell(report, cycle, "it is replaced")
-            return True
-        self._tell(report, cycle, "no spare waits for its slot: it trains on")
-        return False
-
-    def admit(self, node: Node) -> None:
-        """Admit a node that passed its check, and send it which nodes stay outside."""
-        if self._outside.pop(node.name, None) is not None:
-            self._told.pop(node.name, None)
-            self._ladder.admit(node.name)
-        for report in self._outside.values():
-            text = f"{report.incident.describe()}; it did not join"
-            self._nodes.out.append((node.name, node.epoch, m.Remark(text=text)))
-
-    def send_stop(self, stop: m.Stop) -> None:
-        """Send the agents outside that the job is over."""
-        for report in self._outside.values():
-            if report.stays:
-                self._nodes.out.append((report.node, report.epoch, stop))
-
-    def describe(self) -> str:
-        """Return who stays outside and why, as the end of a sentence; empty: nobody."""
-        return "".join(f"; {report.incident.describe()}" for report in self._outside.values())
-
-    def _tell(self, report: m.Unhealthy, cycle: int, what_follows: str) -> None:
-        """Send a report to all other nodes, and record it; once for the same failures."""
-        told = report.incident.evidence.get("checks", ())
-        told = [one for one in told if isinstance(one, dict)] if isinstance(told, list | tuple) else []
-        checks = frozenset(f"{one.get('name')} {one.get('target')}" for one in told)
-        if checks <= self._told.get(report.node, frozenset()):
-            return
-        self._told[report.node] = checks
-        self._record(EventKind.INCIDENT, cycle, {"incident": report.incident})
-        text = f"{report.incident.describe()}; {what_follows}"
-        for node in self._nodes:
-            if node.name != report.node:
-                self._nodes.out.append((node.name, node.epoch, m.Remark(text=text)))
-
-
-def _path(run_dir: Path) -> Path:
-    return run_dir / "ladder.json"
-
-
-def load_ladder(run_dir: Path | None, *, is_new_job: bool = False, is_named: bool = True, job: str = "") -> LadderState:
-    """Return what earlier jobs of the run, or this one, left in ``ladder.json``.
-
-    Args:
-        run_dir: The run directory; ``None`` = nothing is kept.
-        is_new_job: The state is for a new job, not for one that is in progress.
-        is_named: The run has an id or a directory of its own. Without one its directory may be that of an earlier run
-            which had none either: if that has finished, another begins.
-        job: The job in progress: a file that another job wrote is an earlier job's; empty = not compared.
-
-    Raises:
-        ConfigError: The file is there and is no ladder state.
-    """
-    if run_dir is None or not _path(run_dir).exists():
-        return LadderState()
-    try:
-        state = from_json(read_file(_path(run_dir), max_bytes=MAX_STATE_BYTES), LadderState)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(
-            f"{_path(run_dir)} cannot be used ({error}); move it away to begin with fresh budgets"
-        ) from error
-    is_earlier = bool(job) and bool(state.job) and state.job != job
-    if not is_new_job and not is_earlier:
-        return state
-    return begin_run(state) if state.finished and not is_named else begin_job(state)
-
-
-def describe_last_job(run_dir: Path | None, known: str) -> m.Stop | None:
-    """Return how a job of the run ended while this agent was starting, to take part in it.
-
-    Args:
-        run_dir: The run directory; ``None`` = nothing is kept.
-        known: The run's last job when this agent began.
-
-    Raises:
-        ConfigError: The file is there and is no ladder state.
-    """
-    state = load_ladder(run_dir, is_new_job=False)
-    outcome = ladder.find_outcome(state) if state.job != known else None
-    if outcome is None:
-        return None
-    code, reason = outcome
-    return m.Stop(exit_code=code, reason=f"job {state.job} of this run ended while this agent was starting: {reason}")
-
-
-def save_ladder(run_dir: Path, state: LadderState) -> None:
-    """Write the file: whole and durable, or not at all.
-
-    Raises:
-        OSError: The run directory cannot be written.
-    """
-    write_atomically(_path(run_dir), msgspec.json.format(msgspec.json.encode(state), indent=1), mode=PRIVATE)
+    def _replace(self, state: LadderState) -> None:
+        self.state = state
+        self._effects.append(Remember(state))
+        decided = m.Decided(ladder=state)
+        self._nodes.out += [(node.name, node.epoch, decided) for node in self._nodes]

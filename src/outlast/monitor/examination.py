@@ -37,7 +37,7 @@ from outlast.policy.causes import Collective, Position
 from outlast.policy.deadlines import Expired
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.files import make_private_folder, open_private, write_optional
-from outlast.runtime.processes import DatagramSocket
+from outlast.runtime.processes import DatagramSocket, process_state
 
 log = logging.getLogger(__name__)
 
@@ -315,7 +315,7 @@ def examine(
     installed, one second more for each rank that could not write its stacks.
     """
     # The state is read before a process is touched: afterwards it tells what was done here.
-    ranks = [_ExaminedRank(state, stacks.process_state(state.pid)) for state in board.read_all() if state.pid > 0]
+    ranks = [_ExaminedRank(state, process_state(state.pid)) for state in board.read_all() if state.pid > 0]
     living = [rank for rank in ranks if not rank.state.finished and rank.process_state not in ("Z", "X")]
     started = time.monotonic()
     for rank in living:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outlast import clock
-from outlast.runtime.files import memory_file
+from outlast.runtime.files import memory_file, memory_files
 
 DUMP_SIGNAL = signal.SIGRTMIN + 10
 """The real-time signal on which a registered process writes its stacks."""
@@ -174,7 +174,7 @@ class Dump:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.requested = False
-        self._path = _find_memory_file(pid)
+        self._path = next(map(Path, memory_files(pid, _MEMFD_NAME)), None)
         self._before = self._size()
         self._seen = self._before
 
@@ -310,23 +310,6 @@ def py_spy(pid: int, *, native: bool = False, timeout_s: float = 3.0) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-def process_state(pid: int) -> str:
-    """Return the letter of a process's state in ``/proc/<pid>/stat``; ``X`` when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "X"
-
-
-def _find_memory_file(pid: int) -> Path | None:
-    with suppress(OSError):  # gone, or another user's
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):  # closed meanwhile
-                if os.readlink(entry).startswith((f"/memfd:{_MEMFD_NAME}", f"/dev/shm/{_MEMFD_NAME}.")):
-                    return entry
-    return None
 
 
 def _signal_main_thread(pid: int, number: int) -> None:

@@ -51,7 +51,7 @@ from outlast.ray.protocol import (
     ShellSettings,
     timed,
 )
-from outlast.runtime import connections, device
+from outlast.runtime import connections, device, device_collectives
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.interruption import Abandoned, AsyncInterruption, CallOutcome
@@ -526,7 +526,7 @@ class Shell:
         self._noting.start()
         timeout = timedelta(seconds=assignment.timeout_s)
         if self._settings.use_gpu:
-            device.settle_collectives()
+            device_collectives.settle_collectives()
             device.use_device(assignment.local_rank)
         try:
             self._store = self._connect(assignment)
@@ -623,7 +623,7 @@ class Shell:
         interruption = self._interruption
         if interruption.is_wanted:
             interruption.poke()  # before anything ends: what a wait brings then is not taken for a peer's message
-            device.abort_collectives()
+            device_collectives.abort_collectives()
         while interruption.is_wanted:
             passed_s = (clock.now_ns() - begin_ns) / 1e9
             if passed_s > timeout_s:

@@ -30,6 +30,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
@@ -43,9 +44,10 @@ from outlast.policy.deadlines import BoardSection, RankFacts
 from outlast.policy.durability import Durability
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Tier
-from outlast.runtime.files import memory_file
+from outlast.runtime.files import memory_file, memory_files
 
 log = logging.getLogger(__name__)
+_MEMORY_NAME = "outlast-board"
 
 MAX_DEPTH = 8
 """Open sections that are recorded; deeper ones are only counted."""
@@ -519,7 +521,7 @@ class Board:
             num_ranks: Workers of the node.
             kept: What the pages of the cycle before recorded, by local rank.
         """
-        fd = memory_file("outlast-board")
+        fd = memory_file(_MEMORY_NAME)
         try:
             os.posix_fallocate(fd, 0, PAGE_BYTES * (num_ranks + 1))  # no memory left is an error now, not SIGBUS later
             board = cls(f"/proc/{os.getpid()}/fd/{fd}", fd, num_ranks)
@@ -857,3 +859,14 @@ class InProcessMark:
         self._socket.close()
         self._words.release()
         self._board.close()
+
+
+def held_pages(pid: int) -> list[RankState]:
+    """Return the assigned pages of all heartbeat memories that an agent of this machine holds, oldest cycle first."""
+    pages: list[RankState] = []
+    for path in memory_files(pid, _MEMORY_NAME):
+        with suppress(OutlastError):  # its cycle ended meanwhile
+            board = Board.open(path, is_written=False)
+            pages += [page for page in board.read_all() if page.pid]
+            board.close()
+    return sorted(pages, key=lambda page: page.cycle)

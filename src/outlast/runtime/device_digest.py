@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from outlast.runtime.device import Copied, DeviceCopies, architecture_of, beside_training
+from outlast.runtime.device import architecture_of, beside_training
+from outlast.runtime.device_copies import Copied, DeviceCopies
 
 if TYPE_CHECKING:
     import torch

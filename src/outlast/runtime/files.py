@@ -246,6 +246,23 @@ def memory_file(name: str, *, can_be_sealed: bool = False) -> int:
     return fd
 
 
+def memory_files(pid: int, name: str) -> list[str]:
+    """Return the paths of the files that a process holds of :func:`memory_file`, each once.
+
+    None where the process has ended, or belongs to another user.
+    """
+    folder = f"/proc/{pid}/fd"
+    paths: dict[tuple[int, int], str] = {}
+    with contextlib.suppress(OSError):
+        for number in os.listdir(folder):
+            path = f"{folder}/{number}"
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(path).startswith((f"/memfd:{name}", f"/dev/shm/{name}.")):
+                    status = os.stat(path)
+                    paths[status.st_dev, status.st_ino] = path
+    return list(paths.values())
+
+
 def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Make a new file of ``data`` that outlasts a crash once its folder does. Raises: OSError."""
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:

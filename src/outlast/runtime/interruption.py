@@ -155,11 +155,6 @@ class Interruption:
         return 0 <= self._number <= self._left
 
     @property
-    def is_inside(self) -> bool:
-        """Whether the thread is in a call."""
-        return self._number >= 0
-
-    @property
     def is_atomic(self) -> bool:
         """Whether the thread must not be interrupted now."""
         return self._num_atomic > 0

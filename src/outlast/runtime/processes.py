@@ -209,6 +209,14 @@ def _started(fields: list[bytes]) -> int:
     return int(fields[19])  # starttime, field 22 of proc(5)
 
 
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for the state of a process; ``X``: it is gone."""
+    try:
+        return _stat(str(pid))[0].decode()
+    except (OSError, IndexError):
+        return "X"
+
+
 def describe_stuck(pid: int) -> str:
     """Return where a process is that does not end: its state, and the function of the kernel that it waits in."""
     try:

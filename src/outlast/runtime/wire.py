@@ -323,10 +323,6 @@ class MessageChannel(Generic[R]):
 
     # -- bulk data ---------------------------------------------------------------------------------------------
 
-    def send_bytes(self, data: bytes | bytearray | memoryview) -> None:
-        """Send bytes as they are; a message before them gives their number."""
-        self._send([data], None)
-
     def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
         """Send a piece of a file or memfd as it is; the kernel takes it from there without a copy.
 

@@ -46,7 +46,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from outlast.errors import OutlastError
 from outlast.policy.slowness import Timing, summarise
-from outlast.runtime.device import kernel_seconds, profiled_activities
+from outlast.runtime.device_timing import kernel_seconds, profiled_activities
 
 log = logging.getLogger(__name__)
 NUM_KERNEL_STEPS = 2
@@ -60,7 +60,7 @@ MAX_SAMPLES = 4096
 
 
 class StreamEvent(Protocol):
-    """A mark in a stream, as :func:`outlast.runtime.device.timing_event` makes them."""
+    """A mark in a stream, as :func:`outlast.runtime.device_timing.timing_event` makes them."""
 
     def record(self) -> None:
         """Put it into the current stream."""

@@ -23,13 +23,13 @@ from pathlib import Path
 import msgspec
 
 from outlast import clock
-from outlast.errors import ConfigError, OutlastError, RendezvousError
+from outlast.errors import ConfigError, RendezvousError
 from outlast.goodput import Ledger
 from outlast.incidents import EventKind
 from outlast.launch.protocol import LiveStatus
 from outlast.runtime.addresses import Endpoint, parse_endpoint
-from outlast.runtime.board import Board, RankState
-from outlast.runtime.processes import is_alive
+from outlast.runtime.board import RankState, held_pages
+from outlast.runtime.processes import is_alive, process_state
 from outlast.runtime.run_key import find_known_keys
 from outlast.status.evidence import Evidence, ask_coordinator, ask_job, gather
 from outlast.status.facts import JobEvents, judge
@@ -52,7 +52,6 @@ RATE_WINDOW_S = 60.0
 GOODPUT_S = 30.0
 """How often the goodput is counted anew, at most."""
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
-_MEMORY_FILE = re.compile(r"/memfd:outlast-board|/dev/shm/outlast-board\.")
 
 
 class RankLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -343,7 +342,7 @@ class Looker:
         status = judge(evidence, clock.wall_ns())
         job = self._take_events(evidence)
         pids = [one.process.pid for one, runs in living.items() if one.rank is None and runs]
-        ranks = list_ranks(status, job, [state for pid in pids for state in _read_board(pid)])
+        ranks = list_ranks(status, job, [page for pid in pids for page in held_pages(pid)])
         iteration = max((one.iteration for one in ranks if one.iteration is not None), default=status.iteration)
         rate = self._rate(status, ranks)
         is_running = status.state == RunState.RUNNING
@@ -398,28 +397,6 @@ def _may_have_coordinator(evidence: Evidence) -> bool:
                for one, runs in evidence.living.items())  # fmt: skip
 
 
-def _read_board(agent_pid: int) -> list[RankState]:
-    """Return the pages of the newest board that an agent of this machine holds; none where it cannot be read."""
-    newest: list[RankState] = []
-    try:
-        descriptors = os.listdir(f"/proc/{agent_pid}/fd")
-    except OSError:  # it has ended, or is another user's
-        return newest
-    for number in descriptors:
-        path = f"/proc/{agent_pid}/fd/{number}"
-        try:
-            if _MEMORY_FILE.match(os.readlink(path)) is None:
-                continue
-            board = Board.open(path, is_written=False)
-        except (OSError, OutlastError):
-            continue
-        states = [state for state in board.read_all() if state.global_rank >= 0]
-        board.close()
-        if states and (not newest or states[0].cycle >= newest[0].cycle):
-            newest = states
-    return newest
-
-
 def list_ranks(status: StatusReport, job: JobEvents, seen: Sequence[RankState]) -> list[RankLine]:
     """Return all ranks of the newest cycle, in order.
 
@@ -464,7 +441,7 @@ def _line_of_page(page: RankState, node: NodeReport, now_ns: int) -> RankLine:
     inner = page.sections[-1] if page.sections else None
     state = page.standing
     if state != "finished":
-        state = {"": "ended", "Z": "ended", "T": "stopped", "t": "stopped"}.get(_state_of_process(page.pid), state)
+        state = {"X": "ended", "Z": "ended", "T": "stopped", "t": "stopped"}.get(process_state(page.pid), state)
     return RankLine(
         rank=page.global_rank,
         node=node.name,
@@ -476,11 +453,3 @@ def _line_of_page(page: RankState, node: NodeReport, now_ns: int) -> RankLine:
         heartbeat_age_s=round(max(0, now_ns - page.last_heartbeat_ns) / 1e9, 1) if page.last_heartbeat_ns else None,
         source="board",
     )
-
-
-def _state_of_process(pid: int) -> str:
-    """Return the kernel's letter for what a process does; empty = there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""

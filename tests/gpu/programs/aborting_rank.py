@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from outlast.runtime import device as accelerator
+from outlast.runtime import device_collectives
 
 DEVICE = torch.device("cuda", 0)
 
@@ -20,7 +20,7 @@ DEVICE = torch.device("cuda", 0)
 def main() -> None:
     """Make a default group and two more, use them, abort them; and again."""
     torch.cuda.set_device(DEVICE)
-    accelerator.settle_collectives()
+    device_collectives.settle_collectives()
     found, sums = [], []
     for _ in range(2):
         dist.init_process_group(
@@ -35,10 +35,10 @@ def main() -> None:
             number = torch.full((1,), 7.0, device=DEVICE)
             dist.all_reduce(number, group=group)
             sums.append(float(number))
-        found.append(accelerator.abort_collectives())
-        accelerator.await_aborts()
+        found.append(device_collectives.abort_collectives())
+        device_collectives.await_aborts()
         dist.destroy_process_group()
-        found.append(accelerator.abort_collectives())
+        found.append(device_collectives.abort_collectives())
     sys.stdout.write(json.dumps({"aborted": found, "sums": sums}) + "\n")
 
 

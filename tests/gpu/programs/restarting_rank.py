@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from outlast import InProcessRestartConfig, inprocess
-from outlast.runtime import device as accelerator
+from outlast.runtime import device_collectives
+from outlast.runtime.device import training_backend
 
 FAULT, EMPTIES = sys.argv[1], sys.argv[2] == "on"
 BALLAST_BYTES = 512 << 20
@@ -29,7 +30,7 @@ CONFIG = InProcessRestartConfig(soft_timeout=SOFT_S, hard_timeout=HARD_S, empty_
 
 aborted: list[int] = []
 """How many groups each abort found, in the order of the aborts."""
-abort_collectives = accelerator.abort_collectives
+abort_collectives = device_collectives.abort_collectives
 
 
 def abort_and_count() -> int:
@@ -59,7 +60,7 @@ def train(call: inprocess.Handle) -> float:
     """Add up over three groups, and meet with the fault in the first call."""
     reserved = torch.cuda.memory_reserved() if ON_GPU else 0
     say(call=call.iteration, pid=os.getpid(), variables=read_variables(), reserved_bytes=reserved, aborted=aborted)
-    dist.init_process_group(accelerator.training_backend(), timeout=timedelta(seconds=600))
+    dist.init_process_group(training_backend(), timeout=timedelta(seconds=600))
     groups = [None, dist.new_group([0]), dist.new_group([0])]
     total = torch.zeros(4, device=DEVICE)
     for number, group in enumerate(groups):
@@ -85,7 +86,7 @@ def main() -> None:
     if ON_GPU:
         torch.cuda.set_device(0)
         torch.cuda.synchronize()  # the context is made here: it counts as no progress while it is made
-    accelerator.abort_collectives = abort_and_count
+    device_collectives.abort_collectives = abort_and_count
     before = read_variables()
     returned = train()
     say(returned=returned, restored=read_variables() == before, aborted=aborted, pid=os.getpid())

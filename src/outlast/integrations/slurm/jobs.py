@@ -27,7 +27,7 @@ from outlast.decoding import MAX_STATE_BYTES, from_json, read_file
 from outlast.env import expand_nodes
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
 from outlast.integrations.slurm.batch_script import BatchScript
-from outlast.launch.verdicts import load_ladder
+from outlast.launch.ladder_file import load_ladder
 from outlast.policy.recovery_point import Copy, Tier, is_distrusted
 from outlast.policy.requeue import JobEnd, RequeueState, Ruling, rule
 from outlast.runtime.files import PRIVATE, write_atomically

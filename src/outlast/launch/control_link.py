@@ -1,0 +1,605 @@
+"""The connection of an agent to the coordinator.
+
+:class:`ControlLink` carries the messages in one thread with one connection: it sends what the agent has, heartbeats
+that show that the agent's main loop runs, and puts what comes into the agent's mailbox. Each heartbeat is answered.
+Where no answer comes for long the link tries the next endpoint: to reach a coordinator there, or to host one where the
+endpoint is this machine's. What a coordinator knows is soft state: training continues without one, and agents report to
+the next one all that it has to know.
+
+The node's relay for its ranks (:mod:`outlast.launch.rank_relay`) is served in the same loop.
+
+With several endpoints there can be several coordinators for a moment. Each looks for the others, and all but one yield
+(:mod:`outlast.policy.leadership`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import msgspec
+
+from outlast import clock, env
+from outlast.errors import ExitReason, OutlastError, RendezvousError
+from outlast.launch import protocol as m
+from outlast.launch.control import JobIdentity, Nobody, WrongRun, ask, connect, join_handshake
+from outlast.launch.coordinator_server import CoordinatorServer
+from outlast.launch.job_settings import JobSettings
+from outlast.launch.rank_relay import RankRelay
+from outlast.launch.run_records import RunRecords
+from outlast.policy.ladder import LadderState
+from outlast.policy.leadership import Leadership, should_change_job, should_yield
+from outlast.runtime.addresses import Endpoint, listening_addresses, parse_endpoint
+from outlast.runtime.event_loop import Mailbox
+from outlast.runtime.run_key import describe_difference
+from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel
+from outlast.version import __version__
+
+log = logging.getLogger(__name__)
+GOODBYE_S = 5.0
+"""How long a host waits until the other nodes know that the job is over."""
+_FIRST_ANSWER_S = 20.0
+"""Hundreds of agents that come together may have to wait for each other."""
+_CONNECT_S = 2.0
+_PAUSE_S = 0.2
+"""Between two rounds through the endpoints."""
+_RIVALS_S = 1.0
+"""Between two looks for other coordinators of the job."""
+_RECORDS_S = 1.0
+"""Between two looks into the run directory, while no coordinator is reached."""
+_BACKLOG = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    """The coordinator is out of reach; the link keeps trying."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """The coordinator is there (again)."""
+
+    job: str
+    """The job that it serves."""
+    is_host: bool
+    is_first: bool
+    term: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobInProgress:
+    """A job whose coordinator was lost."""
+
+    job: str
+    host: str
+    """Node of that coordinator."""
+    term: int
+    """The highest that this agent has obeyed."""
+    host_is_dead: bool
+    """Its agent is gone for certain: nobody listens any more where it did, as its machine says, or is this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFailed:
+    """The link gave up."""
+
+    error: str
+    exit_code: int = ExitReason.FAILED
+
+
+News = m.ToNode | LinkDown | LinkUp | LinkFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSettings:
+    """What a coordinator must know of where it runs."""
+
+    former: JobInProgress | None
+    """The job that it takes over; ``None``: it begins one."""
+    order: int
+    """Number of its endpoint."""
+    num_endpoints: int
+
+    def complete(self, settings: JobSettings) -> JobSettings:
+        """Return a job's settings as they are for the coordinator here."""
+        settings = replace(settings, order=self.order, num_endpoints=self.num_endpoints)
+        if (former := self.former) is None:
+            return settings
+        return replace(
+            settings,
+            job=former.job,
+            former_host=former.host,
+            host_is_dead=former.host_is_dead,
+            term=former.term + 1,
+        )
+
+
+class _JobOver(WrongRun):
+    """The coordinator serves another job of the run.
+
+    Args:
+        leads: It leads that job.
+    """
+
+    def __init__(self, message: str, *, leads: bool) -> None:
+        super().__init__(message)
+        self.leads = leads
+
+
+class _HandedOver(WrongRun):
+    """The coordinator at an endpoint has yielded to another one; its agent lives.
+
+    Args:
+        successor: Where the other one is.
+    """
+
+    def __init__(self, message: str, successor: Endpoint) -> None:
+        super().__init__(message)
+        self.successor = successor
+
+
+class _LinkOver(OutlastError):
+    """The connection to the coordinator is over."""
+
+
+class ControlLink:
+    """Connect an agent to the coordinator, hosting it where nobody does.
+
+    Args:
+        endpoints: Where the coordinator may be, in the order of trying.
+        node: Name of this node.
+        identity: What all agents of the job have in common.
+        deliver: Called in the link's thread with everything that the agent must know.
+        serve: Makes the coordinator's server on listening sockets.
+        beat_interval_s: Seconds between two signs of life.
+        silence_s: Seconds without an answer after which the coordinator counts as lost.
+        connect_timeout_s: How long the first connection may take.
+        has_loop: The agent advances :attr:`count`; otherwise this thread does.
+        relay: Of the node's ranks, which this object closes; ``None``: its agent is not ours.
+        records: Of the run directory, which are read while no coordinator is reached; ``None``: they are not.
+
+    Thread: owns one, a host with several endpoints two; its methods may be called by any and never block on the
+    network.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        *,
+        node: str,
+        identity: JobIdentity,
+        deliver: Callable[[News], None],
+        serve: Callable[[Sequence[socket.socket], HostSettings], CoordinatorServer],
+        beat_interval_s: float,
+        silence_s: float,
+        connect_timeout_s: float,
+        has_loop: bool = True,
+        relay: RankRelay | None = None,
+        records: RunRecords | None = None,
+    ) -> None:
+        self.node, self.relay, self._records = node, relay, records
+        self.epoch = self._sender = _name_life()
+        """Names this life of the agent in its job; the sender's follows once it knows of another job."""
+        self.endpoint: Endpoint | None = None
+        """Where the coordinator was found."""
+        self.problem = ""
+        """Why it has not been found yet, or not again; empty = no try has failed."""
+        self.count = 0
+        """How often the agent's main loop has run its timer; the agent's to advance."""
+        self.ladder: LadderState | None = None
+        """What the recovery policy remembered when it last decided; the agent's to set."""
+        self._endpoints = list(endpoints)
+        self._given = frozenset(endpoints)
+        self._identity, self._deliver, self._serve = identity, deliver, serve
+        self.beat_interval_s, self._silence_s = beat_interval_s, silence_s
+        self._connect_timeout_s, self._has_loop = connect_timeout_s, has_loop
+        self._outgoing: Mailbox[m.FromNode | None] = Mailbox()
+        self._closing = threading.Event()
+        self._server: CoordinatorServer | None = None
+        self._retired: CoordinatorServer | None = None
+        """A coordinator of this agent that yielded: it refuses agents, so that none takes this node for dead."""
+        self._job: JobInProgress | None = None
+        self._leader = ""
+        self._silent: Endpoint | None = None
+        """Where the coordinator has just gone silent: it is not asked for a while."""
+        self._news: list[m.OnAgent] = []
+        self._errors: list[OSError] = []
+        """What broke the connection."""
+        self._yields = threading.Event()
+        self._successor: Endpoint | None = None
+        """Of this agent's coordinator, which yields to it."""
+        self._may_host = True
+        self._thread = threading.Thread(target=self._run, name="outlast-link", daemon=True)
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Where the coordinator may be."""
+        return tuple(self._endpoints)
+
+    def start(self) -> None:
+        """Start connecting."""
+        self._thread.start()
+
+    def send(self, message: m.FromNode) -> None:
+        """Send a message of this node's as soon as the coordinator is there."""
+        self._outgoing.put(msgspec.structs.replace(message, node=self.node, epoch=self._sender))
+
+    def begin_job(self) -> None:
+        """Send messages to another job's coordinator from now on; those of the last job are dropped."""
+        self._sender = self.epoch
+
+    def stop_taking_over(self) -> None:
+        """Host no coordinator from now on, unless this agent hosts one already: the job is over for this agent."""
+        self._may_host = False
+
+    def close(self, *, goodbye_timeout_s: float = GOODBYE_S) -> None:
+        """End the link; a host first waits until every node knows that the job is over.
+
+        Blocks: a host up to ``goodbye_timeout_s``; others hardly.
+        """
+        self.send(m.Bye())
+        if (server := self._server) is not None:
+            server.closed.wait(goodbye_timeout_s)
+        self._closing.set()
+        self._outgoing.put(None)
+        # Never connected: the thread may be asking a name server, and holds nothing.
+        self._thread.join(0.1 if self._job is None else 3.0)
+        for server in (self._server, self._retired):
+            if server is not None:
+                server.close()
+        if self.relay is not None and not self._thread.is_alive():
+            self.relay.close()
+
+    # -- the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        is_first = True
+        try:
+            while (link := self._reach(is_first=is_first)) is not None:
+                with selectors.DefaultSelector() as selector:
+                    channel = SelectedChannel(selector, link, self._on_messages, self._on_broken)
+                    try:
+                        if not is_first:
+                            self._discard_outgoing()
+                        assert self._job is not None
+                        up = LinkUp(self._job.job, self._server is not None, is_first, self._job.term)
+                        self._deliver(up)
+                        is_first = False
+                        self._pump(selector, channel)
+                    except _LinkOver as left:
+                        if self._closing.is_set():
+                            return
+                        self._deliver(LinkDown(str(left)))
+                    finally:
+                        channel.close()
+                if self._yields.is_set():
+                    self._stop_hosting()
+        except WrongRun as error:
+            self._deliver(LinkFailed(str(error), ExitReason.BAD_INPUT))
+        except RendezvousError as error:
+            self._deliver(LinkFailed(str(error)))
+        except BaseException as error:
+            log.exception("the link to the coordinator ended on an error")
+            self._deliver(LinkFailed(f"{type(error).__name__}: {error}"))
+
+    def _pump(self, selector: selectors.BaseSelector, channel: SelectedChannel[m.OnAgent]) -> None:
+        """Carry messages and beats.
+
+        Raises:
+            _LinkOver: The coordinator is lost, or the link is closed.
+        """
+        selector.register(self._outgoing, selectors.EVENT_READ, partial(self._send_all, channel))
+        if (relay := self.relay) is not None:
+            assert self._job is not None
+            for message in relay.introduce(self._job.term):  # before the agent registers: it belongs to that
+                channel.send(message)
+            selector.register(relay, selectors.EVENT_READ, lambda _: None)
+        self._errors.clear()
+        now_s = clock.now_s()
+        next_beat_s, looked_s = now_s, now_s
+        while True:
+            now_s = clock.now_s()
+            if now_s - looked_s > self._silence_s / 2:
+                channel.channel.received_ns = clock.now_ns()  # this process did not run: nobody's silence shows
+            looked_s = now_s
+            if now_s >= next_beat_s:
+                next_beat_s = now_s + self.beat_interval_s
+                self.count += not self._has_loop
+                channel.send(m.AgentBeat(count=self.count))
+            self._deliver_news()
+            due_s = next_beat_s
+            if relay is not None and relay.deadline_s is not None:
+                due_s = min(due_s, relay.deadline_s)
+            for key, events in selector.select(max(0.0, due_s - clock.now_s())):
+                key.data(events)
+            self._deliver_news()
+            if relay is not None:
+                for message in relay.serve():
+                    channel.send(message)
+            silent_s = clock.now_s() - channel.channel.received_ns / 1e9
+            if self._errors:
+                raise _LinkOver("the connection to the coordinator ended")
+            if self._closing.is_set():
+                self._send_all(channel, 0)  # the last messages may have come after the look at them
+                channel.channel.drain(1.0)
+                raise _LinkOver("the link is closed")
+            if self._yields.is_set():
+                raise _LinkOver("another coordinator of this job leads")
+            if silent_s > self._silence_s and clock.now_s() - now_s < self._silence_s / 2:
+                channel.send(m.Moving())
+                self._silent = self.endpoint
+                raise _LinkOver(f"the coordinator at {self.endpoint} gave no answer for {silent_s:.1f} s")
+
+    def _on_messages(self, _: SelectedChannel[m.OnAgent], came: list[m.OnAgent]) -> None:
+        self._news += came
+
+    def _on_broken(self, _: SelectedChannel[m.OnAgent], error: OSError) -> None:
+        self._errors.append(error)
+
+    def _deliver_news(self) -> None:
+        news, self._news = self._news, []
+        for message in news:
+            if isinstance(message, m.RankOrder):
+                if self.relay is not None:
+                    self.relay.obey(message)
+            elif not isinstance(message, m.Welcome | m.Refused | m.AgentBeat):
+                self._deliver(message)
+
+    def _send_all(self, channel: SelectedChannel[m.OnAgent], _: int) -> None:
+        for message in self._outgoing.take_all():
+            if message is not None and message.epoch == self.epoch:
+                channel.send(message)
+
+    def _discard_outgoing(self) -> None:
+        """Drop what was meant for a coordinator that is gone: the agent reports all that matters again."""
+        self._outgoing.take_all()
+
+    # -- finding the coordinator -------------------------------------------------------------------------------
+
+    def _reach(self, *, is_first: bool) -> BufferedChannel[m.OnAgent] | None:
+        """Connect to the coordinator or host it; ``None`` when the link is closed meanwhile.
+
+        Raises:
+            RendezvousError: None was there in time.
+            WrongRun: What is there is another run's, or another command's.
+        """
+        end_s = clock.now_s() + self._connect_timeout_s
+        answer_s = _FIRST_ANSWER_S if is_first else self._silence_s
+        num_rounds, error, gone = 0, "no endpoint was tried", False
+        reads_s = clock.now_s()
+        # A stopped process's port still takes connections: each would cost as long as the silence before it, while
+        # others could host.
+        silent, self._silent = self._silent, None
+        avoid_s = clock.now_s() + (self._silence_s if len(self._endpoints) > 1 else _PAUSE_S)
+        while not self._closing.is_set():
+            reads_records = self._records is not None and clock.now_s() >= reads_s
+            if reads_records:
+                reads_s = clock.now_s() + _RECORDS_S
+                self._learn_endpoints()
+            endpoints = list(self._endpoints)
+            while endpoints:
+                endpoint = endpoints.pop(0)
+                if endpoint.port == 0 or (endpoint == silent and clock.now_s() < avoid_s):
+                    continue
+                try:
+                    return self._join_at(endpoint, answer_s)
+                except _JobOver as failure:
+                    error = self.problem = str(failure)
+                    if should_change_job(num_endpoints=len(self._endpoints), leads=failure.leads):
+                        self._leave_job()
+                        endpoints.insert(0, endpoint)  # before another one is tried, or this node hosts
+                except _HandedOver as failure:
+                    error = self.problem = str(failure)
+                    if failure.successor not in self._endpoints:
+                        self._endpoints.append(failure.successor)
+                        endpoints.append(failure.successor)
+                except WrongRun as failure:
+                    if self._job is None and endpoint in self._given:
+                        raise WrongRun(f"the coordinator at {endpoint} refuses this agent: {failure}") from None
+                    error = self.problem = str(failure)
+                except Nobody as failure:
+                    gone |= endpoint == self.endpoint and failure.is_refused
+                    error = self.problem = str(failure)
+                except (RendezvousError, OSError) as failure:
+                    error = self.problem = f"{endpoint}: {failure}"
+                if self._closing.is_set():
+                    return None
+            if reads_records and self._stop_if_over():
+                return None
+            for order, endpoint in enumerate(self._endpoints):
+                # Of several that could host, those that come later give the earlier ones time to.
+                if order <= num_rounds and self._host_at(endpoint, order, host_is_dead=gone):
+                    return self._join_at(self._endpoints[order], answer_s)
+            num_rounds += 1
+            if is_first and clock.now_s() > end_s:
+                raise RendezvousError(error)
+            self._closing.wait(_PAUSE_S)
+        return None
+
+    def _learn_endpoints(self) -> None:
+        """Take in where another agent of the job may host the coordinator by now."""
+        if self._records is not None and self._server is None:  # the order of the endpoints is its coordinator's
+            self._endpoints = self._records.find_endpoints(self._endpoints)
+
+    def _stop_if_over(self) -> bool:
+        """Deliver how the job ended, if it did without this agent; return whether."""
+        if self._records is None:
+            return False
+        stop = self._records.find_end(None if self._job is None else self._job.job, self.ladder)
+        if stop is not None:
+            self._deliver(stop)
+        return stop is not None
+
+    def _join_at(self, endpoint: Endpoint, answer_s: float) -> BufferedChannel[m.OnAgent]:
+        """Return the connection to the coordinator at an endpoint, which has welcomed this agent.
+
+        Raises:
+            RendezvousError: Nobody listens there.
+            OSError: It is no coordinator, it does not answer, or (as :class:`WrongRun`) it is another run's.
+
+        Blocks: up to 2 s for the host's name, 2 s until its port accepts, and ``answer_s`` until it responds.
+        """
+        connection = connect(endpoint, timeout_s=min(_CONNECT_S, answer_s))
+        job = self._job
+        channel: BufferedChannel[m.OnAgent] = BufferedChannel(
+            connection, m.OnAgent, handshake=join_handshake(self._identity.run_id, self._identity.key)
+        )
+        hello = m.Hello(
+            run_id=self._identity.run_id,
+            node=self.node,
+            epoch=self.epoch,
+            command=self._identity.command,
+            command_text=self._identity.command_text,
+            job=None if job is None else job.job,
+            leader=self._leader,
+            term=0 if job is None else job.term,
+            version=__version__,
+        )
+        try:
+            channel.send(hello)
+            welcome = self._await_welcome(channel, answer_s)
+        except BaseException:
+            channel.close()
+            raise
+        self.endpoint, self._leader = endpoint, welcome.leader
+        self._job = JobInProgress(welcome.job, welcome.host, welcome.term, host_is_dead=False)
+        return channel
+
+    def _await_welcome(self, channel: BufferedChannel[m.OnAgent], answer_s: float) -> m.Welcome:
+        with selectors.DefaultSelector() as selector:
+            waiting = SelectedChannel(selector, channel, self._on_messages, self._on_broken)
+            self._errors.clear()
+            self._news.clear()
+            last_ns = clock.now_ns()
+            while not self._news:
+                if self._closing.is_set():
+                    raise ConnectionAbortedError("the link is closed")
+                last_ns = max(last_ns, channel.received_ns)
+                if clock.now_ns() - last_ns > answer_s * 1e9:
+                    raise TimeoutError(f"it did not answer within {answer_s:g} s")
+                for key, events in selector.select(_PAUSE_S):
+                    key.data(events)
+                if self._errors:
+                    if isinstance(self._errors[0], AuthenticationFailed):
+                        raise self._errors[0]
+                    raise ConnectionResetError(f"it ended the connection ({self._errors[0]})")
+            waiting.release()
+        first = self._news.pop(0)
+        if isinstance(first, m.Refused):
+            if first.successor is not None:
+                raise _HandedOver(first.reason, parse_endpoint(first.successor))
+            raise WrongRun(first.reason) if first.job is None else _JobOver(first.reason, leads=first.leads)
+        if not isinstance(first, m.Welcome):
+            raise ConnectionAbortedError(f"it answered {type(first).__name__}")
+        difference = describe_difference(first.version, whose="the coordinator", own="the agent")
+        if difference is not None:
+            raise WrongRun(difference)
+        return first
+
+    def _leave_job(self) -> None:
+        """Be an agent that has just begun, for the coordinator of another job."""
+        self._job, self._leader, self.epoch = None, "", _name_life()
+        if self.relay is not None:
+            self.relay.begin_job()
+
+    # -- hosting -----------------------------------------------------------------------------------------------
+
+    def _host_at(self, endpoint: Endpoint, order: int, *, host_is_dead: bool) -> bool:
+        """Host the coordinator at an endpoint, if it is this machine's and free; return whether."""
+        if not self._may_host:
+            return False
+        if self._retired is not None:
+            self._retired.close()
+            self._retired = None
+        listeners = listen(endpoint)
+        if not listeners:
+            return False
+        port = listeners[0].getsockname()[1]
+        self._endpoints[order] = Endpoint(endpoint.host, port)
+        # Who listened there until now does no longer, or these sockets could not.
+        is_gone = host_is_dead or endpoint == self.endpoint
+        former = None if self._job is None else replace(self._job, host_is_dead=is_gone)
+        settings = HostSettings(former=former, order=order, num_endpoints=len(self._endpoints))
+        self._yields.clear()
+        self._server = self._serve(listeners, settings)
+        self._server.start()
+        if len(self._endpoints) > 1:
+            watch = partial(self._watch_rivals, self._server, order)
+            threading.Thread(target=watch, name="outlast-rivals", daemon=True).start()
+        return True
+
+    def _stop_hosting(self) -> None:
+        """Hand this coordinator's agents over to the one that leads."""
+        server, self._server = self._server, None
+        self._yields.clear()
+        if server is not None and self._successor is not None:
+            log.warning("another coordinator of this job leads: the one on node %s ends", self.node)
+            server.hand_over(self._successor)
+            self._retired = server
+
+    def _watch_rivals(self, server: CoordinatorServer, order: int) -> None:
+        """Look for other coordinators of the job, and yield where one of them has more right to lead."""
+        try:
+            while not self._closing.wait(_RIVALS_S) and server is self._server:
+                if not server.leadership().leads and self._stop_if_over():
+                    return
+                for number, endpoint in enumerate(self._endpoints):
+                    own = server.leadership()
+                    if number == order or (other := self._ask_rival(endpoint)) is None:
+                        continue
+                    if should_yield(own, Leadership(term=other.term, leads=other.leads, order=other.order)):
+                        self._successor = endpoint
+                        self._yields.set()
+                        self._outgoing.put(None)  # wakes the link
+                        return
+        except BaseException as error:
+            log.exception("the search for other coordinators ended on an error")
+            self._deliver(LinkFailed(f"{type(error).__name__}: {error}"))
+
+    def _ask_rival(self, endpoint: Endpoint) -> m.Leads | None:
+        question = m.AskLeadership()
+        try:
+            answer = ask(endpoint, question, run_id=self._identity.run_id, key=self._identity.key, timeout_s=_CONNECT_S)
+        except RendezvousError as error:
+            log.debug("no other coordinator: %s", error)
+            return None
+        return answer if isinstance(answer, m.Leads) else None
+
+
+def _name_life() -> str:
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def listen(endpoint: Endpoint) -> list[socket.socket]:
+    """Return sockets that listen at an endpoint, on each address of this machine that it means.
+
+    Returns:
+        None of them where the endpoint is another machine's, or somebody listens there.
+    """
+    listeners: list[socket.socket] = []
+    port = endpoint.port
+    for family, address in listening_addresses(endpoint.host, interface=env.interface()):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listeners.append(listener)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((address, port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            log.debug("%s port %d cannot be listened at: %s", address, port, error)
+            for one in listeners:
+                one.close()
+            return []
+        port = listener.getsockname()[1]
+    return listeners

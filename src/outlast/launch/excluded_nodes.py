@@ -1,0 +1,102 @@
+"""Nodes that failed their health check: which stay outside and why, and what the other nodes are sent about them."""
+
+from __future__ import annotations
+
+import logging
+
+from outlast.incidents import EventKind
+from outlast.launch import protocol as m
+from outlast.launch.membership import Node, Nodes, why_it_waits
+from outlast.launch.verdicts import Effects, LadderClient, Record
+from outlast.policy.ladder import CycleEnd
+
+log = logging.getLogger(__name__)
+
+
+class ExcludedNodes:
+    """Keep what nodes reported of their health, and pass it on to the others.
+
+    Args:
+        nodes: The nodes that joined.
+        ladder_client: Bars nodes from slots.
+        effects: Receives the events for the journal.
+
+    Thread: the coordinator's.
+    """
+
+    def __init__(self, nodes: Nodes, ladder_client: LadderClient, effects: Effects) -> None:
+        self._nodes, self._ladder, self._effects = nodes, ladder_client, effects
+        self._outside: dict[str, m.Unhealthy] = {}
+        """Nodes that did not join."""
+        self._told: dict[str, frozenset[str]] = {}
+        """What the others were sent about each node."""
+
+    @property
+    def any_waits(self) -> bool:
+        """Whether an agent outside waits for the job's end."""
+        return any(report.stays for report in self._outside.values())
+
+    def take(self, report: m.Unhealthy, *, cycle: int, is_running: bool) -> bool:
+        """Take a report; return whether the running cycle is to end because of it.
+
+        A node that did not join is barred, also for the scheduler, which reads what the ladder remembers. One that
+        trains is replaced if a spare can take its slot. A full disk does not end a run by itself; wrong numbers do.
+        """
+        node = self._nodes.by_name.get(report.node)
+        if node is not None and node.epoch != report.epoch:
+            log.warning("ignored a failed health check of another agent that has the name of node %s", report.node)
+            return False
+        if node is None:
+            self._outside[report.node] = report
+            self._ladder.bar(report.node)
+            self._tell(report, cycle, "it did not join")
+            return False
+        if node.name in self._ladder.state.quarantined:
+            return False
+        if not self._nodes.holds_slot(node):
+            self._ladder.bar(node.name)
+            self._nodes.send(node, m.Wait(reason=why_it_waits(node, self._ladder.state)))
+            self._tell(report, cycle, "it gets no slot")
+            return False
+        if not is_running or report.incident.cycle != cycle:
+            return False  # it will report it again
+        spares = self._nodes.num_heirs(node.name, self._ladder.state.barred)
+        end = CycleEnd(cycle=cycle, incident=report.incident, num_spares=spares)
+        if report.incident.evidence.get("computes_wrong") or self._ladder.would_replace(end):
+            self._tell(report, cycle, "it is replaced")
+            return True
+        self._tell(report, cycle, "no spare waits for its slot: it trains on")
+        return False
+
+    def admit(self, node: Node) -> None:
+        """Admit a node that passed its check, and send it which nodes stay outside."""
+        if self._outside.pop(node.name, None) is not None:
+            self._told.pop(node.name, None)
+            self._ladder.admit(node.name)
+        for report in self._outside.values():
+            text = f"{report.incident.describe()}; it did not join"
+            self._nodes.out.append((node.name, node.epoch, m.Remark(text=text)))
+
+    def send_stop(self, stop: m.Stop) -> None:
+        """Send the agents outside that the job is over."""
+        for report in self._outside.values():
+            if report.stays:
+                self._nodes.out.append((report.node, report.epoch, stop))
+
+    def describe(self) -> str:
+        """Return who stays outside and why, as the end of a sentence; empty: nobody."""
+        return "".join(f"; {report.incident.describe()}" for report in self._outside.values())
+
+    def _tell(self, report: m.Unhealthy, cycle: int, what_follows: str) -> None:
+        """Send a report to all other nodes, and record it; once for the same failures."""
+        told = report.incident.evidence.get("checks", ())
+        told = [one for one in told if isinstance(one, dict)] if isinstance(told, list | tuple) else []
+        checks = frozenset(f"{one.get('name')} {one.get('target')}" for one in told)
+        if checks <= self._told.get(report.node, frozenset()):
+            return
+        self._told[report.node] = checks
+        self._effects.append(Record(EventKind.INCIDENT, cycle, {"incident": report.incident}))
+        text = f"{report.incident.describe()}; {what_follows}"
+        for node in self._nodes:
+            if node.name != report.node:
+                self._nodes.out.append((node.name, node.epoch, m.Remark(text=text)))

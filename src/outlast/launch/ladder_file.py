@@ -1,0 +1,72 @@
+"""``ladder.json`` in the run directory: what the recovery policy remembers of a run from job to job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from outlast.decoding import MAX_STATE_BYTES, from_json, read_file
+from outlast.errors import ConfigError
+from outlast.launch import protocol as m
+from outlast.policy import ladder
+from outlast.policy.ladder import LadderState, begin_job, begin_run
+from outlast.runtime.files import PRIVATE, write_atomically
+
+
+def _path(run_dir: Path) -> Path:
+    return run_dir / "ladder.json"
+
+
+def load_ladder(run_dir: Path | None, *, is_new_job: bool = False, is_named: bool = True, job: str = "") -> LadderState:
+    """Return what earlier jobs of the run, or this one, left in ``ladder.json``.
+
+    Args:
+        run_dir: The run directory; ``None`` = nothing is kept.
+        is_new_job: The state is for a new job, not for one that is in progress.
+        is_named: The run has an id or a directory of its own. Without one its directory may be that of an earlier run
+            which had none either: if that has finished, another begins.
+        job: The job in progress: a file that another job wrote is an earlier job's; empty = not compared.
+
+    Raises:
+        ConfigError: The file is there and is no ladder state.
+    """
+    if run_dir is None or not _path(run_dir).exists():
+        return LadderState()
+    try:
+        state = from_json(read_file(_path(run_dir), max_bytes=MAX_STATE_BYTES), LadderState)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"{_path(run_dir)} cannot be used ({error}); move it away to begin with fresh budgets"
+        ) from error
+    is_earlier = bool(job) and bool(state.job) and state.job != job
+    if not is_new_job and not is_earlier:
+        return state
+    return begin_run(state) if state.finished and not is_named else begin_job(state)
+
+
+def describe_last_job(run_dir: Path | None, known: str) -> m.Stop | None:
+    """Return how a job of the run ended while this agent was starting, to take part in it.
+
+    Args:
+        run_dir: The run directory; ``None`` = nothing is kept.
+        known: The run's last job when this agent began.
+
+    Raises:
+        ConfigError: The file is there and is no ladder state.
+    """
+    state = load_ladder(run_dir, is_new_job=False)
+    outcome = ladder.find_outcome(state) if state.job != known else None
+    if outcome is None:
+        return None
+    code, reason = outcome
+    return m.Stop(exit_code=code, reason=f"job {state.job} of this run ended while this agent was starting: {reason}")
+
+
+def save_ladder(run_dir: Path, state: LadderState) -> None:
+    """Write the file: whole and durable, or not at all.
+
+    Raises:
+        OSError: The run directory cannot be written.
+    """
+    write_atomically(_path(run_dir), msgspec.json.format(msgspec.json.encode(state), indent=1), mode=PRIVATE)

@@ -1,0 +1,207 @@
+"""Copies between a device and the host, in a stream apart from training's.
+
+Importing the module does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+from outlast.runtime.device import beside_training, is_capturing, is_done
+
+if TYPE_CHECKING:
+    import torch
+    import torch.profiler
+
+log = logging.getLogger(__name__)
+
+
+class Copied:
+    """Copies that were queued behind each other.
+
+    Args:
+        mark: Behind the last of them.
+        sources: What is copied; it must live until then, as its memory would be used again.
+    """
+
+    def __init__(self, mark: torch.cuda.Event, sources: list[torch.Tensor]) -> None:
+        self._mark, self._sources = mark, sources
+        self._is_done = False
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether they are done. Blocks: until they are, up to ``timeout_s`` seconds. Thread: any."""
+        if not self._is_done and is_done(self._mark, timeout_s=timeout_s):
+            self._is_done, self._sources = True, []
+        return self._is_done
+
+    def hold_back(self, timeout_s: float) -> bool:
+        """Have the device do what it is given from now on in its current stream only after them.
+
+        Returns:
+            Whether it will; ``False``: a graph is being captured, and they are not done in time.
+
+        Blocks: never; while a graph is captured until they are done, up to ``timeout_s`` seconds.
+        Thread: training's.
+        """
+        import torch
+
+        if self._is_done:
+            return True
+        if is_capturing():
+            return self.wait(timeout_s)  # what is captured is done later, and again, with nothing before it
+        torch.cuda.current_stream(self._mark.device).wait_event(self._mark)
+        return True
+
+
+class DeviceCopies:
+    """Copies between one device and the host, in a stream of their own, beside what the device computes.
+
+    Thread: any, for each call; what is queued by several threads is done one after the other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self.device = device
+        with beside_training(device):
+            self._stream = torch.cuda.Stream(device)
+
+    def pin(self, address: int, num_bytes: int) -> bool:
+        """Register memory of this process: copies then go straight into its pages. Undo it before it is unmapped.
+
+        Returns:
+            Whether it was; otherwise copies take a detour through memory of the driver's, and wait for it.
+
+        Blocks: some 0.1 s a GiB, more where the kernel has not provided the pages yet.
+        """
+        import torch
+
+        with beside_training(self.device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+            if code:
+                self._forget_error()
+                log.warning("%.1f GiB cannot be pinned (CUDA error %d): copies are slower", num_bytes / 2**30, code)
+        return code == 0
+
+    def unpin(self, address: int) -> None:
+        """Undo :meth:`pin`. Blocks: until the device copies nothing there any more."""
+        import torch
+
+        with beside_training(self.device):
+            if int(torch.cuda.cudart().cudaHostUnregister(address)):
+                self._forget_error()
+
+    def note_work(self) -> torch.cuda.Event:
+        """Return a mark behind all that the device was given so far in this thread's current stream."""
+        import torch
+
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self.device))
+        return mark
+
+    def queue(
+        self,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        behind: torch.cuda.Event | Copied | None = None,
+        launch: Callable[[int], object] | None = None,
+    ) -> Copied:
+        """Queue copies to the host, to the device, or within it.
+
+        Args:
+            pairs: What is copied, and where to. Drawn here: what the device has to do to make a source is done in the
+                copies' stream.
+            behind: What comes before: of the device's work, from :meth:`note_work`, or of other copies; ``None`` = only
+                the copies that were queued here.
+            launch: Gives the copies' stream, by its handle, something else to do first.
+
+        Blocks: hardly, where the host's memory is pinned; else while the copies are made.
+        """
+        import torch
+
+        with beside_training(self.device), torch.cuda.stream(self._stream), torch.no_grad():
+            if isinstance(behind, Copied):
+                behind.hold_back(0.0)
+            elif behind is not None:
+                self._stream.wait_event(behind)
+            if launch is not None:
+                launch(self._stream.cuda_stream)
+            remaining, sources = iter(pairs), list[torch.Tensor]()
+            while some := list(itertools.islice(remaining, _COPIES_TOGETHER)):
+                torch._foreach_copy_([target for _, target in some], [source for source, _ in some], non_blocking=True)
+                sources += [source for source, _ in some]
+            mark = torch.cuda.Event()
+            mark.record(self._stream)
+        return Copied(mark, sources)
+
+    def make_room(
+        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], *, together: bool = False
+    ) -> list[torch.Tensor]:
+        """Return new tensors of the device that copies may fill: the first ones, as far as there is memory for them.
+
+        Args:
+            shapes: Their shapes and element types.
+            together: In one piece of memory, which is taken at once, and free once none of them is in use.
+
+        Some memory is left for others. Thread: training's.
+        """
+        import torch
+
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        cached_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        spare_bytes, places, end = free_bytes + cached_bytes - total_bytes // _LEFT_FREE, list[slice](), 0
+        for shape, dtype in shapes:
+            begin = -(-end // _ALIGNED) * _ALIGNED
+            end = begin + torch.Size(shape).numel() * dtype.itemsize
+            if end > spare_bytes:
+                break
+            places.append(slice(begin, end))
+        fitting = list(zip(shapes, places, strict=False))
+        tensors: list[torch.Tensor] = []
+        try:
+            if together and fitting:
+                piece = torch.empty(places[-1].stop, dtype=torch.uint8, device=self.device)
+                tensors = [piece[place].view(dtype).view(shape) for (shape, dtype), place in fitting]
+            elif fitting:
+                for (shape, dtype), _ in fitting:
+                    tensors.append(torch.empty(shape, dtype=dtype, device=self.device))
+        except torch.OutOfMemoryError:
+            pass  # what is cached lies in pieces
+        # Their memory may have been other tensors', which kernels that are still queued use.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return tensors
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return new pinned memory of the host, as bytes."""
+        import torch
+
+        with beside_training(self.device):
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def _forget_error(self) -> None:
+        """Take a refused call's error back: the runtime keeps it, and would report it at the next kernel's start."""
+        import torch
+
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+
+
+_COPIES_TOGETHER = 32
+"""Given to torch in one call, as each gives Python's lock away; with the first ones the device begins meanwhile."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: for all GPUs of this process."""
+_LEFT_FREE = 20
+"""One part of so many of a device's memory is left free by :meth:`DeviceCopies.make_room`."""
+_ALIGNED = 512
+"""Bytes at a multiple of which a tensor begins in a piece of memory, as in the allocator's own."""
+
+
+@cache
+def copies_of(device: torch.device) -> DeviceCopies | None:
+    """Return what copies between this device and the host; ``None``: its memory is the host's, or torch has no streams
+    for it that we use."""
+    return DeviceCopies(device) if device.type == "cuda" else None

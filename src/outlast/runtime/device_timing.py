@@ -1,0 +1,107 @@
+"""How long work on a device takes: events in its streams, and what torch's profiler records of its kernels.
+
+Importing the module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from outlast import clock
+from outlast.runtime.device import training_device
+
+if TYPE_CHECKING:
+    import torch
+    import torch.profiler
+
+
+def timing_event() -> Any:
+    """Return a new event that keeps time in the current device's streams; needs a device."""
+    return _timing_event_class()(enable_timing=True)
+
+
+@cache
+def _timing_event_class() -> Any:
+    """Return torch's event with a tenth of what it costs the host: torch looks for the current stream in Python."""
+    import torch
+
+    own: Any = torch._C
+    made_of, record = own._CudaEventBase, own._CudaEventBase.record
+    current_device, current_stream = own._cuda_getDevice, own._cuda_getCurrentRawStream
+    streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+    class TimingEvent(torch.cuda.Event):
+        query, elapsed_time = made_of.query, made_of.elapsed_time
+
+        def record(self, stream: Any = None) -> None:
+            if stream is None:
+                device = current_device()
+                key = device, current_stream(device)
+                if (stream := streams.get(key)) is None:
+                    stream = streams[key] = torch.cuda.current_stream()
+            record(self, stream)
+
+    return TimingEvent
+
+
+def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
+    """Return what torch's profiler is to look at for kernel times: the device, else the CPU."""
+    from torch.profiler import ProfilerActivity
+
+    return [ProfilerActivity.CUDA if training_device().type == "cuda" else ProfilerActivity.CPU]
+
+
+def kernel_seconds(event: Any) -> float | None:
+    """Return the seconds of a profiler's event, itself alone, if it is a kernel; without a device, an operator.
+
+    Those of collectives do not count: they take as long as their ranks wait for each other.
+
+    Args:
+        event: Of ``torch.profiler.profile(...).events()``.
+
+    Returns:
+        Seconds; ``None`` = it is none of these.
+    """
+    name = event.name.lower()
+    if any(part in name for part in _COLLECTIVE):
+        return None
+    if training_device().type == "cuda":
+        return event.time_range.elapsed_us() / 1e6 if event.device_type.name == "CUDA" else None
+    return event.self_cpu_time_total / 1e6 if event.device_type.name == "CPU" else None
+
+
+def time_on_device(work: Callable[[], object], device: torch.device, *, in_stream: bool = False) -> float:
+    """Return the seconds that work takes on a device, until it is done.
+
+    Args:
+        work: Gives the device what it does, in the current stream.
+        device: Which.
+        in_stream: Wait only for what the current stream was given, as a training step that reads its loss does; what
+            other streams do goes on.
+
+    Blocks: until the device has done all that it was given. Not for use in a training step.
+    """
+    import torch
+
+    def settle() -> None:
+        if device.type != "cuda":
+            return
+        if in_stream:
+            torch.cuda.current_stream(device).synchronize()
+        else:
+            torch.cuda.synchronize(device)
+
+    settle()
+    begin_ns = clock.now_ns()
+    work()
+    settle()
+    return (clock.now_ns() - begin_ns) / 1e9
+
+
+_COLLECTIVE = (
+    *("nccl", "rccl", "gloo", "c10d", "alltoall", "all_to_all", "allreduce", "all_reduce", "allgather", "all_gather"),
+    *("reduce_scatter", "broadcast", "sendrecv", "barrier", "wait"),
+)
+"""What the names of collectives, and of waiting for them, have in them."""
