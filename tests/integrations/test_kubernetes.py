@@ -584,7 +584,7 @@ def test_every_field_is_an_option_and_does_something() -> None:
     from outlast.cli import k8s
 
     fields = set(KubernetesJob.__dataclass_fields__) - {"command"}
-    assert {field for _, field, _, _ in k8s._OPTIONS} == fields
+    assert {one.name for one in k8s.manifest.params} - {"command", "as_json", "output", "help"} == fields
     base = {"nnodes": "4:5"}
     changed = {**FULL, "kind": "TrainJob", "nnodes": "4:6", "run_id": "gpt-2", "mount_path": "/r", "port": 29500}
     changed |= {"gpu_resource": "amd.com/gpu", "num_endpoints": 1, "shutdown_grace": 90.0, "join_timeout": 60}
