@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 from shells import LIMIT_S, Crew, Wrapped, wait_until
 
 from outlast.config import CheckpointConfig
-from outlast.ray.pool import NodeKeepers
+from outlast.ray.keepers import NodeKeepers
 from outlast.ray.protocol import CallFailed, FailureKind, Mesh
 
 pytestmark = [pytest.mark.process]

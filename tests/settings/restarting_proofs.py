@@ -277,9 +277,10 @@ STRAGGLER: dict[str, Proof] = {
 
 pytest.importorskip("ray", reason="groups of actors need Ray")
 from outlast.ray import actor_group, pool, recovery, watch  # noqa: E402
-from outlast.ray.pool import ActorPing, Pool, Reply  # noqa: E402
+from outlast.ray.pool import Pool, Reply  # noqa: E402
 from outlast.ray.protocol import Mesh  # noqa: E402
 from outlast.ray.recovery import Incarnation, Recovery, _Progress  # noqa: E402
+from outlast.ray.replies import ActorPing  # noqa: E402
 from outlast.ray.watch import Gathered, Watch, _AwaitedActor  # noqa: E402
 
 MESH = Mesh.of({"dp": 2})

@@ -20,7 +20,7 @@ from outlast import clock
 from outlast.bench.measuring import Bar, BenchResult, Progress, median
 from outlast.config import RecoveryConfig
 from outlast.errors import OutlastError
-from outlast.ray.pool import Actor, Pool, await_replies
+from outlast.ray.pool import Actor, Pool
 from outlast.ray.protocol import (
     Aborted,
     ActorAssignment,
@@ -34,6 +34,7 @@ from outlast.ray.protocol import (
     Mesh,
 )
 from outlast.ray.recovery import Incarnation, Recovery
+from outlast.ray.replies import await_replies
 from outlast.ray.watch import Watch
 from outlast.runtime.journal import Journal
 

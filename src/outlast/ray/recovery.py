@@ -15,8 +15,9 @@ from outlast.config import RecoveryConfig
 from outlast.errors import ActorFailed, SparesExhausted
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.actor_recovery import ActorFacts, Formation, ends_call, fill_slots, shrink_slots
-from outlast.ray.pool import Actor, Pool, ReplyFault, await_replies, describe_error
+from outlast.ray.pool import Actor, Pool
 from outlast.ray.protocol import Aborted, ActorAssignment, FailureKind, Joined, Mesh, shrunk, timed
+from outlast.ray.replies import ReplyFault, await_replies, describe_error
 from outlast.ray.watch import Gathered, LossKind, LostActor, Watch, lose
 from outlast.runtime.journal import Journal
 from outlast.wording import count

@@ -32,7 +32,7 @@ from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import Culprit, Position, find_culprit
 from outlast.policy.deadlines import Timeouts, expired
-from outlast.ray.pool import ReplyFault, await_replies, describe_error
+from outlast.ray.replies import ReplyFault, await_replies, describe_error
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import open_pidfd, send_signal

@@ -18,8 +18,9 @@ import ray
 from outlast import clock
 from outlast.config import RecoveryConfig
 from outlast.policy.causes import Position, find_culprit
-from outlast.ray.pool import Actor, ActorPing, Pool, ReplyFault, await_replies, describe_error, read_reply
+from outlast.ray.pool import Actor, Pool
 from outlast.ray.protocol import ActorStatus, CallFailed, FailureKind
+from outlast.ray.replies import ActorPing, ReplyFault, await_replies, describe_error, read_reply
 
 log = logging.getLogger(__name__)
 _AFTER_DUE_S = 0.02

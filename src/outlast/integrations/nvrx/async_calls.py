@@ -34,7 +34,7 @@ from outlast.decoding import from_json
 from outlast.errors import CheckpointError, OutlastError, PeerLost
 from outlast.integrations.nvrx.exchange import WorldExchange
 from outlast.integrations.nvrx.snapshot import copy_arguments
-from outlast.runtime.exits import at_exit
+from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.process_groups import is_initialised
 
 log = logging.getLogger(__name__)
@@ -386,7 +386,9 @@ class AsyncCallsQueue:
         call = _ScheduledCall(number, request, place=place)
         self._calls.append(call)
         _log_save(call, "Scheduling async checkpoint save (call %d)")
-        _in_use.add(self)
+        if self not in _in_use:
+            _in_use.add(self)
+            at_exit(self.warn)
         self._start()
         self._work.put(call)
         if not self.persistent:
@@ -474,6 +476,7 @@ class AsyncCallsQueue:
             self._exchange.close()
             self.call_idx = -1  # a rank that was restarted begins at the same number
             _in_use.discard(self)
+            forget_at_exit(self.warn)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -532,15 +535,7 @@ class AsyncCallsQueue:
 
 
 _in_use: set[AsyncCallsQueue] = set()
-"""Queues that have taken a request and are not closed."""
-
-
-def _warn_at_exit() -> None:
-    for one in _in_use:
-        one.warn()
-
-
-at_exit(_warn_at_exit)
+"""Queues that have taken a request and are not closed. Each logs at the process's end which calls are lost."""
 
 
 def abort_nvrx_checkpoint() -> None:
