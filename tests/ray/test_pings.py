@@ -18,7 +18,7 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> list[Reply | None]:
     """What the next polls find, in this order."""
     coming: list[Reply | None] = []
     monkeypatch.setattr(replies_module, "reply_if_ready", lambda _: coming.pop(0))
-    monkeypatch.setattr(pool, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(replies_module, "_AGAIN_S", 0.0)
     return coming
 
 
