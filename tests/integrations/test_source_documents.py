@@ -197,6 +197,7 @@ def test_the_launch_line_of_bridge_trains(tmp_path: Path) -> None:
     assert (tmp_path / "ckpt" / "ft_state.json").exists()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_nan_ends_a_training_whose_rerun_machine_is_disabled(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def undisturbed(ray_cluster: Cluster) -> list[Any]:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_survivors_keep_their_state_and_only_the_new_actor_loads(
     crews: list[Crew], config: CheckpointConfig, undisturbed: list[Any]
@@ -184,6 +185,7 @@ def test_without_a_generation_all_start_over_unless_all_have_the_same_state(
     assert [(weights, seen) for weights, seen, _ in crew.call("look")] == expected
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_step_that_is_not_the_next_is_refused(crews: list[Crew]) -> None:
     """An update of another iteration than the next one raises and leaves the state as it is."""
