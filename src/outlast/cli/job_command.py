@@ -80,14 +80,7 @@ def parse_words(command: Sequence[str], example: str) -> RunCommand:
 
 
 def show_hints(parsed: RunCommand, own: Collection[str], rows: Sequence[Option], warnings: Sequence[str]) -> None:
-    """Print warnings, and options of this command that stand behind the script, on standard error.
-
-    Args:
-        parsed: The words behind the options.
-        own: Options that a training script hardly has itself.
-        rows: The options of this command.
-        warnings: What may go wrong, with names of settings.
-    """
+    """Print warnings, and options of this command that stand behind the script, on standard error."""
     from outlast.launch.run_parser import hint_at
 
     words = [word.partition("=")[0] for word in parsed.args.training_script_args]

@@ -62,10 +62,6 @@ def with_fault_tolerance(config: Config, **changes: Any) -> Config:
 def require_directory(config: Config, what: str) -> None:
     """Check that there is somewhere to save to.
 
-    Args:
-        config: The settings.
-        what: Who needs it, for the message.
-
     Raises:
         ConfigError: There is not; the message is the remedy.
     """
@@ -104,10 +100,6 @@ class KeptRandom:
 
 class HostedSession:
     """A session in a trainer's own loop.
-
-    Args:
-        config: The session's settings.
-        options: More arguments of :func:`outlast.init`.
 
     Collective: all ranks.
     Thread: that of the trainer.

@@ -32,10 +32,6 @@ def split_command(outlast: str) -> list[str]:
 def check_run_command(command: Sequence[str], made_from: Mapping[str, str]) -> dict[str, str]:
     """Return the options of ``outlast run`` in a command, as they are typed.
 
-    Args:
-        command: Options, the training script, its arguments.
-        made_from: Options that are made here, by name, and what from.
-
     Raises:
         ConfigError: The command has one of those that are made here.
     """

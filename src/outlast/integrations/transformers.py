@@ -148,11 +148,6 @@ class _MicroBatch(NamedTuple):
 class TrainerProtection(TrainerCallback):
     """One protected ``train()``: the callback, and what stands in for methods of the trainer meanwhile.
 
-    Args:
-        trainer: The trainer.
-        config: The session's settings.
-        original_train: The trainer's own ``train``.
-
     Thread: that of the training loop.
     """
 

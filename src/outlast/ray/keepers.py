@@ -38,9 +38,6 @@ def start_on(node_id: str, actor_class: type, arguments: Mapping[str, Any], **op
 class NodeKeeper:
     """Keep one node's writer.
 
-    Args:
-        address: Where the node's actors find it.
-
     Raises:
         OSError: The system starts no process.
 
@@ -91,10 +88,6 @@ class NodeKeepers:
         """Return the writers' addresses by node; a node whose writer does not start in time is left out.
 
         Who was asked before is asked again: a keeper that died meanwhile is replaced.
-
-        Args:
-            node_ids: Ray's ids of the nodes.
-            timeout_s: Seconds to wait for all of them.
 
         Blocks: some milliseconds; up to ``timeout_s`` where one has to be started.
         """

@@ -227,9 +227,6 @@ class Pool:
         """Return who must leave its node now, and why; nobody while there are too few spares elsewhere.
 
         Spares are asked for as soon as a node is drained.
-
-        Args:
-            members: An incarnation's actors.
         """
         if not (draining := self.draining):
             return {}
@@ -326,10 +323,6 @@ class Pool:
 
     def answering(self, num: int, timeout_s: float) -> list[Actor]:
         """Return spares that may take a slot and answer now, oldest first.
-
-        Args:
-            num: How many are needed; once so many have answered the others are not waited for.
-            timeout_s: Longest wait in seconds.
 
         Blocks: until so many have answered, at most ``timeout_s``.
         """

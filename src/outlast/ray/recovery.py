@@ -106,11 +106,6 @@ class _Progress:
 class Recovery:
     """Make incarnations: the first one, and each that has to follow.
 
-    Args:
-        config: Limits.
-        pool: Where actors come from; what else is due is done by it between phases, and it may raise to end them.
-        watch: Waits for those that join.
-
     Thread: one.
     """
 
@@ -138,11 +133,6 @@ class Recovery:
 
     def recover(self, failed: Incarnation, gathered: Gathered, *, method: str) -> tuple[Incarnation, RecoveryReport]:
         """Make the next incarnation.
-
-        Args:
-            failed: The one before.
-            gathered: What its call came to.
-            method: The call.
 
         Raises:
             SparesExhausted: No spare can take an empty slot.

@@ -100,11 +100,7 @@ class ActorPing:
     """Reference to the reply that is waited for."""
 
     def poll(self, method: Any) -> Reply | None:
-        """Return the reply if it has come; ask if that is due. Blocks: while the value is fetched.
-
-        Args:
-            method: The remote method that asks.
-        """
+        """Return the reply if it has come; ask if that is due. Blocks: while the value is fetched."""
         now_s = clock.now_s()
         if self.ref is None:
             if now_s >= self.due_s:

@@ -110,10 +110,6 @@ class _AwaitedActor:
 class Watch:
     """Wait for the replies of all actors of an incarnation to one call, or for the first sign of trouble.
 
-    Args:
-        config: Intervals and timeouts.
-        pool: What else is due meanwhile is done by it, at least every ``ping_interval``; may raise to end the wait.
-
     Thread: one.
     """
 
@@ -129,12 +125,6 @@ class Watch:
         leaves_nodes: bool = False,
     ) -> Gathered:
         """Return the replies; at the first sign of trouble, with what is known until then.
-
-        Args:
-            members: Rank to actor.
-            refs: Rank to the reference of its reply.
-            timeout_s: Seconds after which an actor that has not replied is lost.
-            leaves_nodes: Whether actors whose node is drained and soon goes are to be replaced.
 
         Blocks: until all have replied or trouble is seen, at most ``timeout_s``.
         """

@@ -136,15 +136,7 @@ _OF_LAUNCHERS = (
 
 
 class LoggedProcess:
-    """A process in a session of its own whose output goes to a file.
-
-    Args:
-        name: What failures call it.
-        command: What to start.
-        environment: The process's whole environment.
-        log_path: File that its output, and that of what it starts, is appended to.
-        stdin: Give it a pipe as its standard input; otherwise that is empty.
-    """
+    """A process in a session of its own whose output goes to a file."""
 
     def __init__(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path, *, stdin: bool = False

@@ -342,14 +342,6 @@ class AsyncCallsQueue:
     ) -> None:
         """Set the priorities of the next persistent thread. A thread, unlike a process, need not be started ahead.
 
-        Args:
-            rank: This process's; known here without it.
-            is_daemon: As for the class, as are the others.
-            cpu_priority: Nice value.
-            io_priority: Class of input and output.
-            sigterm_timeout: Only the default.
-            cpu_shm_mode: Only ``False``.
-
         Raises:
             ConfigError: A value is out of range, or not supported.
         """

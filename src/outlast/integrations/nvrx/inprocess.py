@@ -105,9 +105,6 @@ class ComposeFromRight:
     It is an instance of the nearest class that all its plug-ins share. A plug-in that returns ``None`` is warned of,
     and the next one gets what it was given.
 
-    Args:
-        instances: What is called; at least one.
-
     Raises:
         ConfigError: There is none, or one cannot be called.
     """
@@ -240,14 +237,7 @@ class AbortAsyncCalls(StatePlugin):
 
 
 class ThreadedFinalize(StatePlugin):
-    """Call a function in a thread, with a time limit; a ``finalize`` plug-in.
-
-    Args:
-        timeout: How long it may take.
-        fn: The function.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-    """
+    """Call a function in a thread, with a time limit; a ``finalize`` plug-in."""
 
     def __init__(
         self,
@@ -286,11 +276,7 @@ class ThreadedFinalize(StatePlugin):
 
 
 class CudaHealthCheck(StatePlugin):
-    """Check that the GPU finishes what it was given; a ``health_check`` plug-in. Without a GPU there is nothing to do.
-
-    Args:
-        timeout: How long it may take.
-    """
+    """Check that the GPU finishes what it was given; a ``health_check`` plug-in. Without a GPU there is nothing to do."""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
         self.timeout = timeout
@@ -377,11 +363,7 @@ class NicHealthCheck(StatePlugin):
 
 
 class RankFaultCounter(StatePlugin):
-    """Permanently remove a rank that fails too often; a ``health_check`` plug-in.
-
-    Args:
-        max_rank_faults: Faults of its own that a rank may have; ``None`` = no limit.
-    """
+    """Permanently remove a rank that fails too often; a ``health_check`` plug-in."""
 
     def __init__(self, max_rank_faults: int | None = None) -> None:
         self._counter = engine.FaultCounter(max_rank_faults=max_rank_faults)
@@ -410,14 +392,7 @@ class NestedRestarterLogger:
 
 
 class NestedRestarterCallback(StatePlugin):
-    """Log a change of state in the form that NVRx's launcher reads.
-
-    Args:
-        restarter_state: The state; ``None`` = that of the class.
-        restarter_stage: The stage; ``None`` = that of the class, if it has one.
-        logger: Where it is logged.
-        special_rank: The initial rank that logs it.
-    """
+    """Log a change of state in the form that NVRx's launcher reads."""
 
     restarter_state: str = ""
     restarter_stage: str | None = None
@@ -522,11 +497,7 @@ def substitute_param_value(
 
 
 class CallWrapper:
-    """One call of the wrapped function; a parameter of it that is annotated with this class gets it.
-
-    Args:
-        handle: The engine's.
-    """
+    """One call of the wrapped function; a parameter of it that is annotated with this class gets it."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle

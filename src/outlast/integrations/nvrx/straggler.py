@@ -140,12 +140,6 @@ class PerformanceReport:
 
         The reference of relative scores is the median of the ranks; in the extension it is the fastest rank.
 
-        Args:
-            gpu_rel_threshold: Of kernels, against the other ranks.
-            section_rel_threshold: Of a section, against the other ranks.
-            gpu_indiv_threshold: Of kernels, against the rank's own best.
-            section_indiv_threshold: Of a section, against the rank's own best.
-
         Returns:
             Sets of :class:`StragglerId` as ``straggler_gpus_relative`` and ``straggler_gpus_individual``; sets by
             section, for sections that have any, as ``straggler_sections_relative`` and ``..._individual``.
@@ -335,10 +329,6 @@ class Detector:
     @classmethod
     def wrap_callables(cls, callable_ids: list[CallableId], profile_cuda: bool = True) -> None:
         """Time every call of some callables, each as a section of its name, until :meth:`shutdown`.
-
-        Args:
-            callable_ids: What is wrapped, where it is.
-            profile_cuda: As for :meth:`detection_section`.
 
         Raises:
             OutlastError: There is no such callable; also a ``RuntimeError``: the detector is not initialised.
