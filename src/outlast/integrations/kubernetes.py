@@ -472,20 +472,15 @@ class KubernetesJob:
             "containers": [container],
             "volumes": self._volumes(),
         }
-        if (affinity := self._affinity()) is not None:
-            spec["affinity"] = affinity
-        if self.node_selector:
-            spec["nodeSelector"] = dict(one.split("=", 1) for one in self.node_selector)
-        if self.tolerations:
-            spec["tolerations"] = [_toleration(one) for one in self.tolerations]
-        if self.service_account is not None:
-            spec["serviceAccountName"] = self.service_account
-        if self.priority_class is not None:
-            spec["priorityClassName"] = self.priority_class
-        if self.image_pull_secrets:
-            spec["imagePullSecrets"] = [{"name": one} for one in self.image_pull_secrets]
-        if security := self._pod_security():
-            spec["securityContext"] = security
+        spec |= _those_given(
+            affinity=self._affinity(),
+            nodeSelector=dict(one.split("=", 1) for one in self.node_selector),
+            tolerations=[_toleration(one) for one in self.tolerations],
+            serviceAccountName=self.service_account,
+            priorityClassName=self.priority_class,
+            imagePullSecrets=[{"name": one} for one in self.image_pull_secrets],
+            securityContext=self._pod_security(),
+        )
         metadata: dict[str, Any] = {"labels": self._labels}
         if self.metrics_port is not None:
             values = {"scrape": "true", "port": str(self.metrics_port), "path": "/metrics"}
@@ -493,15 +488,14 @@ class KubernetesJob:
         return {"metadata": metadata, "spec": spec}
 
     def _pod_security(self) -> dict[str, Any]:
+        security = _those_given(
+            runAsNonRoot=self.run_as_non_root,
+            # The default changes the group of every file, at each start of a pod.
+            fsGroupChangePolicy=None if self.fs_group is None else "OnRootMismatch",
+            seccompProfile=None if self.seccomp_profile is None else {"type": self.seccomp_profile},
+        )
         ids = {"runAsUser": self.run_as_user, "runAsGroup": self.run_as_group, "fsGroup": self.fs_group}
-        security: dict[str, Any] = {name: value for name, value in ids.items() if value is not None}
-        if self.fs_group is not None:  # the default changes the group of every file, at each start of a pod
-            security["fsGroupChangePolicy"] = "OnRootMismatch"
-        if self.run_as_non_root:
-            security["runAsNonRoot"] = True
-        if self.seccomp_profile is not None:
-            security["seccompProfile"] = {"type": self.seccomp_profile}
-        return security
+        return security | {name: value for name, value in ids.items() if value is not None}
 
     def _affinity(self) -> dict[str, Any] | None:
         def beside(key: str) -> dict[str, Any]:
@@ -510,12 +504,10 @@ class KubernetesJob:
 
         if self._num_pods == 1:
             return None
-        affinity: dict[str, Any] = {}
-        if not self.share_nodes:
-            affinity["podAntiAffinity"] = beside("kubernetes.io/hostname")
-        if self.topology is not None:
-            affinity["podAffinity"] = beside(self.topology)
-        return affinity or None
+        return _those_given(
+            podAntiAffinity=None if self.share_nodes else beside("kubernetes.io/hostname"),
+            podAffinity=None if self.topology is None else beside(self.topology),
+        )
 
     def _container(self, name: str) -> dict[str, Any]:
         node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
@@ -538,33 +530,19 @@ class KubernetesJob:
             "env": [node, *({**one, "value": _as_it_stands(one["value"])} for one in given)],
             "volumeMounts": mounts,
         }
-        capabilities: dict[str, list[str]] = {"drop": ["ALL"]}
-        if self.capabilities:
-            capabilities["add"] = list(self.capabilities)
+        capabilities = {"drop": ["ALL"], **_those_given(add=list(self.capabilities))}
         escalates = self.allow_privilege_escalation
         container["securityContext"] = {"allowPrivilegeEscalation": escalates, "capabilities": capabilities}
         ports = {"pytorchjob-port": self.port if name == "pytorch" else None, "metrics": self.metrics_port}
-        shown = [
-            {"name": port, "containerPort": number, "protocol": "TCP"}
-            for port, number in ports.items()
-            if number is not None
-        ]
-        if shown:
-            container["ports"] = shown
-        if self.working_dir is not None:
-            container["workingDir"] = self.working_dir
-        amounts = {"cpu": self.cpus, "memory": self.memory}
-        amounts |= {self.gpu_resource: None if self.gpus_per_node is None else str(self.gpus_per_node)}
-        asked = {key: value for key, value in amounts.items() if value is not None}
+        shown = [{"name": port, "containerPort": number, "protocol": "TCP"} for port, number in ports.items() if number]
+        gpus = None if self.gpus_per_node is None else str(self.gpus_per_node)
+        asked = _those_given(**{"cpu": self.cpus, "memory": self.memory, self.gpu_resource: gpus})
         asked |= dict(one.split("=", 1) for one in self.resources)
-        if asked:
-            container["resources"] = {"limits": asked, "requests": dict(asked)}
-        return container
+        resources = {"limits": asked, "requests": dict(asked)} if asked else None
+        return container | _those_given(ports=shown, workingDir=self.working_dir, resources=resources)
 
     def _volumes(self) -> list[dict[str, Any]]:
-        shm = {"medium": "Memory"}
-        if self.shm_size is not None:
-            shm["sizeLimit"] = self.shm_size
+        shm = {"medium": "Memory", **_those_given(sizeLimit=self.shm_size)}
         volumes: list[dict[str, Any]] = [
             {"name": "shm", "emptyDir": shm},
             {"name": "run", "persistentVolumeClaim": {"claimName": self.run_claim}},
@@ -614,6 +592,11 @@ def as_yaml(manifests: list[dict[str, Any]]) -> str:
 
     YamlWithoutAnchors.add_representer(str, YamlWithoutAnchors.represent_text)
     return yaml.dump_all(manifests, Dumper=YamlWithoutAnchors, sort_keys=False, width=1 << 16, allow_unicode=True)
+
+
+def _those_given(**fields: Any) -> dict[str, Any]:
+    """Return the fields of an object that have a value."""
+    return {name: value for name, value in fields.items() if value}
 
 
 def _as_it_stands(word: str) -> str:

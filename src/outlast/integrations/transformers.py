@@ -40,6 +40,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 from transformers.trainer_utils import get_last_checkpoint
 
 from outlast.config import Config, RerunStateMachineConfig
+from outlast.config.base import require
 from outlast.decoding import parse_json
 from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.hosted_session import HostedConfig, HostedSession, KeptRandom, hosted_config
@@ -110,28 +111,22 @@ def protect(trainer: TrainerT, config: HostedConfig = None) -> TrainerT:
 def _refuse_what_cannot_be(trainer: Any) -> None:
     """Raise :class:`ConfigError` if the trainer uses what cannot be resumed exactly, or takes the signals itself."""
     args = trainer.args
-    if trainer.is_deepspeed_enabled:
-        raise ConfigError(
-            "protect() cannot save what DeepSpeed's engine holds; train with DDP, or leave DeepSpeed to its own "
-            "checkpoints and use outlast run and sections only"
-        )
-    if trainer.is_fsdp_enabled or getattr(trainer, "is_fsdp_xla_enabled", False):
-        raise ConfigError(
-            "protect() cannot save a model that the Trainer shards with FSDP; train with DDP, or write the loop with "
-            "outlast.init() and FSDP2, whose DTensors are saved"
-        )
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        raise ConfigError("protect() cannot save a model that transformers shards as it loads it; load it whole")
-    if args.enable_jit_checkpoint:
-        raise ConfigError(
-            "enable_jit_checkpoint takes SIGTERM for itself, on one rank alone; leave it off: protect() saves at a "
-            "notice, with all ranks"
-        )
-    if args.auto_find_batch_size:
-        raise ConfigError(
-            "auto_find_batch_size begins training again within train(), with another batch size; find the size first, "
-            "then set per_device_train_batch_size"
-        )
+    refused = {
+        "protect() cannot save what DeepSpeed's engine holds; train with DDP, or leave DeepSpeed to its own "
+        "checkpoints and use outlast run and sections only": trainer.is_deepspeed_enabled,
+        "protect() cannot save a model that the Trainer shards with FSDP; train with DDP, or write the loop with "
+        "outlast.init() and FSDP2, whose DTensors are saved": trainer.is_fsdp_enabled
+        or getattr(trainer, "is_fsdp_xla_enabled", False),
+        "protect() cannot save a model that transformers shards as it loads it; load it whole": getattr(
+            trainer, "is_distributed_loading_by_transformers", False
+        ),
+        "enable_jit_checkpoint takes SIGTERM for itself, on one rank alone; leave it off: protect() saves at a "
+        "notice, with all ranks": args.enable_jit_checkpoint,
+        "auto_find_batch_size begins training again within train(), with another batch size; find the size first, "
+        "then set per_device_train_batch_size": args.auto_find_batch_size,
+    }
+    for why, is_used in refused.items():
+        require(not is_used, why)
 
 
 class _MicroBatch(NamedTuple):

@@ -276,7 +276,7 @@ class ThreadedFinalize(StatePlugin):
 
 
 class CudaHealthCheck(StatePlugin):
-    """Check that the GPU finishes what it was given; a ``health_check`` plug-in. Without a GPU there is nothing to do."""
+    """Check that the GPU finishes its work, where there is one; a ``health_check`` plug-in."""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
         self.timeout = timeout

@@ -152,23 +152,17 @@ class PerformanceReport:
                 if score < threshold and (basis, name, rank) not in self.within_noise
             }
 
-        def sections(
-            scores: Mapping[str, Mapping[int, float]], threshold: float, basis: Basis
-        ) -> dict[str, set[StragglerId]]:
-            found = {name: below(of_ranks, threshold, basis, _SECTION + name) for name, of_ranks in scores.items()}
-            return {name: ranks for name, ranks in found.items() if ranks}
-
-        relative, individual = Basis.RELATIVE, Basis.INDIVIDUAL
-        return {
-            "straggler_gpus_relative": below(self.gpu_relative_perf_scores, gpu_rel_threshold, relative, KERNELS),
-            "straggler_gpus_individual": below(
-                self.gpu_individual_perf_scores, gpu_indiv_threshold, individual, KERNELS
-            ),
-            "straggler_sections_relative": sections(self.section_relative_perf_scores, section_rel_threshold, relative),
-            "straggler_sections_individual": sections(
-                self.section_individual_perf_scores, section_indiv_threshold, individual
-            ),
-        }
+        found: dict[str, Any] = {}
+        relative = self.gpu_relative_perf_scores, gpu_rel_threshold, self.section_relative_perf_scores
+        individual = self.gpu_individual_perf_scores, gpu_indiv_threshold, self.section_individual_perf_scores
+        for basis, (gpus, gpu_threshold, sections), section_threshold in (
+            (Basis.RELATIVE, relative, section_rel_threshold),
+            (Basis.INDIVIDUAL, individual, section_indiv_threshold),
+        ):
+            found[f"straggler_gpus_{basis}"] = below(gpus, gpu_threshold, basis, KERNELS)
+            slow = {name: below(scores, section_threshold, basis, _SECTION + name) for name, scores in sections.items()}
+            found[f"straggler_sections_{basis}"] = {name: ranks for name, ranks in slow.items() if ranks}
+        return found
 
 
 @dataclass
