@@ -20,7 +20,7 @@ from benchmarks.measuring import Progress, median
 from outlast import clock
 from outlast.config import RecoveryConfig
 from outlast.errors import OutlastError
-from outlast.ray.pool import Actor, Pool, await_replies
+from outlast.ray.pool import Actor, Pool
 from outlast.ray.protocol import (
     Aborted,
     ActorAssignment,
@@ -34,6 +34,7 @@ from outlast.ray.protocol import (
     Mesh,
 )
 from outlast.ray.recovery import Incarnation, Recovery
+from outlast.ray.replies import await_replies
 from outlast.ray.watch import Watch
 from outlast.runtime.journal import Journal
 from outlast.simulate.benchmark_results import Bar, BenchResult

@@ -58,7 +58,7 @@ sys.exit(75)
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.extended)])
 def test_one_ranks_signal_and_one_ranks_nan_count_on_all_ranks(number: int, tmp_path: Path) -> None:
     """A step whose loss or gradient is NaN on one rank is skipped on both; a signal to one rank has both leave after
     the same step."""

@@ -258,6 +258,7 @@ def positions(folder: Path, case: str, every: int) -> str:
     return result.stdout
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(600)
@@ -540,6 +541,7 @@ def test_the_readmes_code_runs(tmp_path: Path) -> None:
     assert max(iterations) == int(result.stdout.splitlines()[-1]) > 0
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(300)

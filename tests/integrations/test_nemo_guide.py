@@ -50,6 +50,7 @@ def step_left_at(text: str) -> int:
     return int(step)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words", "begin"),
@@ -123,6 +124,7 @@ assert trainer.global_step == 25, trainer.global_step
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_guides_lines_for_a_trainer_run(tmp_path: Path) -> None:
     """A trainer with stragglers, preemption, local checkpoints; no settings anywhere."""

@@ -85,6 +85,7 @@ print("ends with", weight[0].item(), flush=True)
 """
 
 
+@pytest.mark.extended
 def test_a_nan_soon_after_a_local_load_leads_to_the_global_checkpoint(tmp_path: Path) -> None:
     """A bad local copy of iteration 15 is loaded, Megatron's re-run machine reproduces a NaN three steps later and ends
     with 16; the next cycle resumes from Megatron's own checkpoint of iteration 10, and training ends. Only what load()

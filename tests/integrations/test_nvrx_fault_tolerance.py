@@ -137,6 +137,7 @@ with outlast.init(config) as run:
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_session_takes_the_client_along_and_a_request_ends_the_job(tmp_path: Path) -> None:
@@ -400,6 +401,7 @@ client.shutdown_workload_monitoring()
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(400)

@@ -96,7 +96,10 @@ TREE = """inprocess.rank_assignment.Tree(layers=[
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(("rule", "expected"), [(SHIFT, {0: 0, 2: 1, 3: 2}), (TREE, {0: 0, 2: 2, 3: 1})])
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [(SHIFT, {0: 0, 2: 1, 3: 2}), pytest.param(TREE, {0: 0, 2: 2, 3: 1}, marks=pytest.mark.extended)],
+)
 def test_the_documented_use_survives_an_exception_and_a_killed_rank(
     rule: str, expected: dict[int, int], tmp_path: Path
 ) -> None:

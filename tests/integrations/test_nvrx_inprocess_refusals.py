@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.process]
 SCRIPT = """
 import json, os, sys, traceback, warnings
 from datetime import timedelta
@@ -130,8 +131,6 @@ train()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.process
 def test_a_rank_that_cannot_be_interrupted_gets_a_signal_that_its_script_handles() -> None:
     """At the hard timeout SIGTERM comes first, and SIGKILL only ``termination_grace_time`` later."""
     done = subprocess.run([sys.executable, "-c", HANDLES], capture_output=True, text=True, timeout=600, check=False)
@@ -155,8 +154,6 @@ def raised(outcome: dict[str, Any]) -> tuple[str, str]:
     return kinds[0], text
 
 
-@pytest.mark.slow
-@pytest.mark.process
 def test_a_name_or_call_that_is_not_offered_reaches_the_caller_at_once(found: dict[str, Any], tmp_path: Path) -> None:
     """The function is not called again for what no further call can change; an error of the script's own is retried."""
     for case, kind, text in (
@@ -173,8 +170,6 @@ def test_a_name_or_call_that_is_not_offered_reaches_the_caller_at_once(found: di
     assert found["retries_an_error_of_its_own"] == {"ended": "done", "calls": 3}
 
 
-@pytest.mark.slow
-@pytest.mark.process
 def test_giving_up_reaches_the_caller_with_the_counts(found: dict[str, Any]) -> None:
     """``RestartAbort`` ends all ranks' restarts; the one that raised gets the counts of all, too."""
     kinds, text, counts = found["gives_up"]["ended"]
@@ -182,8 +177,6 @@ def test_giving_up_reaches_the_caller_with_the_counts(found: dict[str, Any]) -> 
     assert found["restarts_by_itself"] == {"ended": "done", "calls": 3}
 
 
-@pytest.mark.slow
-@pytest.mark.process
 def test_restarts_without_progress_end(found: dict[str, Any]) -> None:
     """A function that always fails is called 11 times, or as often as its ``RetryController`` allows."""
     kind, text = raised(found["never_gets_further"])
@@ -195,8 +188,6 @@ def test_restarts_without_progress_end(found: dict[str, Any]) -> None:
     assert found["a limit"]["calls"] == 12
 
 
-@pytest.mark.slow
-@pytest.mark.process
 def test_an_error_of_the_scripts_own_rule_reaches_the_caller(found: dict[str, Any]) -> None:
     """A rank assignment that raises, at once or at a restart, ends restarting with its own error."""
     for num_calls in (0, 2):
@@ -205,8 +196,6 @@ def test_an_error_of_the_scripts_own_rule_reaches_the_caller(found: dict[str, An
         assert case["calls"] == num_calls
 
 
-@pytest.mark.slow
-@pytest.mark.process
 def test_the_monitor_process_writes_its_pid_to_a_file(found: dict[str, Any]) -> None:
     """``monitor_process_pidfile`` has the rank in its name, and the process id of another process than the rank's."""
     assert found["a pid file"] == {"ended": "done", "calls": 1}
@@ -215,8 +204,6 @@ def test_the_monitor_process_writes_its_pid_to_a_file(found: dict[str, Any]) -> 
     assert pid != own
 
 
-@pytest.mark.slow
-@pytest.mark.process
 def test_hang_protection_can_be_disabled_and_groups_are_refused(found: dict[str, Any]) -> None:
     """``disable_hang_protection()`` exists; a call with a process group is refused, as the wrapper would destroy it."""
     assert found["keeps_long_work"] == {"ended": "done", "calls": 1}

@@ -163,6 +163,7 @@ def run(code: str, folder: Path, logs: Path) -> tuple[list[int], str]:
         return codes, ranks.tails()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_megatrons_state_comes_back_bit_for_bit_whatever_copy_is_lost(tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def test_the_launch_line_of_bridge_trains(tmp_path: Path) -> None:
     assert (tmp_path / "ckpt" / "ft_state.json").exists()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_nan_ends_a_training_whose_rerun_machine_is_disabled(tmp_path: Path) -> None:
@@ -220,22 +221,3 @@ def test_kempnerforges_config_sets_both_knobs(tmp_path: Path) -> None:
     assert config.preemption.shutdown_timeout == 600.0
     assert config.health is not None
     assert config.health.process_group_interval == 0
-
-
-def test_what_kempnerforges_guide_names_is_importable() -> None:
-    """Everything in its table is importable from one module, in place of ``kempnerforge.resilience``."""
-    from outlast.integrations.kempnerforge import (
-        NaNDetector,
-        ShutdownHandler,
-        SLURMInfo,
-        check_gpu_health,
-        check_nccl_health,
-        get_slurm_info,
-        log_job_info,
-        resolve_resume_path,
-    )
-
-    names = (SLURMInfo, check_gpu_health, check_nccl_health, get_slurm_info, log_job_info, resolve_resume_path)
-    assert all(callable(name) for name in names)
-    assert ShutdownHandler().timeout_sec == 600.0
-    assert NaNDetector(action="warn", max_consecutive=10).max_consecutive == 10

@@ -62,6 +62,7 @@ def check_variants(folder: Path, names: list[str], world_size: int) -> None:
             assert found["steps resumed"] == [step for step in found["steps bare"] if step >= began], name
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(700)
@@ -71,6 +72,7 @@ def test_a_resumed_trainer_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     check_variants(tmp_path, ["masked", "epochs", "stopped_early", "struck"], 1)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(700)
@@ -81,6 +83,7 @@ def test_what_loader_workers_draw_is_the_same_after_a_resumption(tmp_path: Path)
     check_variants(tmp_path, ["persistent", "augmented", "augmented_anew"], 1)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(700)

@@ -132,6 +132,7 @@ def test_a_stopped_actor_is_found(group: ActorGroup, folder: Path) -> None:
     assert report.loaded == (3,)
 
 
+@pytest.mark.extended
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_several_at_once_need_not_be_neighbours(group: ActorGroup, folder: Path) -> None:
@@ -175,6 +176,7 @@ def recover_from_two(group: ActorGroup, folder: Path, rank: int) -> RecoveryRepo
     return group.recoveries[-1]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_spare_may_die_when_it_takes_its_slot(group: ActorGroup, folder: Path) -> None:
     """A spare that dies in its set-up is replaced by another one in the same recovery."""
@@ -185,6 +187,7 @@ def test_a_spare_may_die_when_it_takes_its_slot(group: ActorGroup, folder: Path)
     assert [one.rank for one in report.lost] == [1, 1]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_what_is_lost_comes_back_as_spares(group: ActorGroup) -> None:
     """After all these losses there are two spares again, and no more actors than slots and spares."""
@@ -279,6 +282,7 @@ def test_an_actor_that_hangs_outside_of_sections_is_found(group: ActorGroup, fol
     assert_undisturbed(group)
 
 
+@pytest.mark.extended
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_equal_slowness_costs_no_actor(group: ActorGroup) -> None:

@@ -38,6 +38,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_without_spares_a_group_may_shrink(ray_cluster: Cluster, tmp_path: Path) -> None:
     """With nobody in a lost one's place the data axis gets shorter, and what comes back later is a spare."""
@@ -160,6 +161,7 @@ def take_turns(group: ActorGroup, method: str) -> None:
             group.run(method)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_steps_continue_from_where_the_group_went_back_to(ray_cluster: Cluster, tmp_path: Path) -> None:
     """A loop over ``steps()`` catches nothing: after the loss of an actor whose state was saved nowhere the turn ends,
@@ -214,6 +216,7 @@ def test_a_plain_class_begins_anew(ray_cluster: Cluster) -> None:
     assert not leaked()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_constructor_that_raises_is_the_callers(ray_cluster: Cluster) -> None:
     """A class whose constructor raises makes no group; its exception is the cause, and nothing is left."""

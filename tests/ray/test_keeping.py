@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from ray._private.state import actors
 from ray.cluster_utils import Cluster
 from shells import LIMIT_S, Crew, Wrapped, wait_until
 
 from outlast.config import CheckpointConfig
-from outlast.ray.pool import NodeKeepers
+from outlast.ray.keepers import NodeKeepers
 from outlast.ray.protocol import CallFailed, FailureKind, Mesh
 
 pytestmark = [pytest.mark.process]
@@ -53,6 +50,7 @@ def undisturbed(ray_cluster: Cluster) -> list[Any]:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_survivors_keep_their_state_and_only_the_new_actor_loads(
     crews: list[Crew], config: CheckpointConfig, undisturbed: list[Any]
@@ -184,20 +182,6 @@ def test_without_a_generation_all_start_over_unless_all_have_the_same_state(
     assert [(weights, seen) for weights, seen, _ in crew.call("look")] == expected
 
 
-@pytest.mark.slow
-def test_a_step_that_is_not_the_next_is_refused(crews: list[Crew]) -> None:
-    """An update of another iteration than the next one raises and leaves the state as it is."""
-    crew = Crew(Mesh())
-    crews.append(crew)
-    crew.join()
-    crew.call("train", 1)
-    (answer,) = crew.outcomes(crew.begin_call("train", 3))
-    assert isinstance(answer, CallFailed)
-    assert "the next update is 2" in answer.summary
-    assert answer.iteration == 1
-    crew.call("train", 2)
-
-
 @pytest.mark.campaign
 def test_an_object_store_holds_the_state(crews: list[Crew], tmp_path: Path, undisturbed: list[Any]) -> None:
     """State goes to ``s3://`` and comes back from there, for the one that is new and for those that begin again."""
@@ -282,25 +266,3 @@ def test_memory_of_nodes_outlives_actors_and_replicas_outlive_nodes(
         for node in added:
             ray_cluster.remove_node(node)
     assert ray.is_initialized()
-
-
-def test_a_keeper_that_died_is_replaced(ray_cluster: Cluster) -> None:
-    """Who asks for the writer of a node gets one that runs, also after the keeper of the first one was killed."""
-    node, keepers = ray.get_runtime_context().get_node_id(), NodeKeepers()
-    try:
-        first = keepers.ensure([node], LIMIT_S)
-        assert keepers.ensure([node], LIMIT_S) == first
-        (keeper,) = (one for one in actors().values() if one["ActorClassName"] == "NodeKeeper" and is_alive(one))
-        os.kill(keeper["Pid"], signal.SIGKILL)
-        wait_until(lambda: not is_alive(actors(keeper["ActorID"])), "Ray notices the death")
-        assert keepers.ensure([node], LIMIT_S) == first  # the same address: its actors need not be told
-        (other,) = (one for one in actors().values() if one["ActorClassName"] == "NodeKeeper" and is_alive(one))
-        assert other["Pid"] != keeper["Pid"]
-        assert keepers.look() == [node]
-        assert keepers.look() == []
-    finally:
-        keepers.close()
-
-
-def is_alive(actor: dict[str, Any]) -> bool:
-    return bool(actor["State"] == "ALIVE")

@@ -47,14 +47,6 @@ def test_peers_are_the_ranks_of_torchs_subgroups() -> None:
                 assert mesh.ranks(**others) == row
 
 
-def test_one_rank_of_each_data_shard_gives_its_result() -> None:
-    """The results come from tensor and context slice 0 of the last stage, one for each data shard in order."""
-    for mesh in meshes():
-        giving = [mesh.place(rank) for rank in mesh.ranks() if mesh.place(rank).gives_result]
-        assert [place.dp for place in giving] == list(range(mesh.dp))
-        assert {(place.tp, place.cp, place.pp) for place in giving} == {(0, 0, mesh.pp - 1)}
-
-
 def test_shrinking_takes_whole_data_shards() -> None:
     """A smaller mesh is the largest that the actors can fill, and cuts the model as before."""
     for mesh in meshes():

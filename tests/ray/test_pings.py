@@ -9,16 +9,16 @@ from unittest.mock import Mock
 import pytest
 
 from outlast import clock
-from outlast.ray import pool
-from outlast.ray.pool import ActorPing, Reply, ReplyFault
+from outlast.ray import replies as replies_module
+from outlast.ray.replies import ActorPing, Reply, ReplyFault
 
 
 @pytest.fixture
 def replies(monkeypatch: pytest.MonkeyPatch) -> list[Reply | None]:
     """What the next polls find, in this order."""
     coming: list[Reply | None] = []
-    monkeypatch.setattr(pool, "reply_if_ready", lambda _: coming.pop(0))
-    monkeypatch.setattr(pool, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(replies_module, "reply_if_ready", lambda _: coming.pop(0))
+    monkeypatch.setattr(replies_module, "_AGAIN_S", 0.0)
     return coming
 
 

@@ -67,7 +67,7 @@ def megatron_trainer() -> type[PipelineTrainer]:
                 "has_last_stage": parallel_state.is_pipeline_last_stage(
                     ignore_virtual=False, vp_stage=ray_pipeline.CHUNKS - 1
                 ),
-                "gives_result": self.place.gives_result,
+                "gives_result": MeshDispatch().wants_result(self.place),
             }
 
     return MegatronTrainer

@@ -18,6 +18,7 @@ def stage(ray_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
     assert not stage.give_up()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(4, 44))])
 def test_a_sequence_converges_or_says_why_not(stage: Stage, seed: int) -> None:

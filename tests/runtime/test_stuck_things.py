@@ -22,8 +22,8 @@ from outlast.errors import OutlastError
 from outlast.inprocess.rank_local_state import SharedBuffer
 from outlast.monitor import rank_guard
 from outlast.preemption.signals import SignalWatch
-from outlast.ray import pool
-from outlast.ray.pool import ActorPing, NodeKeepers, Reply, ReplyFault
+from outlast.ray import keepers, replies
+from outlast.ray.replies import ActorPing, Reply, ReplyFault
 from outlast.ray.watch import Gathered, LossKind, Watch, _AwaitedActor
 from outlast.runtime import files
 from outlast.runtime.processes import open_pidfd, send_signal
@@ -141,23 +141,23 @@ def test_a_replica_that_its_disk_keeps_waiting_ends_the_request(monkeypatch: pyt
 
 def test_a_stopped_keeper_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A keeper that had started and answers nothing for a minute is killed, reported, and another one started."""
-    monkeypatch.setattr(pool, "reply_if_ready", lambda _: None)
+    monkeypatch.setattr(replies, "reply_if_ready", lambda _: None)
     ray, fresh = Mock(**{"nodes.return_value": [{"NodeID": "n", "Alive": True}]}), Mock()
-    monkeypatch.setattr(pool, "ray", ray)
-    monkeypatch.setattr(pool, "start_on", lambda *_: fresh)
-    keepers, stopped = NodeKeepers(), Mock()
-    asked_s = clock.now_s() - pool.SILENT_S + 30
-    keepers._keepers["n"] = kept = pool._Keeper(stopped, ActorPing(ref="asked", asked_s=asked_s), has_started=True)
-    assert keepers.look() == []
+    monkeypatch.setattr(keepers, "ray", ray)
+    monkeypatch.setattr(keepers, "start_on", lambda *_: fresh)
+    own, stopped = keepers.NodeKeepers(), Mock()
+    asked_s = clock.now_s() - keepers.SILENT_S + 30
+    own._keepers["n"] = kept = keepers._Keeper(stopped, ActorPing(ref="asked", asked_s=asked_s), has_started=True)
+    assert own.look() == []
     kept.ping.asked_s -= 31
-    assert keepers.look() == ["n"]
+    assert own.look() == ["n"]
     ray.kill.assert_called_once_with(stopped)
-    assert keepers._keepers["n"].handle is fresh
+    assert own._keepers["n"].handle is fresh
 
 
 def test_a_status_that_raises_is_asked_for_again_and_counts_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """An actor whose status raises does not keep its watch busy, and is lost when that has lasted too long."""
-    monkeypatch.setattr(pool, "reply_if_ready", lambda _: Reply(fault=ReplyFault.RAISED, error=ValueError("no")))
+    monkeypatch.setattr(replies, "reply_if_ready", lambda _: Reply(fault=ReplyFault.RAISED, error=ValueError("no")))
     config, gathered, now_s = RecoveryConfig(), Gathered(), clock.now_s()
     one = _AwaitedActor(actor=Mock(), call="c", alive_s=now_s, ping=ActorPing(ref="asked", asked_s=now_s))
     watch = Watch(config, Mock())

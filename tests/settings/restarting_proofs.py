@@ -276,10 +276,11 @@ STRAGGLER: dict[str, Proof] = {
 # -- groups of actors ----------------------------------------------------------------------------------------------
 
 pytest.importorskip("ray", reason="groups of actors need Ray")
-from outlast.ray import actor_group, pool, recovery, watch  # noqa: E402
-from outlast.ray.pool import ActorPing, Pool, Reply  # noqa: E402
+from outlast.ray import actor_group, pool, recovery, replies, watch  # noqa: E402
+from outlast.ray.pool import Pool, Reply  # noqa: E402
 from outlast.ray.protocol import Mesh  # noqa: E402
 from outlast.ray.recovery import Incarnation, Recovery, _Progress  # noqa: E402
+from outlast.ray.replies import ActorPing  # noqa: E402
 from outlast.ray.watch import Gathered, Watch, _AwaitedActor  # noqa: E402
 
 MESH = Mesh.of({"dp": 2})
@@ -438,7 +439,8 @@ def leaves_a_drained_node_in_time(scene: Scene) -> None:
 def starts_within(scene: Scene) -> None:
     """Actors get start_timeout to start; spares that do not answer for ping_timeout, asked every ping_interval, are
     lost."""
-    scene.patch.setattr(pool, "ray", Mock(**{"wait.return_value": ([], [])}))
+    for module in (pool, replies):
+        scene.patch.setattr(module, "ray", Mock(**{"wait.return_value": ([], [])}))
     for seconds in (0.01, 0.3):
         begun_s = clock.now_s()
         one = pool_of(RecoveryConfig(start_timeout=seconds))

@@ -109,6 +109,7 @@ def test_lost_node_costs_one_requeue_onto_others(tmp_path: Path) -> None:
         assert second == list(range(second[0], training.total))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_spare_takes_a_lost_nodes_slot_without_a_requeue(tmp_path: Path) -> None:
     """With a spare node in the job, the loss of a node costs no re-queue: the spare takes its slot."""

@@ -19,6 +19,7 @@ def starts(job: StandIn) -> int:
     return len([line for line in job.told() if line.startswith("started ")])
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_crash_loop_ends(slurm: SlurmCluster, tmp_path: Path) -> None:
     """A job that fails each time is re-queued as often as allowed, and then fails; a notice to leave is not charged."""
@@ -59,6 +60,7 @@ def test_what_is_done_or_needs_a_person_does_not_come_back(
     assert "is not re-queued" in job.output()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_quarantined_node_is_excluded(slurm: SlurmCluster, tmp_path: Path) -> None:
     """A node that the run's ladder quarantined gets none of its later jobs, re-queued or submitted."""

@@ -42,6 +42,7 @@ def expected(world_sizes: list[int]) -> torch.Tensor:
     return weight.detach()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("then", ["spare", "shrink"])
 def test_killed_rank_is_done_without(slurm: SlurmCluster, tmp_path: Path, then: str) -> None:

@@ -288,12 +288,7 @@ MAX_PROBLEMS = 20
 
 
 def render_places(places: Iterable[ListedPlace], *, now_ns: int) -> Iterator[Table | str]:
-    """Yield what ``ls`` prints.
-
-    Args:
-        places: As listed.
-        now_ns: Nanoseconds since the epoch, for ages.
-    """
+    """Yield what ``ls`` prints."""
     for place in places:
         yield from _render_place(place, word="valid")
         for leftover in place.leftovers:
@@ -324,13 +319,7 @@ def render_verified(places: Sequence[ListedPlace], num_bytes_read: int) -> Itera
 
 
 def render_plan(place: ListedPlace, plan: Plan, *, is_done: bool) -> Iterator[str]:
-    """Yield what ``prune`` prints before it asks.
-
-    Args:
-        place: Where.
-        plan: What goes.
-        is_done: Nothing will be deleted: it was only asked what would go.
-    """
+    """Yield what ``prune`` prints before it asks."""
     if not plan.generations and not plan.remains:
         yield f"[bold]{escape(place.path)}[/bold]: nothing to delete"
         return

@@ -16,9 +16,6 @@ class PrintableConsole(Console):
 
     Hostnames, paths, journals and exceptions of other machines and users end in tables; rich passes their escape
     sequences on. Its own, for colours and the cursor, are added later.
-
-    Args:
-        options: As for :class:`rich.console.Console`.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from outlast.cli.job_command import CONTEXT, Option, field_of, in_options, job_options, parse_words, show_hints
 from outlast.cli.main import CommandGroup, ScriptCommand, complete_file, echo, failing_in_one_line, json_option
-from outlast.cli.run import complete_run_word
 from outlast.errors import ConfigError, ExitReason
-
-if TYPE_CHECKING:
-    from outlast.integrations.kubernetes import KubernetesJob
+from outlast.integrations.kubernetes import KubernetesJob, as_yaml
 
 
 @click.group("k8s", cls=CommandGroup)
@@ -27,89 +23,64 @@ def k8s() -> None:
     """
 
 
-_OPTIONS: tuple[tuple[str, str, str, str], ...] = (
-    ("--name", "name", "NAME", "Names the job and the run; default: the script's name."),
-    ("--image", "image", "IMAGE", "The container's image, with outlast and the training script in it."),
-    ("--run-claim", "run_claim", "CLAIM", "PersistentVolumeClaim of the run directory; all pods write there."),
-    ("--kind", "kind", "KIND", "JobSet, TrainJob (Kubeflow Trainer) or PyTorchJob (Training Operator)."),
-    ("--nnodes", "nnodes", "N|MIN:MAX", "Nodes; of MIN:MAX, MIN train and the others wait as spares."),
-    ("--nproc-per-node", "nproc_per_node", "N", "Workers on a node: a number, auto, gpu, xpu or cpu."),
-    ("--min-nodes", "min_nodes", "N", "Fewest nodes with which the job continues; default: it does not shrink."),
-    ("--namespace", "namespace", "NAME", "Default: the one of whoever applies it."),
-    ("--run-id", "run_id", "ID", "Names the run in every job of it; default: the job's name."),
-    ("--mount-path", "mount_path", "DIR", "Where the volume of the run directory is mounted."),
-    ("--run-key-secret", "run_key_secret", "SECRET", "Secret that holds the run key as run.key."),
-    ("--gpus-per-node", "gpus_per_node", "N", "GPUs of a pod."),
-    ("--gpu-resource", "gpu_resource", "KEY", "What the cluster calls a GPU."),
-    ("--cpus", "cpus", "QUANTITY", "CPUs of a pod: 32, 500m."),
-    ("--memory", "memory", "QUANTITY", "Memory of a pod, with /dev/shm and checkpoints in memory: 512Gi."),
-    ("--resource", "resources", "KEY=QUANTITY", "More resources of a pod, such as rdma/ib=1; repeat."),
-    ("--shm-size", "shm_size", "QUANTITY", "Limit of /dev/shm, which counts as memory; default the pod's memory."),
-    ("--port", "port", "N", "Where the agents meet."),
-    ("--num-endpoints", "num_endpoints", "N", "How many of the first pods may host the coordinator."),
-    ("--shutdown-grace", "shutdown_grace", "SECONDS", "For workers to save after a notice; the pod has 30 more."),
-    ("--join-timeout", "join_timeout", "SECONDS", "How long agents wait for each other: pods may be pending for long."),
+_OPTIONS: tuple[Option, ...] = (
+    ("--name", "NAME", "Names the job and the run; default: the script's name."),
+    ("--image", "IMAGE", "The container's image, with outlast and the training script in it."),
+    ("--run-claim", "CLAIM", "PersistentVolumeClaim of the run directory; all pods write there."),
+    ("--kind", "KIND", "JobSet, TrainJob (Kubeflow Trainer) or PyTorchJob (Training Operator)."),
+    ("--nnodes", "N|MIN:MAX", "Nodes; of MIN:MAX, MIN train and the others wait as spares."),
+    ("--nproc-per-node", "N", "Workers on a node: a number, auto, gpu, xpu or cpu."),
+    ("--min-nodes", "N", "Fewest nodes with which the job continues; default: it does not shrink."),
+    ("--namespace", "NAME", "Default: the one of whoever applies it."),
+    ("--run-id", "ID", "Names the run in every job of it; default: the job's name."),
+    ("--mount-path", "DIR", "Where the volume of the run directory is mounted."),
+    ("--run-key-secret", "SECRET", "Secret that holds the run key as run.key."),
+    ("--gpus-per-node", "N", "GPUs of a pod."),
+    ("--gpu-resource", "KEY", "What the cluster calls a GPU."),
+    ("--cpus", "QUANTITY", "CPUs of a pod: 32, 500m."),
+    ("--memory", "QUANTITY", "Memory of a pod, with /dev/shm and checkpoints in memory: 512Gi."),
+    ("--resource resources", "KEY=QUANTITY", "More resources of a pod, such as rdma/ib=1; repeat."),
+    ("--shm-size", "QUANTITY", "Limit of /dev/shm, which counts as memory; default the pod's memory."),
+    ("--port", "N", "Where the agents meet."),
+    ("--num-endpoints", "N", "How many of the first pods may host the coordinator."),
+    ("--shutdown-grace", "SECONDS", "For workers to save after a notice; the pod has 30 more."),
+    ("--join-timeout", "SECONDS", "How long agents wait for each other: pods may be pending for long."),
     (
-        *("--num-job-retries-on-failure", "num_job_retries_on_failure", "N"),
+        *("--num-job-retries-on-failure", "N"),
         "How often the job is made again after a failure, in all.",
     ),
-    ("--pod-retries", "pod_retries", "N", "Pods that may fail by themselves first; default: as many as spares."),
-    ("--share-nodes", "share_nodes", "", "Several pods of the job may lie on one machine."),
-    ("--topology", "topology", "KEY", "All pods go where this label of machines has the same value."),
-    ("--node-selector", "node_selector", "KEY=VALUE", "Label that machines must have; repeat."),
-    ("--toleration", "tolerations", "KEY[=VALUE]", "Taint of machines that does not matter; repeat."),
-    ("--volume", "volumes", "KIND:NAME:DIR", "claim:NAME:DIR, configmap:NAME:DIR or secret:NAME:DIR; repeat."),
-    ("--env", "env", "NAME=VALUE", "Environment variable, not for secrets; repeat."),
-    ("--image-pull-secret", "image_pull_secrets", "SECRET", "Credentials of the image's registry; repeat."),
-    ("--metrics-port", "metrics_port", "N", "Export metrics for Prometheus from each pod at this port."),
-    ("--run-as-user", "run_as_user", "UID", "User of the container; default the image's."),
-    ("--run-as-group", "run_as_group", "GID", "Group of the container; default the image's."),
-    ("--run-as-non-root", "run_as_non_root", "", "Kubernetes refuses to start the container as root."),
-    ("--fs-group", "fs_group", "GID", "Group of the volumes, so that a user other than root can write to them."),
-    ("--capability", "capabilities", "NAME", "Linux capability, such as IPC_LOCK; all others are dropped; repeat."),
+    ("--pod-retries", "N", "Pods that may fail by themselves first; default: as many as spares."),
+    ("--share-nodes", "", "Several pods of the job may lie on one machine."),
+    ("--topology", "KEY", "All pods go where this label of machines has the same value."),
+    ("--node-selector", "KEY=VALUE", "Label that machines must have; repeat."),
+    ("--toleration tolerations", "KEY[=VALUE]", "Taint of machines that does not matter; repeat."),
+    ("--volume volumes", "KIND:NAME:DIR", "claim:NAME:DIR, configmap:NAME:DIR or secret:NAME:DIR; repeat."),
+    ("--env", "NAME=VALUE", "Environment variable, not for secrets; repeat."),
+    ("--image-pull-secret image_pull_secrets", "SECRET", "Credentials of the image's registry; repeat."),
+    ("--metrics-port", "N", "Export metrics for Prometheus from each pod at this port."),
+    ("--run-as-user", "UID", "User of the container; default the image's."),
+    ("--run-as-group", "GID", "Group of the container; default the image's."),
+    ("--run-as-non-root", "", "Kubernetes refuses to start the container as root."),
+    ("--fs-group", "GID", "Group of the volumes, so that a user other than root can write to them."),
+    ("--capability capabilities", "NAME", "Linux capability, such as IPC_LOCK; all others are dropped; repeat."),
     (
-        *("--allow-privilege-escalation", "allow_privilege_escalation", ""),
+        *("--allow-privilege-escalation", ""),
         "A process may get more privileges than its parent (setuid).",
     ),
-    ("--seccomp-profile", "seccomp_profile", "NAME", "RuntimeDefault or Unconfined; default the cluster's."),
-    ("--service-account", "service_account", "NAME", ""),
-    ("--priority-class", "priority_class", "NAME", ""),
-    ("--queue", "queue", "NAME", "Kueue's local queue."),
-    ("--working-dir", "working_dir", "DIR", "Where the script starts; default the image's."),
-    ("--outlast", "outlast", "COMMAND", "What is outlast in the image, such as 'uv run outlast'."),
+    ("--seccomp-profile", "NAME", "RuntimeDefault or Unconfined; default the cluster's."),
+    ("--service-account", "NAME", ""),
+    ("--priority-class", "NAME", ""),
+    ("--queue", "NAME", "Kueue's local queue."),
+    ("--working-dir", "DIR", "Where the script starts; default the image's."),
+    ("--outlast", "COMMAND", "What is outlast in the image, such as 'uv run outlast'."),
 )
-"""Options of a manifest: name, field, the value's name, help."""
-
-
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a manifest, with the defaults of its fields."""
-    from outlast.integrations.kubernetes import KubernetesJob
-
-    defaults = {field.name: field.default for field in dataclasses.fields(KubernetesJob)}
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(KubernetesJob)}
-    for name, field, metavar, text in reversed(_OPTIONS):
-        default, kind = defaults[field], kinds[field]
-        if not metavar:
-            command = click.option(name, field, is_flag=True, help=text)(command)
-            continue
-        required = default is dataclasses.MISSING
-        command = click.option(
-            name,
-            field,
-            type=int if kind.startswith("int") else float if kind.startswith("float") else str,
-            default=None if required else default,
-            show_default=not required and default not in (None, ()),
-            multiple=default == (),
-            metavar=metavar,
-            help=text or None,
-        )(command)
-    return command
+"""Options of a manifest."""
 
 
 @k8s.command(
     "manifest",
     cls=ScriptCommand,
-    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    context_settings=CONTEXT,
     epilog="""\b
 Examples:
   outlast k8s manifest --image registry/train:1 --nnodes 4:5 --gpus-per-node 8 --run-claim runs \\
@@ -121,17 +92,10 @@ Examples:
       -- --config /etc/outlast/gpt.toml train.py
 """,
 )
-@_options
+@job_options(_OPTIONS, KubernetesJob)
 @json_option
 @click.option(
     *("-o", "--output"), metavar="FILE", shell_complete=complete_file, help="Write to a file; default standard output."
-)
-@click.argument(
-    "command",
-    metavar="[--] [RUN OPTION]... SCRIPT [ARGUMENT]...",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    shell_complete=complete_run_word,
 )
 def manifest(as_json: bool, output: str | None, **settings: Any) -> int:
     """Print the manifest of a job, for `kubectl apply -f -`.
@@ -139,8 +103,6 @@ def manifest(as_json: bool, output: str | None, **settings: Any) -> int:
     What follows the options made here is what `outlast run` gets in each pod: more of its options, the training script,
     the script's arguments. It is checked as `outlast run` will check it; files are the image's, and are not looked for.
     """
-    from outlast.integrations.kubernetes import as_yaml
-
     job = _job_from(settings)
     made = job.manifests()
     if as_json:
@@ -168,24 +130,20 @@ def _job_from(settings: dict[str, Any]) -> KubernetesJob:
     Raises:
         ConfigError: What `outlast run` or Kubernetes would refuse.
     """
-    from outlast.integrations.kubernetes import KubernetesJob
     from outlast.launch.options import check_values
-    from outlast.launch.run_parser import hint_at, parse_command
 
     settings["command"] = command = tuple(settings["command"])
+    parsed = parse_words(command, "--nnodes 2 ...")
+    options = {field_of(names): names.split()[0] for names, *_ in _OPTIONS}
     path = click.get_current_context().command_path
-    if not command:
-        raise ConfigError(f"there is no training script; name one, for example: {path} --nnodes 2 ... -- train.py")
-    options = {field: name for name, field, _, _ in _OPTIONS}
     for field, what in (
         ("image", "the image with outlast and the script"),
         ("run_claim", "the run directory's volume"),
     ):
         if not settings[field]:
             raise ConfigError(f"{options[field]} is missing; name {what}, for example: {path} {_EXAMPLE} -- train.py")
-    parsed = parse_command(command)
-    script = parsed.args.training_script
-    settings["name"] = settings["name"] or re.sub(r"[^a-z0-9-]+", "-", Path(script).stem.lower()).strip("-") or "train"
+    stem = Path(parsed.args.training_script).stem.lower()
+    settings["name"] = settings["name"] or re.sub(r"[^a-z0-9-]+", "-", stem).strip("-") or "train"
     kinds = {kind.lower(): kind for kind in ("JobSet", "TrainJob", "PyTorchJob")}
     settings["kind"] = kinds.get(settings["kind"].lower(), settings["kind"])
     try:
@@ -195,30 +153,11 @@ def _job_from(settings: dict[str, Any]) -> KubernetesJob:
         words = command if looked_for else _without_config(command, config)
         check_values([f"--nnodes={job.nnodes}", "--rdzv-endpoint=pod-0:29400", *words])
     except ConfigError as error:
-        raise ConfigError(_in_options(str(error))) from None
-    for warning in job.warnings:
-        echo(f"outlast: {_in_options(warning)}", err=True)
+        raise ConfigError(in_options(str(error), _OPTIONS)) from None
     if not looked_for:
         echo(f"outlast: {config} is not here; its values are not checked before the pods start", err=True)
-    ours = [word.partition("=")[0] for word in parsed.args.training_script_args]
-    mistaken = tuple(dict.fromkeys(word for word in ours if word in _CLEARLY_OURS))
-    for hint in (parsed.hint, hint_at(mistaken, script, path)):
-        if hint is not None:
-            echo(f"outlast: {hint}", err=True)
+    show_hints(parsed, _CLEARLY_OURS, _OPTIONS, job.warnings)
     return job
-
-
-def _in_options(text: str) -> str:
-    """Return a line in which the names of settings are replaced by those of their options."""
-    from outlast.config.base import as_written
-
-    options = {field: name for name, field, _, _ in _OPTIONS}
-    text = as_written(text, lambda field, value: f"{options[field]}={value}" if field in options else None)
-    for field, name in options.items():
-        text = re.sub(rf"(?<![\w/.-]){field}(?=[=:])", name, text)
-        if "_" in field:
-            text = re.sub(rf"(?<![\w/.-]){field}(?![\w/.=-])", name, text)
-    return text
 
 
 _EXAMPLE = "--image registry/train:1 --run-claim runs"

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from outlast import env, logs
-from outlast.cli.main import CommandGroup, ScriptCommand, complete_folder, echo, failing_in_one_line
-from outlast.cli.run import complete_run_word
+from outlast.cli.job_command import CONTEXT, Option, in_options, job_options, parse_words, show_hints
+from outlast.cli.main import CommandGroup, ScriptCommand, echo, failing_in_one_line
 from outlast.errors import ConfigError, ExitReason
+from outlast.integrations.slurm import BatchScript
 
 if TYPE_CHECKING:
-    from outlast.integrations.slurm import BatchScript
     from outlast.launch.run_parser import RunCommand
 
 
@@ -39,59 +37,36 @@ _CLEARLY_OURS = frozenset(["--cpus-per-task", "--dry-run", "--gpus-per-node", "-
 """Options that a training script hardly has itself, or that somebody who forgot where they go must hear of."""
 
 
-_OPTIONS: tuple[tuple[str, str, str | int | tuple[()] | None, str], ...] = (
-    ("--nodes", "N", 1, "Nodes that train."),
-    ("--spares", "N", 0, "Nodes that wait for the slot of a lost one."),
-    ("--nproc-per-node", "N", "auto", "Workers on a node: a number, auto, gpu, xpu or cpu."),
-    ("--run-id", "ID", None, "Names the run in every job of it; default: the script's name."),
-    ("--run-dir", "DIR", None, "Shared by all nodes; default outlast-runs/ID."),
-    ("--job-name", "NAME", None, "Default: the run's id."),
-    ("--time", "LIMIT", None, "Time limit: 90, 4:00:00, 2-00; default the partition's."),
-    ("--preempt-time", "SECONDS", 60, "Request the workers to save and leave this long before the end; 0 = do not."),
-    (_RETRIES, "N", 2, "Failed jobs in a row, without progress, that go back to the queue."),
-    ("--partition", "NAME", None, "As sbatch has it, and so the next ones."),
-    ("--account", "NAME", None, ""),
-    ("--qos", "NAME", None, ""),
-    ("--gpus-per-node", "N", None, "A number, or a type and a number (h100:8)."),
-    ("--cpus-per-task", "N", None, "CPUs of a node, for all its workers; without it Slurm may bind them to one core."),
-    ("--mem", "SIZE", None, ""),
-    ("--exclude", "NODES", None, "Nodes to keep away from, such as n[3-5],n9."),
-    ("--directive directives", "OPTION", (), "Another option for #SBATCH: --constraint=ib; repeat."),
-    ("--srun", "OPTION", (), "Another option for srun: --cpu-bind=cores, --container-image=IMAGE; repeat."),
-    ("--setup", "LINE", (), "Shell command before the job's step, which ends the job if it fails; repeat."),
-    ("--port", "N", 0, "Where agents meet; default from the job's number."),
+_OPTIONS: tuple[Option, ...] = (
+    ("--nodes", "N", "Nodes that train."),
+    ("--spares", "N", "Nodes that wait for the slot of a lost one."),
+    ("--nproc-per-node", "N", "Workers on a node: a number, auto, gpu, xpu or cpu."),
+    ("--run-id", "ID", "Names the run in every job of it; default: the script's name."),
+    ("--run-dir", "DIR", "Shared by all nodes; default outlast-runs/ID."),
+    ("--job-name", "NAME", "Default: the run's id."),
+    ("--time", "LIMIT", "Time limit: 90, 4:00:00, 2-00; default the partition's."),
+    ("--preempt-time", "SECONDS", "Request the workers to save and leave this long before the end; 0 = do not."),
+    (_RETRIES, "N", "Failed jobs in a row, without progress, that go back to the queue."),
+    ("--partition", "NAME", "As sbatch has it, and so the next ones."),
+    ("--account", "NAME", ""),
+    ("--qos", "NAME", ""),
+    ("--gpus-per-node", "N", "A number, or a type and a number (h100:8)."),
+    ("--cpus-per-task", "N", "CPUs of a node, for all its workers; without it Slurm may bind them to one core."),
+    ("--mem", "SIZE", ""),
+    ("--exclude", "NODES", "Nodes to keep away from, such as n[3-5],n9."),
+    ("--directive directives", "OPTION", "Another option for #SBATCH: --constraint=ib; repeat."),
+    ("--srun", "OPTION", "Another option for srun: --cpu-bind=cores, --container-image=IMAGE; repeat."),
+    ("--setup", "LINE", "Shell command before the job's step, which ends the job if it fails; repeat."),
+    ("--port", "N", "Where agents meet; default from the job's number."),
     (
-        *("--outlast", "COMMAND", "outlast"),
+        *("--outlast", "COMMAND"),
         "What is outlast on the nodes: a path, or a command line such as 'uv run outlast'.",
     ),
 )
-"""Options of a batch script: names, the value's name, default (``()``: it may be repeated), help."""
+"""Options of a batch script."""
 
 
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a batch script."""
-    command = click.argument(
-        "command",
-        metavar="[--] [RUN OPTION]... SCRIPT [ARGUMENT]...",
-        nargs=-1,
-        type=click.UNPROCESSED,
-        shell_complete=complete_run_word,
-    )(command)
-    for names, metavar, default, text in reversed(_OPTIONS):
-        command = click.option(
-            *names.split(),
-            type=int if isinstance(default, int) or names == "--cpus-per-task" else str,
-            default=default,
-            show_default=bool(default) or names == "--spares",
-            multiple=default == (),
-            metavar=metavar,
-            shell_complete=complete_folder if metavar == "DIR" else None,
-            help=text or None,
-        )(command)
-    return command
-
-
-_CONTEXT = {"ignore_unknown_options": False, "allow_interspersed_args": False}
+_options = job_options(_OPTIONS, BatchScript, single="exclude")
 _EXAMPLES = """\b
 Examples:
   outlast slurm {0} --nodes 4 --time 4:00:00 -- train.py --lr 3e-4
@@ -105,7 +80,7 @@ Examples:
 """
 
 
-@slurm.command("script", cls=ScriptCommand, context_settings=_CONTEXT, epilog=_EXAMPLES.format("script"))
+@slurm.command("script", cls=ScriptCommand, context_settings=CONTEXT, epilog=_EXAMPLES.format("script"))
 @_options
 def script(**settings: Any) -> int:
     """Print the batch script of a job.
@@ -125,7 +100,7 @@ def script(**settings: Any) -> int:
 @slurm.command(
     "submit",
     cls=ScriptCommand,
-    context_settings=_CONTEXT,
+    context_settings=CONTEXT,
     epilog=_EXAMPLES.format("submit") + "  outlast slurm submit --nodes 4 --dry-run -- train.py\n",
 )
 @click.option("--dry-run", is_flag=True, help="Print the script and the call of sbatch; submit and write nothing.")
@@ -199,53 +174,27 @@ def _script_from(settings: dict[str, Any]) -> BatchScript:
     Raises:
         ConfigError: What `outlast run` or Slurm would refuse, or there is no such training script.
     """
-    from outlast.env import expand_nodes
-    from outlast.integrations.slurm import BatchScript
     from outlast.launch.options import check_values
-    from outlast.launch.run_parser import hint_at, parse_command
 
-    command, example = tuple(settings.pop("command")), click.get_current_context().command_path
-    if not command:
-        raise ConfigError(f"there is no training script; name one, for example: {example} --nodes 2 -- train.py")
-    parsed = parse_command(command)
+    command = tuple(settings.pop("command"))
+    parsed = parse_words(command, "--nodes 2")
     _check_script(parsed, settings["directives"])
-    name = parsed.args.training_script
-    run_id = settings.pop("run_id") or env.clean_name(Path(name).stem)
+    run_id = settings.pop("run_id") or env.clean_name(Path(parsed.args.training_script).stem)
     run_dir = Path(settings.pop("run_dir") or Path("outlast-runs") / run_id).absolute()
     exclude = settings.pop("exclude")
-    known = {field.name for field in dataclasses.fields(BatchScript)}
-    assert settings.keys() <= known
     try:
         script = BatchScript(
             command=command,
             run_id=run_id,
             run_dir=str(run_dir),
-            exclude=expand_nodes(exclude) if exclude else (),
+            exclude=env.expand_nodes(exclude) if exclude else (),
             **settings,
         )
         check_values([f"--nnodes={script.nodes}:{script.nodes + script.spares}", *command])
     except ConfigError as error:
-        raise ConfigError(_in_options(str(error))) from None
-    words = [word.partition("=")[0] for word in parsed.args.training_script_args]
-    ours = tuple(dict.fromkeys(word for word in words if word in _CLEARLY_OURS))
-    for hint in (parsed.hint, hint_at(ours, name, click.get_current_context().command_path)):
-        if hint is not None:
-            echo(f"outlast: {hint}", err=True)
-    for warning in script.warnings:
-        echo(f"outlast: {_in_options(warning)}", err=True)
+        raise ConfigError(in_options(str(error), _OPTIONS)) from None
+    show_hints(parsed, _CLEARLY_OURS, _OPTIONS, script.warnings)
     return script
-
-
-def _in_options(text: str) -> str:
-    """Return a line in which the names of settings are replaced by those of their options."""
-    from outlast.config.base import as_written
-
-    words = [names.split() for names, *_ in _OPTIONS]
-    options = {names[-1].removeprefix("--").replace("-", "_"): names[0] for names in words}
-    text = as_written(text, lambda field, value: f"{options[field]}={value}" if field in options else None)
-    for field in (field for field in options if "_" in field):
-        text = re.sub(rf"(?<![\w/.-]){field}(?![\w/.=-])", options[field], text)
-    return text
 
 
 def _check_script(command: RunCommand, directives: tuple[str, ...]) -> None:

@@ -236,12 +236,7 @@ def factors(size: int, largest: int) -> Factors:
 
 
 def digest_of(product: np.ndarray[Any, Any], *, flip: bool = False) -> str:
-    """Return the digest of a product.
-
-    Args:
-        product: In any number format that holds it exactly.
-        flip: Change one bit first.
-    """
+    """Return the digest of a product."""
     import numpy as np
 
     whole = np.ascontiguousarray(product).astype(np.int32)

@@ -128,12 +128,6 @@ class Prober:
     def ask(self, check: Check, name: str, target: str, *, timeout_s: float) -> CheckResult:
         """Have a check made.
 
-        Args:
-            check: What to check.
-            name: The result's name.
-            target: The result's target.
-            timeout_s: How long it may take, the start of the process included.
-
         Blocks: up to ``timeout_s`` and some seconds, whatever the check does.
         """
         started_s = now_s()

@@ -111,22 +111,23 @@ class MegatronCheckpointConfig:
 
     def _make(self, directory: str | None) -> ours.CheckpointConfig:
         kind = self.non_persistent_ckpt_type
+        same: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        same |= {name: getattr(self, name) or 0 for name in _INTERVALS}
         return ours.CheckpointConfig(
             directory=directory,
             load=self.load if self.load != self.save else None,
-            save_interval=self.save_interval or 0,
             most_recent_k=self.most_recent_k if self.most_recent_k is not None else -1,
-            save_retain_interval=self.save_retain_interval or 0,
-            async_save=self.async_save,
-            ckpt_format=self.ckpt_format,
-            non_persistent_save_interval=self.non_persistent_save_interval or 0,
             non_persistent_ckpt_type=None if kind == "None" else kind,
             local_directory=self.non_persistent_local_ckpt_dir,
-            non_persistent_local_ckpt_algo=self.non_persistent_local_ckpt_algo,
-            replication=self.replication,
-            replication_jump=self.replication_jump,
-            replication_factor=self.replication_factor,
+            **same,
         )
+
+
+_SAME = (
+    *("async_save", "ckpt_format", "non_persistent_local_ckpt_algo"),
+    *("replication", "replication_jump", "replication_factor"),
+)
+_INTERVALS = ("save_interval", "save_retain_interval", "non_persistent_save_interval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""What the adapters for trainers that own their loop share: settings, random numbers, and the finished flag.
+"""The session of a trainer that owns its loop: what the adapters for Lightning and Transformers share.
 
-An adapter opens its session with :func:`hosted_config`, which knows the file that ``outlast run`` was given. It
-restores early, where the trainer can still be told its position; but the trainer then draws random numbers (a data
+An adapter opens a :class:`HostedSession` with the settings of :func:`hosted_config`, which knows the file that
+``outlast run`` was given. It puts stand-ins in the place of the trainer's methods, and gives them back at the end. It
+restores early, where the trainer's position can still be set; but the trainer then draws random numbers (a data
 loader's seed, a sanity check) before it trains. So the numbers are kept as they were restored (:class:`KeptRandom`) and
 put back where they were when the state was saved.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,9 @@ from outlast import env
 from outlast.config import Config, FaultToleranceConfig
 from outlast.config.sources import load_config
 from outlast.errors import ConfigError
+from outlast.monitor.rank_monitor import open_monitor
 from outlast.runtime.random_numbers import capture_random, restore_random
+from outlast.session.session import Session, init
 
 log = logging.getLogger(__name__)
 HostedConfig = Config | str | os.PathLike[str] | None
@@ -57,10 +62,6 @@ def with_fault_tolerance(config: Config, **changes: Any) -> Config:
 def require_directory(config: Config, what: str) -> None:
     """Check that there is somewhere to save to.
 
-    Args:
-        config: The settings.
-        what: Who needs it, for the message.
-
     Raises:
         ConfigError: There is not; the message is the remedy.
     """
@@ -95,6 +96,54 @@ class KeptRandom:
         state, self._state = self._state, None
         if state is not None:
             restore_random(state)
+
+
+class HostedSession:
+    """A session in a trainer's own loop.
+
+    Collective: all ranks.
+    Thread: that of the trainer.
+    """
+
+    def __init__(self, config: Config, **options: Any) -> None:
+        self.session: Session = init(config, **options)
+        self.random = KeptRandom()
+        self._replaced: list[tuple[Any, str, bool, Any]] = []
+        """Owner and name of a method, whether the owner itself had it, and what was there."""
+        if self.session.global_rank == 0:
+            clear_finished_flag()  # of an earlier training
+
+    def replace(self, owner: Any, name: str, stand_in: Callable[..., Any]) -> Any:
+        """Put a stand-in in the place of a method of an object; return the method."""
+        before = getattr(owner, name)
+        self._replaced.append((owner, name, name in vars(owner), before))
+        setattr(owner, name, stand_in)
+        return before
+
+    def give_back(self) -> None:
+        """Put all methods back. Idempotent."""
+        while self._replaced:
+            owner, name, was_own, before = self._replaced.pop()
+            if was_own:
+                setattr(owner, name, before)
+            else:
+                vars(owner).pop(name, None)
+
+    @contextmanager
+    def outside_step(self, section: str, *, is_in_step: bool) -> Iterator[None]:
+        """Be in a section that interrupts the step, where one is open: between two micro-batches an epoch may end."""
+        monitor = open_monitor() if is_in_step else None
+        if monitor is not None:
+            monitor.end_section("step")
+        with self.session.section(section):
+            yield
+        if monitor is not None:
+            monitor.start_section("step")
+
+    def note_finished(self) -> None:
+        """Make the finished flag, on the first rank."""
+        if self.session.global_rank == 0:
+            touch_finished_flag()
 
 
 def touch_finished_flag() -> None:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from outlast.config.base import require
 from outlast.errors import ConfigError, ExitReason
+from outlast.integrations.run_command import check_run_command, is_nproc, split_command
 from outlast.launch.run_parser import given_options
 
 __all__ = ["KubernetesJob", "as_yaml"]
@@ -40,7 +41,6 @@ _SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-
 _QUALIFIED = re.compile(rf"({_SUBDOMAIN.pattern}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{{0,61}}[A-Za-z0-9])?")
 _VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 _QUANTITY = re.compile(r"(\d+(\.\d+)?)(m|k|[MGTPE]|[KMGTPE]i)?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CAPABILITY = re.compile(r"(?!CAP_)[A-Z][A-Z0-9_]*")
 _MAX_ID = (1 << 31) - 1
 _FACTORS = {"m": 1e-3, "": 1.0} | {
@@ -209,163 +209,85 @@ class KubernetesJob:
 
     def __post_init__(self) -> None:
         require(bool(self.command), "there is no training script; name one, for example: -- train.py --lr 3e-4")
-        require(
-            self.kind in ("JobSet", "TrainJob", "PyTorchJob"),
-            f"kind={self.kind!r} is not JobSet, TrainJob or PyTorchJob",
-        )
         _ = self.num_nodes
-        self._check_paths()
-        self._check_names()
-        self._check_numbers()
+        for names, good, what in _FORMS:
+            for name in names.split():
+                value = getattr(self, name)
+                for one in value if isinstance(value, tuple) else () if value is None else (value,):
+                    require(good(one), f"{name}={one!r} is not {what}")
+        for names, least, most in _RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                require(value is None or least <= value <= most, f"{name}={value} must be from {least} to {most}")
+        self._check_name()
+        self._normalise_paths()
         self._check_lists()
         self._check_security()
+        fewest, shm, memory = self.min_nodes, self.shm_size, self.memory
+        require(
+            fewest is None or fewest <= self.num_nodes,
+            f"min_nodes={fewest} must be from 1 to the {self.num_nodes} of nnodes={self.nnodes}",
+        )
+        require(
+            shm is None or memory is None or _amount(shm) <= _amount(memory),
+            f"shm_size={shm} is more than memory={memory}, in which it is counted; raise memory",
+        )
+        require(self.metrics_port != self.port, f"metrics_port={self.port} is the port of the agents; take another one")
+        require(
+            self.kind != "PyTorchJob" or self.pod_retries is None,
+            "pod_retries: a PyTorchJob has no such limit; leave it out",
+        )
         for word in (*self.command, *self.env, self.image):
             require("\0" not in word, f"{word!r} has a character that no command line takes")
-        require(
-            bool(self.image.strip()) and " " not in self.image,
-            f"image={self.image!r} is no image; write for example registry/train:1",
-        )
         _ = self._outlast_words
-        nproc = self.nproc_per_node
-        require(
-            nproc in ("auto", "gpu", "cpu", "xpu") or (nproc.isdigit() and int(nproc) > 0),
-            f"nproc_per_node={nproc!r} is neither a number of workers nor auto, gpu, xpu or cpu",
-        )
-        given = given_options(self.command)
+        given = check_run_command(self.command, _OURS)
         require(
             "metrics_address" not in given or self.metrics_port is not None,
             f"{given.get('metrics_address')} has no effect without metrics_port; set that, or leave it out",
         )
-        for option, typed in given.items():
-            if option in _OURS:
-                raise ConfigError(f"{typed} is made from {_OURS[option]}; leave it out of what outlast run gets")
 
-    def _check_paths(self) -> None:
-        """Check the paths, and write them as Kubernetes compares them."""
-        for name in ("mount_path", "working_dir"):
-            path = getattr(self, name)
-            require(path is None or _is_path(path), f"{name}={path!r} must be an absolute path, without ':' and '..'")
-            if path is not None:
-                object.__setattr__(self, name, _normal(path))
-        require(
-            self.mount_path not in ("/", "/dev/shm", KEY_FOLDER),
-            f"mount_path={self.mount_path!r} is taken in the container; name another folder, such as /runs",
-        )
-        volumes = []
-        for one in self.volumes:
-            kind, _, rest = one.partition(":")
-            name, _, path = rest.partition(":")
-            good = kind in ("claim", "configmap", "secret") and _is_path(path) and _normal(path) != "/"
-            require(
-                good, f"volumes: {one!r} is not in the form claim:NAME:/path, configmap:NAME:/path or secret:NAME:/path"
-            )
-            _check_subdomain("volumes", name)
-            volumes.append(f"{kind}:{name}:{_normal(path)}")
-        object.__setattr__(self, "volumes", tuple(volumes))
-        taken = {"/dev/shm", self.mount_path, KEY_FOLDER}
-        for path in (one.split(":", 2)[2] for one in self.volumes):
-            require(path not in taken, f"volumes: {path} has a volume already; name another path")
-            taken.add(path)
-
-    def _check_names(self) -> None:
-        longest = (
-            f"{self.name}-worker-{self._num_pods - 1}" if self.kind == "PyTorchJob" else self._pod(self._num_pods - 1)
-        )
-        good = _LABEL.fullmatch(self.name) is not None and self.name[0].isalpha()
-        require(
-            good, f"name={self.name!r} is no name for Kubernetes; take small letters, digits and '-', a letter first"
-        )
+    def _check_name(self) -> None:
+        last = self._num_pods - 1
+        longest = f"{self.name}-worker-{last}" if self.kind == "PyTorchJob" else self._pod(last)
         too_long = len(longest) + _POD_NAME_END - 63
         require(
             too_long <= 0,
             f"name={self.name!r} is too long: the name of a pod made from it has {too_long} characters too many",
         )
-        for name in ("namespace", "queue"):
-            value = getattr(self, name)
-            good = value is None or (_LABEL.fullmatch(value) is not None and len(value) <= 63)
-            require(good, f"{name}={value!r} is no name for Kubernetes; take small letters, digits and '-'")
-        for name in ("run_claim", "run_key_secret", "service_account", "priority_class"):
-            _check_subdomain(name, getattr(self, name))
-        for one in self.image_pull_secrets:
-            _check_subdomain("image_pull_secrets", one)
-        for name in ("topology", "gpu_resource"):
-            value = getattr(self, name)
-            require(
-                value is None or _is_qualified(value),
-                f"{name}={value!r} is no label's key; write for example example.com/name",
-            )
-        run_id = self.run_id
-        require(
-            run_id is None
-            or (re.fullmatch(r"[A-Za-z0-9_.-]+", run_id) is not None and run_id not in ("none", ".", "..")),
-            f"run_id={run_id!r} must consist of letters, digits, '.', '_' and '-', and not be 'none'",
-        )
 
-    def _check_numbers(self) -> None:
-        require(0 < self.port < 65536, f"port={self.port} is no port; take one above 1023, such as 29400")
-        require(self.num_endpoints >= 1, f"num_endpoints={self.num_endpoints} must be at least 1")
-        require(0 <= self.shutdown_grace < 1 << 31, f"shutdown_grace={self.shutdown_grace} must be a number of seconds")
-        fewest = self.min_nodes
+    def _normalise_paths(self) -> None:
+        """Write paths as Kubernetes compares them, and check that each is there once."""
+        for name in ("mount_path", "working_dir"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _normal(path))
+        taken = {"/", "/dev/shm", KEY_FOLDER}
         require(
-            fewest is None or 1 <= fewest <= self.num_nodes,
-            f"min_nodes={fewest} must be from 1 to the {self.num_nodes} of nnodes={self.nnodes}",
+            self.mount_path not in taken,
+            f"mount_path={self.mount_path!r} is taken in the container; name another folder, such as /runs",
         )
-        require(self.join_timeout >= 1, f"join_timeout={self.join_timeout} must be at least 1 second")
-        for name in ("num_job_retries_on_failure", "pod_retries"):
-            value = getattr(self, name)
-            require(value is None or 0 <= value < 1 << 31, f"{name}={value} must not be negative")
-        require(self.gpus_per_node is None or self.gpus_per_node > 0, f"gpus_per_node={self.gpus_per_node} is not > 0")
-        for name in ("cpus", "memory", "shm_size"):
-            _check_quantity(name, getattr(self, name))
-        require(
-            self.shm_size is None or self.memory is None or _amount(self.shm_size) <= _amount(self.memory),
-            f"shm_size={self.shm_size} is more than memory={self.memory}, in which it is counted; raise memory",
-        )
-        if self.metrics_port is not None:
-            port = self.metrics_port
-            require(0 < port < 65536, f"metrics_port={port} is not a valid port; take one above 1023, such as 9465")
-            require(port != self.port, f"metrics_port={port} is the port of the agents; take another one")
-        if self.kind == "PyTorchJob":
-            given = [name for name in ("pod_retries",) if getattr(self, name) is not None]
-            require(not given, f"{', '.join(given)}: a PyTorchJob has no such limit; leave it out")
+        taken.add(self.mount_path)
+        volumes = [one.split(":", 2) for one in self.volumes]
+        for one in volumes:
+            one[2] = _normal(one[2])
+            require(one[2] not in taken, f"volumes: {one[2]} has a volume already; name another path")
+            taken.add(one[2])
+        object.__setattr__(self, "volumes", tuple(":".join(one) for one in volumes))
 
     def _check_lists(self) -> None:
         own = {"cpu": "cpus", "memory": "memory", self.gpu_resource: "gpus_per_node"}
         given = {key: f"{name}={value}" for key, name in own.items() if (value := getattr(self, name)) is not None}
         for one in self.resources:
-            key, equals, value = one.partition("=")
+            key = one.partition("=")[0]
             require(key not in given, f"resources: {one!r} stands beside {given.get(key)}; leave one of them out")
             given[key] = one
-            require(
-                bool(equals) and _is_qualified(key),
-                f"resources: {one!r} is not in the form key=quantity, such as rdma/ib=1",
-            )
-            _check_quantity(f"resources: {key}", value)
-        labels = set[str]()
-        for one in self.node_selector:
-            key, equals, value = one.partition("=")
-            good = bool(equals) and _is_qualified(key) and _VALUE.fullmatch(value) is not None
-            require(good, f"node_selector: {one!r} is not in the form key=value of a label")
-            require(key not in labels, f"node_selector: {key} is there twice; leave one out")
-            labels.add(key)
-        for one in self.tolerations:
-            key, _, value = one.partition("=")
-            good = _is_qualified(key) and _VALUE.fullmatch(value) is not None
-            require(good, f"tolerations: {one!r} is not in the form key or key=value")
-        names = [one.partition("=")[0] for one in self.env]
-        for one, name in zip(self.env, names, strict=True):
-            good = "=" in one and _VARIABLE.fullmatch(name) is not None
-            require(good, f"env: {one!r} is not in the form NAME=VALUE")
-            require(names.count(name) == 1, f"env: {name} is there twice; leave one out")
-            require(
-                name not in ("NODE_NAME", "OUTLAST_RUN_KEY"),
-                f"env: {name} is not set here; for a run key take run_key_secret",
-            )
+        for field in ("node_selector", "env"):
+            names = [one.partition("=")[0] for one in getattr(self, field)]
+            for name in names:
+                require(names.count(name) == 1, f"{field}: {name} is there twice; leave one out")
+                is_own = field == "env" and name in ("NODE_NAME", "OUTLAST_RUN_KEY")
+                require(not is_own, f"env: {name} is not set here; for a run key take run_key_secret")
 
     def _check_security(self) -> None:
-        for name in ("run_as_user", "run_as_group", "fs_group"):
-            value = getattr(self, name)
-            require(value is None or 0 <= value <= _MAX_ID, f"{name}={value} must be from 0 to {_MAX_ID}")
         require(
             not self.run_as_non_root or self.run_as_user != 0,
             "run_as_user=0 is root, and contradicts run_as_non_root; leave one of them out",
@@ -376,19 +298,9 @@ class KubernetesJob:
             f"run_key_secret={self.run_key_secret} can be read by root and by fs_group only, which is not set; set "
             "fs_group to a group id",
         )
-        for one in self.capabilities:
-            require(
-                _CAPABILITY.fullmatch(one) is not None,
-                f"capabilities: {one!r} is not a capability without CAP_; write for example IPC_LOCK",
-            )
-            require(
-                one != "SYS_ADMIN" or self.allow_privilege_escalation,
-                "capabilities: Kubernetes grants 'SYS_ADMIN' only with allow_privilege_escalation",
-            )
-        profile = self.seccomp_profile
         require(
-            profile in (None, "RuntimeDefault", "Unconfined"),
-            f"seccomp_profile={profile!r} must be RuntimeDefault or Unconfined",
+            "SYS_ADMIN" not in self.capabilities or self.allow_privilege_escalation,
+            "capabilities: Kubernetes grants 'SYS_ADMIN' only with allow_privilege_escalation",
         )
 
     # -- what is derived -------------------------------------------------------------------------------------------
@@ -418,12 +330,7 @@ class KubernetesJob:
 
     @property
     def _outlast_words(self) -> list[str]:
-        try:
-            words = shlex.split(self.outlast)
-        except ValueError as error:
-            raise ConfigError(f"outlast={self.outlast!r} is no command line ({error}); close its quotes") from None
-        require(bool(words), f"outlast={self.outlast!r} is no command; write for example 'uv run outlast'")
-        return words
+        return split_command(self.outlast)
 
     def _pod(self, index: int) -> str:
         """Return the host name of a pod."""
@@ -565,20 +472,15 @@ class KubernetesJob:
             "containers": [container],
             "volumes": self._volumes(),
         }
-        if (affinity := self._affinity()) is not None:
-            spec["affinity"] = affinity
-        if self.node_selector:
-            spec["nodeSelector"] = dict(one.split("=", 1) for one in self.node_selector)
-        if self.tolerations:
-            spec["tolerations"] = [_toleration(one) for one in self.tolerations]
-        if self.service_account is not None:
-            spec["serviceAccountName"] = self.service_account
-        if self.priority_class is not None:
-            spec["priorityClassName"] = self.priority_class
-        if self.image_pull_secrets:
-            spec["imagePullSecrets"] = [{"name": one} for one in self.image_pull_secrets]
-        if security := self._pod_security():
-            spec["securityContext"] = security
+        spec |= _those_given(
+            affinity=self._affinity(),
+            nodeSelector=dict(one.split("=", 1) for one in self.node_selector),
+            tolerations=[_toleration(one) for one in self.tolerations],
+            serviceAccountName=self.service_account,
+            priorityClassName=self.priority_class,
+            imagePullSecrets=[{"name": one} for one in self.image_pull_secrets],
+            securityContext=self._pod_security(),
+        )
         metadata: dict[str, Any] = {"labels": self._labels}
         if self.metrics_port is not None:
             values = {"scrape": "true", "port": str(self.metrics_port), "path": "/metrics"}
@@ -586,15 +488,14 @@ class KubernetesJob:
         return {"metadata": metadata, "spec": spec}
 
     def _pod_security(self) -> dict[str, Any]:
+        security = _those_given(
+            runAsNonRoot=self.run_as_non_root,
+            # The default changes the group of every file, at each start of a pod.
+            fsGroupChangePolicy=None if self.fs_group is None else "OnRootMismatch",
+            seccompProfile=None if self.seccomp_profile is None else {"type": self.seccomp_profile},
+        )
         ids = {"runAsUser": self.run_as_user, "runAsGroup": self.run_as_group, "fsGroup": self.fs_group}
-        security: dict[str, Any] = {name: value for name, value in ids.items() if value is not None}
-        if self.fs_group is not None:  # the default changes the group of every file, at each start of a pod
-            security["fsGroupChangePolicy"] = "OnRootMismatch"
-        if self.run_as_non_root:
-            security["runAsNonRoot"] = True
-        if self.seccomp_profile is not None:
-            security["seccompProfile"] = {"type": self.seccomp_profile}
-        return security
+        return security | {name: value for name, value in ids.items() if value is not None}
 
     def _affinity(self) -> dict[str, Any] | None:
         def beside(key: str) -> dict[str, Any]:
@@ -603,12 +504,10 @@ class KubernetesJob:
 
         if self._num_pods == 1:
             return None
-        affinity: dict[str, Any] = {}
-        if not self.share_nodes:
-            affinity["podAntiAffinity"] = beside("kubernetes.io/hostname")
-        if self.topology is not None:
-            affinity["podAffinity"] = beside(self.topology)
-        return affinity or None
+        return _those_given(
+            podAntiAffinity=None if self.share_nodes else beside("kubernetes.io/hostname"),
+            podAffinity=None if self.topology is None else beside(self.topology),
+        )
 
     def _container(self, name: str) -> dict[str, Any]:
         node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
@@ -631,33 +530,19 @@ class KubernetesJob:
             "env": [node, *({**one, "value": _as_it_stands(one["value"])} for one in given)],
             "volumeMounts": mounts,
         }
-        capabilities: dict[str, list[str]] = {"drop": ["ALL"]}
-        if self.capabilities:
-            capabilities["add"] = list(self.capabilities)
+        capabilities = {"drop": ["ALL"], **_those_given(add=list(self.capabilities))}
         escalates = self.allow_privilege_escalation
         container["securityContext"] = {"allowPrivilegeEscalation": escalates, "capabilities": capabilities}
         ports = {"pytorchjob-port": self.port if name == "pytorch" else None, "metrics": self.metrics_port}
-        shown = [
-            {"name": port, "containerPort": number, "protocol": "TCP"}
-            for port, number in ports.items()
-            if number is not None
-        ]
-        if shown:
-            container["ports"] = shown
-        if self.working_dir is not None:
-            container["workingDir"] = self.working_dir
-        amounts = {"cpu": self.cpus, "memory": self.memory}
-        amounts |= {self.gpu_resource: None if self.gpus_per_node is None else str(self.gpus_per_node)}
-        asked = {key: value for key, value in amounts.items() if value is not None}
+        shown = [{"name": port, "containerPort": number, "protocol": "TCP"} for port, number in ports.items() if number]
+        gpus = None if self.gpus_per_node is None else str(self.gpus_per_node)
+        asked = _those_given(**{"cpu": self.cpus, "memory": self.memory, self.gpu_resource: gpus})
         asked |= dict(one.split("=", 1) for one in self.resources)
-        if asked:
-            container["resources"] = {"limits": asked, "requests": dict(asked)}
-        return container
+        resources = {"limits": asked, "requests": dict(asked)} if asked else None
+        return container | _those_given(ports=shown, workingDir=self.working_dir, resources=resources)
 
     def _volumes(self) -> list[dict[str, Any]]:
-        shm = {"medium": "Memory"}
-        if self.shm_size is not None:
-            shm["sizeLimit"] = self.shm_size
+        shm = {"medium": "Memory", **_those_given(sizeLimit=self.shm_size)}
         volumes: list[dict[str, Any]] = [
             {"name": "shm", "emptyDir": shm},
             {"name": "run", "persistentVolumeClaim": {"claimName": self.run_claim}},
@@ -709,6 +594,11 @@ def as_yaml(manifests: list[dict[str, Any]]) -> str:
     return yaml.dump_all(manifests, Dumper=YamlWithoutAnchors, sort_keys=False, width=1 << 16, allow_unicode=True)
 
 
+def _those_given(**fields: Any) -> dict[str, Any]:
+    """Return the fields of an object that have a value."""
+    return {name: value for name, value in fields.items() if value}
+
+
 def _as_it_stands(word: str) -> str:
     """Return a word in which Kubernetes expands nothing."""
     return word.replace("$(", "$$(")
@@ -719,29 +609,9 @@ def _toleration(one: str) -> dict[str, str]:
     return {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
 
 
-def _is_qualified(key: str) -> bool:
-    return _QUALIFIED.fullmatch(key) is not None and len(key.rpartition("/")[0]) <= 253
-
-
-def _is_path(path: str) -> bool:
-    return path.startswith("/") and ":" not in path and ".." not in PurePosixPath(path).parts
-
-
 def _normal(path: str) -> str:
     """Return a path without what is there twice or means nothing: ``//``, ``/.``, and a ``/`` at its end."""
     return "/" + str(PurePosixPath(path)).lstrip("/")
-
-
-def _check_subdomain(name: str, value: str | None) -> None:
-    good = value is None or (_SUBDOMAIN.fullmatch(value) is not None and len(value) <= 253)
-    require(good, f"{name}: {value!r} is no name for Kubernetes; take small letters, digits, '-' and '.'")
-
-
-def _check_quantity(name: str, value: str | None) -> None:
-    require(
-        value is None or _QUANTITY.fullmatch(value) is not None,
-        f"{name}={value!r} is no quantity; write for example 8, 500m, 64Gi",
-    )
 
 
 def _amount(quantity: str) -> float:
@@ -750,6 +620,70 @@ def _amount(quantity: str) -> float:
     return float(found[1]) * _FACTORS[found[3] or ""]
 
 
+def _fits(pattern: re.Pattern[str], most: int = 1 << 16) -> Callable[[str], bool]:
+    return lambda text: pattern.fullmatch(text) is not None and len(text) <= most
+
+
+_is_subdomain = _fits(_SUBDOMAIN, 253)
+
+
+def _is_qualified(key: str) -> bool:
+    return _QUALIFIED.fullmatch(key) is not None and len(key.rpartition("/")[0]) <= 253
+
+
+def _is_term(one: str) -> bool:
+    key, _, value = one.partition("=")
+    return _is_qualified(key) and _VALUE.fullmatch(value) is not None
+
+
+def _is_path(path: str) -> bool:
+    return path.startswith("/") and ":" not in path and ".." not in PurePosixPath(path).parts
+
+
+def _is_volume(one: str) -> bool:
+    kind, _, rest = one.partition(":")
+    name, _, path = rest.partition(":")
+    return kind in ("claim", "configmap", "secret") and _is_subdomain(name) and _is_path(path) and _normal(path) != "/"
+
+
+_FORMS: tuple[tuple[str, Callable[[str], bool], str], ...] = (
+    ("kind", ("JobSet", "TrainJob", "PyTorchJob").__contains__, "JobSet, TrainJob or PyTorchJob"),
+    ("name", _fits(re.compile("[a-z].*")), "a valid name for Kubernetes: it must begin with a small letter"),
+    ("name namespace queue", _fits(_LABEL, 63), "a valid name for Kubernetes; take small letters, digits and '-'"),
+    (
+        "run_claim run_key_secret service_account priority_class image_pull_secrets",
+        _is_subdomain,
+        "a valid name for Kubernetes; take small letters, digits, '-' and '.'",
+    ),
+    ("image", _fits(re.compile(r"[^ ]*[^\s][^ ]*")), "an image; write for example registry/train:1"),
+    ("nproc_per_node", is_nproc, "a number of workers, auto, gpu, xpu or cpu"),
+    ("mount_path working_dir", _is_path, "an absolute path without ':' and '..'"),
+    ("volumes", _is_volume, "in the form claim:NAME:/path, configmap:NAME:/path or secret:NAME:/path"),
+    ("topology gpu_resource", _is_qualified, "a label's key; write for example example.com/name"),
+    (
+        "run_id",
+        _fits(re.compile(r"(?!(none|\.{1,2})$)[A-Za-z0-9_.-]+")),
+        "a run id; take letters, digits, '.', '_' and '-', and not 'none'",
+    ),
+    ("cpus memory shm_size", _fits(_QUANTITY), "a quantity; write for example 8, 500m, 64Gi"),
+    (
+        "resources",
+        lambda one: _is_qualified(one.partition("=")[0]) and _fits(_QUANTITY)(one.partition("=")[2]),
+        "in the form key=quantity, such as rdma/ib=1",
+    ),
+    ("node_selector", lambda one: "=" in one and _is_term(one), "in the form key=value of a label"),
+    ("tolerations", _is_term, "in the form key or key=value"),
+    ("env", _fits(re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)), "in the form NAME=VALUE"),
+    ("capabilities", _fits(_CAPABILITY), "a capability without CAP_; write for example IPC_LOCK"),
+    ("seccomp_profile", ("RuntimeDefault", "Unconfined").__contains__, "RuntimeDefault or Unconfined"),
+)
+"""Fields, what each of their values must be, and that in words."""
+_RANGES = (
+    ("port metrics_port", 1, 65535),
+    ("num_endpoints min_nodes join_timeout gpus_per_node", 1, _MAX_ID),
+    ("shutdown_grace num_job_retries_on_failure pod_retries run_as_user run_as_group fs_group", 0, _MAX_ID),
+)
+"""Fields, and the least and the largest value of each."""
 _OURS = {
     "nnodes": "nnodes",
     "nproc_per_node": "nproc_per_node",

@@ -92,6 +92,16 @@ class SimulatedFaultParams:
     """Global rank; ``None`` = drawn at random."""
 
 
+def _calling(method: str, *, in_sanity_check: bool = True) -> Callable[..., None]:
+    """Return a hook of Lightning's that calls a method of the trainer's host, where this callback drives it."""
+
+    def hook(self: _HostedCallback, trainer: Any, *_: Any, **__: Any) -> None:
+        if self._host is not None and (in_sanity_check or not trainer.sanity_checking):
+            getattr(self._host, method)()
+
+    return hook
+
+
 class _HostedCallback(Callback):
     """A callback that has a share in the trainer's session; the first of them in a trainer drives it."""
 
@@ -120,70 +130,23 @@ class _HostedCallback(Callback):
                 # First in each hook: others begin with what was restored, and count no step that is not in it.
                 trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the newest generation."""
-        if self._host is not None:
-            self._host.restore()
-
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the signals back from Lightning."""
-        if self._host is not None:
-            self._host.take_signals()
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put Lightning's loops where training continues."""
-        if self._host is not None:
-            self._host.training_starts()
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Save what is due, between two epochs."""
-        if self._host is not None:
-            self._host.epoch_starts()
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Save what is due, and begin a step."""
-        if self._host is not None:
-            self._host.batch_starts()
+    on_fit_start = _calling("restore")
+    on_sanity_check_start = _calling("take_signals")
+    on_train_start = _calling("training_starts")
+    on_train_epoch_start = _calling("epoch_starts")
+    on_train_batch_start = _calling("batch_starts")
+    on_before_optimizer_step = _calling("judge_loss")
+    on_train_batch_end = _calling("batch_ends")
+    on_validation_start = _calling("validation_starts", in_sanity_check=False)
+    on_validation_batch_end = _calling("heartbeat")
+    on_validation_end = _calling("validation_ends", in_sanity_check=False)
+    on_train_end = _calling("training_ends")
+    on_fit_end = _calling("finish")
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Take the loss."""
         if self._host is not None:
             self._host.take_loss(loss)
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Look at the loss before a weight moves."""
-        if self._host is not None:
-            self._host.judge_loss()
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End a step, if an optimizer has stepped."""
-        if self._host is not None:
-            self._host.batch_ends()
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Leave before a validation, if all ranks agreed to."""
-        if self._host is not None and not trainer.sanity_checking:
-            self._host.validation_starts()
-
-    def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Send a heartbeat."""
-        if self._host is not None:
-            self._host.session.heartbeat()
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note the random numbers after a validation."""
-        if self._host is not None and not trainer.sanity_checking:
-            self._host.validation_ends()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save, and wait until everything is committed."""
-        if self._host is not None:
-            self._host.training_ends()
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Close the session, and say that the run has finished."""
-        if self._host is not None:
-            self._host.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Close the session without waiting for anybody."""
@@ -368,22 +331,14 @@ class StragglerDetectionCallback(_HostedCallback):
         confirmations: int = 1,
         config: HostedConfig = None,
     ) -> None:
+        given = locals()
+        known = {one.name for one in dataclasses.fields(StragglerDetectionConfig)}
         super().__init__(config)
         self.logs = enable_ptl_logging
-        self._detection: dict[str, Any] = {
-            "enabled": True,
-            "report_time_interval": report_time_interval,
-            "calc_relative_gpu_perf": calc_relative_gpu_perf,
-            "calc_individual_gpu_perf": calc_individual_gpu_perf,
-            "num_gpu_perf_scores_to_print": num_gpu_perf_scores_to_print,
-            "gpu_relative_perf_threshold": gpu_relative_perf_threshold,
-            "gpu_individual_perf_threshold": gpu_individual_perf_threshold,
-            "stop_if_detected": stop_if_detected,
-            "enable_logging": enable_ptl_logging,
-            "profiling_interval": profiling_interval,
-            "confirmations": confirmations,
-            **({} if logger_name is None else {"logger_name": logger_name}),
-        }
+        self._detection: dict[str, Any] = {name: value for name, value in given.items() if name in known}
+        self._detection |= {"enabled": True, "enable_logging": enable_ptl_logging}
+        if logger_name is None:
+            del self._detection["logger_name"]
         StragglerDetectionConfig(**self._detection)  # a wrong value is refused here, where it is given
 
     def _adapt(self, config: Config, trainer: Any) -> Config:

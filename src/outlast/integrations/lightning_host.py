@@ -43,11 +43,10 @@ from torch.utils.data.distributed import DistributedSampler
 from outlast import clock
 from outlast.config import Config
 from outlast.errors import ConfigError, ExitReason, OutlastError
-from outlast.integrations.hosted_session import KeptRandom, clear_finished_flag, touch_finished_flag
+from outlast.integrations.hosted_session import HostedSession, KeptRandom
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor
 from outlast.runtime.process_groups import current_place
 from outlast.runtime.random_numbers import capture_random
-from outlast.session.session import init
 from outlast.session.step import StepDecision
 
 log = logging.getLogger(__name__)
@@ -415,8 +414,6 @@ class TrainerHost:
     Thread: that of the trainer.
     """
 
-    _have_finished = False
-
     def __init__(
         self,
         trainer: Any,
@@ -429,13 +426,12 @@ class TrainerHost:
         iteration_of: IterationOf | None,
     ) -> None:
         self._trainer = trainer
-        if TrainerHost._have_finished:
-            clear_finished_flag()
-        self.session = init(
+        self._host = HostedSession(
             config,
             log_metrics=self._log_scores if logs_scores else None,
             saved_by="the trainer" if config.checkpoint is None and trainer.checkpoint_callbacks else None,
         )
+        self.session, self._random = self._host.session, self._host.random
         self._handler = signal.getsignal(signal.SIGTERM)
         self._setup: AbstractContextManager[None] | None = None
         self._evaluation: AbstractContextManager[None] | None = None
@@ -453,7 +449,6 @@ class TrainerHost:
         self._state: dict[str, Any] = {}
         self._own = TrainerState(trainer)
         self._optimizers: list[_LateOptimizer] = []
-        self._random = KeptRandom()
         self._pending: StepDecision | None = None
         self._is_open = self._is_done = False
         self._steps_before = 0
@@ -523,17 +518,20 @@ class TrainerHost:
         self._own.apply()
         self._random.keep(kept)
         loop = trainer.fit_loop
-        original = loop._load_combined_loader_states
 
         def place_loaders() -> None:
-            del loop._load_combined_loader_states
+            loop._load_combined_loader_states = original
             if self._place == Place.EPOCH:  # with the state of the epoch before, a loader's next iterator is the next's
                 loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
                 loop._combined_loader_states_to_load = []
             original()
             self._place_loaders()
 
-        loop._load_combined_loader_states = place_loaders
+        original = self._host.replace(loop, "_load_combined_loader_states", place_loaders)
+
+    def heartbeat(self) -> None:
+        """Send a heartbeat."""
+        self.session.heartbeat()
 
     def take_signals(self) -> None:
         """Put back the handler of SIGTERM that Lightning has replaced: its own ends one rank alone, saving nothing."""
@@ -669,9 +667,7 @@ class TrainerHost:
         if self._place == Place.VALIDATION:
             self._random.put_back()
         self.session.heartbeat()
-        if self._is_open and (monitor := open_monitor()) is not None:  # within accumulated gradients
-            monitor.end_section("step")
-        self._evaluation = self.session.section("evaluation")
+        self._evaluation = self._host.outside_step("evaluation", is_in_step=self._is_open)
         self._evaluation.__enter__()
 
     def validation_ends(self) -> None:
@@ -679,8 +675,6 @@ class TrainerHost:
         evaluation, self._evaluation = self._evaluation, None
         if evaluation is not None:
             evaluation.__exit__(None, None, None)
-        if self._is_open and (monitor := open_monitor()) is not None:
-            monitor.start_section("step")
         if self._pending is not None:
             self._own.fetch_random = capture_random()
 
@@ -711,9 +705,7 @@ class TrainerHost:
             self._own.place = Place.EPOCH
             self.session.finish(self._state)
         self.close()
-        TrainerHost._have_finished = True
-        if self.session.global_rank == 0:
-            touch_finished_flag()
+        self._host.note_finished()
 
     def fail(self, error: BaseException) -> None:
         """Close the session without waiting for anybody."""
@@ -736,8 +728,6 @@ class TrainerHost:
 
     def _wrap_save(self) -> None:
         """Have the trainer's saves be a section; monitoring only: what they commit is progress."""
-        trainer = self._trainer
-        save = trainer.save_checkpoint
 
         def save_checkpoint(
             filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None
@@ -747,7 +737,7 @@ class TrainerHost:
             if self._is_monitoring and filepath is not None and not weights_only and not self._saves_later():
                 self._monitor.set_durable_iteration(self._loop.global_step)
 
-        trainer.save_checkpoint = save_checkpoint
+        save = self._host.replace(self._trainer, "save_checkpoint", save_checkpoint)
 
     def _saves_later(self) -> bool:
         """Return whether a save of the trainer's may return before it is committed."""
@@ -826,7 +816,6 @@ class TrainerHost:
     def _tolerate_unreadable(self) -> None:
         """Have a checkpoint that ``fit()`` was given and cannot be read end the run only if the run has saved none."""
         connector = self._trainer._checkpoint_connector
-        resume = connector.resume_start
 
         def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
             try:
@@ -835,7 +824,7 @@ class TrainerHost:
                 self._unreadable = checkpoint_path, error
                 connector._ckpt_path, connector._loaded_checkpoint = None, {}
 
-        connector.resume_start = resume_start
+        resume = self._host.replace(connector, "resume_start", resume_start)
 
     def _raise_unreadable(self) -> NoReturn:
         if self._unreadable is not None:
@@ -942,10 +931,8 @@ class TrainerHost:
 
     def _release(self) -> None:
         """Give the trainer back what was put in its way."""
-        vars(self._trainer).pop("save_checkpoint", None)
-        vars(self._trainer._checkpoint_connector).pop("resume_start", None)
+        self._host.give_back()
         self._trainer.callbacks = [one for one in self._trainer.callbacks if one is not self._last]
-        vars(self._trainer.fit_loop).pop("_load_combined_loader_states", None)
 
     def _log(self, text: str, *values: object) -> None:
         log.log(logging.WARNING if self.session.global_rank == 0 else logging.DEBUG, text, *values)

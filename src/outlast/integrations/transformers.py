@@ -39,18 +39,11 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-import outlast
 from outlast.config import Config, RerunStateMachineConfig
+from outlast.config.base import require
 from outlast.decoding import parse_json
 from outlast.errors import ConfigError, OutlastError
-from outlast.integrations.hosted_session import (
-    HostedConfig,
-    KeptRandom,
-    clear_finished_flag,
-    hosted_config,
-    touch_finished_flag,
-)
-from outlast.monitor.rank_monitor import open_monitor
+from outlast.integrations.hosted_session import HostedConfig, HostedSession, KeptRandom, hosted_config
 from outlast.runtime.loader_workers import SeededBatches
 from outlast.runtime.random_numbers import RandomSnapshot, capture_random, restore_random
 from outlast.session.session import Session
@@ -118,28 +111,22 @@ def protect(trainer: TrainerT, config: HostedConfig = None) -> TrainerT:
 def _refuse_what_cannot_be(trainer: Any) -> None:
     """Raise :class:`ConfigError` if the trainer uses what cannot be resumed exactly, or takes the signals itself."""
     args = trainer.args
-    if trainer.is_deepspeed_enabled:
-        raise ConfigError(
-            "protect() cannot save what DeepSpeed's engine holds; train with DDP, or leave DeepSpeed to its own "
-            "checkpoints and use outlast run and sections only"
-        )
-    if trainer.is_fsdp_enabled or getattr(trainer, "is_fsdp_xla_enabled", False):
-        raise ConfigError(
-            "protect() cannot save a model that the Trainer shards with FSDP; train with DDP, or write the loop with "
-            "outlast.init() and FSDP2, whose DTensors are saved"
-        )
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        raise ConfigError("protect() cannot save a model that transformers shards as it loads it; load it whole")
-    if args.enable_jit_checkpoint:
-        raise ConfigError(
-            "enable_jit_checkpoint takes SIGTERM for itself, on one rank alone; leave it off: protect() saves at a "
-            "notice, with all ranks"
-        )
-    if args.auto_find_batch_size:
-        raise ConfigError(
-            "auto_find_batch_size begins training again within train(), with another batch size; find the size first, "
-            "then set per_device_train_batch_size"
-        )
+    refused = {
+        "protect() cannot save what DeepSpeed's engine holds; train with DDP, or leave DeepSpeed to its own "
+        "checkpoints and use outlast run and sections only": trainer.is_deepspeed_enabled,
+        "protect() cannot save a model that the Trainer shards with FSDP; train with DDP, or write the loop with "
+        "outlast.init() and FSDP2, whose DTensors are saved": trainer.is_fsdp_enabled
+        or getattr(trainer, "is_fsdp_xla_enabled", False),
+        "protect() cannot save a model that transformers shards as it loads it; load it whole": getattr(
+            trainer, "is_distributed_loading_by_transformers", False
+        ),
+        "enable_jit_checkpoint takes SIGTERM for itself, on one rank alone; leave it off: protect() saves at a "
+        "notice, with all ranks": args.enable_jit_checkpoint,
+        "auto_find_batch_size begins training again within train(), with another batch size; find the size first, "
+        "then set per_device_train_batch_size": args.auto_find_batch_size,
+    }
+    for why, is_used in refused.items():
+        require(not is_used, why)
 
 
 class _MicroBatch(NamedTuple):
@@ -156,11 +143,6 @@ class _MicroBatch(NamedTuple):
 class TrainerProtection(TrainerCallback):
     """One protected ``train()``: the callback, and what stands in for methods of the trainer meanwhile.
 
-    Args:
-        trainer: The trainer.
-        config: The session's settings.
-        original_train: The trainer's own ``train``.
-
     Thread: that of the training loop.
     """
 
@@ -170,8 +152,8 @@ class TrainerProtection(TrainerCallback):
         """``train()`` was called."""
         self._trainer, self._config = trainer, config
         self._originals: dict[str, Callable[..., Any]] = {}
-        self._own: dict[str, Any] = {}
         self._setup = ExitStack()
+        self._host: HostedSession
         self._run: Session
         self._state: dict[str, Any] = {}
         self._model: Any = None
@@ -189,7 +171,7 @@ class TrainerProtection(TrainerCallback):
         self._has_finished = False
         # What a resumed training does first.
         self._resumes_in: str | None = None
-        self._random = KeptRandom()
+        self._random: KeptRandom
         self._collating: RandomSnapshot | None = None
         self._num_refetched: int | None = None
         self._persistent: Any = None
@@ -228,9 +210,9 @@ class TrainerProtection(TrainerCallback):
         self.is_used = True
         self._given = resume_from_checkpoint or None
         self._ignored_keys = kwargs.get("ignore_keys_for_eval", args[1] if len(args) > 1 else None)
-        with outlast.init(self._config, log_metrics=self._take_figures) as self._run:
-            if self._run.global_rank == 0:
-                clear_finished_flag()
+        self._host = HostedSession(self._config, log_metrics=self._take_figures)
+        self._random = self._host.random
+        with self._host.session as self._run:
             self._setup.enter_context(self._run.section("setup"))
             self._install()
             try:
@@ -240,7 +222,7 @@ class TrainerProtection(TrainerCallback):
 
     def _install(self) -> None:
         trainer = self._trainer
-        standing_in = {
+        standing_in: dict[str, Callable[..., Any]] = {
             "_init_training_state": self._restore,
             "_prepare_for_training": self._give_prepared,
             "_run_epoch": self._run_epoch,
@@ -253,36 +235,18 @@ class TrainerProtection(TrainerCallback):
         }
         if self._validates:
             standing_in["training_step"] = self._validated_step
-        for name, stand_in in standing_in.items():
-            self._originals[name] = getattr(trainer, name)
-            if name in vars(trainer):
-                self._own[name] = vars(trainer)[name]
-            setattr(trainer, name, stand_in)
+        self._originals = {name: self._host.replace(trainer, name, one) for name, one in standing_in.items()}
         trainer.add_callback(self)  # behind all others: what they asked for after a step is known here
 
     def _uninstall(self) -> None:
-        """Put the trainer's methods back. Idempotent."""
-        if not self._originals:
-            return
-        for name in self._originals:
-            delattr(self._trainer, name)
-            if name in self._own:
-                setattr(self._trainer, name, self._own[name])
-        self._originals = {}
-        self._trainer.remove_callback(self)
+        self._host.give_back()
+        if self in self._trainer.callback_handler.callbacks:
+            self._trainer.remove_callback(self)
 
     def _timed(self, section: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        timer = self._run.section(section)
-
         def timed(*args: Any, **kwargs: Any) -> Any:
-            monitor = open_monitor() if self._in_step else None  # an epoch ended within an accumulation
-            if monitor is not None:
-                monitor.end_section("step")
-            with timer:
-                result = method(*args, **kwargs)
-            if monitor is not None:
-                monitor.start_section("step")
-            return result
+            with self._host.outside_step(section, is_in_step=self._in_step):
+                return method(*args, **kwargs)
 
         return timed
 
@@ -294,8 +258,7 @@ class TrainerProtection(TrainerCallback):
             self._in_step = False
             self._run.end_step(is_last=True)
         self._run.finish(self._state)
-        if self._run.global_rank == 0:
-            touch_finished_flag()
+        self._host.note_finished()
         self._uninstall()
         return finalize(*args, **kwargs)
 

@@ -380,11 +380,6 @@ class ShutdownListener:
         return self._first
 
     @property
-    def num_seen(self) -> int:
-        """Number of notices so far, without echoes."""
-        return self._num_seen
-
-    @property
     def remaining_s(self) -> float | None:
         """Seconds until the process is ended; ``None`` = nothing ends it (yet)."""
         return None if self._end_s is None else max(0.0, self._end_s - clock.now_s())

@@ -27,9 +27,11 @@ from outlast.config import CheckpointConfig, FaultToleranceConfig, RecoveryConfi
 from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, OutlastError, RolledBack
 from outlast.policy.actor_recovery import RecoveryBudget, ends_call
 from outlast.ray.dispatch import Dispatch, copy_for_later, find_dispatch, takes_weights
-from outlast.ray.pool import GroupClosed, NodeKeepers, Pool, describe_drain, describe_error
+from outlast.ray.keepers import NodeKeepers
+from outlast.ray.pool import GroupClosed, Pool, describe_drain
 from outlast.ray.protocol import Call, FailureKind, Mesh, ShellSettings
 from outlast.ray.recovery import Incarnation, Recovery, RecoveryReport, cause_of, journal_recovery
+from outlast.ray.replies import describe_error
 from outlast.ray.train_actor import TrainActor, create_shell
 from outlast.ray.watch import Gathered, LossKind, Watch
 from outlast.runtime.exits import at_exit, forget_at_exit

@@ -46,10 +46,6 @@ class StateTracker:
 
     A state is *held* when it is whole and it is known which attempt saved it: it need not be loaded from there.
 
-    Args:
-        config: Where and how often it is saved; ``None`` = never.
-        interruption: Says whether the working thread has to leave.
-
     Thread: the working thread, except where a method's docstring names another.
     """
 
@@ -126,10 +122,6 @@ class StateTracker:
 
     def open(self, place: WorkerEnv, journal: Journal) -> None:
         """Begin an incarnation.
-
-        Args:
-            place: This rank's place.
-            journal: Where events are written.
 
         Raises:
             CheckpointError: A folder cannot be used.
@@ -217,11 +209,6 @@ class StateTracker:
 
     def save(self, state: Mapping[str, Any], iteration: int, *, now: bool) -> SaveHandle | None:
         """Save a state if that is due.
-
-        Args:
-            state: Name to what is saved.
-            iteration: Number of optimizer steps done.
-            now: Save it to all tiers, due or not.
 
         Raises:
             OutlastError: The state has not done ``iteration`` steps.

@@ -3,10 +3,7 @@
 Each actor has a bundle of resources, which a successor takes over. When a node is lost, Ray moves its bundles to others
 that have room, and what is to be started there waits for it.
 
-Where generations are saved, each node has a checkpoint writer, which outlives its actors, and what it holds in memory
-with it. The writer is a process of its own, started and watched by an actor that needs no CPU. That actor is the
-driver's: it ends with the group, and so does its writer. Should it die before, the driver starts another one, whose
-writer listens at the same address: the actors of the node continue to save and need no notice.
+Where checkpoints are saved, each node has a checkpoint writer (:mod:`outlast.ray.keepers`).
 
 A node that Ray drains is to go: Ray starts nothing there any more, and no spare of it gets a slot. A bundle there stays
 empty until Ray moves it, when the node is gone. Should there be too few spares elsewhere, actors get bundles besides.
@@ -18,35 +15,28 @@ import contextlib
 import logging
 import math
 import threading
-import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import ray
-from ray import exceptions
 from ray._private import state as ray_state
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outlast import clock
-from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import RecoveryConfig
 from outlast.config.base import nearest
 from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, SparesExhausted
 from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.ray.keepers import NodeKeepers
 from outlast.ray.protocol import ActorIdentity
+from outlast.ray.replies import ActorPing, Reply, ReplyFault, await_replies, describe_error, read_reply
 from outlast.runtime.journal import Journal
 
 _Key = TypeVar("_Key")
 log = logging.getLogger(__name__)
-_FETCH_S = 60.0
-"""For bringing a reply that is ready to this node."""
-_TEXT_LENGTH = 400
-_DEATH = "The actor is dead because "
-"""Begins the line in which Ray reports why an actor is dead."""
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _MAX_FAILED_STARTS = 3
 """In a row in one bundle; then the bundle stays empty."""
@@ -54,8 +44,6 @@ _POLL_S = 0.2
 _RESERVE_POLL_S = 0.5
 _CHOICE_S = 0.05
 _DRAIN_POLL_S = 0.5
-_AGAIN_S = 0.1
-"""From a question that did not reach its actor to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,122 +67,6 @@ class Actor:
     def pid(self) -> int:
         """Process id on its node."""
         return self.identity.pid
-
-
-class ReplyFault(StrEnum):
-    """Why there is no value."""
-
-    DIED = "died"
-    """The actor, or its node, is gone, as Ray reports."""
-    UNREACHABLE = "unreachable"
-    """The actor could not be reached, or its reply was lost; it may live."""
-    RAISED = "raised"
-    """The method raised."""
-    LATE = "late"
-    """There was no reply in time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """What came of a remote call."""
-
-    value: Any = None
-    fault: ReplyFault | None = None
-    error: BaseException | None = None
-    """What the method raised, or what Ray reports."""
-
-
-def read_reply(ref: Any) -> Reply:
-    """Return the reply behind a reference that is ready.
-
-    Blocks: while the value is fetched from its node.
-    """
-    try:
-        return Reply(value=ray.get(ref, timeout=_FETCH_S))
-    except exceptions.RayTaskError as error:
-        return Reply(fault=ReplyFault.RAISED, error=error.cause if isinstance(error.cause, BaseException) else error)
-    except exceptions.ActorUnavailableError as error:
-        return Reply(fault=ReplyFault.UNREACHABLE, error=error)
-    except (exceptions.RayActorError, exceptions.NodeDiedError) as error:
-        return Reply(fault=ReplyFault.DIED, error=error)
-    except exceptions.RayError as error:  # lost with its node, or not fetched in time
-        return Reply(fault=ReplyFault.UNREACHABLE, error=error)
-    except Exception as error:  # noqa: BLE001 - an exception or a value that cannot be read here
-        return Reply(fault=ReplyFault.RAISED, error=error)
-
-
-def await_replies(refs: Mapping[_Key, Any], timeout_s: float) -> dict[_Key, Reply]:
-    """Return the replies of several remote calls, those that came in time and ``LATE`` for the others.
-
-    Blocks: until all have replied, at most ``timeout_s``.
-    """
-    deadline_s = clock.now_s() + timeout_s
-    replies: dict[_Key, Reply] = {}
-    left = dict(refs)
-    while left:
-        wait_s = max(0.0, deadline_s - clock.now_s())
-        ready, _ = ray.wait(list(left.values()), num_returns=len(left), timeout=wait_s, fetch_local=False)
-        for key in [key for key, ref in left.items() if ref in ready]:
-            replies[key] = read_reply(left.pop(key))
-        if left and clock.now_s() >= deadline_s:
-            break
-    return replies | dict.fromkeys(left, Reply(fault=ReplyFault.LATE))
-
-
-def reply_if_ready(ref: Any) -> Reply | None:
-    """Return the reply behind a reference; ``None`` = there is none yet. Blocks: while the value is fetched."""
-    return read_reply(ref) if ray.wait([ref], timeout=0, fetch_local=False)[0] else None
-
-
-@dataclass(slots=True, kw_only=True)
-class ActorPing:
-    """A question that one actor is asked again and again, to know whether it lives; one at a time."""
-
-    due_s: float = 0.0
-    """When it is asked again, if no reply is waited for."""
-    asked_s: float = math.inf
-    """Since when it is unanswered; infinite = it is answered."""
-    ref: Any = None
-    """Reference to the reply that is waited for."""
-
-    def poll(self, method: Any) -> Reply | None:
-        """Return the reply if it has come; ask if that is due. Blocks: while the value is fetched.
-
-        Args:
-            method: The remote method that asks.
-        """
-        now_s = clock.now_s()
-        if self.ref is None:
-            if now_s >= self.due_s:
-                self.ref, self.asked_s = method.remote(), min(self.asked_s, now_s)
-            return None
-        reply = reply_if_ready(self.ref)
-        if reply is not None and reply.fault == ReplyFault.UNREACHABLE:
-            self.note_failure()  # it may live
-            return None
-        return reply
-
-    def note_failure(self) -> None:
-        """Note that asking raised an error: it is asked again, and is silent since it was asked first."""
-        self.ref, self.due_s = None, clock.now_s() + _AGAIN_S
-
-    def note_answer(self, due_s: float) -> None:
-        """Note that the question was answered, and when it is to be asked again."""
-        self.ref, self.asked_s, self.due_s = None, math.inf, due_s
-
-
-def describe_error(error: BaseException | None) -> str:
-    """Return an error in one line: of Ray's report on a dead actor only the reason."""
-    if error is None:
-        return "no answer"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, exceptions.RayError):
-        for line in lines:
-            if line.startswith(_DEATH):
-                reason, _, details = line.removeprefix(_DEATH).partition(" Worker exit type: ")
-                return reason.rstrip(".") + (f" ({details.split()[0]})" if details else "")
-        return (lines or [type(error).__name__])[-1][:_TEXT_LENGTH]
-    return f"{type(error).__name__}: {' '.join(lines)}"[:_TEXT_LENGTH]
 
 
 class DrainNotices:
@@ -355,9 +227,6 @@ class Pool:
         """Return who must leave its node now, and why; nobody while there are too few spares elsewhere.
 
         Spares are asked for as soon as a node is drained.
-
-        Args:
-            members: An incarnation's actors.
         """
         if not (draining := self.draining):
             return {}
@@ -454,10 +323,6 @@ class Pool:
 
     def answering(self, num: int, timeout_s: float) -> list[Actor]:
         """Return spares that may take a slot and answer now, oldest first.
-
-        Args:
-            num: How many are needed; once so many have answered the others are not waited for.
-            timeout_s: Longest wait in seconds.
 
         Blocks: until so many have answered, at most ``timeout_s``.
         """
@@ -627,155 +492,3 @@ class Pool:
         )
         self.take([spare.number])
         self.discard(spare)
-
-
-_CLOSE_S = 3.0
-_LOOK_S = 0.5
-SILENT_S = 60.0
-"""After how long without an answer a keeper that had started is replaced: it is stopped, or sits in the kernel."""
-"""From an answer of a keeper to the next question whether it lives."""
-
-
-def start_on(node_id: str, actor_class: type, arguments: Mapping[str, Any], **options: Any) -> Any:
-    """Start an actor without resources of its own on a node; return its handle. Blocks: never."""
-    pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-    started = ray.remote(actor_class).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned, **options)
-    return started.remote(**arguments)
-
-
-class NodeKeeper:
-    """Keep one node's writer.
-
-    Args:
-        address: Where the node's actors find it.
-
-    Raises:
-        OSError: The system starts no process.
-
-    Thread: the actor's main thread; the writer ends with it.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._writer = WriterProcess(address=address)
-
-    def address(self) -> str:
-        """Return where the node's actors find the writer."""
-        return self._writer.address
-
-    def pid(self) -> int:
-        """Return the process id of the writer that runs now."""
-        return self._writer.pid
-
-    def close(self) -> None:
-        """End the writer, and give up what it held. Blocks: up to 2 s."""
-        self._writer.close()
-
-
-@dataclass(slots=True)
-class _Keeper:
-    """A keeper, and what is known of its life."""
-
-    handle: Any
-    ping: ActorPing = field(default_factory=ActorPing)
-    has_started: bool = False
-
-
-class NodeKeepers:
-    """Have one :class:`NodeKeeper` on each node that needs one.
-
-    Args:
-        runtime_env: As Ray takes it; that of the actors, as writers need the same credentials. ``None``: the driver's.
-
-    Thread: one at a time.
-    """
-
-    def __init__(self, runtime_env: Mapping[str, Any] | None = None) -> None:
-        self._options: dict[str, Any] = {"runtime_env": dict(runtime_env)} if runtime_env else {}
-        self._keepers: dict[str, _Keeper] = {}
-        self._name = f"outlast-keeper-{uuid.uuid4().hex}"
-        self._lost: list[str] = []
-
-    def ensure(self, node_ids: Collection[str], timeout_s: float) -> dict[str, str]:
-        """Return the writers' addresses by node; a node whose writer does not start in time is left out.
-
-        Who was asked before is asked again: a keeper that died meanwhile is replaced.
-
-        Args:
-            node_ids: Ray's ids of the nodes.
-            timeout_s: Seconds to wait for all of them.
-
-        Blocks: some milliseconds; up to ``timeout_s`` where one has to be started.
-        """
-        deadline_s = clock.now_s() + timeout_s
-        found, gone = self._ask(node_ids, timeout_s)
-        if gone:
-            found |= self._ask(gone, max(0.0, deadline_s - clock.now_s()))[0]
-        return found
-
-    def forget(self, node_id: str) -> None:
-        """Give up the writer of a node that is gone. Idempotent. Blocks: never."""
-        kept = self._keepers.pop(node_id, None)
-        if kept is not None:
-            ray.kill(kept.handle)
-
-    def look(self) -> list[str]:
-        """Replace the keepers that died, and return the nodes that lost theirs since the last look. Blocks: never."""
-        for node_id, kept in list(self._keepers.items()):
-            reply = kept.ping.poll(kept.handle.pid)
-            if reply is not None and reply.fault is None:
-                kept.has_started = True
-                kept.ping.note_answer(clock.now_s() + _LOOK_S)
-                continue
-            if reply is None:
-                silent_s = clock.now_s() - kept.ping.asked_s
-                if not kept.has_started or silent_s < SILENT_S:
-                    continue
-                reply = Reply(fault=ReplyFault.LATE, error=TimeoutError(f"no answer for {silent_s:.0f} s"))
-            if self._lose(node_id, reply):
-                self._start(node_id)
-        lost, self._lost = self._lost, []
-        return lost
-
-    def close(self) -> None:
-        """End all writers. Idempotent. Blocks: up to 3 s."""
-        closing = [kept.handle.close.remote() for kept in self._keepers.values()]
-        if closing:
-            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
-        for node_id in list(self._keepers):
-            self.forget(node_id)
-
-    def _ask(self, node_ids: Collection[str], timeout_s: float) -> tuple[dict[str, str], list[str]]:
-        """Return the addresses that are known in time, and the nodes whose keeper is gone."""
-        for node_id in node_ids:
-            if node_id not in self._keepers:
-                self._start(node_id)
-        refs = {node_id: self._keepers[node_id].handle.address.remote() for node_id in node_ids}
-        found, gone = {}, []
-        for node_id, reply in await_replies(refs, timeout_s).items():
-            if reply.fault is None:
-                found[node_id] = reply.value
-                self._keepers[node_id].has_started = True
-            elif reply.fault == ReplyFault.LATE:
-                log.log(
-                    logging.WARNING if timeout_s > 0 else logging.DEBUG,
-                    "node %s has no checkpoint writer yet: its actors keep no checkpoints in memory",
-                    node_id[:8],
-                )
-            else:
-                self._lose(node_id, reply)
-                gone.append(node_id)
-        return found, gone
-
-    def _start(self, node_id: str) -> None:
-        address = f"{self._name}-{node_id}"
-        self._keepers[node_id] = _Keeper(start_on(node_id, NodeKeeper, {"address": address}, **self._options))
-
-    def _lose(self, node_id: str, reply: Reply) -> bool:
-        """Give up a keeper that died; return whether another one could take its place."""
-        had_started = self._keepers[node_id].has_started
-        self.forget(node_id)
-        log.warning("node %s has no checkpoint writer (%s)", node_id[:8], describe_error(reply.error))
-        node_lives = any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
-        if had_started and node_lives:  # a lost node is reported by the recovery
-            self._lost.append(node_id)
-        return had_started and node_lives

@@ -64,15 +64,6 @@ class MeshRank(msgspec.Struct, frozen=True, kw_only=True):
     edp_size: int = 1
     """Replicas of each expert."""
 
-    @property
-    def gives_result(self) -> bool:
-        """Whether this actor speaks for its data shard: first of its slices, last stage.
-
-        Where each actor has several virtual stages, one after the other as in Megatron's interleaved schedule, the last
-        of them all is on the actor with the last stage, too.
-        """
-        return self.tp == 0 and self.cp == 0 and self.pp == self.pp_size - 1
-
     def __str__(self) -> str:
         axes = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, f"{axis}_size") > 1]
         axes += [f"ep {self.ep}"] if self.ep_size > 1 else []

@@ -15,8 +15,9 @@ from outlast.config import RecoveryConfig
 from outlast.errors import ActorFailed, SparesExhausted
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.actor_recovery import ActorFacts, Formation, ends_call, fill_slots, shrink_slots
-from outlast.ray.pool import Actor, Pool, ReplyFault, await_replies, describe_error
+from outlast.ray.pool import Actor, Pool
 from outlast.ray.protocol import Aborted, ActorAssignment, FailureKind, Joined, Mesh, shrunk, timed
+from outlast.ray.replies import ReplyFault, await_replies, describe_error
 from outlast.ray.watch import Gathered, LossKind, LostActor, Watch, lose
 from outlast.runtime.journal import Journal
 from outlast.wording import count
@@ -105,11 +106,6 @@ class _Progress:
 class Recovery:
     """Make incarnations: the first one, and each that has to follow.
 
-    Args:
-        config: Limits.
-        pool: Where actors come from; what else is due is done by it between phases, and it may raise to end them.
-        watch: Waits for those that join.
-
     Thread: one.
     """
 
@@ -137,11 +133,6 @@ class Recovery:
 
     def recover(self, failed: Incarnation, gathered: Gathered, *, method: str) -> tuple[Incarnation, RecoveryReport]:
         """Make the next incarnation.
-
-        Args:
-            failed: The one before.
-            gathered: What its call came to.
-            method: The call.
 
         Raises:
             SparesExhausted: No spare can take an empty slot.

@@ -41,7 +41,8 @@ from outlast.config.launching import AGENTS_OWN
 from outlast.errors import BudgetExhausted, OutlastError
 from outlast.incidents import Incident, IncidentKind, Rung
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, decide
-from outlast.ray.pool import await_replies, describe_error, start_on
+from outlast.ray.keepers import start_on
+from outlast.ray.replies import await_replies, describe_error
 from outlast.ray.train_watch import AttemptFacts, TrainWatch, WorkerPlace, answers_of
 from outlast.session import Session, init
 

@@ -261,12 +261,6 @@ class Shell:
 
     An actor that is no :class:`TrainActor` starts over with each recovery: its calls are counted, and nothing else is
     known of its state.
-
-    Args:
-        actor_class: The user's class.
-        args: For it.
-        kwargs: For it.
-        settings: What the group was made with.
     """
 
     def __init__(
@@ -375,10 +369,6 @@ class Shell:
     def abort(self, incarnation: int, timeout_s: float) -> Aborted:
         """Leave every incarnation up to this one; what waits for peers fails. Idempotent.
 
-        Args:
-            incarnation: The newest that is given up.
-            timeout_s: Seconds that the user's code has to come to an end.
-
         Blocks: some 10 ms; up to ``timeout_s``, and some seconds more when a collective does not end.
         """
         begin_ns = clock.now_ns()
@@ -414,12 +404,7 @@ class Shell:
         return joined
 
     def call(self, call: Call, parcel: tuple[tuple[Any, ...], Mapping[str, Any]]) -> CallReturned | CallFailed:
-        """Call a method of the user's.
-
-        Args:
-            call: Which, and in which incarnation.
-            parcel: Positional and keyword arguments.
-        """
+        """Call a method of the user's."""
         if call.incarnation != self._joined or self._interruption.is_left(call.incarnation):
             return self._refused(f"call of incarnation {call.incarnation}, this actor is in {self._joined}")
         try:
@@ -700,16 +685,7 @@ def create_shell(
     runtime_env: Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> Any:
-    """Have Ray start an actor, a :class:`Shell` around a user's class; return its handle. Blocks: never.
-
-    Args:
-        actor_class: The user's class.
-        args: Its positional arguments, or a reference to them.
-        kwargs: Its keyword arguments, or a reference to them.
-        settings: What the group was made with.
-        runtime_env: As Ray takes it; ``None`` = the driver's.
-        options: More of Ray's options, such as resources.
-    """
+    """Have Ray start an actor, a :class:`Shell` around a user's class; return its handle. Blocks: never."""
     shell = ray.remote(concurrency_groups={"control": _NUM_CONTROL_THREADS})(Shell)
     all_options = {"max_restarts": 0, "max_task_retries": 0, **options}
     if runtime_env:

@@ -32,7 +32,7 @@ from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import Culprit, Position, find_culprit
 from outlast.policy.deadlines import Timeouts, expired
-from outlast.ray.pool import ReplyFault, await_replies, describe_error
+from outlast.ray.replies import ReplyFault, await_replies, describe_error
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import open_pidfd, send_signal
@@ -99,12 +99,7 @@ class TrainWatch:
         self._stacks_dir = ""
 
     def begin(self, attempt: int, workers: Sequence[WorkerPlace]) -> dict[str, str | None]:
-        """Watch the workers of a new attempt; return the variables by which they find their board and writer.
-
-        Args:
-            attempt: Number of the worker group, from 0.
-            workers: The machine's workers.
-        """
+        """Watch the workers of a new attempt; return the variables by which they find their board and writer."""
         self.stop()
         with self._lock:
             self._attempt, self._incident = attempt, None
@@ -146,10 +141,6 @@ class TrainWatch:
 
     def judge(self, attempt: int, first: Incident) -> None:
         """Name who the others wait for, once an attempt, and have it ended.
-
-        Args:
-            attempt: The attempt that the report is about.
-            first: Whose timeout was exceeded first, as its machine's watch saw it.
 
         Blocks: up to some seconds, where a machine does not answer.
         """

@@ -18,8 +18,9 @@ import ray
 from outlast import clock
 from outlast.config import RecoveryConfig
 from outlast.policy.causes import Position, find_culprit
-from outlast.ray.pool import Actor, ActorPing, Pool, ReplyFault, await_replies, describe_error, read_reply
+from outlast.ray.pool import Actor, Pool
 from outlast.ray.protocol import ActorStatus, CallFailed, FailureKind
+from outlast.ray.replies import ActorPing, ReplyFault, await_replies, describe_error, read_reply
 
 log = logging.getLogger(__name__)
 _AFTER_DUE_S = 0.02
@@ -109,10 +110,6 @@ class _AwaitedActor:
 class Watch:
     """Wait for the replies of all actors of an incarnation to one call, or for the first sign of trouble.
 
-    Args:
-        config: Intervals and timeouts.
-        pool: What else is due meanwhile is done by it, at least every ``ping_interval``; may raise to end the wait.
-
     Thread: one.
     """
 
@@ -128,12 +125,6 @@ class Watch:
         leaves_nodes: bool = False,
     ) -> Gathered:
         """Return the replies; at the first sign of trouble, with what is known until then.
-
-        Args:
-            members: Rank to actor.
-            refs: Rank to the reference of its reply.
-            timeout_s: Seconds after which an actor that has not replied is lost.
-            leaves_nodes: Whether actors whose node is drained and soon goes are to be replaced.
 
         Blocks: until all have replied or trouble is seen, at most ``timeout_s``.
         """

@@ -34,7 +34,7 @@ from outlast.decoding import from_json
 from outlast.errors import CheckpointError, OutlastError, PeerLost
 from outlast.integrations.nvrx.exchange import WorldExchange
 from outlast.integrations.nvrx.snapshot import copy_arguments
-from outlast.runtime.exits import at_exit
+from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.process_groups import is_initialised
 
 log = logging.getLogger(__name__)
@@ -342,14 +342,6 @@ class AsyncCallsQueue:
     ) -> None:
         """Set the priorities of the next persistent thread. A thread, unlike a process, need not be started ahead.
 
-        Args:
-            rank: This process's; known here without it.
-            is_daemon: As for the class, as are the others.
-            cpu_priority: Nice value.
-            io_priority: Class of input and output.
-            sigterm_timeout: Only the default.
-            cpu_shm_mode: Only ``False``.
-
         Raises:
             ConfigError: A value is out of range, or not supported.
         """
@@ -386,7 +378,9 @@ class AsyncCallsQueue:
         call = _ScheduledCall(number, request, place=place)
         self._calls.append(call)
         _log_save(call, "Scheduling async checkpoint save (call %d)")
-        _in_use.add(self)
+        if self not in _in_use:
+            _in_use.add(self)
+            at_exit(self.warn)
         self._start()
         self._work.put(call)
         if not self.persistent:
@@ -474,6 +468,7 @@ class AsyncCallsQueue:
             self._exchange.close()
             self.call_idx = -1  # a rank that was restarted begins at the same number
             _in_use.discard(self)
+            forget_at_exit(self.warn)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -532,15 +527,7 @@ class AsyncCallsQueue:
 
 
 _in_use: set[AsyncCallsQueue] = set()
-"""Queues that have taken a request and are not closed."""
-
-
-def _warn_at_exit() -> None:
-    for one in _in_use:
-        one.warn()
-
-
-at_exit(_warn_at_exit)
+"""Queues that have taken a request and are not closed. Each logs at the process's end which calls are lost."""
 
 
 def abort_nvrx_checkpoint() -> None:

@@ -19,12 +19,7 @@ EXCHANGE_TIMEOUT_S = 600.0
 
 
 class WorldExchange:
-    """Gathers a value of every rank on every rank. It follows a world that is destroyed and made again.
-
-    Args:
-        what: Whose calls these are, for errors.
-        timeout_s: Seconds that a rank waits for the others.
-    """
+    """Gathers a value of every rank on every rank. It follows a world that is destroyed and made again."""
 
     def __init__(self, what: str, timeout_s: float = EXCHANGE_TIMEOUT_S) -> None:
         self._what, self._timeout_s = what, timeout_s

@@ -124,6 +124,11 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "segment_health_check_dir": (None, "add a command that reads the folder to health.commands of outlast's config"),
 }
 """Settings that only have one value here, and what to use instead of another one."""
+_SHARED = (
+    *("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_section_timeouts"),
+    *("rank_out_of_section_timeout", "safety_factor", "num_warmup_iterations"),
+)
+"""Settings that are outlast's under the same names."""
 _LEVELS = {"DBG": logging.DEBUG}
 
 
@@ -298,22 +303,17 @@ class NvrxFaultToleranceConfig:
         Raises:
             ConfigError: A value is out of range, or contradicts another.
         """
-        of_launcher = (
-            *("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
-            "max_no_progress_cycles",
-        )
-        first, later = self.initial_rank_heartbeat_timeout, self.rank_heartbeat_timeout
+        of_launcher = ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval")
         values = {
+            **{name: getattr(self, name) for name in _SHARED},
             "enable_ft_package": True,
-            "initial_rank_heartbeat_timeout": later if self._is_first_shorter() else first,
-            "rank_heartbeat_timeout": later,
-            "rank_section_timeouts": self.rank_section_timeouts,
-            "rank_out_of_section_timeout": self.rank_out_of_section_timeout,
-            "safety_factor": self.safety_factor,
-            "num_warmup_iterations": self.num_warmup_iterations,
             "rank_termination_signal": self.rank_termination_signal.name,
-            **{name: getattr(self, name) for name in of_launcher if self._is_changed(name)},
+            **{
+                name: getattr(self, name) for name in (*of_launcher, "max_no_progress_cycles") if self._is_changed(name)
+            },
         }
+        if self._is_first_shorter():
+            values["initial_rank_heartbeat_timeout"] = self.rank_heartbeat_timeout
         return from_mapping(FaultToleranceConfig, values, where="FaultToleranceConfig")
 
     def _is_first_shorter(self) -> bool:
@@ -653,13 +653,8 @@ class RankMonitorClient:
             enforce(monitor, calculated)
         config = monitor.config
         self.cfg = NvrxFaultToleranceConfig(
-            initial_rank_heartbeat_timeout=config.initial_rank_heartbeat_timeout,
-            rank_heartbeat_timeout=config.rank_heartbeat_timeout,
-            rank_section_timeouts=dict(config.rank_section_timeouts),
-            rank_out_of_section_timeout=config.rank_out_of_section_timeout,
-            safety_factor=config.safety_factor,
-            num_warmup_iterations=config.num_warmup_iterations,
             rank_termination_signal=signal.Signals[config.rank_termination_signal],
+            **{name: getattr(config, name) for name in _SHARED},
         )
         initial, later = calculated.initial_heartbeat_s, calculated.heartbeat_s
         self.hb_timeouts = HeartbeatTimeouts(

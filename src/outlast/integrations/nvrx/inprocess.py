@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import inspect
 import logging
 import os
@@ -105,9 +104,6 @@ class ComposeFromRight:
 
     It is an instance of the nearest class that all its plug-ins share. A plug-in that returns ``None`` is warned of,
     and the next one gets what it was given.
-
-    Args:
-        instances: What is called; at least one.
 
     Raises:
         ConfigError: There is none, or one cannot be called.
@@ -236,20 +232,12 @@ class AbortAsyncCalls(StatePlugin):
         """Close their queues."""
         scheduling = sys.modules.get("outlast.integrations.nvrx.async_calls")
         if scheduling is not None:
-            for calls in [one for one in gc.get_objects() if type(one) is scheduling.AsyncCallsQueue]:
-                calls.close(abort=True)
+            scheduling.abort_nvrx_checkpoint()
         return state
 
 
 class ThreadedFinalize(StatePlugin):
-    """Call a function in a thread, with a time limit; a ``finalize`` plug-in.
-
-    Args:
-        timeout: How long it may take.
-        fn: The function.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-    """
+    """Call a function in a thread, with a time limit; a ``finalize`` plug-in."""
 
     def __init__(
         self,
@@ -288,11 +276,7 @@ class ThreadedFinalize(StatePlugin):
 
 
 class CudaHealthCheck(StatePlugin):
-    """Check that the GPU finishes what it was given; a ``health_check`` plug-in. Without a GPU there is nothing to do.
-
-    Args:
-        timeout: How long it may take.
-    """
+    """Check that the GPU finishes its work, where there is one; a ``health_check`` plug-in."""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
         self.timeout = timeout
@@ -379,11 +363,7 @@ class NicHealthCheck(StatePlugin):
 
 
 class RankFaultCounter(StatePlugin):
-    """Permanently remove a rank that fails too often; a ``health_check`` plug-in.
-
-    Args:
-        max_rank_faults: Faults of its own that a rank may have; ``None`` = no limit.
-    """
+    """Permanently remove a rank that fails too often; a ``health_check`` plug-in."""
 
     def __init__(self, max_rank_faults: int | None = None) -> None:
         self._counter = engine.FaultCounter(max_rank_faults=max_rank_faults)
@@ -412,14 +392,7 @@ class NestedRestarterLogger:
 
 
 class NestedRestarterCallback(StatePlugin):
-    """Log a change of state in the form that NVRx's launcher reads.
-
-    Args:
-        restarter_state: The state; ``None`` = that of the class.
-        restarter_stage: The stage; ``None`` = that of the class, if it has one.
-        logger: Where it is logged.
-        special_rank: The initial rank that logs it.
-    """
+    """Log a change of state in the form that NVRx's launcher reads."""
 
     restarter_state: str = ""
     restarter_stage: str | None = None
@@ -449,9 +422,6 @@ class NestedRestarterHandlingCompleted(NestedRestarterCallback):
     """Log that the function begins, or that a restart is complete; an ``initialize`` plug-in."""
 
     restarter_state = "initialize"
-
-    def __init__(self, special_rank: int = 0) -> None:
-        super().__init__(special_rank=special_rank)
 
     def __call__(self, state: Any) -> Any:
         """Log it."""
@@ -527,11 +497,7 @@ def substitute_param_value(
 
 
 class CallWrapper:
-    """One call of the wrapped function; a parameter of it that is annotated with this class gets it.
-
-    Args:
-        handle: The engine's.
-    """
+    """One call of the wrapped function; a parameter of it that is annotated with this class gets it."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -635,6 +601,11 @@ def _max_iterations(initialize: object) -> int | None:
 
 
 _STORE_ARGUMENTS = ("host_name", "port", "world_size", "timeout", "wait_for_workers", "multi_tenant", "use_libuv")
+_TIMES = (
+    *("monitor_thread_interval", "monitor_process_interval", "heartbeat_interval", "progress_watchdog_interval"),
+    *("soft_timeout", "hard_timeout", "heartbeat_timeout", "barrier_timeout", "completion_timeout", "last_call_wait"),
+    "termination_grace_time",
+)
 _S = timedelta(seconds=1)
 
 
@@ -729,6 +700,7 @@ class WrapperOfNVRx:
         completion: Callable[[Any], Any] | None = None,
         terminate: Callable[[Any], Any] | None = None,
     ) -> None:
+        given = locals()
         require(rank_filter is None, "rank_filter is not supported; pass the filter as rank_assignment, composed")
         if store_factory is not None or store_kwargs is not None:
             name = getattr(store_factory, "__name__", "TCPStore")
@@ -743,33 +715,23 @@ class WrapperOfNVRx:
         self.enabled = enabled
         allowed = _max_iterations(initialize)
         default: int = InProcessRestartConfig().max_no_progress_restarts
+        times: dict[str, Any] = {name: _seconds(given[name]) for name in _TIMES}
         self.config = InProcessRestartConfig(
             max_no_progress_restarts=default if allowed is None else allowed,
             granularity="rank",
-            monitor_thread_interval=_seconds(monitor_thread_interval),
-            monitor_process_interval=_seconds(monitor_process_interval),
-            heartbeat_interval=_seconds(heartbeat_interval),
-            progress_watchdog_interval=_seconds(progress_watchdog_interval),
-            soft_timeout=_seconds(soft_timeout),
-            hard_timeout=_seconds(hard_timeout),
-            heartbeat_timeout=_seconds(heartbeat_timeout),
-            barrier_timeout=_seconds(barrier_timeout),
-            completion_timeout=_seconds(completion_timeout),
-            last_call_wait=_seconds(last_call_wait),
-            termination_grace_time=_seconds(termination_grace_time),
             monitor_process_logdir=folder,
             monitor_process_pidfile=monitor_process_pidfile,
             empty_cuda_cache=False,
+            **times,
         )
         self._raised: Exception | None = None
         self._ends_with: Exception | None = None
         """What the caller gets in place of ``RestartAbort``."""
         self._abort_due = [True]
         """Has an element until ``abort`` is called for the call that is left."""
-        given = {"initialize": initialize, "abort": abort, "finalize": finalize, "health_check": health_check}
-        for name, plugin in {**given, "completion": completion, "terminate": terminate}.items():
-            text = f"{name}={plugin!r} cannot be called; pass an instance or a function"
-            require(plugin is None or callable(plugin), text)
+        for name in ("initialize", "abort", "finalize", "health_check", "completion", "terminate"):
+            text = f"{name}={given[name]!r} cannot be called; pass an instance or a function"
+            require(given[name] is None or callable(given[name]), text)
         if health_check is not None:
             health_check = _as_health_check_error(health_check)
         if abort is not None:

@@ -105,11 +105,7 @@ class _Hole:
 
 
 class BasicTensorAwareStateDict(TensorAwareStateDict):
-    """A state dict of nested dicts and lists, with tensors on any device.
-
-    Args:
-        state_dict: It is taken over, not copied.
-    """
+    """A state dict of nested dicts and lists, with tensors on any device."""
 
     def __init__(self, state_dict: dict[str, Any]) -> None:
         self.state_dict = state_dict
@@ -366,11 +362,7 @@ def parse_group_sequence(replication_jump: int, replication_factor: int, world_s
 
 
 class GroupWrapper:
-    """A process group, and who is in it.
-
-    Args:
-        group: ``None`` = all ranks.
-    """
+    """A process group, and who is in it."""
 
     def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         self._group = group
@@ -766,9 +758,6 @@ class _Locks:
     A queue's worker, thread or process, has nothing to do but to wait for it, as the engine writes already. So the
     finalization comes once the save is decided, and never makes training wait. The kernel releases the locks of a
     process that dies, and a child inherits none.
-
-    Args:
-        path: The file; it stays.
     """
 
     def __init__(self, path: Path) -> None:

@@ -313,11 +313,7 @@ class ActivateAllRanks(FilterRule):
 
 
 class AtMostActive(FilterRule):
-    """Make ranks spares beyond a number.
-
-    Args:
-        max_active_world_size: Most ranks that run the function; ``None`` = all.
-    """
+    """Make ranks spares beyond a number."""
 
     def __init__(self, max_active_world_size: int | None = None) -> None:
         limit = max_active_world_size
@@ -330,11 +326,7 @@ class AtMostActive(FilterRule):
 
 
 class ActiveDivisibleBy(FilterRule):
-    """Make the last ranks spares, so that a number divides how many run the function.
-
-    Args:
-        divisor: The number.
-    """
+    """Make the last ranks spares, so that a number divides how many run the function."""
 
     def __init__(self, divisor: int = 1) -> None:
         require(divisor >= 1, f"divisor={divisor} must be at least 1")

@@ -140,12 +140,6 @@ class PerformanceReport:
 
         The reference of relative scores is the median of the ranks; in the extension it is the fastest rank.
 
-        Args:
-            gpu_rel_threshold: Of kernels, against the other ranks.
-            section_rel_threshold: Of a section, against the other ranks.
-            gpu_indiv_threshold: Of kernels, against the rank's own best.
-            section_indiv_threshold: Of a section, against the rank's own best.
-
         Returns:
             Sets of :class:`StragglerId` as ``straggler_gpus_relative`` and ``straggler_gpus_individual``; sets by
             section, for sections that have any, as ``straggler_sections_relative`` and ``..._individual``.
@@ -158,23 +152,17 @@ class PerformanceReport:
                 if score < threshold and (basis, name, rank) not in self.within_noise
             }
 
-        def sections(
-            scores: Mapping[str, Mapping[int, float]], threshold: float, basis: Basis
-        ) -> dict[str, set[StragglerId]]:
-            found = {name: below(of_ranks, threshold, basis, _SECTION + name) for name, of_ranks in scores.items()}
-            return {name: ranks for name, ranks in found.items() if ranks}
-
-        relative, individual = Basis.RELATIVE, Basis.INDIVIDUAL
-        return {
-            "straggler_gpus_relative": below(self.gpu_relative_perf_scores, gpu_rel_threshold, relative, KERNELS),
-            "straggler_gpus_individual": below(
-                self.gpu_individual_perf_scores, gpu_indiv_threshold, individual, KERNELS
-            ),
-            "straggler_sections_relative": sections(self.section_relative_perf_scores, section_rel_threshold, relative),
-            "straggler_sections_individual": sections(
-                self.section_individual_perf_scores, section_indiv_threshold, individual
-            ),
-        }
+        found: dict[str, Any] = {}
+        relative = self.gpu_relative_perf_scores, gpu_rel_threshold, self.section_relative_perf_scores
+        individual = self.gpu_individual_perf_scores, gpu_indiv_threshold, self.section_individual_perf_scores
+        for basis, (gpus, gpu_threshold, sections), section_threshold in (
+            (Basis.RELATIVE, relative, section_rel_threshold),
+            (Basis.INDIVIDUAL, individual, section_indiv_threshold),
+        ):
+            found[f"straggler_gpus_{basis}"] = below(gpus, gpu_threshold, basis, KERNELS)
+            slow = {name: below(scores, section_threshold, basis, _SECTION + name) for name, scores in sections.items()}
+            found[f"straggler_sections_{basis}"] = {name: ranks for name, ranks in slow.items() if ranks}
+        return found
 
 
 @dataclass
@@ -335,10 +323,6 @@ class Detector:
     @classmethod
     def wrap_callables(cls, callable_ids: list[CallableId], profile_cuda: bool = True) -> None:
         """Time every call of some callables, each as a section of its name, until :meth:`shutdown`.
-
-        Args:
-            callable_ids: What is wrapped, where it is.
-            profile_cuda: As for :meth:`detection_section`.
 
         Raises:
             OutlastError: There is no such callable; also a ``RuntimeError``: the detector is not initialised.

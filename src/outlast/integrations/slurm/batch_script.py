@@ -15,7 +15,7 @@ from pathlib import Path
 
 from outlast import env
 from outlast.config.base import require
-from outlast.errors import ConfigError
+from outlast.integrations.run_command import check_run_command, is_nproc, split_command
 from outlast.integrations.slurm.step_options import check_directives, check_step_options, name_of
 from outlast.launch.run_parser import given_options
 
@@ -130,28 +130,14 @@ class BatchScript:
         check_step_options(self.srun)
         _ = self._outlast_words
         nproc = self.nproc_per_node
-        require(
-            nproc in ("auto", "gpu", "cpu", "xpu") or (nproc.isdigit() and int(nproc) > 0),
-            f"nproc_per_node={nproc!r} is neither a number of workers nor auto, gpu, xpu or cpu",
-        )
+        require(is_nproc(nproc), f"nproc_per_node={nproc!r} is not a number of workers, auto, gpu, xpu or cpu")
         for word in (*self.setup, *self.command):
             require("\n" not in word and "\0" not in word, f"{word!r} is more than one line; give each its own")
-        for name, typed in given_options(self.command).items():
-            if name in _OURS:
-                raise ConfigError(f"{typed} is made from {_OURS[name]}; leave it out of what outlast run gets")
+        check_run_command(self.command, _OURS)
 
     @property
-    def _outlast_words(self) -> tuple[str, ...]:
-        """The words of the command that is `outlast` on every node.
-
-        Raises:
-            ConfigError: There is none, a quote is not closed, or a word is one that a shell would have to expand.
-        """
-        try:
-            words = tuple(shlex.split(self.outlast))
-        except ValueError as error:
-            raise ConfigError(f"outlast={self.outlast!r} is no command line ({error}); close its quotes") from None
-        require(bool(words), f"outlast={self.outlast!r} is no command; write for example 'uv run outlast'")
+    def _outlast_words(self) -> list[str]:
+        words = split_command(self.outlast)
         for word in words:
             plain = word[:1] != "~" and not set(word) & set("$`\n;|&<>")
             require(

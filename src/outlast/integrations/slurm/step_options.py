@@ -99,10 +99,6 @@ def check_step_options(options: Iterable[str]) -> None:
 def check_directives(lines: Iterable[str], own: Iterable[str]) -> None:
     """Check ``#SBATCH`` lines that are added to a script.
 
-    Args:
-        lines: Options with their dashes.
-        own: The lines that the script has already.
-
     Raises:
         ConfigError: One of them changes what the script sets or needs; the message names it.
     """
