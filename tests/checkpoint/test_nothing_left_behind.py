@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from outlast.checkpoint import CheckpointManager
+from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.places import Peers, agree_places
-from outlast.checkpoint.save import Outcomes
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv

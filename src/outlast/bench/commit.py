@@ -38,7 +38,7 @@ from outlast.checkpoint.dcp.layout import (
     WrittenFile,
     pack,
 )
-from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, SaveAttempt
+from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, Refusal, SaveAttempt
 from outlast.checkpoint.lane import FAN_OUT, Lane, SaveOutcome, Subtree, shared_name
 from outlast.checkpoint.late_tiers import LateTiers
 from outlast.checkpoint.manifest import MANIFEST, ShardEntry, TensorEntry, topology_digest
@@ -246,7 +246,7 @@ def _spend(
         DirectoryContent(),
         LeaseOwner(token="", process=this_process(), run="bench"),
         may_resume_other=False,
-        on_lost=lambda refused: None,
+        refusal=Refusal(),
         token=_TOKEN,
     )
     claim.hold()

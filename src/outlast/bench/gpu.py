@@ -34,7 +34,7 @@ from outlast.bench.measuring import (
 )
 from outlast.bench.restart import RestartTiming, kill_under_outlast, kill_under_torchrun
 from outlast.checkpoint import CheckpointManager
-from outlast.checkpoint.recovery import Restored
+from outlast.checkpoint.tiers import Restored
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import CheckpointConfig, StragglerDetectionConfig
 from outlast.errors import ConfigError, OutlastError

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from outlast import clock
 from outlast.checkpoint.arena import SETTLE_S, Staged
 from outlast.checkpoint.state import FlatState
 from outlast.errors import CheckpointError
@@ -66,8 +65,6 @@ class CopyGuard:
     """
 
     def __init__(self) -> None:
-        self.stall_s = 0.0
-        """Seconds that steps and :meth:`wait` took so far; a device's own waiting is not in it."""
         self._under_way: list[Staged] = []
         self._newest: Staged | None = None
         self._captured = weakref.WeakSet[torch.optim.Optimizer]()
@@ -116,11 +113,8 @@ class CopyGuard:
         """
         with self._lock:
             under_way, self._under_way = self._under_way, []
-        if under_way:
-            started_ns = clock.now_ns()
-            for staged in under_way:
-                staged.wait(limit_s)
-            self.stall_s += (clock.now_ns() - started_ns) / 1e9
+        for staged in under_way:
+            staged.wait(limit_s)
 
     def close(self) -> None:
         """Let the optimizers alone, and wait a last time. Idempotent. Blocks: up to the rest of one copy, or 10 s."""
@@ -137,11 +131,9 @@ class CopyGuard:
         with self._lock:
             under_way = self._under_way
         if under_way:
-            started_ns = clock.now_ns()
             done = {id(staged) for staged in under_way if staged.hold_back()}
             with self._lock:
                 self._under_way = [staged for staged in self._under_way if id(staged) not in done]
-            self.stall_s += (clock.now_ns() - started_ns) / 1e9
 
 
 def _optimizers(state: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:

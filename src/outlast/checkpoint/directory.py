@@ -66,6 +66,12 @@ class DirectoryRefused(Untrusted):
     """The directory is another run's: no save of this run can go there, now or later."""
 
 
+class Refusal:
+    """Why no save of this run can succeed any more: leases and lanes set it, the training loop reads it."""
+
+    error: DirectoryRefused | None = None
+
+
 class ClaimedPlace(ABC):
     """A folder of the local tier, or the global tier: generations, and names of who they belong to.
 
@@ -129,6 +135,13 @@ class ClaimedPlace(ABC):
         """Return whether the folder of an iteration is one that this package wrote, whole or damaged.
 
         People and other programs name their folders ``step-<n>``, too; these are never deleted.
+        """
+
+    @abstractmethod
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
+        """Remove what earlier attempts of these processes, and interrupted deletions, left; return the names.
+
+        Only what is provably not in use: what other owners left is moved away when the place is taken over.
         """
 
     @property
@@ -232,7 +245,7 @@ class Claim:
         seen: What lay there when the run began; ``None`` = that is not known.
         own: How this run describes itself.
         may_resume_other: Generations that another run saved there may be loaded.
-        on_lost: Called once, in a thread of the lease's, when the directory was taken over.
+        refusal: Set when the directory was taken over, in a thread of the lease's.
         token: Names the attempts of these processes; see :class:`SaveAttempt`.
 
     Thread: one; :meth:`acquire` and :meth:`release` any.
@@ -246,13 +259,14 @@ class Claim:
         own: LeaseOwner,
         *,
         may_resume_other: bool,
-        on_lost: Callable[[DirectoryRefused], None],
+        refusal: Refusal,
         token: str = "",
     ) -> None:
         self._token, self._is_fenced = token, False
         self._place, self._run, self._seen = place, run, seen
         self._own, self._may_resume_other = own, may_resume_other
-        self._lease = Lease(place.owners, own, follow=self._follow, on_lost=lambda lost: on_lost(self._refused(lost)))
+        self._refusal = refusal
+        self._lease = Lease(place.owners, own, follow=self._follow, on_lost=self._note_lost)
         self._left: Counter[str] | None = None
         self.url = place.url
         self.progress = self._lease.progress
@@ -357,6 +371,9 @@ class Claim:
         if error.owner.process == self._own.process:
             remedy = "close the manager or session of this process that has it"
         return DirectoryRefused(f"{error}; {who} saves nothing there; {remedy}, or {_REMEDY}")
+
+    def _note_lost(self, error: InUse) -> None:
+        self._refusal.error = self._refused(error)
 
     def _follow(self, before: LeaseOwner) -> LeaseOwner:
         """Check whose generations this run resumes from, if they are not its own.
@@ -543,10 +560,6 @@ class GenerationFolder(ClaimedPlace):
         fsync_folder(self.path)
 
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
-        """Remove what earlier attempts of these processes and deletions left; return the names.
-
-        What earlier owners left lies in this one's trash since the directory was taken over.
-        """
         removed = []
         for name in self.names():
             match = _PASSED.fullmatch(name)
@@ -587,10 +600,6 @@ class GenerationFolder(ClaimedPlace):
         fsync_folder(self.path)
 
     def retire(self, iterations: Sequence[int], number: int, confirm: Callable[[], None]) -> None:
-        if number == 0:
-            for iteration in iterations:
-                self.remove(iteration)
-            return
         for iteration in iterations:
             confirm()
             reach("checkpoint.retire")

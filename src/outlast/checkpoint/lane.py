@@ -32,11 +32,11 @@ import msgspec
 
 from outlast import clock
 from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.directory import Claim, Directory, DirectoryRefused
+from outlast.checkpoint.directory import Claim, ClaimedPlace, DirectoryRefused
+from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.places import Committed, Places
 from outlast.checkpoint.protocol import CopyFailure
-from outlast.checkpoint.save import Outcomes, PeerSilent, Replaced, Save
+from outlast.checkpoint.save import PeerSilent, Replaced, Save
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError
@@ -610,7 +610,7 @@ class Lane(ABC):
 
     # -- after a commit ----------------------------------------------------------------------------------------
 
-    def _follow_up(self, save: Save, place: Directory | GlobalDirectory) -> None:
+    def _follow_up(self, save: Save, place: ClaimedPlace) -> None:
         """Move the tracker, remove old generations and stale files; none of it can undo the commit."""
         try:
             if not save.suspect:
@@ -625,7 +625,7 @@ class Lane(ABC):
         except (CheckpointError, OSError) as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
 
-    def _remove_old(self, save: Save, place: Directory | GlobalDirectory) -> None:
+    def _remove_old(self, save: Save, place: ClaimedPlace) -> None:
         assert self._claim is not None  # whoever commits in a place has one
         removed = choose_removed(
             place.generations(),

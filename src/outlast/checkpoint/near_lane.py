@@ -41,7 +41,8 @@ from outlast.checkpoint.manifest import (
     decode_manifest,
     seal,
 )
-from outlast.checkpoint.save import FIRST_LANE, PeerSilent, Replaced, Save
+from outlast.checkpoint.outcomes import FIRST_LANE
+from outlast.checkpoint.save import PeerSilent, Replaced, Save
 from outlast.checkpoint.shard import shard_name
 from outlast.errors import CheckpointError, Untrusted
 from outlast.policy.recovery_point import Tier

@@ -29,7 +29,7 @@ from outlast import clock
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.store import is_remote
-from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryRefused, look_at
+from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryRefused, Refusal, look_at
 from outlast.checkpoint.manifest import MANIFEST, decode_manifest, run_of, topology_digest
 from outlast.checkpoint.outage import (
     AT_FAULT_FIRST_S,
@@ -996,12 +996,10 @@ class Claims:
         config: Whether another run's generations may be resumed from.
         place: This rank's place.
         places: Where the ranks save.
-        on_lost: Called in a thread of a lease's, when a directory was taken over.
+        refusal: Set when a directory is another run's.
     """
 
-    def __init__(
-        self, config: CheckpointConfig, place: WorkerEnv, places: Places, *, on_lost: Callable[[DirectoryRefused], None]
-    ) -> None:
+    def __init__(self, config: CheckpointConfig, place: WorkerEnv, places: Places, refusal: Refusal) -> None:
         own = _describe_run(place, places.run)
         may_resume_other = config.resume_from_other_run or place.resumes_other
 
@@ -1016,7 +1014,7 @@ class Claims:
                 seen,
                 own,
                 may_resume_other=may_resume_other,
-                on_lost=on_lost,
+                refusal=refusal,
                 token=places.token,
             )
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.arena import ArenaPool
+from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import SUSPECT, Directory
 from outlast.checkpoint.manifest import CopyKey
@@ -36,7 +36,7 @@ from outlast.checkpoint.places import (
 )
 from outlast.checkpoint.restore import OPEN_TIMEOUT_S, CopyProver, ProvenCopy
 from outlast.checkpoint.state import OtherLayout, listed
-from outlast.checkpoint.tiers import PARITY, UNLISTED, Rejection, Table, gather_copies, reject
+from outlast.checkpoint.tiers import PARITY, UNLISTED, Rejection, Restored, Table, gather_copies, reject
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.decoding import from_json
@@ -68,29 +68,6 @@ from outlast.runtime.storage_calls import is_outage
 log = logging.getLogger(__name__)
 _LIVE_STATE = ""
 """Holder of a live state, in a tier whose copies all have a holder; it sorts before every node's name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """A generation that was loaded."""
-
-    iteration: int
-    """Number of optimizer steps that the loaded state had done."""
-    generation: int
-    attempt: str
-    """The attempt that had saved it."""
-    tier: str
-    """Where this rank's part came from: ``memory``, ``local``, ``replica`` or ``global``; ``kept`` = its state was
-    this generation already and was left as it is."""
-    tiers: tuple[str, ...]
-    """The same for every rank."""
-    rejected: list[Rejection]
-    """Copies that were rejected, of this generation and newer ones, of all ranks; the same on every rank."""
-    load_s: float
-    bytes_read: dict[str, int]
-    """Bytes that this rank read, by tier."""
-    finite: bool = True
-    """Whether no number in the generation is infinite or NaN, on any rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.arena import Arena, ArenaPool
+from outlast.checkpoint.arena import Arena
+from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.dcp.items import TORCH_TYPES
 from outlast.checkpoint.dcp.reader import bytes_of, read_rank
 from outlast.checkpoint.dcp.reshard import Resharded, load_resharded

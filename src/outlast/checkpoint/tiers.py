@@ -53,6 +53,29 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
         return f"generation {self.generation}, tier {self.tier}, rank {self.rank}, {self.file}: {self.reason}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A generation that was loaded."""
+
+    iteration: int
+    """Number of optimizer steps that the loaded state had done."""
+    generation: int
+    attempt: str
+    """The attempt that had saved it."""
+    tier: str
+    """Where this rank's part came from: ``memory``, ``local``, ``replica`` or ``global``; ``kept`` = its state was
+    this generation already and was left as it is."""
+    tiers: tuple[str, ...]
+    """The same for every rank."""
+    rejected: list[Rejection]
+    """Copies that were rejected, of this generation and newer ones, of all ranks; the same on every rank."""
+    load_s: float
+    bytes_read: dict[str, int]
+    """Bytes that this rank read, by tier."""
+    finite: bool = True
+    """Whether no number in the generation is infinite or NaN, on any rank."""
+
+
 class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
     """One generation in one place, with the ranks whose parts are there."""
 

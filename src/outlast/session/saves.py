@@ -179,9 +179,8 @@ class Saves:
         from outlast.checkpoint.manager import open_manager
 
         self._place = place
-        self.manager = open_manager(config, env=place, journal=journal)
-        if scope.is_active:
-            self.manager.treat_failures_as_abandoned(lambda: scope.is_left)
+        is_left = (lambda: scope.is_left) if scope.is_active else None
+        self.manager = open_manager(config, env=place, journal=journal, is_left=is_left)
         self.schedule = SaveSchedule(
             config,
             decides=place.global_rank == 0,
@@ -195,11 +194,6 @@ class Saves:
         self.last_stall_s: float | None = None
         """Seconds that the newest save kept training waiting; ``None`` = there was none."""
         self._saved_iteration: int | None = None
-
-    @property
-    def refusal(self) -> CheckpointError | None:
-        """Why no save can succeed any more: a directory is another run's; ``None``: they can. Thread: any."""
-        return self.manager.refusal
 
     @property
     def is_overdue(self) -> bool:
@@ -352,7 +346,7 @@ class Saves:
             tiers = NEAR_TIERS if scope == DueSave.NEAR else None
             handle = self.manager.save(state, iteration, tiers=tiers, suspect=suspect)
         except Untrusted as error:
-            if self.refusal is None:
+            if self.manager.refusal is None:
                 raise
             handle = _failed(iteration, error)  # all ranks leave together, once they have agreed to
         self.last_stall_s = (clock.now_ns() - begin_ns) / 1e9

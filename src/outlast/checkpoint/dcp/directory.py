@@ -141,13 +141,6 @@ class GlobalDirectory(ClaimedPlace):
     def remove(self, iteration: int) -> None:
         """Delete a generation, so that no half of it is ever taken for one."""
 
-    @abstractmethod
-    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
-        """Remove what earlier attempts of this job, and interrupted deletions, left; return the names.
-
-        Only what is provably not in use. Another job's leftovers stay.
-        """
-
 
 class FileDirectory(GenerationFolder, GlobalDirectory):
     """A folder of generations; an attempt is a folder beside them, and becomes one by its rename."""
@@ -365,8 +358,7 @@ class ObjectDirectory(GlobalDirectory):
             return  # whoever loads the generation names what is wrong with it
 
     def retire(self, iterations: Sequence[int], number: int, confirm: Callable[[], None]) -> None:
-        if number != 0:
-            self._store.write(f"{FOLDER}/{number}.retiring", msgspec.json.encode(list(iterations)))
+        self._store.write(f"{FOLDER}/{number}.retiring", msgspec.json.encode(list(iterations)))
         confirm()
         reach("checkpoint.retire")
         self._store.remove(f"{self.folder(iteration)}/{MANIFEST}" for iteration in iterations)
