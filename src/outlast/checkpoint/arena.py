@@ -349,8 +349,6 @@ class Stager:
         """Copy a state as the image of its shard.
 
         Args:
-            flat: The state.
-            identity: Whose it is.
             provide: Returns an arena of at least that many bytes.
             deferred: Names of tensors that may be copied after the return; they must not change before
                 :meth:`Staged.wait` has.

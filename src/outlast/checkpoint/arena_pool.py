@@ -27,8 +27,6 @@ class ArenaPool:
     """Arenas that the writer owns, taken by the training thread and given back once nobody reads them.
 
     Args:
-        writer: Who owns the memory.
-        rank: This rank.
         limit_s: Longest time that :meth:`take` waits for an arena to come back, if that is shorter than its own limit.
         answer_s: Longest time that the writer may take to respond. While it is silent, later saves are skipped after
             :data:`SILENT_S`.
@@ -94,7 +92,6 @@ class ArenaPool:
         """Have free arenas of that size touched in the background, so that the first save finds warm pages.
 
         Args:
-            num_bytes: Of a save.
             device: Whose copies go there: the pages are pinned, too; ``None`` = the host's.
 
         Blocks: never. Thread: the training thread.

@@ -26,12 +26,7 @@ DEFERRABLE_BYTES = 1 << 20
 
 
 def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: FlatState) -> frozenset[str]:
-    """Return the names of the tensors that only a ``step()`` of one of these optimizers changes.
-
-    Args:
-        optimizers: Those of :meth:`CopyGuard.stepping`.
-        flat: The state that is saved, taken apart.
-    """
+    """Return the names of the tensors that only a ``step()`` of one of these optimizers changes."""
     late = {
         tensor.data_ptr() if type(tensor) in _PLAIN else _address(tensor)
         for optimizer in optimizers
@@ -77,7 +72,6 @@ class CopyGuard:
         """Return the optimizers in ``state`` whose tensors may be copied late; install the hook on all optimizers.
 
         Args:
-            state: As given to ``save()``.
             iteration: Iteration of the save; all saves of one iteration get the same result. ``None`` = no save yet.
         """
         optimizers = list(_optimizers(state))
@@ -102,9 +96,6 @@ class CopyGuard:
 
     def wait(self, limit_s: float | None = None) -> None:
         """Wait for all copies that are under way.
-
-        Args:
-            limit_s: As for :meth:`Staged.wait`.
 
         Raises:
             CheckpointError: A device hangs.

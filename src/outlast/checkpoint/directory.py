@@ -125,8 +125,6 @@ class ClaimedPlace(ABC):
         """Delete generations, unless a later owner has fenced this one.
 
         Args:
-            iterations: Which.
-            number: Of this owner's record.
             confirm: Raises when a later owner has come.
         """
 
@@ -240,12 +238,7 @@ class Claim:
     """A run's right to save into a directory, and the lease that keeps other living writers away.
 
     Args:
-        place: The directory.
-        run: The run.
         seen: What lay there when the run began; ``None`` = that is not known.
-        own: How this run describes itself.
-        may_resume_other: Generations that another run saved there may be loaded.
-        refusal: Set when the directory was taken over, in a thread of the lease's.
         token: Names the attempts of these processes; see :class:`SaveAttempt`.
 
     Thread: one; :meth:`acquire` and :meth:`release` any.

@@ -25,10 +25,6 @@ _WITH_INFINITIES = frozenset({torch.float64, torch.float32, torch.float16, torch
 def infinite_buffers(state: Mapping[str, Any], flat: FlatState) -> dict[str, str]:
     """Return the digests of the modules' buffers that hold infinities and no NaN, by their name in a save.
 
-    Args:
-        state: As given to ``CheckpointManager.save``.
-        flat: The same, taken apart.
-
     Blocks: until the device has computed the buffers.
     """
     buffers = {

@@ -105,8 +105,6 @@ class Landing:
     """Read a shard, and have devices take its large tensors, as far as they have memory beside the live state.
 
     Args:
-        fd: The shard.
-        spans: What lies where.
         state: The live state, which says what belongs on which device; nothing of it is touched.
 
     Thread: that of the training loop; :meth:`takes` and :meth:`read`: any, several at once.

@@ -202,13 +202,8 @@ class Lane(ABC):
     """Take saves to some of their tiers, in their order.
 
     Args:
-        places: Where, and who is there.
-        rank: This rank.
-        store: A connection to the ranks' store for this thread alone.
-        writer: The writer process.
         timeout_s: Longest time from the beginning of a save to its outcome.
         claim: To the directory, on a rank that commits there; ``None`` = this rank commits in none.
-        retention: What is kept of the directory's generations.
         outcomes: Is called in the lane's thread with what became of each save.
         next_lanes: Each gets the saves that have tiers of its own, once this lane has done its part or has failed to.
 
@@ -418,11 +413,7 @@ class Lane(ABC):
         """Return what a rank posted in this turn.
 
         Args:
-            save: What it is about.
-            name: As given to :meth:`_post`, by whichever rank.
-            kind: Type of the value.
             grace_s: Seconds to wait beyond the save's deadline.
-            poll_s: Longest pause between two looks.
             is_limited: Wait until the deadline; otherwise until this rank leaves, see :class:`RetryingLane`.
 
         Raises:
@@ -488,11 +479,7 @@ class Lane(ABC):
         An answer with an error is passed on at once, without those that are still missing: it ends the save.
 
         Args:
-            save: What it is about.
-            name: Of the gather.
-            mine: This rank's answer.
             members: Who takes part, this rank too; the first is the root.
-            waits_for_all: Wait for all answers, also after an error or a silence.
 
         Returns:
             On the root, the members' answers by rank, all or some with an error among them; nothing elsewhere.

@@ -59,11 +59,7 @@ class LateTiers:
         self._thread: threading.Thread | None = None
 
     def start(self, places: dict[str, str]) -> None:
-        """Report from now on.
-
-        Args:
-            places: By lane, its tier and path, for people.
-        """
+        """Report from now on."""
         with self._lock:
             self._tiers = {lane: _TierProgress(where) for lane, where in places.items()}
         if self._tiers:

@@ -599,8 +599,6 @@ class CheckpointEngine:
         """Copy a state; what goes wrong is the save's error, for all ranks.
 
         Args:
-            save: What it is for.
-            flat: The state.
             deferred: Names of tensors that may be copied after the return; they must not change before the save's
                 ``guard`` has returned.
 
@@ -672,11 +670,7 @@ class ReadingEngine(CheckpointEngine):
     _reports_loads = False
 
     def report_used(self, suspect_window: int) -> None:
-        """Report that training continues from what :meth:`load_latest` returned.
-
-        Args:
-            suspect_window: Iterations in which an invalid result casts doubt on it.
-        """
+        """Report that training continues from what :meth:`load_latest` returned."""
         if self._restored is not None:
             self._outcomes.loaded(self._restored, suspect_window=suspect_window)
 

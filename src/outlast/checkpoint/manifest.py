@@ -48,10 +48,7 @@ def unseal(data: bytes, kind: type[T], *, schema: int, oldest: int = 1) -> tuple
     """Read the file of a manifest.
 
     Args:
-        data: The file.
         kind: The manifest's type, which has a field ``schema``.
-        schema: The newest that this version knows.
-        oldest: The oldest that it reads.
 
     Returns:
         The manifest and its SHA-256.
@@ -77,10 +74,6 @@ def unseal(data: bytes, kind: type[T], *, schema: int, oldest: int = 1) -> tuple
 
 def run_of(data: bytes, iteration: int) -> str | None:
     """Return the run that the file of a manifest names, whichever tier's it is.
-
-    Args:
-        data: The file.
-        iteration: Of the generation in whose folder it lies.
 
     Returns:
         The run; ``None``: it cannot be trusted, or is another generation's.
@@ -134,8 +127,6 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """Return the entry of a shard.
 
         Args:
-            rank: Whose it is.
-            image: Its bytes.
             chunks: xxh3_64 of every 8 MiB, hexadecimal.
             finite: Whether no number in it is infinite or NaN.
 

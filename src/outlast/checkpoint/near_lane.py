@@ -199,7 +199,6 @@ class NearLane(Lane):
         """Have the writer prepare the generation, write the manifest and rename; pass on how it went, errors, too.
 
         Args:
-            save: Which.
             described: What rank 0 has; ``None``: this is another rank, and has to receive it.
 
         Returns:

@@ -48,7 +48,6 @@ class OutageWait:
     """Wait, all ranks together, for a directory or an object store that does not respond.
 
     Args:
-        peers: The ranks.
         limit_s: Seconds from now on after which the wait ends; 0 = do not wait.
     """
 

@@ -55,10 +55,7 @@ class Outcomes:
     """Count and report what becomes of one rank's saves and loads.
 
     Args:
-        place: The rank's place.
         journal: Where events are written; ``None`` = into the log only.
-        arenas: Where a save's memory goes back to.
-        refusal: Set when a directory is another run's.
         suspect_window: Iterations after a load in which an invalid result casts doubt on what was loaded.
         is_left: Returns whether the call around the saves is left, and with it what is not committed; ``None``: there
             is no such call. Saves that fail because of that are abandoned: no incidents, and not counted.
@@ -105,7 +102,6 @@ class Outcomes:
         """Set which tiers are configured.
 
         Args:
-            tiers: These.
             where: The tier that outlives the job, with its path; for people.
         """
         self._tiers, self._where = tiers, where
@@ -121,12 +117,7 @@ class Outcomes:
         return self._owed.lag_s(clock.now_ns() / 1e9)
 
     def describe_overdue(self, limit_s: float, done: int) -> str:
-        """Return why a run stops whose checkpoints have not survived the end of the job for too long.
-
-        Args:
-            limit_s: ``max_durable_lag``.
-            done: Number of optimizer steps done.
-        """
+        """Return why a run stops whose checkpoints have not survived the end of the job for too long."""
         return describe_overdue(
             where=self._where or "any tier that outlives the job",
             lag_s=self.durable_lag_s,
@@ -184,10 +175,7 @@ class Outcomes:
         """A lane has done its part of a save.
 
         Args:
-            save: Which.
-            lane: The lane.
             tiers: Tiers that the save is committed to now; empty: it was in all of the lane's before.
-            failures: Copies on other nodes that failed.
         """
         for failure in failures:  # warned of once until the partner takes a copy again
             if failure.is_new:
@@ -212,14 +200,7 @@ class Outcomes:
         self._advance(save, lane, tiers=tiers)
 
     def failed(self, save: Save, lane: str, error: CheckpointError, *, is_retried: bool = False) -> None:
-        """A save did not reach a lane's tiers.
-
-        Args:
-            save: Which.
-            lane: The lane.
-            error: Why.
-            is_retried: The lane tries again, unless a newer save comes first.
-        """
+        """A save did not reach a lane's tiers."""
         with self._lock:
             under_way = self._under_way.get(save.attempt.ordinal)
             is_first = under_way is None or lane not in under_way.errors
@@ -337,7 +318,6 @@ class Outcomes:
         """Training continues from a generation.
 
         Args:
-            restored: The generation.
             suspect_window: Iterations after the load in which an invalid result casts doubt on it; ``None`` = as for
                 every load.
         """
@@ -395,10 +375,6 @@ class Outcomes:
     def report_committed(self, iteration: int, tiers: frozenset[Tier]) -> None:
         """Report to the agent that a checkpoint is in more tiers, by this process or before it.
 
-        Args:
-            iteration: Of the checkpoint.
-            tiers: The tiers that it has newly reached.
-
         Thread: any.
         """
         with self._lock:
@@ -409,11 +385,7 @@ class Outcomes:
                 self._page.set_owed(self._owed_words())
 
     def start_from(self, held: Mapping[int, Collection[Tier]]) -> None:
-        """Count checkpoints that were committed before this process.
-
-        Args:
-            held: Iteration to the tiers in which every rank has its part.
-        """
+        """Count checkpoints that were committed before this process."""
         for iteration, tiers in held.items():
             self.report_committed(iteration, frozenset(tiers))
 

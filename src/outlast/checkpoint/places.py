@@ -81,8 +81,6 @@ class Peers:
     """All ranks that save and load together; works alone, too.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks.
         timeout_s: Longest time that a request to the ranks' store waits.
         gather_timeout_s: Longest time that a gather waits; ``None`` = the same.
 
@@ -413,9 +411,6 @@ def raise_outage(
         problem: Which, for whom, and since when; the same on all ranks.
         waited_s: Seconds that the start has waited.
         blamed: The ranks for which it does not respond while it responds for others; empty = for no rank.
-        rank: This rank.
-        node: This rank's node.
-        what: What the text begins with instead of the wait's length.
 
     Raises:
         Outage: It responds for no rank.
@@ -687,8 +682,6 @@ def is_newest_of_run(iteration: int, attempt: str, *, job: str, durable: int | N
     """Return whether no tier can hold a newer checkpoint of the run than this one of a node-local tier.
 
     Args:
-        iteration: Of the checkpoint.
-        attempt: The attempt that saved it.
         job: This job, as the names of attempts have it; it saves to memory first.
         durable: The newest iteration whose checkpoint survives the end of the job; ``None`` = not known.
     """
@@ -713,12 +706,7 @@ def _agree_view(
     again from the start next to the checkpoints that the other nodes see; if another rank did, no save would succeed.
 
     Args:
-        setting: Names the directory, for people.
-        url: The directory.
-        peers: The ranks.
         sees: Returns whether this node sees what another node sees there; ``None`` = another rank of the node does.
-        node: This node.
-        calls: Runs what looks into the directory.
 
     Raises:
         ConfigError: A node has another directory of that name.
@@ -763,11 +751,6 @@ def agree_source(
     """Check that a directory that this run only loads from holds the same checkpoints on all nodes.
 
     Args:
-        url: The directory, for people.
-        directory: The directory.
-        places: Where this run saves.
-        peers: The ranks.
-        calls: Runs what looks into the directory.
         limit_s: Seconds that the ranks wait for a directory that does not respond.
 
     Returns:
@@ -842,13 +825,7 @@ def _agree_newest(
     """Wait until all nodes see the newest checkpoint that one of them sees, or a newer one: a run may be saving there.
 
     Args:
-        setting: Names the directory, for people.
-        directory: The directory.
-        peers: The ranks.
         mine: What this rank sees; ``None`` = another rank of the node looks, or the directory cannot be read.
-        views: What all ranks see.
-        node: This node.
-        calls: Runs what looks into the directory.
 
     Raises: as :func:`_agree_view`.
 
@@ -994,9 +971,6 @@ class Claims:
 
     Args:
         config: Whether another run's generations may be resumed from.
-        place: This rank's place.
-        places: Where the ranks save.
-        refusal: Set when a directory is another run's.
     """
 
     def __init__(self, config: CheckpointConfig, place: WorkerEnv, places: Places, refusal: Refusal) -> None:
@@ -1030,9 +1004,6 @@ class Claims:
         """Take the leases on this rank's directories; return why that is refused.
 
         One that cannot be written to may be loaded from all the same: its saves are going to fail with that error.
-
-        Args:
-            again: Also try those that did not respond at the start.
 
         Blocks: where only time can tell whether an owner on another machine lives: 10 s, 50 s in an object store; up to
             ``response_timeout`` longer for each directory that does not respond.
@@ -1082,14 +1053,7 @@ def _describe_run(place: WorkerEnv, series: str) -> LeaseOwner:
 def plan_replication(
     config: CheckpointConfig, nodes: Sequence[str], targets: Mapping[str, Target], rank: int
 ) -> Replication:
-    """Return what leaves a rank's node; nothing where there is no other node that could take it.
-
-    Args:
-        config: How many copies, or parities.
-        nodes: Every rank's node.
-        targets: Node to where its writer takes copies.
-        rank: This rank.
-    """
+    """Return what leaves a rank's node; nothing where there is no other node that could take it."""
     timeout_s = config.replication_timeout
     if not targets:
         return Replication(timeout_s=timeout_s)

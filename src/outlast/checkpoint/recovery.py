@@ -97,12 +97,7 @@ class ProvenGeneration:
             restore_random(random)
 
     def describe(self, rank: int, *, load_s: float) -> Restored:
-        """Return what the caller of a load gets.
-
-        Args:
-            rank: Its rank.
-            load_s: Seconds that the load took.
-        """
+        """Return what the caller of a load gets."""
         tiers = tuple("kept" if is_kept(copy) else str(copy.tier) for copy in self.point.copies)
         return Restored(
             iteration=self.point.generation,
@@ -131,11 +126,6 @@ class CheckpointRecovery:
     """Find, prove and agree on a generation.
 
     Args:
-        config: Another place to load from, and timeouts.
-        places: Where this run saves.
-        peers: The ranks.
-        writer: Holds memory and communicates with other nodes.
-        arenas: Where copies from other nodes go.
         reclaim: Takes the leases on directories that did not respond before, as soon as they do, on all ranks.
     """
 
@@ -175,9 +165,7 @@ class CheckpointRecovery:
 
         Args:
             state: The live state, for which it must fit.
-            distrusted: Copies that led to invalid results.
             has: Iteration and attempt that the live state of this rank is; ``None`` = of none.
-            keeps_missing: What was not saved of the live state keeps its present value there.
 
         Returns:
             The generation, ``None`` if there is none at all; and whether it lies where this run saves.
@@ -402,13 +390,8 @@ class CheckpointRecovery:
         """Find the newest generation that all ranks can prove, and return this rank's proven copy of it.
 
         Args:
-            table: What all ranks could load.
-            places: Where.
-            state: The live state.
-            distrusted: Copies that led to invalid results, with what descends from them.
             rejected: Copies that are rejected already; those that are from now on are added.
             kept: By rank, the generation that its live state is already; it then needs no copy of that.
-            keeps_missing: What was not saved of the live state keeps its present value there.
 
         Raises:
             Mismatch: The generation does not fit a rank's live state; then nothing older is tried.
@@ -544,10 +527,6 @@ def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list
     """Return by rank which generation its live state is; ``None`` = of none that counts.
 
     What is committed nowhere does not count, nor what was saved by another number of ranks: all load that together.
-
-    Args:
-        has: Iteration and attempt, of this rank.
-        table: What all ranks could load.
 
     Raises:
         PeerLost: A peer left.

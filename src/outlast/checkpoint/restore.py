@@ -84,12 +84,8 @@ class _ShardCopy(ProvenCopy):
 
     Args:
         fd: Its descriptor, from now on the copy's.
-        manifest: Its generation.
-        rank: Whose it is.
         state: The live state that it is for; nothing of it is touched.
-        in_memory: It lies in shared memory that may be longer than the shard.
         on_close: Is called when it is released after all.
-        keeps_missing: What it lacks of the live state keeps its present value there.
         bound: Ends a reading that makes no progress; ``None``: it may take any time.
     """
 
@@ -245,7 +241,6 @@ class CopyProver:
         """Compare every byte of a copy with its digest.
 
         Args:
-            copy: Which.
             reshard: Whether it was saved in another layout than the live state's; only of the global tier, and the
                 same on all ranks.
 
@@ -432,10 +427,6 @@ def read_tensors(
     """Read a proven shard's tensors.
 
     Args:
-        fd: The shard.
-        manifest: Its generation.
-        rank: Whose it is.
-        proof: What ``prove_shard`` returned.
         into: Contiguous CPU tensors of the right type and shape that take their bytes, by name; others are new.
         landed: Tensors that have their bytes already, by name; they are not read again.
         bound: Ends a reading that makes no progress; ``None``: it may take any time.

@@ -154,12 +154,7 @@ class ShardLayout:
         self._text, self._num_bytes = msgspec.json.encode(entries)[1:-1], offset
 
     def place(self, identity: Identity, tree_bytes: int) -> tuple[bytes, TensorSpan, int]:
-        """Return a shard's head up to where the data begins, where its plain values lie, and its size in bytes.
-
-        Args:
-            identity: Whose shard it is.
-            tree_bytes: Length of its plain values, which come last.
-        """
+        """Return a shard's head up to where the data begins, where its plain values lie, and its size in bytes."""
         metadata = msgspec.json.encode({"__metadata__": {"outlast": msgspec.json.encode(identity).decode()}})[1:-1]
         end = self._num_bytes + tree_bytes
         span = {TREE: _HeaderEntry("U8", (tree_bytes,), (self._num_bytes, end))}
@@ -198,10 +193,6 @@ def head_of(image: memoryview) -> memoryview:
 
 def read_header(head: memoryview, size: int) -> tuple[Identity, dict[str, TensorSpan]]:
     """Take the head of a shard apart; every field is checked against the file's size.
-
-    Args:
-        head: As read by :func:`read_head`.
-        size: Bytes of the file.
 
     Raises:
         Corrupt: It is not a shard of ours.
@@ -242,12 +233,7 @@ MAY_BE_INFINITE = frozenset({*_SUMMED, *_MASKED})
 
 
 def is_finite(data: memoryview, dtype: str) -> bool:
-    """Return whether no element is infinite or NaN.
-
-    Args:
-        data: The tensor's bytes.
-        dtype: One of :data:`MAY_BE_INFINITE`.
-    """
+    """Return whether no element is infinite or NaN."""
     return all(_is_piece_finite(data[start : start + PIECE_BYTES], dtype) for start in range(0, len(data), PIECE_BYTES))
 
 
@@ -284,7 +270,6 @@ class Numbers:
         """Return whether no number in a piece of the image is infinite or NaN.
 
         Args:
-            piece: Bytes of the image.
             start: Where they begin; neither this nor their end is inside of a number.
         """
         end = start + len(piece)
@@ -324,9 +309,7 @@ def digest_image(
     """Return the digest of every chunk.
 
     Args:
-        image: The bytes.
         look: Called with each piece of the image, and where it begins, while it is in the cache; by several threads.
-        num_threads: How many digest at a time.
     """
     digest_chunk, count = partial(_digest, image, look), num_chunks(len(image))
     if count < 2:
@@ -344,7 +327,6 @@ def write_image(
 
     Args:
         image: The bytes, beginning at a multiple of 4 KiB.
-        path: The file; its folder exists.
         look: Called with each piece of the image, and where it begins, while it is in the cache, by one thread; and
             again from the beginning where the disk takes no direct writes.
         num_threads: How many write at a time; one more digests.

@@ -129,11 +129,6 @@ def _chunks(rows: Any, count: int) -> list[Any]:
 def distribute(local: torch.Tensor, layout: Layout, meshes: Sequence[Any]) -> torch.Tensor:
     """Make the distributed tensor of which this rank has ``local``.
 
-    Args:
-        local: This rank's part.
-        layout: As it was saved.
-        meshes: Device meshes in use by the live state.
-
     Raises:
         OtherLayout: None of them is the one that the tensor was saved on.
     """
@@ -345,7 +340,6 @@ def flatten(value: Any, *, is_live: bool = False) -> FlatState:
     """Take a captured state apart; tensors are referred to, not copied, everything else is copied.
 
     Args:
-        value: The state.
         is_live: It is not saved, but loaded into: values that could not be saved are left out.
 
     Raises:
@@ -652,12 +646,6 @@ def decode(
 ) -> Any:
     """Put a state together again.
 
-    Args:
-        tree: As made by :func:`flatten`.
-        get: Returns a tensor by name.
-        meshes: Device meshes in use by the live state, for its DTensors.
-        rewrap: Makes what stands for a tensor subclass.
-
     Raises:
         CheckpointError: The tree is not one, or holds a tensor subclass that this process does not know.
         OtherLayout: It holds a DTensor over a mesh that the live state does not use.
@@ -763,12 +751,6 @@ KEEP_HINT = (
 def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state", *, keeps_missing: bool = False) -> None:
     """Check that a saved state can be put into the live one.
 
-    Args:
-        live: The live state.
-        saved: The saved one.
-        path: Where both are.
-        keeps_missing: What was not saved is no mismatch.
-
     Raises:
         Mismatch: Something is missing, or has another shape; nothing was changed.
     """
@@ -852,10 +834,6 @@ def filled(live: Any, saved: Any) -> Any:
     """Return what a plain value is after a load: a dict, list, array or tensor is the same object, filled in place.
 
     The script may hold a reference to it, and change it there. Any other value is replaced.
-
-    Args:
-        live: The script's.
-        saved: What was saved.
     """
     return _filled(live, saved, {})
 

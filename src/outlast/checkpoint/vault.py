@@ -109,9 +109,6 @@ class Vault:
         """Return an image for a rank to stage into, or ``None`` when all are in use.
 
         Args:
-            rank: Whose.
-            num_bytes: How much room is needed.
-            busy: Inodes of images that the rank's process itself still uses.
             may_steal: Whether the last kept one may be given, because its generation is durable elsewhere.
             num_behind: How many of the busy ones only tiers that are behind still need: as many may be added, where
                 there is memory for them.
@@ -194,12 +191,7 @@ class Vault:
     # -- the memory tier ---------------------------------------------------------------------------------------
 
     def prepare(self, key: CopyKey, manifest: bytes) -> None:
-        """Keep all parts of a generation that the node has, beside those of older ones.
-
-        Args:
-            key: Any part of it.
-            manifest: The generation's manifest, from one rank of the node.
-        """
+        """Keep all parts of a generation that the node has, beside those of older ones."""
         facts, _ = decode_manifest(manifest)
         with self._lock:
             self._generations.setdefault(key.generation, _MemoryGeneration(manifest, facts))
@@ -210,7 +202,6 @@ class Vault:
         """Note that a generation is committed, or that all ranks resume from it, and drop what it replaces.
 
         Args:
-            key: A rank's part.
             in_memory: The generation is a copy; otherwise the part's image only becomes free.
         """
         with self._lock:

@@ -74,11 +74,7 @@ class Calls:
 
 
 class Writer:
-    """Serve the workers of a node.
-
-    Args:
-        vault: What is held.
-    """
+    """Serve the workers of a node."""
 
     def __init__(self, vault: Vault) -> None:
         self._vault, self._calls = vault, Calls()
@@ -194,8 +190,6 @@ class Writer:
         """Return the digests, and whether all numbers are finite.
 
         Args:
-            request: What is to be done.
-            data: The shard.
             known: What another lane has found of the same shard; ``None`` = nothing yet.
 
         Raises:

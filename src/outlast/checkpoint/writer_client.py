@@ -254,9 +254,6 @@ class WriterClient:
         """Send a request and wait for its reply.
 
         Args:
-            request: One of ``protocol.Request``.
-            reply: What it is answered with.
-            timeout_s: Longest wait.
             fd: A descriptor that goes with the request; stays the caller's.
 
         Returns:

@@ -49,8 +49,6 @@ class WriterPings:
     """Wait until one writer process ends or stops responding.
 
     Args:
-        pid: The writer.
-        address: Name of its abstract socket.
         silent_s: Seconds without a response after which a writer that does not run at all counts as hung.
 
     Raises:

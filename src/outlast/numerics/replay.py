@@ -166,12 +166,7 @@ def _versions(batch: Any) -> tuple[int, ...]:
 
 
 class StepReplay:
-    """What this rank knows of the step that is to be replayed, or is to be in the next process.
-
-    Args:
-        place: This worker's place.
-        device: What this rank computes on.
-    """
+    """What this rank knows of the step that is to be replayed, or is to be in the next process."""
 
     def __init__(self, place: WorkerEnv, device: str) -> None:
         self._place, self._device = place, device
@@ -183,10 +178,6 @@ class StepReplay:
 
     def begin_step(self, iteration: int, iterators: Iterators) -> tuple[dict[int, tuple[Rejected, Any]], list[int]]:
         """Restore batches and random numbers of the step, if it is the one to replay.
-
-        Args:
-            iteration: Number of optimizer steps done.
-            iterators: What the step draws from.
 
         Returns:
             What was rejected before the restart, with its result, by call; and the calls in which errors were injected.
@@ -244,14 +235,7 @@ class StepReplay:
     def keep(
         self, diagnosis: Diagnosis, validation: StepValidation, iterators: Iterators, random: Mapping[str, Any]
     ) -> None:
-        """Keep what a replay of this step needs for the save that follows; batches are referred to, not copied.
-
-        Args:
-            diagnosis: Why the ranks leave.
-            validation: The step's.
-            iterators: What the step draws from.
-            random: This rank's random numbers at the begin of the step.
-        """
+        """Keep what a replay of this step needs for the save that follows; batches are referred to, not copied."""
         forms = [[store(batch) for batch in iterator.drawn] for iterator in iterators]
         problems = [text for batches in forms for _, texts in batches for text in texts]
         if problems:
@@ -313,12 +297,7 @@ def store(value: Any) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def give_back(stored: Mapping[str, Any], local_rank: int) -> Any:
-    """Return what :func:`store` was given; what was on a device comes to this rank's.
-
-    Args:
-        stored: The form.
-        local_rank: This rank's on its node.
-    """
+    """Return what :func:`store` was given; what was on a device comes to this rank's."""
     return _give_back(stored["value"], "", frozenset(stored["on_device"]), training_device(local_rank))
 
 

@@ -279,12 +279,6 @@ def _gather_differences(
 ) -> tuple[tuple[Replica, ...], tuple[Replica, ...]]:
     """Return the replicas that differ from a majority, and those that differ without one; the same on all ranks.
 
-    Args:
-        group: A gloo group of all ranks.
-        holdings: What was compared.
-        node: This rank's node.
-        device: What this rank computes on.
-
     Raises:
         RuntimeError: A peer is gone, or did not come in time.
 
@@ -339,7 +333,6 @@ def find_minority(digests: Mapping[int, int], num_replicas: int) -> tuple[int, l
     """Return a rank of the majority, and the ranks that differ from it; ``None`` = there is no majority.
 
     Args:
-        digests: Rank to digest.
         num_replicas: How many there should be; more than half of them are a majority, so that of two neither is.
     """
     ((digest, count),) = Counter(digests.values()).most_common(1)
@@ -387,7 +380,6 @@ def find_replicated(state: Any, ranks: tuple[int, ...]) -> list[ReplicatedTensor
 
     Args:
         state: Modules and optimizers, in mappings, lists and tuples; everything else in it is ignored.
-        ranks: Ranks of the data-parallel group, in order.
     """
     found: list[ReplicatedTensor] = []
     names: dict[int, str] = {}
@@ -544,10 +536,6 @@ def weigh_at_once(tensors: Sequence[torch.Tensor], device: torch.device) -> torc
     """Return what :func:`weigh` returns of each tensor, by one kernel that reads every byte once.
 
     torch's own operations write each product to memory and read it again, and start several kernels for each tensor.
-
-    Args:
-        tensors: All on ``device``.
-        device: An accelerator.
 
     Returns:
         An int64 tensor of one dimension on the device; ``None``: there is no Triton that works here.

@@ -55,7 +55,6 @@ class StepValidation:
         config: What is checked. In the mode ``report_determinism_stats`` nothing is rejected, and all results are kept
             to be compared.
         place: This worker's place, for the log; its cycle and rank also seed injected errors.
-        device: What this rank computes on, for the log.
 
     Thread: that of the training loop.
     """
@@ -88,14 +87,7 @@ class StepValidation:
         expected: Mapping[int, tuple[Rejected, Any]] | None = None,
         struck: Iterable[int] = (),
     ) -> None:
-        """Begin the first run of a step in this process.
-
-        Args:
-            iteration: Number of optimizer steps done.
-            state: Which run of the step it is.
-            expected: For a replay: what was rejected before the restart, with its result.
-            struck: For a replay: the validations in which errors were injected.
-        """
+        """Begin the first run of a step in this process."""
         self._iteration = iteration
         self._expected = {call: one for call, (one, _) in (expected or {}).items()}
         self._results_before = {call: (one.what, result) for call, (one, result) in (expected or {}).items()}
@@ -270,13 +262,9 @@ class StepValidation:
         """Keep a result, and compare it with that of the run before.
 
         Args:
-            call: The validation's number.
-            what: Its name.
             result: A number or, with ``compare``, anything.
             why: Why it is rejected; ``None`` = it is accepted.
             fatal: Whether it must not be trained on even when it is reproduced.
-            tolerance: Difference up to which two results are the same.
-            compare: How much two results differ.
         """
         compare, rejected = compare or _difference, None
         if why is not None:
@@ -321,11 +309,6 @@ class SpikeRule:
     The first ``warmup`` finite values are never spikes. After them a value is one whose magnitude is at least
     ``factor`` times the largest magnitude among the newest ``window`` finite values. NaN and infinite values are no
     spikes, and never count among those; nor does a value before it is known to be trained on.
-
-    Args:
-        factor: See above.
-        warmup: See above.
-        window: See above.
     """
 
     def __init__(self, *, factor: float, warmup: int, window: int) -> None:
@@ -375,7 +358,6 @@ class ErrorInjector:
     Whether the same validation is struck again when the step is run again imitates the kind of error.
 
     Args:
-        config: The rate and the kind.
         name: Name of cycle and rank, such as ``job-3-5``.
     """
 

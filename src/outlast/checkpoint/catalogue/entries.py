@@ -229,11 +229,8 @@ def check_hint(
 
     Args:
         hint: The run that it names; ``None``: none that can be read.
-        owner: The run that the manifests name.
         is_there: Whether there is such a file.
         proven: Runs that manifests of any folder beside it name: one of them may have taken this one over.
-        prefix: Of its name, relative to the place.
-        node: Whose folder it is.
     """
     if owner is None or not owner.is_proven or hint == owner.run or hint in proven:
         return ()
@@ -266,7 +263,6 @@ def list_leftovers(folder: Path, prefix: str) -> Iterator[ListedLeftover]:
     """Yield what lies in a folder and is no committed generation.
 
     Args:
-        folder: A folder of generations.
         prefix: Its name relative to the place, with a slash; may be empty.
     """
     for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
@@ -350,8 +346,6 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
     read or trusted stays too: it may be another's, or come back with its disk. Where none counts, none goes.
 
     Args:
-        looked: What lies there.
-        rule: What is to be kept.
         now_ns: Nanoseconds since the epoch, as files' times are.
     """
     committed = [found for found in looked.found if not found.entry.suspect]

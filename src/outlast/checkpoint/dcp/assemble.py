@@ -72,8 +72,6 @@ def assemble(
     counts only if the image is then still what was written to the node-local tiers.
 
     Args:
-        request: What it consists of, and where it goes.
-        image: The shard.
         digested: Returns what was written to the node-local tiers; ``None`` = nothing yet.
 
     Blocks: until it is there, in a store up to ``request.timeout_s``.

@@ -123,10 +123,6 @@ class GlobalDirectory(ClaimedPlace):
         A generation that has its place already is replaced in one step; on a file system it is set aside.
 
         Args:
-            iteration: Number of optimizer steps done.
-            attempt: Whose files they are.
-            manifest: What it consists of.
-            metadata: What other readers of the format read.
             confirm: Raises when a later owner has come; called immediately before the commit.
 
         Raises:
@@ -205,11 +201,7 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
 
 
 class ObjectDirectory(GlobalDirectory):
-    """Objects below a URL.
-
-    Args:
-        url: As fsspec takes it.
-    """
+    """Objects below a URL."""
 
     is_remote = True
 
@@ -403,11 +395,7 @@ class ObjectDirectory(GlobalDirectory):
 
 
 class StoreRecords:
-    """Records of a place's owners, as objects in it; see :mod:`outlast.runtime.lease`.
-
-    Args:
-        url: Of the place, as fsspec takes it.
-    """
+    """Records of a place's owners, as objects in it; see :mod:`outlast.runtime.lease`."""
 
     renew_s = 10.0
     """A request each time, which stores charge for."""

@@ -51,7 +51,6 @@ class Items:
 
     Args:
         image: The shard's bytes; must stay what they are.
-        tensors: What lies where in it, the tree included.
         world_size: Number of ranks; what several of them may have alike is digested, to be compared.
 
     Raises:

@@ -158,11 +158,6 @@ def join(
 ) -> list[Inventory]:
     """Return the ranks' inventories; what is equal is one object.
 
-    Args:
-        roots: What each rank sent.
-        tables: What they name, by digest.
-        digests: What they name, by digest.
-
     Raises:
         CheckpointError: What a rank sent contradicts itself.
     """
@@ -434,11 +429,7 @@ FILE_BYTES = 256 << 20
 
 @dataclass(slots=True)
 class Packing:
-    """A rank's files, filled one after the other.
-
-    Args:
-        file_bytes: A file that has reached it is full.
-    """
+    """A rank's files, filled one after the other."""
 
     file_bytes: int = FILE_BYTES
     files: list[list[Content]] = field(default_factory=list)
@@ -485,12 +476,7 @@ def pack(
     """Fill a rank's files, always in the same order: so rank 0 knows what lies where from a few sizes.
 
     Args:
-        packing: The files.
-        inventory: What the rank has.
-        duty: What it writes of that.
-        tree: Where its tree lies in the image.
         values: What it writes of its plain values, as bytes.
-        offsets: Where its tensors lie in the image, by their name in the shard.
         examined: Names of the tensors whose numbers are examined for infinities and NaN; ``None`` = all.
     """
     rows, boxes = inventory.table.rows, inventory.table.boxes
@@ -510,11 +496,7 @@ def pack(
 
 
 class Repacking:
-    """Find out where ranks put what they wrote, once for all that wrote alike.
-
-    Args:
-        file_bytes: As the ranks' own :class:`Packing` has it.
-    """
+    """Find out where ranks put what they wrote, once for all that wrote alike."""
 
     def __init__(self, file_bytes: int = FILE_BYTES) -> None:
         self._file_bytes = file_bytes
@@ -561,10 +543,6 @@ def compose(
     """Put together what lies where.
 
     Args:
-        inventories: What each rank had.
-        duties: What each had to write.
-        reports: What each wrote.
-        file_bytes: A file that has reached it is full.
         name_of: Returns the name of a file, from the rank and the file's number there.
 
     Raises:
@@ -679,11 +657,6 @@ _DATE = 33
 @functools.lru_cache(4096)
 def tensor_blob(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[bytes, bytes]:
     """Return what precedes, up to a multiple of 64, and what follows the raw bytes of a contiguous tensor.
-
-    Args:
-        dtype: safetensors' name of the element type.
-        shape: Of the tensor.
-        num_bytes: Of the raw bytes.
 
     Raises:
         ValueError: There is no such type, or the tensor has another number of bytes.

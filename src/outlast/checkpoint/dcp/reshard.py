@@ -194,9 +194,7 @@ def load_resharded(files: VerifiedFiles, state: Mapping[str, Any], *, keeps_miss
     Optimizers need not have taken a step: their states are made as they were saved, in the layout of the parameters.
 
     Args:
-        files: Of the generation.
         state: The live state: plain, DDP or ``fully_shard`` modules, optimizers, anything with a ``state_dict``.
-        keeps_missing: What was not saved of it keeps its present value.
 
     Raises:
         CheckpointError: A byte differs from its digest or is not there, or the generation does not fit ``state``.

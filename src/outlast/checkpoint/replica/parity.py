@@ -36,7 +36,6 @@ def blocks_of(num_bytes: int, num_holders: int) -> tuple[range, ...]:
     """Cut a shard into blocks.
 
     Args:
-        num_bytes: Of the shard.
         num_holders: Blocks to cut it into, at least 1.
 
     Returns:

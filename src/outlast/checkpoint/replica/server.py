@@ -92,12 +92,6 @@ def _drop_later(begun: Future[Incoming | Block]) -> None:
 class Service:
     """Serve one connection.
 
-    Args:
-        channel: Authenticated; its user closes it.
-        holdings: What this node keeps.
-        parities: The parities that it is making.
-        disk_work: What it does at its disk.
-
     Thread: one.
     """
 
@@ -191,7 +185,6 @@ class Service:
         """Do what may take a disk long, and inform the peer meanwhile, up to ``MAX_WORK_S``.
 
         Args:
-            work: What to do.
             leave: Called with what is still being done when nobody waits for it any more.
 
         Raises:
@@ -270,8 +263,6 @@ class ReplicaServer:
     """Listen for peers.
 
     Args:
-        holdings: What this node keeps.
-        host: Address of the interface to listen on.
         key: The run's key; ``None`` while there is none: nobody is accepted then. May be set later, and anew.
         port: The port to listen at if it is free; 0 = any.
         on_refused: Called once for each source address that was refused, with the address and the reason; logs them.
