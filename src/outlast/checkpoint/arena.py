@@ -335,7 +335,6 @@ class Stager:
         self._entries: tuple[int, list[TensorEntry]] = (-1, [])
 
     def size_of(self, flat: FlatState, identity: Identity) -> int:
-        """Return the bytes that the state's shard takes."""
         return self._place(flat, identity)[2]
 
     def stage(
@@ -486,11 +485,9 @@ class _DeviceQueue:
         """What is copied later; queueing many copies takes a while, too, and is left to a helper."""
 
     def add(self, copies: DeviceCopies, now: list[_CopyRun], late: list[_CopyRun]) -> None:
-        """Add what lies on one device."""
         self._runs.append((copies, now, late))
 
     def begin(self) -> None:
-        """Have the devices begin with what is awaited."""
         for copies, now, _ in self._runs:
             self._arena.pin(copies)
             if now:
@@ -553,7 +550,6 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes, where it lies."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()

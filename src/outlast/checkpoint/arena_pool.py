@@ -105,7 +105,6 @@ class ArenaPool:
         self._toucher = start_driver_thread(partial(self._prepare, num_bytes, device), "outlast-touch", self._stop)
 
     def stop(self) -> None:
-        """Touch nothing more."""
         self._stop.set()
 
     def give_up(self) -> None:

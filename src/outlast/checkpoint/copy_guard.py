@@ -150,6 +150,5 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor of any class lies."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.data_ptr())

@@ -196,7 +196,6 @@ class ClaimedPlace(ABC):
         return int(number) if prefix == "step" and number.isdecimal() else None
 
     def point_to(self, iteration: int) -> None:
-        """Set the tracker."""
         self.write(TRACKER, f"step-{iteration}\n".encode())
 
 
@@ -399,7 +398,6 @@ class Claim:
 
 
 def _name(owner: LeaseOwner, other: LeaseOwner) -> str:
-    """Return a run's name, by what distinguishes it from another one."""
     name = f"the run with {' and '.join(owner.names)}" if owner.names else f"run {owner.run}"
     if owner.script is None or (owner.names and other.names):
         return name
@@ -435,7 +433,6 @@ class SaveAttempt:
 
     @property
     def label(self) -> str:
-        """Names the files of this try."""
         return f"{self}r{self.retry}" if self.retry else str(self)
 
     def makes_stale(self, match: re.Match[str] | None) -> bool:
@@ -463,7 +460,6 @@ def holds_own_files(folder: Path) -> bool:
 
 
 def part_name(key: CopyKey) -> str:
-    """Return the name of a part's file."""
     return shard_name(key.rank) if key.part == SHARD_PART else f"{clean_name(key.part)}-{key.rank:05d}.bin"
 
 
@@ -475,11 +471,9 @@ class GenerationFolder(ClaimedPlace):
         self.url = os.fspath(self.path)
 
     def generation(self, iteration: int) -> Path:
-        """Return the folder of a committed generation."""
         return self.path / f"step-{iteration}"
 
     def temporary(self, iteration: int, attempt: SaveAttempt | str) -> Path:
-        """Return the folder of an attempt."""
         return self.path / f"step-{iteration}.tmp-{attempt}"
 
     @property

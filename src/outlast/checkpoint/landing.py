@@ -141,7 +141,6 @@ class Landing:
             self._sender = start_driver_thread(self._send_all, "outlast-landing")
 
     def takes(self, chunk: int) -> bool:
-        """See :class:`outlast.checkpoint.verification.ShardReader`."""
         way = self._chunks.get(chunk)
         if way is None or way.digests is None:
             return False
@@ -324,7 +323,6 @@ class Landing:
                 raise _hanging()
 
     def _read_digests(self, way: _Way) -> None:
-        """Get what a device has found."""
         if not way.sent:
             return
         assert way.found is not None
@@ -381,7 +379,6 @@ def _places_on_devices(
 
 
 def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is no mapping in a state, by its path."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _parts(f"{path}.{name}", inner)

@@ -104,7 +104,6 @@ def check_answer(answer: A, rank: int, iteration: int) -> A:
 
 
 def _kind_of(answer: RankAnswer | SaveOutcome) -> type[CheckpointError]:
-    """Return the class of a rank's, or a save's, error."""
     if answer.is_refused:
         return DirectoryRefused
     return Unstaged if answer.is_final else Replaced if answer.is_replaced else CheckpointError
@@ -127,7 +126,6 @@ class SaveOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, error: Exception, text: str | None = None) -> SaveOutcome:
-        """Return the outcome of a save that failed."""
         return cls(
             text or str(error),
             isinstance(error, PeerSilent),
@@ -137,7 +135,6 @@ class SaveOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def failure(self, what: str, *, rank: int, iteration: int) -> CheckpointError:
-        """Return the error of a save that failed."""
         kind = PeerSilent if self.is_silence else _kind_of(self)
         text = (self.error or what) if self.is_refused else f"{what}: {self.error}"
         return kind(text, rank=rank, iteration=iteration)
@@ -170,7 +167,6 @@ def shared_name(data: bytes) -> str:
 
 
 def children(place: int, num_places: int) -> range:
-    """Return the places directly below a place of the tree."""
     return range(min(num_places, FAN_OUT * place + 1), min(num_places, FAN_OUT * (place + 1) + 1))
 
 
@@ -182,7 +178,6 @@ def child_above(place: int, top: int) -> int:
 
 
 def num_levels(place: int, num_places: int) -> int:
-    """Return how many levels of the tree are below a place."""
     levels = 0
     while (place := FAN_OUT * place + 1) < num_places:
         levels += 1
@@ -263,7 +258,6 @@ class Lane(ABC):
         return not self._missing(save)
 
     def takes(self, save: Save) -> bool:
-        """Return whether a save has anything to do in this lane."""
         return bool(save.tiers & self.tiers)
 
     def _missing(self, save: Save) -> frozenset[Tier]:
@@ -307,7 +301,6 @@ class Lane(ABC):
         """Return the next save; ``None``: this rank leaves. Blocks: until there is one."""
 
     def _take(self, save: Save) -> None:
-        """Commit a save, report what became of it, and hand it on."""
         self._renew_store()
         self._outcomes.late.begin(self.name, save.iteration, self._describe_folder(self._rank))
         try:
@@ -325,7 +318,6 @@ class Lane(ABC):
         self._succeed(save, reached)
 
     def _succeed(self, save: Save, reached: Reached) -> None:
-        """Report that a save is committed here, and hand it on."""
         self._outcomes.committed(save, self.name, reached.tiers, reached.failures)
         self._hand_on(save)
 
@@ -372,11 +364,9 @@ class Lane(ABC):
     # -- between the ranks -------------------------------------------------------------------------------------
 
     def _start_clock(self) -> None:
-        """Give the save under way its time from now on."""
         self._end_ns = clock.now_ns() + int(self._timeout_s * 1e9)
 
     def _left_s(self) -> float:
-        """Return the seconds left for the save under way."""
         return (self._end_ns - clock.now_ns()) / 1e9
 
     def _post(self, name: str, value: msgspec.Struct) -> None:
@@ -582,7 +572,6 @@ class Lane(ABC):
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Raise the errors of a store whose host is gone as PeerSilent."""
         try:
             yield
         except RuntimeError as error:  # torch's DistNetworkError and others
@@ -722,7 +711,6 @@ class RetryingLane(Lane):
             self._outcomes.failed(save, self.name, error, is_retried=not is_left)
 
     def _abandon(self) -> None:
-        """Report the saves that wait as failed."""
         with self._changed:
             abandoned, self._waiting = self._waiting, []
         for save in abandoned:

@@ -59,7 +59,6 @@ class LateTiers:
         self._thread: threading.Thread | None = None
 
     def start(self, places: dict[str, str]) -> None:
-        """Report from now on."""
         with self._lock:
             self._tiers = {lane: _TierProgress(where) for lane, where in places.items()}
         if self._tiers:
@@ -83,7 +82,6 @@ class LateTiers:
                 tier.waits_for = what
 
     def commit(self, lane: str, iteration: int) -> None:
-        """A save was committed to a tier."""
         with self._lock:
             if (tier := self._tiers.get(lane)) is not None:
                 tier.began_ns, tier.error, tier.newest = None, "", (iteration, clock.now_ns())
@@ -93,14 +91,12 @@ class LateTiers:
                 tier.num_failed = tier.num_replaced = 0
 
     def fail(self, lane: str, error: str) -> None:
-        """An attempt failed."""
         with self._lock:
             if (tier := self._tiers.get(lane)) is not None:
                 tier.began_ns, tier.error = None, error
                 tier.num_failed += 1
 
     def replace(self, lane: str) -> None:
-        """A save gave its place in a tier to a newer one."""
         with self._lock:
             if (tier := self._tiers.get(lane)) is not None:
                 tier.num_replaced += 1

@@ -462,7 +462,6 @@ class CheckpointEngine:
         return handle.is_settled or self._is_safe_for_long(handle)
 
     def _is_safe(self, handle: SaveHandle) -> bool:
-        """Return whether a save survives the end of the job."""
         return self.durability.job is not None and self.durability.job >= handle.iteration
 
     def _is_safe_for_long(self, handle: SaveHandle) -> bool:
@@ -554,7 +553,6 @@ class CheckpointEngine:
 
     @property
     def _processes(self) -> str:
-        """The name of this set of processes."""
         return processes_of(str(self._attempt(0)))
 
     def _submit(self, save: Save) -> None:

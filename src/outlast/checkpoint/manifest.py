@@ -139,12 +139,10 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def file(self) -> str:
-        """Name of the file."""
         return shard_name(self.rank)
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """xxh3_64 of every 8 MiB, hexadecimal."""
         return unpack_digests(self.digests)
 
 
@@ -177,12 +175,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards."""
         return sum(shard.num_bytes for shard in self.shards)
 
     @property
     def finite(self) -> bool:
-        """Whether no number of any rank is infinite or NaN."""
         return all(shard.finite for shard in self.shards)
 
 
@@ -234,7 +230,6 @@ class CopyKey(msgspec.Struct, frozen=True, order=True):
 
     @property
     def generation(self) -> tuple[int, str]:
-        """Iteration and attempt of the generation."""
         return self.iteration, self.attempt
 
 

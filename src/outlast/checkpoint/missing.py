@@ -60,7 +60,6 @@ def _complete(live: Mapping[str, Any], saved: Mapping[str, Any], path: str, new:
 
 
 def _new_parameters(live: Mapping[str, Any], saved: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the modules' parameters that the checkpoint lacks."""
     for name, value in live.items():
         found = saved.get(name, {}) if isinstance(saved, Mapping) else {}
         if isinstance(value, torch.nn.Module):

@@ -244,7 +244,6 @@ class NearLane(Lane):
         return manifest
 
     def _manifest(self, save: Save, answers: Sequence[ShardReady]) -> Manifest:
-        """Return the manifest of a generation, from all ranks' answers."""
         replicates = self._replicates(save)
         return Manifest(
             schema=SCHEMA,
@@ -342,7 +341,6 @@ class MemoryLane(NearLane):
             self._writer.ask(f.PreparePart(key=self._key(save), manifest=manifest), f.Done, timeout_s=self._left_s())
 
     def _keep(self, save: Save) -> None:
-        """Have the writer note that the generation is committed."""
         keep = f.KeepPart(key=self._key(save), in_memory=Tier.MEMORY in save.tiers & self.tiers)
         try:
             self._writer.ask(keep, f.Done, timeout_s=KEEP_TIMEOUT_S)

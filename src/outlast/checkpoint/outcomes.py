@@ -200,7 +200,6 @@ class Outcomes:
         self._advance(save, lane, tiers=tiers)
 
     def failed(self, save: Save, lane: str, error: CheckpointError, *, is_retried: bool = False) -> None:
-        """A save did not reach a lane's tiers."""
         with self._lock:
             under_way = self._under_way.get(save.attempt.ordinal)
             is_first = under_way is None or lane not in under_way.errors
@@ -385,7 +384,6 @@ class Outcomes:
                 self._page.set_owed(self._owed_words())
 
     def start_from(self, held: Mapping[int, Collection[Tier]]) -> None:
-        """Count checkpoints that were committed before this process."""
         for iteration, tiers in held.items():
             self.report_committed(iteration, frozenset(tiers))
 
@@ -416,7 +414,6 @@ _TIER_OF_LANE = {FIRST_LANE: str(Tier.MEMORY)}
 
 
 def _list(tiers: Collection[Tier]) -> list[str]:
-    """Return the tiers, nearest first."""
     return [str(tier) for tier in sorted(tiers)]
 
 

@@ -216,12 +216,10 @@ class Places:
 
     @property
     def topology(self) -> str:
-        """Digest of the ranks' arrangement."""
         return topology_digest(len(self.nodes))
 
     @property
     def tiers(self) -> frozenset[Tier]:
-        """The tiers that there are."""
         there = {
             Tier.MEMORY: self.memory,
             Tier.LOCAL: self.local is not None,
@@ -231,11 +229,9 @@ class Places:
         return frozenset(tier for tier, is_there in there.items() if is_there)
 
     def is_leader(self, rank: int) -> bool:
-        """Return whether a rank acts for its node."""
         return rank in self.leaders
 
     def members(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of a rank's node."""
         return tuple(other for other, node in enumerate(self.nodes) if node == self.nodes[rank])
 
 
@@ -924,7 +920,6 @@ def home_digest(config: CheckpointConfig) -> str:
 
 
 def _firsts(nodes: Sequence[str]) -> Iterator[int]:
-    """Yield the lowest rank of each node."""
     seen = set[str]()
     for rank, node in enumerate(nodes):
         if node not in seen:
@@ -1101,22 +1096,17 @@ class Committed:
     """Generations that hold numbers that are infinite or NaN, committed here or newer."""
 
     def missing(self, iteration: int, wanted: frozenset[Tier]) -> frozenset[Tier]:
-        """Return those of the tiers that an iteration is not in yet."""
         return wanted - self.tiers.get(iteration, set())
 
     def add(self, iteration: int, tiers: frozenset[Tier]) -> None:
-        """Count an iteration as committed to these tiers, too."""
         self.tiers.setdefault(iteration, set()).update(tiers)
 
     def generations(self, tier: Tier) -> set[int]:
-        """Return the generations that are committed to a tier."""
         return {generation for generation, tiers in self.tiers.items() if tier in tiers}
 
     def note_finite(self, iteration: int, *, finite: bool) -> None:
-        """Note whether all numbers of a generation are finite."""
         (self.not_finite.discard if finite else self.not_finite.add)(iteration)
 
     def copy(self) -> Committed:
-        """Return a copy that changes by itself."""
         tiers = {generation: set(tiers) for generation, tiers in self.tiers.items()}
         return Committed(tiers=tiers, held=self.held, not_finite=set(self.not_finite))

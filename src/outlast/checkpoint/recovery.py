@@ -97,7 +97,6 @@ class ProvenGeneration:
             restore_random(random)
 
     def describe(self, rank: int, *, load_s: float) -> Restored:
-        """Return what the caller of a load gets."""
         tiers = tuple("kept" if is_kept(copy) else str(copy.tier) for copy in self.point.copies)
         return Restored(
             iteration=self.point.generation,
@@ -509,7 +508,6 @@ class CheckpointRecovery:
 
 
 def _warn_of_missing(generation: int, votes: Sequence[_Vote]) -> None:
-    """Log what the checkpoint lacks of the live state of any rank."""
     if names := list(dict.fromkeys(name for vote in votes for name in vote.missing)):
         log.warning(
             'the checkpoint of iteration %d has no value for %s; present values are kept (missing="keep")',
@@ -519,7 +517,6 @@ def _warn_of_missing(generation: int, votes: Sequence[_Vote]) -> None:
 
 
 def is_kept(copy: Copy) -> bool:
-    """Return whether a copy is its rank's live state."""
     return copy.tier == Tier.MEMORY and copy.holder == _LIVE_STATE
 
 
@@ -612,7 +609,6 @@ def _where(copy: Copy, rank: int) -> str:
 
 
 def _reasons(rejected: list[Rejection]) -> str:
-    """Return the first reason of each generation, newest first."""
     first: dict[int, Rejection] = {}
     for rejection in rejected:
         first.setdefault(rejection.generation, rejection)
@@ -620,7 +616,6 @@ def _reasons(rejected: list[Rejection]) -> str:
 
 
 def _blocked(rejected: Sequence[Rejection]) -> list[Rejection]:
-    """Return the rejections whose place did not respond."""
     return [one for one in rejected if one.kind == Unavailable.__name__]
 
 

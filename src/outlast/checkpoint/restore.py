@@ -141,7 +141,6 @@ class _ShardCopy(ProvenCopy):
         return dict(saved["random"])
 
     def _release(self) -> None:
-        """Give back what lies on devices beside the live state."""
         if self._landing is not None:
             self._landing.close()
             self._landing = None
@@ -453,7 +452,6 @@ def read_tensors(
 
 
 def _takes(tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> bool:
-    """Whether a shard's bytes can be read straight into a tensor."""
     return (
         tensor.device.type == "cpu"
         and tensor.is_contiguous()

@@ -179,7 +179,6 @@ class Save:
     """There is nothing staged any more, since a newer save has taken the place of this one."""
 
     def result(self) -> SaveResult:
-        """Return the result of a save that is committed at this moment."""
         duration_s = (clock.now_ns() - self.started_ns) / 1e9
         return SaveResult(
             generation=self.iteration, num_bytes=self.num_bytes, duration_s=duration_s, stall_s=self.stall_s

@@ -90,32 +90,26 @@ class TensorSpan:
 
 
 def shard_name(rank: int) -> str:
-    """Return the file name of a rank's shard."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def num_chunks(num_bytes: int) -> int:
-    """Return the number of chunks of a file."""
     return -(-num_bytes // CHUNK_BYTES)
 
 
 def digest(chunk: bytes | memoryview) -> str:
-    """Return a chunk's digest."""
     return xxhash.xxh3_64_hexdigest(chunk)
 
 
 def digests(data: bytes) -> tuple[str, ...]:
-    """Return the digest of every chunk of a small file."""
     return tuple(digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))
 
 
 def pack_digests(chunks: Iterable[str]) -> bytes:
-    """Return digests, one after the other."""
     return bytes.fromhex("".join(chunks))
 
 
 def unpack_digests(packed: bytes) -> tuple[str, ...]:
-    """Return digests, hexadecimal."""
     text, width = packed.hex(), 2 * DIGEST_BYTES
     return tuple(text[at : at + width] for at in range(0, len(text), width))
 
@@ -233,7 +227,6 @@ MAY_BE_INFINITE = frozenset({*_SUMMED, *_MASKED})
 
 
 def is_finite(data: memoryview, dtype: str) -> bool:
-    """Return whether no element is infinite or NaN."""
     return all(_is_piece_finite(data[start : start + PIECE_BYTES], dtype) for start in range(0, len(data), PIECE_BYTES))
 
 
@@ -403,7 +396,6 @@ def _write(fd: int, image: memoryview, look: Look | None, num_threads: int, path
 
 
 def _digest(image: memoryview, look: Look | None, index: int) -> str:
-    """Return the digest of a chunk, looking at it on the way."""
     start = index * CHUNK_BYTES
     with image[start : start + CHUNK_BYTES] as chunk:
         if look is None:

@@ -47,7 +47,6 @@ class OtherLayout(CheckpointError):
 
 
 def is_distributed(value: Any) -> bool:
-    """Return whether a value is a ``DTensor``."""
     return hasattr(value, "to_local") and hasattr(value, "placements")
 
 
@@ -283,7 +282,6 @@ class Wrapped:
 
 
 def is_stateful(value: object) -> bool:
-    """Return whether a value saves and loads itself."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -469,7 +467,6 @@ class _Flattener:
     def _wrapped(
         self, value: Any, path: str, layout: Layout | None, shape: tuple[int, ...], offset: tuple[int, ...]
     ) -> Any:
-        """Take a tensor subclass apart."""
         kind = type(value)
         name = f"{kind.__module__}:{kind.__qualname__}"
         if _find_class(name) is not kind:
@@ -551,7 +548,6 @@ def _type_name(value: object) -> str:
 
 
 def _remedy(value: Any) -> str:
-    """Return what to save instead."""
     if isinstance(value, torch.Tensor):
         return f"save a plain tensor instead: dequantize it, or convert its {value.dtype} elements"
     if is_stateful(value):
@@ -600,7 +596,6 @@ def _explain_depth(value: Any, path: str) -> CheckpointError:
 
 
 def _explain_text(value: Any) -> CheckpointError:
-    """Return the error of a state with text that is not Unicode."""
     found = next(_find_bad_text(value, "", 0), "")
     return CheckpointError(
         f"state {ascii(found)[1:-1]!r} has text with lone surrogates, which is not Unicode; "
@@ -918,7 +913,6 @@ def is_nested(value: Any) -> bool:
 
 
 def _is_same_memory(live: torch.Tensor, found: torch.Tensor) -> bool:
-    """Whether what was saved was read straight into the live tensor."""
     if type(live) not in _PLAIN_TYPES or live.layout is not torch.strided:
         return False  # a DTensor or a subclass: its memory is that of its parts
     return live.device.type == "cpu" and live.data_ptr() == found.data_ptr() and live.stride() == found.stride()
@@ -933,7 +927,6 @@ def _in_one_line(error: Exception) -> str:
 
 
 def modules_in(value: Any) -> Iterator[torch.nn.Module]:
-    """Yield the modules of nested containers."""
     if isinstance(value, torch.nn.Module):
         yield value
     elif isinstance(value, Mapping):

@@ -118,7 +118,6 @@ class _Listing(msgspec.Struct):
             self.branch = branch
 
     def add(self, other: _Listing) -> None:
-        """Add what was found in another place."""
         self.held += other.held
         self.rejected += other.rejected
         self.is_durable |= other.is_durable
@@ -376,7 +375,6 @@ def check_manifest(manifest: Manifest, places: Places) -> None:
 
 
 def reject(error: Exception, generation: int, tier: Tier, rank: int, file: str, *, node: str = "") -> Rejection:
-    """Return the rejection that an error means."""
     kind = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
     if is_outage(error):
         kind = Unavailable.__name__

@@ -66,7 +66,6 @@ class Image:
 
     @property
     def inode(self) -> int:
-        """Identifies an image, in any process."""
         return os.fstat(self.fd).st_ino
 
     def map(self) -> mmap.mmap:
@@ -224,7 +223,6 @@ class Vault:
                     self._forget(image)
 
     def discard(self, iteration: int, attempt: str) -> None:
-        """Forget what belongs to a failed attempt."""
         with self._lock:
             self._generations.pop((iteration, attempt), None)
             for image in self._of((iteration, attempt)):
@@ -251,7 +249,6 @@ class Vault:
 
     @property
     def place(self) -> str:
-        """Where parts from other nodes are stored, for people."""
         with self._lock:
             return "the memory" if self._folder is None else self._folder.url
 
@@ -289,7 +286,6 @@ class Vault:
             return all(image.key == key and image.kept for image in self._images if image.inode == inode)
 
     def close(self) -> None:
-        """Release everything."""
         with self._lock:
             for image in list(self._images):
                 self._remove(image)
@@ -297,7 +293,6 @@ class Vault:
     # -- within ------------------------------------------------------------------------------------------------
 
     def _of(self, identity: tuple[int, str]) -> Sequence[Image]:
-        """Return the images that hold parts of a generation."""
         return [image for image in self._images if image.key is not None and image.key.generation == identity]
 
     def _worth(self, image: Image) -> tuple[bool, bool, int]:

@@ -600,7 +600,6 @@ class VerifiedFiles:
         )
 
     def open(self, index: int) -> VerifiedFile:
-        """Return a reader of a file, for one thread."""
         return VerifiedFile(self.stored(self.manifest.files[index], index))
 
     def bounded(self, work: Callable[[], R]) -> R:

@@ -65,7 +65,6 @@ class WriterPings:
         self._has_responded = False
 
     def close(self) -> None:
-        """Close the connection and the descriptors."""
         os.close(self._ended)
         self._disconnect()
 

@@ -272,7 +272,6 @@ def fingerprint_of(iterators: Iterators) -> str:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of nested containers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -408,7 +407,6 @@ class _WatchedBuffer:
         return True
 
     def learn(self) -> None:
-        """Compare the buffer at the end of a run."""
         if not self.is_same():
             self.changes = True
         elif self.tensor is not None and self.copy is not None and not _is_equal(self.tensor, self.copy):
@@ -502,7 +500,6 @@ class Rewinder:
                 self._list_silent()
 
     def rewind(self) -> None:
-        """Go back to where :meth:`begin` was called."""
         self.random.restore()
         with torch.no_grad():
             for parameter, version in zip(self._parameters.values(), self._gradient_versions, strict=True):

@@ -221,7 +221,6 @@ class ReplicaDigest:
             self._group = None
 
     def _holders(self, world_size: int) -> tuple[int, ...]:
-        """Return the ranks that hold replicas of plain tensors."""
         if isinstance(self._among, DeviceMesh):
             return tuple(sorted(self._among.mesh.reshape(-1).tolist()))
         if self._among is None:

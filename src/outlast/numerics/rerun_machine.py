@@ -422,7 +422,6 @@ class RerunMachine:
         self.decision = decision
 
     def _diagnose(self, judged: Judged, finding: Finding) -> Diagnosis:
-        """Return what is known of an invalid result of this rank."""
         node, device = self._replay.first_seen_on()
         return Diagnosis(
             finding=finding,

@@ -250,7 +250,6 @@ def describe_manifest(
 
 
 def describe_error(error: Exception, file: str, *, node: str | None = None, rank: int | None = None) -> Problem:
-    """Return the problem that an error means."""
     if not isinstance(error, CheckpointError):
         error = CheckpointError(f"cannot be read ({error})")
     return Problem(kind=type(error).__name__, reason=str(error), file=file, node=node, rank=rank)
@@ -332,7 +331,6 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """What deleting it gives back."""
         generations = sum(found.entry.num_bytes for found in self.generations)
         return generations + sum(remains.entry.num_bytes for remains in self.remains)
 

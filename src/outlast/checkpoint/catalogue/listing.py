@@ -78,7 +78,6 @@ class NodeCopy:
 
     @property
     def path(self) -> Path:
-        """The generation's folder."""
         return self.directory.generation(self.iteration)
 
 
@@ -398,7 +397,6 @@ def look_into_store(url: str) -> DirectoryListing:
 def _examine_global(
     directory: GlobalDirectory, iteration: int, sizes: Mapping[str, int], *, suspect: bool, run: str | None
 ) -> ListedGeneration | ListedLeftover:
-    """Judge a generation by its manifest and its files' lengths."""
     folder = f"{SUSPECT}/step-{iteration}" if suspect else f"step-{iteration}"
     entry = Generation(
         iteration=iteration,

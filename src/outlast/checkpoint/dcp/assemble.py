@@ -149,7 +149,6 @@ class _Source:
         self._chunks[index] = found.hexdigest()
 
     def check(self) -> None:
-        """Raise CheckpointError when a range lies outside the image."""
         for piece in self._pieces:
             if isinstance(piece, Range) and not 0 <= piece.offset <= piece.offset + piece.num_bytes <= len(self._image):
                 raise CheckpointError(f"bytes {piece.offset} to {piece.offset + piece.num_bytes} are not in the image")

@@ -95,7 +95,6 @@ class GlobalDirectory(ClaimedPlace):
 
     @staticmethod
     def folder(iteration: int) -> str:
-        """Return the name of a generation's folder."""
         return f"step-{iteration}"
 
     # -- saving ------------------------------------------------------------------------------------------------

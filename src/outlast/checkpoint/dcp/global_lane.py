@@ -320,7 +320,6 @@ class GlobalLane(RetryingLane):
             self._claim.hold()
 
     def _failed_here(self, error: Exception) -> SaveOutcome:
-        """Return the outcome of a save that failed on rank 0."""
         is_plain = isinstance(error, DirectoryRefused | Replaced)
         return SaveOutcome.of(error, str(error) if is_plain else f"{self._describe_rank(0)}: {error}")
 

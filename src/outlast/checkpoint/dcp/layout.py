@@ -91,7 +91,6 @@ class Inventory(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, parts: Iterable[TensorPart], values: Iterable[PlainValue]) -> Inventory:
-        """Return the inventory of these parts and values."""
         boxes: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], int] = {}
         rows, digests = list[TableRow](), {True: "", False: ""}
         for part in parts:
@@ -105,7 +104,6 @@ class Inventory(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> tuple[TensorPart, ...]:
-        """The parts, one by one."""
         digests = {index: digest for private in (False, True) for index, _, digest in self.rows(private=private)}
         return tuple(
             TensorPart(
@@ -123,7 +121,6 @@ class Inventory(msgspec.Struct, frozen=True):
 
     @property
     def values(self) -> tuple[PlainValue, ...]:
-        """The plain values."""
         return self.table.values
 
     def rows(self, *, private: bool) -> Iterator[tuple[int, TableRow, bytes]]:
@@ -198,19 +195,16 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, duty: Duty) -> Order:
-        """Return the order of a duty."""
         return cls(_spans(duty.parts), _spans(duty.own), _spans(duty.values))
 
     @property
     def duty(self) -> Duty:
-        """The duty."""
         return Duty(
             *(tuple(i for span in spans for i in range(*span)) for spans in (self.parts, self.own, self.values))
         )
 
 
 def _spans(indices: Sequence[int]) -> Spans:
-    """Return the runs of ascending indices."""
     ends = [at for at in range(1, len(indices)) if indices[at] != indices[at - 1] + 1]
     edges = [0, *ends, len(indices)] if indices else []
     return tuple((indices[begin], indices[end - 1] + 1) for begin, end in itertools.pairwise(edges))
@@ -596,7 +590,6 @@ class _SharedItems:
         self._pieces: dict[str, tuple[TableRow, tuple[int, ...], list[TensorPiece]]] = {}
 
     def add(self, row: TableRow, whole: tuple[int, ...], piece: TensorPiece) -> None:
-        """Add a piece of a tensor."""
         found = self._pieces.get(row.item)
         if found is None:
             found = self._pieces[row.item] = (row, whole, [])
@@ -616,7 +609,6 @@ def _add_compared(
     left_out: Mapping[int, frozenset[int]],
     written: Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], Where],
 ) -> None:
-    """Add the pieces that several ranks may have."""
     found: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[TableRow, tuple[int, ...], list[int]]] = {}
     of_all = [(one, one.rows(private=False), ranks) for one, ranks in kinds_of(inventories)]
     of_each = [(one, one.rows(private=True), [rank]) for rank, one in enumerate(inventories)]

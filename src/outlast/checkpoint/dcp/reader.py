@@ -145,7 +145,6 @@ def _overlap(wanted: Wanted, piece: TensorPiece) -> tuple[tuple[int, ...], torch
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

@@ -139,11 +139,9 @@ class _Shadow:
     shape: tuple[int, ...]
 
     def outline(self) -> torch.Tensor:
-        """Return the whole's shape and type, without its bytes."""
         return torch.empty(self.shape, dtype=self.local.dtype, device="meta")
 
     def tensor(self) -> torch.Tensor:
-        """Return what the live state takes."""
         if self.like is None:
             return self.local
         stride = torch.empty(self.shape, device="meta").stride()
@@ -262,7 +260,6 @@ class _Planner:
         return replace_all(saved, lambda stored, at: self._make(stored, templates.get(at)), Stored, path)
 
     def _as_live(self, live: Any, saved: Any, path: Path) -> Any:
-        """Return what the live state asks for."""
         if isinstance(saved, torch.Tensor):
             return saved  # the live value of what was not saved
         if isinstance(live, torch.Tensor):
@@ -295,7 +292,6 @@ class _Planner:
         return self._make(Stored(item), live)
 
     def _make(self, stored: Stored, template: torch.Tensor | None) -> _Shadow:
-        """Return a tensor that takes this rank's part of what is stored."""
         if stored.wrapped is not None:
             parts = {
                 name: self._make(part, None) if isinstance(part, Stored) else part

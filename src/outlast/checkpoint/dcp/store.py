@@ -45,7 +45,6 @@ _lock = threading.Lock()
 
 
 def is_remote(url: str) -> bool:
-    """Return whether a place is reached through fsspec."""
     return "://" in url and not url.startswith("file://")
 
 
@@ -93,7 +92,6 @@ class ObjectStore:
         return self.url.startswith(("gs://", "gcs://"))
 
     def describe(self, name: str) -> str:
-        """Return the URL of an object."""
         return f"{self.url}{'' if self.url.endswith('/') else '/'}{name}" if name else self.url
 
     def sizes(self, folder: str = "") -> dict[str, int]:
@@ -150,7 +148,6 @@ class ObjectStore:
         return bytes(self._call("cat_file", name, self._path(name), start=start, end=end)) if start != end else b""
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a small object, or replace it."""
         self._call("pipe_file", name, self._path(name), data)
 
     def create(self, name: str, data: bytes) -> bool:

@@ -114,7 +114,6 @@ class Parities:
         return Block(self, parity, contributor)
 
     def close(self) -> None:
-        """Give up all that lack blocks."""
         with self._lock:
             parities, self._parities = list(self._parities.values()), {}
         for parity in parities:

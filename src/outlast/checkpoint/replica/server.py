@@ -80,8 +80,6 @@ class DiskWork:
 
 
 def _drop_later(begun: Future[Incoming | Block]) -> None:
-    """Give up what nobody waits for any more, once it is there."""
-
     def drop(done: Future[Incoming | Block]) -> None:
         if done.exception() is None:
             done.result().drop()
@@ -295,7 +293,6 @@ class ReplicaServer:
 
     @property
     def port(self) -> int:
-        """The port that the system chose."""
         port: int = self._socket.getsockname()[1]
         return port
 
@@ -363,7 +360,6 @@ class ReplicaServer:
             channel.close()
 
     def _admit(self, channel: ReplicaChannel, source: str) -> bool:
-        """Let a stranger prove that it is a peer."""
         try:
             if not channel.prove_key(self.key, is_server=True, within_s=HANDSHAKE_S):
                 return False
@@ -385,7 +381,6 @@ class ReplicaServer:
         return not is_full
 
     def _refuse(self, source: str, reason: str) -> None:
-        """Report a source, once."""
         with self._lock:
             if self._stopping.is_set() or source in self._reported or len(self._reported) >= MAX_SOURCES:
                 return
