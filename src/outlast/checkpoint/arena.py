@@ -29,7 +29,6 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorSpan
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 from outlast.errors import CheckpointError
@@ -204,7 +203,7 @@ class Staged:
 
     arena: Arena
     num_bytes: int
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[TensorSpan, ...]
     _copies: tuple[Future[None], ...] = ()
     _queued: tuple[Future[Copied], ...] = ()
     _limit_s: float = DEVICE_LIMIT_S
@@ -332,7 +331,7 @@ class Stager:
         self._key: list[tuple[object, ...]] = []
         self._layout = ShardLayout(())
         self._runs: dict[torch.device, list[_CopyRun]] = {}
-        self._entries: tuple[int, list[TensorEntry]] = (-1, [])
+        self._entries: tuple[int, list[TensorSpan]] = (-1, [])
 
     def size_of(self, flat: FlatState, identity: Identity) -> int:
         return self._place(flat, identity)[2]
@@ -359,7 +358,7 @@ class Stager:
         """
         with without_collection():
             head, tree, size = self._place(flat, identity)
-            entries = (*self._describe(flat, len(head)), _tree_entry(tree))
+            entries = (*self._describe(flat, len(head)), tree)
         arena = provide(size)
         target = arena.array
         target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
@@ -433,36 +432,24 @@ class Stager:
                     pieces.append((slice(begin + first, begin + last), whole[first:last]))
         return now, later
 
-    def _describe(self, flat: FlatState, start: int) -> list[TensorEntry]:
+    def _describe(self, flat: FlatState, start: int) -> list[TensorSpan]:
         if self._entries[0] != start:
             entries = []
             for index, offset in zip(self._layout.order, self._layout.offsets, strict=True):
                 named = flat.tensors[index]
+                place = offset + start, _num_bytes(named)
                 entries.append(
-                    TensorEntry(
-                        name=named.name,
-                        dtype=_SHORT[named.dtype],
-                        shape=tuple(named.shape),
-                        global_shape=tuple(named.global_shape),
-                        global_offset=named.global_offset,
-                        offset=offset + start,
-                        num_bytes=_num_bytes(named),
+                    TensorSpan(
+                        named.name,
+                        _SHORT[named.dtype],
+                        tuple(named.shape),
+                        *place,
+                        tuple(named.global_shape),
+                        named.global_offset,
                     )
                 )
             self._entries = (start, entries)
         return self._entries[1]
-
-
-def _tree_entry(span: TensorSpan) -> TensorEntry:
-    return TensorEntry(
-        name=span.name,
-        dtype=span.dtype,
-        shape=span.shape,
-        global_shape=span.shape,
-        global_offset=(0,),
-        offset=span.offset,
-        num_bytes=span.num_bytes,
-    )
 
 
 def _copy(target: Bytes, pieces: list[_Piece]) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.save import Save
-from outlast.checkpoint.shard import MAY_BE_INFINITE, digest, is_finite
+from outlast.checkpoint.shard import MAY_BE_INFINITE, TensorSpan, digest, is_finite
 from outlast.checkpoint.state import FlatState, modules_in
 
 MAX_NAMED = 3
@@ -46,14 +45,14 @@ def infinite_buffers(state: Mapping[str, Any], flat: FlatState) -> dict[str, str
     }
 
 
-def examined(save: Save) -> list[TensorEntry]:
+def examined(save: Save) -> list[TensorSpan]:
     """Return the tensors whose numbers are examined for infinities and NaN. The save must be staged."""
     tensors = [tensor for tensor in save.tensors if tensor.dtype in MAY_BE_INFINITE]
     if not save.infinite or save.arena is None:
         return tensors
     with save.arena.view(save.num_bytes) as image:
 
-        def is_unchanged(tensor: TensorEntry) -> bool:
+        def is_unchanged(tensor: TensorSpan) -> bool:
             if (known := save.infinite.get(tensor.name)) is None:
                 return False
             with image[tensor.offset : tensor.offset + tensor.num_bytes] as data:

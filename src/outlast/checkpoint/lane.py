@@ -26,7 +26,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -65,31 +65,40 @@ LEVEL_S = 1.0
 """Waits end this much later for each further level of the tree below: so the rank that is silent is named."""
 T = TypeVar("T", bound=msgspec.Struct)
 A = TypeVar("A", bound="RankAnswer")
-G = TypeVar("G", bound="_Failable")
-
-
-class _Failable(Protocol):
-    """An answer that may be an error, which ends the save."""
-
-    @property
-    def error(self) -> str | None: ...
-
-
-class RankAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank has of a save, or why it has nothing."""
-
-    iteration: int
-    error: str | None = None
-    is_refused: bool = False
-    """The error is that the directory is another run's."""
-    is_final: bool = False
-    """Nothing is staged on the rank, so that a retry is useless."""
-    is_replaced: bool = False
-    """Nothing is staged any more, since a newer save has come."""
+G = TypeVar("G", bound="SaveOutcome")
 
 
 class Unstaged(CheckpointError):
     """A rank has staged nothing of a save, so that it is not retried."""
+
+
+_KINDS = {kind.__name__: kind for kind in (PeerSilent, DirectoryRefused, Unstaged, Replaced)}
+"""The errors of saves that the other ranks have to distinguish."""
+
+
+class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What became of a save, or of a rank's or a node's part of it."""
+
+    error: str | None = None
+    kind: str = ""
+    """Name of the error's class, if it is one that the other ranks have to distinguish."""
+    lacks_copies: bool = False
+    """It is committed, but some rank has no copy on another node."""
+
+    @classmethod
+    def of(cls, error: Exception, text: str | None = None, **fields: Any) -> Self:
+        kind = type(error).__name__
+        return cls(error=text or str(error), kind=kind if kind in _KINDS else "", **fields)
+
+    def failure(self, text: str, *, rank: int | None = None, iteration: int | None = None) -> CheckpointError:
+        """Return the error, for the other ranks."""
+        return _KINDS.get(self.kind, CheckpointError)(text, rank=rank, iteration=iteration)
+
+
+class RankAnswer(SaveOutcome, frozen=True, kw_only=True, omit_defaults=True):
+    """What a rank has of a save, or why it has nothing."""
+
+    iteration: int
 
 
 def check_answer(answer: A, rank: int, iteration: int) -> A:
@@ -99,45 +108,8 @@ def check_answer(answer: A, rank: int, iteration: int) -> A:
             f"rank {rank} saves iteration {answer.iteration} meanwhile; all ranks must save the same ones"
         )
     if answer.error is not None:
-        raise _kind_of(answer)(answer.error)
+        raise answer.failure(answer.error)
     return answer
-
-
-def _kind_of(answer: RankAnswer | SaveOutcome) -> type[CheckpointError]:
-    if answer.is_refused:
-        return DirectoryRefused
-    return Unstaged if answer.is_final else Replaced if answer.is_replaced else CheckpointError
-
-
-class SaveOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of a save, or of a node's part of it."""
-
-    error: str | None = None
-    is_silence: bool = False
-    """A rank is gone, or did not answer in time."""
-    is_refused: bool = False
-    """The directory is another run's."""
-    is_final: bool = False
-    """Nothing is staged on a rank, so that a retry is useless."""
-    is_replaced: bool = False
-    """A rank has nothing staged any more, since a newer save has come."""
-    lacks_copies: bool = False
-    """It is committed, but some rank has no copy on another node."""
-
-    @classmethod
-    def of(cls, error: Exception, text: str | None = None) -> SaveOutcome:
-        return cls(
-            text or str(error),
-            isinstance(error, PeerSilent),
-            isinstance(error, DirectoryRefused),
-            isinstance(error, Unstaged),
-            isinstance(error, Replaced),
-        )
-
-    def failure(self, what: str, *, rank: int, iteration: int) -> CheckpointError:
-        kind = PeerSilent if self.is_silence else _kind_of(self)
-        text = (self.error or what) if self.is_refused else f"{what}: {self.error}"
-        return kind(text, rank=rank, iteration=iteration)
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -306,14 +278,13 @@ class Lane(ABC):
         try:
             reached = self._commit(save)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end saving without a report
-            failure = error if isinstance(error, CheckpointError) else None
-            if failure is None:
+            if not isinstance(error, CheckpointError):
                 text = f"saving iteration {save.iteration} failed: {type(error).__name__}: {error}"
-                failure = CheckpointError(text, rank=self._rank, iteration=save.iteration)
+                error = self._error(save, text)
             try:
                 self._clear_up(save)
             finally:
-                self._fail(save, failure)
+                self._fail(save, error)
             return
         self._succeed(save, reached)
 
@@ -330,6 +301,12 @@ class Lane(ABC):
                     self._outcomes.failed(save, lane.name, error)
         else:
             self._hand_on(save)
+
+    def _error(self, save: Save, text: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
+        return kind(text, rank=self._rank, iteration=save.iteration)
+
+    def _closing(self, save: Save) -> CheckpointError:
+        return self._error(save, f"the save of iteration {save.iteration} is abandoned: this rank is closing")
 
     def _hand_on(self, save: Save) -> None:
         for lane in self._next_lanes:
@@ -437,22 +414,14 @@ class Lane(ABC):
                     if self._store.check([self._store_key(name)]):
                         return name
             if is_late and not is_reported:
-                silence = PeerSilent(
-                    f"iteration {save.iteration}: no answer ({names[0]}) after {self._timeout_s:g} s (save_timeout); "
-                    "see the log of that rank",
-                    rank=self._rank,
-                    iteration=save.iteration,
-                )
+                text = f"iteration {save.iteration}: no answer ({names[0]}) after {self._timeout_s:g} s (save_timeout)"
+                silence = self._error(save, f"{text}; see the log of that rank", PeerSilent)
                 if is_limited:
                     raise silence
                 is_reported = True
                 self._outcomes.failed(save, self.name, silence, is_retried=True)
             if self._stop.wait(pause_s):
-                raise CheckpointError(
-                    f"the save of iteration {save.iteration} is abandoned: this rank is closing",
-                    rank=self._rank,
-                    iteration=save.iteration,
-                )
+                raise self._closing(save)
             longest_s = poll_s if is_limited else max(poll_s, min(MAX_POLL_S, POLL_SHARE * (now_s - begin_s)))
             pause_s = min(longest_s, 2 * pause_s)
 
@@ -498,7 +467,7 @@ class Lane(ABC):
         self._outcomes.late.wait_for(self.name, self._describe_folder(self._rank))
         if place == 0:
             if silence is not None and all(answer.error is None for _, answer in known):
-                raise PeerSilent(silence, rank=self._rank, iteration=save.iteration)
+                raise self._error(save, silence, PeerSilent)
             return sorted(known, key=lambda one: one[0])
         packed = [(rank, msgspec.Raw(msgspec.json.encode(answer))) for rank, answer in known]
         self._post(f"{name}/{self._rank}", Subtree(packed, silence))
@@ -521,10 +490,12 @@ class Lane(ABC):
         poll_s = self._poll_s(self._world_size)
         outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S, poll_s=poll_s, is_limited=is_limited)
         self._is_decided = True
-        if outcome.is_refused:
+        is_refused = outcome.kind == DirectoryRefused.__name__
+        if is_refused:
             self._part(save)
         if outcome.error is not None:
-            raise outcome.failure(what, rank=self._rank, iteration=save.iteration)
+            text = outcome.error if is_refused else f"{what}: {outcome.error}"
+            raise outcome.failure(text, rank=self._rank, iteration=save.iteration)
         self._forget(self._turn)
         return outcome
 
@@ -673,13 +644,8 @@ class RetryingLane(Lane):
 
     def _report_replaced(self, save: Save, by: int | None) -> None:
         newer = "a newer one" if by is None else f"the save of iteration {by}"
-        error = Replaced(
-            f"the save of iteration {save.iteration} is not written to {self._where()}, which is behind: {newer} takes "
-            "its place",
-            rank=self._rank,
-            iteration=save.iteration,
-        )
-        self._outcomes.failed(save, self.name, error)
+        where = f"the save of iteration {save.iteration} is not written to {self._where()}, which is behind"
+        self._outcomes.failed(save, self.name, self._error(save, f"{where}: {newer} takes its place", Replaced))
 
     def _next(self) -> Save | None:
         num_lost = 0
@@ -714,8 +680,7 @@ class RetryingLane(Lane):
         with self._changed:
             abandoned, self._waiting = self._waiting, []
         for save in abandoned:
-            text = f"the save of iteration {save.iteration} is abandoned: this rank is closing"
-            self._outcomes.failed(save, self.name, CheckpointError(text, rank=self._rank, iteration=save.iteration))
+            self._outcomes.failed(save, self.name, self._closing(save))
 
     def _idle_s(self) -> float | None:
         """Return how long there is nothing to do; ``None`` = until a save comes. With ``_changed`` held."""
@@ -752,16 +717,8 @@ class RetryingLane(Lane):
         if found:
             return self._start(found[0], turn.retry)
         assert template is not None
-        return dataclasses.replace(
-            template,
-            iteration=turn.iteration,
-            attempt=dataclasses.replace(template.attempt, ordinal=turn.ordinal, retry=turn.retry),
-            tiers=self.tiers,
-            arena=None,
-            guard=None,
-            error="a newer save has taken its place",
-            is_replaced=True,
-        )
+        attempt = dataclasses.replace(template.attempt, ordinal=turn.ordinal, retry=turn.retry)
+        return _replaced(template, iteration=turn.iteration, attempt=attempt, tiers=self.tiers)
 
     def _start(self, save: Save, retry: int) -> Save:
         """Take a save out of those that wait, unless a newer one has replaced it meanwhile."""
@@ -772,12 +729,8 @@ class RetryingLane(Lane):
         for one in passed:
             self._outcomes.failed(one, self.name, Unstaged(one.error or "nothing was staged", rank=self._rank))
         self._retry = (save.attempt.ordinal, retry)
-        numbered = dataclasses.replace(save, attempt=dataclasses.replace(save.attempt, retry=retry))
-        if not is_there:
-            numbered = dataclasses.replace(
-                numbered, arena=None, guard=None, error="a newer save has taken its place", is_replaced=True
-            )
-        return numbered
+        attempt = dataclasses.replace(save.attempt, retry=retry)
+        return dataclasses.replace(save, attempt=attempt) if is_there else _replaced(save, attempt=attempt)
 
     def _succeed(self, save: Save, reached: Reached) -> None:
         self._pause_s = 0.0
@@ -805,3 +758,9 @@ class RetryingLane(Lane):
                 self._retry_ns = clock.now_ns() + int(self._pause_s * 1e9)
                 self._waiting.insert(0, save)
         self._outcomes.failed(save, self.name, error, is_retried=is_newest)
+
+
+def _replaced(save: Save, **changes: Any) -> Save:
+    """Return a save that has nothing staged, since a newer one has taken its place."""
+    error = "a newer save has taken its place"
+    return dataclasses.replace(save, arena=None, guard=None, error=error, is_replaced=True, **changes)

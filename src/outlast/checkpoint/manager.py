@@ -118,10 +118,16 @@ class CheckpointEngine:
                 may_steal=places.local is not None or not places.memory,
             )
             self._outcomes = Outcomes(
-                place, journal, self._arenas, self._refusal, suspect_window=config.suspect_window, is_left=is_left
+                place,
+                journal,
+                self._arenas,
+                self._refusal,
+                suspect_window=config.suspect_window,
+                tiers=places.tiers,
+                where=_lasting_place(places),
+                is_left=is_left,
             )
             opened.callback(self._outcomes.close)
-            self._outcomes.set_tiers(places.tiers, _lasting_place(places))
             self._lanes: tuple[Lane, ...] = ()
             """The first one gets every save and hands it on to the others."""
             opened.callback(self._stop_lanes, 0.2)

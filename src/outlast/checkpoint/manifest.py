@@ -91,21 +91,6 @@ SEALED = b'{"manifest":'
 SCHEMA = 2
 
 
-class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of a shard."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    """This rank's part."""
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    """Where this rank's part begins in the whole, in elements of each dimension."""
-    offset: int
-    """In the file, in bytes."""
-    num_bytes: int
-
-
 class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One rank's file: what proves its bytes. What lies in it is in its own header, the table of its tensors.
 

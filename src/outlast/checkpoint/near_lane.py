@@ -42,7 +42,7 @@ from outlast.checkpoint.manifest import (
     seal,
 )
 from outlast.checkpoint.outcomes import FIRST_LANE
-from outlast.checkpoint.save import PeerSilent, Replaced, Save
+from outlast.checkpoint.save import PeerSilent, Save
 from outlast.checkpoint.shard import shard_name
 from outlast.errors import CheckpointError, Untrusted
 from outlast.policy.recovery_point import Tier
@@ -138,16 +138,9 @@ class NearLane(Lane):
             written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(), fd=arena.fd)
             with arena.view(save.num_bytes) as image:
                 shard = ShardEntry.of(self._rank, image, written.chunks, finite=written.finite)
-        except DirectoryRefused as error:
-            return ShardReady(iteration=save.iteration, error=str(error), is_refused=True), ()
         except (CheckpointError, OSError) as error:
-            ready = ShardReady(
-                iteration=save.iteration,
-                error=f"{self._describe_folder(self._rank)}: {error}",
-                is_final=isinstance(error, Unstaged),
-                is_replaced=isinstance(error, Replaced),
-            )
-            return ready, ()
+            where = "" if isinstance(error, DirectoryRefused) else f"{self._describe_folder(self._rank)}: "
+            return ShardReady.of(error, f"{where}{error}", iteration=save.iteration), ()
         if written.finite:
             self._infinite_tensors = ()
         elif not self._infinite_tensors:  # once: with masks, say, each save would cost another look at everything
@@ -247,21 +240,13 @@ class NearLane(Lane):
         replicates = self._replicates(save)
         return Manifest(
             schema=SCHEMA,
-            run=self._places.run,
-            topology=self._places.topology,
             home=self._places.home,
-            world_size=self._world_size,
-            iteration=save.iteration,
-            attempt=str(save.attempt),
-            restored_from=save.restored_from,
-            restored_attempt=save.restored_attempt,
-            era=save.branch.era,
-            forks=save.branch.forks,
             nodes=self._places.nodes,
             num_copies=tuple(one.num_copies for one in answers) if replicates else (),
             # Also in memory, where the local lane makes the parities: both manifests are of the same attempt.
             parity=self._places.replication.parity if Tier.REPLICA in save.tiers and not save.suspect else 0,
             shards=tuple(one.shard for one in answers if one.shard is not None),  # there is one, or an error
+            **save.manifest_fields(self._places),
         )
 
     def _warn_of_infinite(self, iteration: int, infinite: _Infinite) -> None:
@@ -328,7 +313,7 @@ class MemoryLane(NearLane):
         self._start_clock()
         if save.arena is not None:
             ready, _ = self._write(save)
-            is_known = ready.is_final or self._outcomes.is_call_left
+            is_known = ready.kind == Unstaged.__name__ or self._outcomes.is_call_left
             if ready.error is not None and not is_known:  # the next lanes' ranks have to know
                 log.warning("iteration %d cannot be digested: %s", save.iteration, ready.error)
         return Reached(frozenset())

@@ -57,6 +57,8 @@ class Outcomes:
     Args:
         journal: Where events are written; ``None`` = into the log only.
         suspect_window: Iterations after a load in which an invalid result casts doubt on what was loaded.
+        tiers: Those that are configured.
+        where: The tier that outlives the job, with its path; for people.
         is_left: Returns whether the call around the saves is left, and with it what is not committed; ``None``: there
             is no such call. Saves that fail because of that are abandoned: no incidents, and not counted.
 
@@ -74,6 +76,8 @@ class Outcomes:
         refusal: Refusal,
         *,
         suspect_window: int,
+        tiers: frozenset[Tier] = frozenset(),
+        where: str = "",
         is_left: Callable[[], bool] | None = None,
     ) -> None:
         self._place, self._arenas, self._refusal, self._suspect_window = place, arenas, refusal, suspect_window
@@ -88,7 +92,7 @@ class Outcomes:
         self._page = None if self._board is None else self._board.rank(place.local_rank)
         self._under_way: dict[int, _SaveUnderWay] = {}
         """The saves that are under way, by their ordinal."""
-        self._tiers, self._where = frozenset[Tier](), ""
+        self._tiers, self._where = tiers, where
         self._durability = Durability()
         owed = None if self._page is None else self._page.owed
         self._owed = OwedSaves() if owed is None else OwedSaves().add(owed[0], owed[1] / 1e9)
@@ -97,14 +101,6 @@ class Outcomes:
         self.last_error: CheckpointError | None = None
         self.late = LateTiers()
         """Reports tiers that are behind."""
-
-    def set_tiers(self, tiers: frozenset[Tier], where: str = "") -> None:
-        """Set which tiers are configured.
-
-        Args:
-            where: The tier that outlives the job, with its path; for people.
-        """
-        self._tiers, self._where = tiers, where
 
     @property
     def durability(self) -> Durability:

@@ -23,6 +23,8 @@ from outlast.checkpoint import protocol as f
 from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import SUSPECT, Directory
+from outlast.checkpoint.fit import listed
+from outlast.checkpoint.layouts import OtherLayout
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.outage import OutageWait
 from outlast.checkpoint.places import (
@@ -35,11 +37,9 @@ from outlast.checkpoint.places import (
     storage_calls,
 )
 from outlast.checkpoint.restore import OPEN_TIMEOUT_S, CopyProver, ProvenCopy
-from outlast.checkpoint.state import OtherLayout, listed
 from outlast.checkpoint.tiers import PARITY, UNLISTED, Rejection, Restored, Table, gather_copies, reject
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
-from outlast.decoding import from_json
 from outlast.errors import (
     CheckpointError,
     Corrupt,
@@ -430,7 +430,7 @@ class CheckpointRecovery:
             with contextlib.ExitStack() as unused:  # also when a peer leaves, or the generation does not fit
                 if proven is not None:
                     unused.callback(proven.close)
-                votes = [from_json(data, _Vote) for data in self._peers.gather(msgspec.json.encode(vote))]
+                votes: list[_Vote] = self._peers.gather(_Vote, vote)
                 against = [(rank, vote.rejection) for rank, vote in enumerate(votes) if vote.rejection is not None]
                 if not against:
                     for rank, vote in enumerate(votes):
@@ -530,7 +530,7 @@ def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list
 
     Collective: all ranks.
     """
-    everyone = [from_json(data, tuple[int, str] | None) for data in peers.gather(msgspec.json.encode(has))]
+    everyone = peers.gather(tuple[int, str] | None, has)
     committed = {(copy.generation, copy.attempt) for copies in table.copies for copy in copies}
     return [
         Copy(one[0], one[1], Tier.MEMORY, _LIVE_STATE)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from outlast import clock
 from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.manifest import TensorEntry
+from outlast.checkpoint.places import Places
+from outlast.checkpoint.shard import TensorSpan
 from outlast.errors import CheckpointError, DeadlineExceeded
 from outlast.policy.lineage import UNKNOWN_BRANCH, Branch
 from outlast.policy.recovery_point import Tier
@@ -168,7 +170,7 @@ class Save:
     """The branch that these processes save."""
     arena: Arena | None = None
     num_bytes: int = 0
-    tensors: tuple[TensorEntry, ...] = ()
+    tensors: tuple[TensorSpan, ...] = ()
     infinite: Mapping[str, str] = field(default_factory=dict)
     """Digests of the buffers that held infinities before training, by their name in the save."""
     guard: Callable[[], None] | None = None
@@ -177,6 +179,20 @@ class Save:
     """Why there is nothing staged on this rank: the others must be informed, or they would wait."""
     is_replaced: bool = False
     """There is nothing staged any more, since a newer save has taken the place of this one."""
+
+    def manifest_fields(self, places: Places) -> dict[str, Any]:
+        """Return what the manifests of all tiers say of the run and of the lineage."""
+        return {
+            "run": places.run,
+            "topology": places.topology,
+            "world_size": len(places.nodes),
+            "iteration": self.iteration,
+            "attempt": str(self.attempt),
+            "restored_from": self.restored_from,
+            "restored_attempt": self.restored_attempt,
+            "era": self.branch.era,
+            "forks": self.branch.forks,
+        }
 
     def result(self) -> SaveResult:
         duration_s = (clock.now_ns() - self.started_ns) / 1e9

@@ -18,7 +18,6 @@ from outlast.checkpoint.replica.parity import PARITY_PART
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.verification import check_origin, check_shard
 from outlast.checkpoint.writer_client import WriterClient
-from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete, Unavailable, Untrusted
 from outlast.policy.lineage import Branch, Lineage, SavedPoint, branch_of
 from outlast.policy.recovery_point import Copy, Tier
@@ -199,7 +198,7 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, calls: Sto
     if peers.rank == 0 and places.directory is not None:
         url, work = places.directory.url, partial(_list_global, directory=places.directory, places=places)
         mine.add(_list(calls, url, Tier.GLOBAL, places, 0, work))
-    listings = [from_json(data, _Listing) for data in peers.gather(msgspec.json.encode(mine))]
+    listings: list[_Listing] = peers.gather(_Listing, mine)
     table = Table(
         copies=[set() for _ in listings],
         lineage={held.attempt: held.restored_attempt for one in listings for held in one.held},

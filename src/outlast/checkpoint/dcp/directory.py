@@ -109,13 +109,7 @@ class GlobalDirectory(ClaimedPlace):
 
     @abstractmethod
     def commit(
-        self,
-        iteration: int,
-        attempt: SaveAttempt,
-        manifest: GlobalManifest,
-        metadata: bytes,
-        *,
-        confirm: Callable[[], None],
+        self, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes, *, confirm: Callable[[], None]
     ) -> None:
         """Make an attempt, all of whose files are there, the generation of its iteration.
 
@@ -181,22 +175,16 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
         return f"__{rank}_{index}.distcp"
 
     def commit(
-        self,
-        iteration: int,
-        attempt: SaveAttempt,
-        manifest: GlobalManifest,
-        metadata: bytes,
-        *,
-        confirm: Callable[[], None],
+        self, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes, *, confirm: Callable[[], None]
     ) -> None:
-        folder = self.temporary(iteration, attempt)
+        folder = self.temporary(manifest.iteration, attempt)
         _check_files(manifest, self.sizes(folder.name))
         for name, data in ((METADATA, metadata), (MANIFEST, encode_global_manifest(manifest))):
             write_durably(folder / name, data)
         fsync_folder(folder)
         confirm()
         reach("checkpoint.fenced", attempt=str(attempt))
-        self.promote(iteration, attempt)
+        self.promote(manifest.iteration, attempt)
 
 
 class ObjectDirectory(GlobalDirectory):
@@ -239,15 +227,9 @@ class ObjectDirectory(GlobalDirectory):
         return f"__{rank}_{index}.{attempt.label}.distcp"
 
     def commit(
-        self,
-        iteration: int,
-        attempt: SaveAttempt,
-        manifest: GlobalManifest,
-        metadata: bytes,
-        *,
-        confirm: Callable[[], None],
+        self, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes, *, confirm: Callable[[], None]
     ) -> None:
-        folder = self.folder(iteration)
+        folder = self.folder(manifest.iteration)
         _check_files(manifest, self._store.sizes(folder))
         name, data = f"{folder}/{MANIFEST}", encode_global_manifest(manifest)
         index = f"{folder}/{METADATA}"
@@ -265,7 +247,9 @@ class ObjectDirectory(GlobalDirectory):
         try:  # after the commit, so that an owner that is none any more changes nothing of what is committed
             self._store.replace(index, metadata, index_version)
         except CheckpointError as error:
-            log.warning("generation %d is committed, but without what other readers read: %s", iteration, error)
+            log.warning(
+                "generation %d is committed, but without what other readers read: %s", manifest.iteration, error
+            )
         # What an earlier attempt at this iteration had committed belongs to nothing now; another's upload may continue.
         self._remove(folder, (replaced or set()) - {file.name for file in manifest.files})
 

@@ -41,7 +41,6 @@ from outlast.checkpoint.lane import (
     Reached,
     RetryingLane,
     SaveOutcome,
-    Unstaged,
     check_answer,
     child_above,
     children,
@@ -143,12 +142,7 @@ class GlobalLane(RetryingLane):
         except Exception as error:  # whatever it is: the others wait for this rank's answer
             if not isinstance(error, CheckpointError) and not self._stop.is_set():
                 log.exception("what iteration %d consists of cannot be told", save.iteration)
-            answer = Inventoried(
-                iteration=save.iteration,
-                error=f"{self._describe_rank(self._rank)}: {_text_of(error)}",
-                is_final=isinstance(error, Unstaged),
-                is_replaced=isinstance(error, Replaced),
-            )
+            answer = Inventoried.of(error, self._text_of(error), iteration=save.iteration)
             return None, answer
 
     def _take_order(self, save: Save, plan: _SharedWriting | None) -> Duty | None:
@@ -180,7 +174,7 @@ class GlobalLane(RetryingLane):
         except Exception as error:  # rank 0 waits for this rank's answer
             if not isinstance(error, CheckpointError) and not self._stop.is_set():
                 log.exception("files of iteration %d cannot be written", save.iteration)
-            return Wrote(iteration=save.iteration, error=f"{self._describe_rank(self._rank)}: {_text_of(error)}")
+            return Wrote.of(error, self._text_of(error), iteration=save.iteration)
 
     def _write_files(self, save: Save, directory: GlobalDirectory, items: Items, duty: Duty) -> WriteReport:
         values = [items.value(items.inventory.values[index].item) for index in duty.values]
@@ -292,25 +286,13 @@ class GlobalLane(RetryingLane):
             file_bytes=self.file_bytes,
             name_of=lambda rank, number: directory.file_name(rank, number, save.attempt),
         )
-        manifest = GlobalManifest(
-            schema=SCHEMA,
-            run=self._places.run,
-            topology=self._places.topology,
-            world_size=self._world_size,
-            iteration=save.iteration,
-            attempt=str(save.attempt),
-            restored_from=save.restored_from,
-            restored_attempt=save.restored_attempt,
-            era=save.branch.era,
-            forks=save.branch.forks,
-            **composed._asdict(),
-        )
+        manifest = GlobalManifest(schema=SCHEMA, **save.manifest_fields(self._places), **composed._asdict())
         metadata = dump_metadata(manifest)
         entry = FileEntry(name=METADATA, num_bytes=len(metadata), chunks=digests(metadata))
         manifest = msgspec.structs.replace(manifest, metadata=entry)
         assert self._claim is not None  # this is rank 0
         with self._claim.committing():
-            directory.commit(save.iteration, save.attempt, manifest, metadata, confirm=self._claim.acquire)
+            directory.commit(save.attempt, manifest, metadata, confirm=self._claim.acquire)
         if not save.suspect:
             self._committed.note_finite(save.iteration, finite=manifest.finite)
 
@@ -323,6 +305,6 @@ class GlobalLane(RetryingLane):
         is_plain = isinstance(error, DirectoryRefused | Replaced)
         return SaveOutcome.of(error, str(error) if is_plain else f"{self._describe_rank(0)}: {error}")
 
-
-def _text_of(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    def _text_of(self, error: Exception) -> str:
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        return f"{self._describe_rank(self._rank)}: {kind}{error}"

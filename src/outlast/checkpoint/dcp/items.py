@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from outlast.checkpoint.dcp.layout import Inventory, PlainValue, TensorPart
 from outlast.checkpoint.dcp.manifest import SCHEMA, FileEntry, GlobalManifest, Item, TensorPiece, Where
-from outlast.checkpoint.manifest import TensorEntry
-from outlast.checkpoint.shard import DTYPE_NAMES, TREE
-from outlast.checkpoint.state import Layout, decode, decoded_tree, reading_tree
+from outlast.checkpoint.layouts import Layout
+from outlast.checkpoint.shard import DTYPE_NAMES, TREE, TensorSpan
+from outlast.checkpoint.state import decode, decoded_tree, reading_tree
 
 log = logging.getLogger(__name__)
 Path = tuple[str | int, ...]
@@ -57,7 +57,7 @@ class Items:
         CheckpointError: The tree is not one.
     """
 
-    def __init__(self, image: memoryview, tensors: Sequence[TensorEntry], *, world_size: int) -> None:
+    def __init__(self, image: memoryview, tensors: Sequence[TensorSpan], *, world_size: int) -> None:
         self._image = image
         self._entries = {entry.name: entry for entry in tensors}
         self.tree = self._entries.pop(TREE)

@@ -21,20 +21,10 @@ import torch
 from outlast.checkpoint.dcp.items import ROOT, TORCH_TYPES, Path
 from outlast.checkpoint.dcp.manifest import GlobalManifest, Item
 from outlast.checkpoint.dcp.reader import Wanted, fill, read_tree, tensors_of
+from outlast.checkpoint.fit import KEEP_HINT, check_fit, restore_into
+from outlast.checkpoint.layouts import as_distributed, own_part
 from outlast.checkpoint.missing import complete, find_missing
-from outlast.checkpoint.state import (
-    KEEP_HINT,
-    Wrapped,
-    as_distributed,
-    check_fit,
-    decode,
-    decoded_tree,
-    is_nested,
-    is_stateful,
-    may_be_absent,
-    own_part,
-    restore_into,
-)
+from outlast.checkpoint.state import Wrapped, decode, decoded_tree, is_nested, is_stateful, may_be_absent
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Mismatch
 from outlast.wording import count
