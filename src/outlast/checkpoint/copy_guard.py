@@ -19,6 +19,7 @@ from outlast.checkpoint.arena import SETTLE_S, Staged
 from outlast.checkpoint.state import FlatState
 from outlast.errors import CheckpointError
 from outlast.runtime.device import copies_of, has_graphs, is_capturing
+from outlast.runtime.nested import find_kind
 
 log = logging.getLogger(__name__)
 DEFERRABLE_BYTES = 1 << 20
@@ -74,7 +75,7 @@ class CopyGuard:
         Args:
             iteration: Iteration of the save; all saves of one iteration get the same result. ``None`` = no save yet.
         """
-        optimizers = list(_optimizers(state))
+        optimizers = [optimizer for _, optimizer in find_kind(state, torch.optim.Optimizer)]
         if new := [optimizer for optimizer in optimizers if optimizer not in self._hooks]:
             had_graphs = has_graphs()
             for optimizer in new:
@@ -125,14 +126,6 @@ class CopyGuard:
             done = {id(staged) for staged in under_way if staged.hold_back()}
             with self._lock:
                 self._under_way = [staged for staged in self._under_way if id(staged) not in done]
-
-
-def _optimizers(state: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:
-    for value in state.values():
-        if isinstance(value, torch.optim.Optimizer):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _optimizers(value)
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

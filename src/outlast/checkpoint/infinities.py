@@ -13,7 +13,8 @@ import torch
 
 from outlast.checkpoint.save import Save
 from outlast.checkpoint.shard import MAY_BE_INFINITE, TensorSpan, digest, is_finite
-from outlast.checkpoint.state import FlatState, modules_in
+from outlast.checkpoint.state import FlatState
+from outlast.runtime.nested import find_kind
 
 MAX_NAMED = 3
 """Tensors of a rank, and ranks, that a warning names."""
@@ -28,7 +29,7 @@ def infinite_buffers(state: Mapping[str, Any], flat: FlatState) -> dict[str, str
     """
     buffers = {
         buffer.data_ptr(): buffer
-        for module in modules_in(state)
+        for _, module in find_kind(state, torch.nn.Module)
         for buffer in module.buffers()
         if type(buffer) is torch.Tensor
         and buffer.dtype in _WITH_INFINITIES

@@ -35,7 +35,7 @@ from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.directory import Claim, ClaimedPlace, DirectoryRefused
 from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.places import Committed, Places
-from outlast.checkpoint.protocol import CopyFailure
+from outlast.checkpoint.replica.client import CopyOutcome
 from outlast.checkpoint.save import PeerSilent, Replaced, Save
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
@@ -161,7 +161,7 @@ class Reached(NamedTuple):
 
     tiers: frozenset[Tier]
     """Tiers that the save is committed to now and was not before."""
-    failures: tuple[CopyFailure, ...] = ()
+    failures: tuple[CopyOutcome, ...] = ()
     """Copies on other nodes that failed."""
 
 
@@ -282,7 +282,9 @@ class Lane(ABC):
                 text = f"saving iteration {save.iteration} failed: {type(error).__name__}: {error}"
                 error = self._error(save, text)
             try:
-                self._clear_up(save)
+                # While the outcome is unknown, others may have committed, and resume from this rank's part.
+                if self._is_decided and not self._stop.is_set():
+                    self._clear_up(save)
             finally:
                 self._fail(save, error)
             return
@@ -472,6 +474,19 @@ class Lane(ABC):
         packed = [(rank, msgspec.Raw(msgspec.json.encode(answer))) for rank, answer in known]
         self._post(f"{name}/{self._rank}", Subtree(packed, silence))
         return []
+
+    def _gather_answers(self, save: Save, name: str, mine: A, *, waits_for_all: bool = False) -> list[A]:
+        """Gather all ranks' answers, see :meth:`_gather_up`. Raises: CheckpointError, where a rank has nothing."""
+        gathered = self._gather_up(save, name, mine, range(self._world_size), waits_for_all=waits_for_all)
+        return [check_answer(answer, rank, save.iteration) for rank, answer in gathered]
+
+    def _hold_claim(self) -> None:
+        """Be sure that the directory is this run's, before data is written and again before the commit.
+
+        Raises: DirectoryRefused, when it is another run's.
+        """
+        if self._claim is not None:
+            self._claim.hold()
 
     def _describe_rank(self, rank: int) -> str:
         return f"rank {rank} on node {self._places.nodes[rank]}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from outlast.errors import CheckpointError
+from outlast.runtime.nested import find_nested
 
 Layout: TypeAlias = list[Any]
 """Placements, shape and names of the mesh, shape and stride of the whole. A placement is the dimension that is sharded,
@@ -137,11 +138,7 @@ def as_distributed(
 
 def meshes_of(value: Any) -> list[Any]:
     """Return the device meshes of all distributed tensors in a captured state."""
-    if isinstance(value, torch.Tensor):
-        return [cast(Any, value).device_mesh] if is_distributed(value) else []
-    if isinstance(value, Mapping):
-        return [mesh for inner in value.values() for mesh in meshes_of(inner)]
-    return [mesh for inner in value for mesh in meshes_of(inner)] if isinstance(value, list | tuple) else []
+    return [tensor.device_mesh for _, tensor in find_nested(value, is_distributed)]
 
 
 def _describe_mesh(mesh: Any) -> list[Any]:

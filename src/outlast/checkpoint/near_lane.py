@@ -30,7 +30,6 @@ from outlast.checkpoint.lane import (
     RetryingLane,
     SaveOutcome,
     Unstaged,
-    check_answer,
 )
 from outlast.checkpoint.manifest import (
     MANIFEST,
@@ -42,6 +41,7 @@ from outlast.checkpoint.manifest import (
     seal,
 )
 from outlast.checkpoint.outcomes import FIRST_LANE
+from outlast.checkpoint.replica.client import CopyOutcome
 from outlast.checkpoint.save import PeerSilent, Save
 from outlast.checkpoint.shard import shard_name
 from outlast.errors import CheckpointError, Untrusted
@@ -117,11 +117,11 @@ class NearLane(Lane):
     def _keep(self, save: Save) -> None:
         """Do what follows the commit on each rank."""
 
-    def _write(self, save: Save) -> tuple[ShardReady, tuple[f.CopyFailure, ...]]:
+    def _write(self, save: Save) -> tuple[ShardReady, tuple[CopyOutcome, ...]]:
         try:
             arena = self._check_staged(save)
             reach("checkpoint.data", attempt=str(save.attempt))
-            self._hold_claim(save)
+            self._hold_claim()
             folder, file = self._folder(save), shard_name(self._rank)
             path = folder.temporary(save.iteration, save.attempt) / file if folder is not None else None
             replicates = self._replicates(save)
@@ -153,14 +153,6 @@ class NearLane(Lane):
         )
         return ready, written.failures
 
-    def _hold_claim(self, save: Save) -> None:
-        """Be sure that the node's folder is this run's, before data is written and again before the commit.
-
-        Raises: DirectoryRefused, when it is another run's.
-        """
-        if self._claim is not None and self._folder(save) is not None:
-            self._claim.hold()
-
     # -- the node's part ---------------------------------------------------------------------------------------
 
     def _describe(self, save: Save, ready: ShardReady) -> tuple[Described | None, _Infinite]:
@@ -170,15 +162,14 @@ class NearLane(Lane):
             On rank 0 what it posts, and the tensors that hold numbers that are infinite or NaN.
         """
         try:
-            gathered = self._gather_up(save, "ready", ready, range(self._world_size))
+            answers = self._gather_answers(save, "ready", ready)
             if self._rank != 0:
                 return None, {}
-            for rank, answer in gathered:
-                check_answer(answer, rank, save.iteration)
-            answers = [answer for _, answer in gathered]
             described = Described(msgspec.Raw(seal(self._manifest(save, answers))))
             infinite = {
-                rank: one.not_finite for rank, one in gathered if one.shard is not None and not one.shard.finite
+                rank: one.not_finite
+                for rank, one in enumerate(answers)
+                if one.shard is not None and not one.shard.finite
             }
         except CheckpointError as failure:
             if self._rank != 0:
@@ -333,12 +324,7 @@ class MemoryLane(NearLane):
             log.warning("iteration %d is committed, but not kept in memory: %s", save.iteration, error)
 
     def _clear_up(self, save: Save) -> None:
-        """Forget what a failed attempt left: its room may be what the next one lacks.
-
-        While the outcome is unknown, others may have committed, and this rank's part may be what they resume from.
-        """
-        if self._stop.is_set() or not self._is_decided:
-            return
+        """Forget what a failed attempt left: its room may be what the next one lacks."""
         try:
             discard = f.Discard(iteration=save.iteration, attempt=str(save.attempt))
             self._writer.ask(discard, f.Done, timeout_s=KEEP_TIMEOUT_S)
@@ -387,11 +373,8 @@ class LocalLane(NearLane, RetryingLane):
             folder.promote(save.iteration, save.attempt)
 
     def _clear_up(self, save: Save) -> None:
-        """Delete the files of a failed attempt: their room may be what the next one lacks.
-
-        While the outcome is unknown, others may have committed, and this rank's part may be what they resume from.
-        """
-        if self._stop.is_set() or not self._is_decided or not self._places.is_leader(self._rank):
+        """Delete the files of a failed attempt: their room may be what the next one lacks."""
+        if not self._places.is_leader(self._rank):
             return
         folder = self._folder(save)
         folder.discard(save.iteration, save.attempt)

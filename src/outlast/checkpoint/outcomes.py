@@ -18,7 +18,7 @@ from outlast import clock
 from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.directory import DirectoryRefused, Refusal
 from outlast.checkpoint.late_tiers import LateTiers
-from outlast.checkpoint.protocol import CopyFailure
+from outlast.checkpoint.replica.client import CopyOutcome
 from outlast.checkpoint.save import PeerSilent, Replaced, Save
 from outlast.checkpoint.tiers import Restored
 from outlast.env import WorkerEnv
@@ -167,7 +167,7 @@ class Outcomes:
         with self._lock:
             self._under_way[save.attempt.ordinal] = _SaveUnderWay(set(lanes), set(lanes))
 
-    def committed(self, save: Save, lane: str, tiers: frozenset[Tier], failures: tuple[CopyFailure, ...] = ()) -> None:
+    def committed(self, save: Save, lane: str, tiers: frozenset[Tier], failures: tuple[CopyOutcome, ...] = ()) -> None:
         """A lane has done its part of a save.
 
         Args:

@@ -297,21 +297,20 @@ class CheckpointRecovery:
         """Have the node's writer count the generation as committed, and drop what was only prepared beside it."""
         if not self._places.memory:
             return
-        part = CopyKey(point.generation, point.attempt, self._peers.rank)
-        try:
-            self._writer.ask(f.KeepPart(key=part), f.Done, timeout_s=OPEN_TIMEOUT_S)
-        except CheckpointError as error:
-            log.debug("memory is not settled on generation %d: %s", point.generation, error)  # the next save does it
+        self._inform_writer(f.KeepPart, point)  # if this fails, the next save does it
 
     def _drop_from_memory(self, copy: Copy) -> None:
         """Have the node's writer drop this rank's corrupt copy, so that no later load reads it again."""
         if copy.tier != Tier.MEMORY or is_kept(copy):
             return
-        part = CopyKey(copy.generation, copy.attempt, self._peers.rank)
+        self._inform_writer(f.DropPart, copy)  # if this fails, the next load finds it corrupt again
+
+    def _inform_writer(self, request: type[f.KeepPart | f.DropPart], about: RecoveryPoint | Copy) -> None:
+        part = CopyKey(about.generation, about.attempt, self._peers.rank)
         try:
-            self._writer.ask(f.DropPart(key=part), f.Done, timeout_s=OPEN_TIMEOUT_S)
+            self._writer.ask(request(key=part), f.Done, timeout_s=OPEN_TIMEOUT_S)
         except CheckpointError as error:
-            log.debug("the corrupt copy of iteration %d stays in memory: %s", copy.generation, error)
+            log.debug("the writer did not take %s of iteration %d: %s", request.__name__, about.generation, error)
 
     def suspect(
         self, state: Mapping[str, Any], iteration: int, distrusted: Sequence[Distrusted]
@@ -336,7 +335,10 @@ class CheckpointRecovery:
         for copies in table.copies:
             copies.intersection_update([copy for copy in copies if copy.generation == iteration])
         try:
-            proven = self._prove(table, places, state, ())
+            rejected = list(table.rejected)
+            proven = self._agree(table, places, state, (), rejected)
+            if proven is None and table.seen:
+                raise _nothing_left(places, rejected)
         except CheckpointError as error:
             log.warning("the state that was saved for diagnosis is unavailable: %s", error)
             return None
@@ -364,16 +366,6 @@ class CheckpointRecovery:
         directory, limit_s = GlobalDirectory.open(url), self._config.restore_timeout
         run = agree_source(url, directory, self._places, self._peers, calls=self._calls, limit_s=limit_s)
         return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)
-
-    def _prove(
-        self, table: Table, places: Places, state: Mapping[str, Any], distrusted: Sequence[Distrusted]
-    ) -> ProvenGeneration | None:
-        """Prove the newest generation that all ranks can; ``None``: there is none at all."""
-        rejected = list(table.rejected)
-        proven = self._agree(table, places, state, distrusted, rejected)
-        if proven is None and table.seen:
-            raise _nothing_left(places, rejected)
-        return proven
 
     def _agree(
         self,
@@ -549,23 +541,21 @@ def _distrusted_copies(table: Table, distrusted: Sequence[Distrusted]) -> dict[i
 
 def _committed(table: Table, refused: dict[int, set[Copy]], newest: int) -> Committed:
     """Return the generations up to ``newest`` that all ranks could load, and all that are not finite."""
-    committed = Committed(not_finite={generation for generation, _ in table.not_finite})
-    for tiers in (frozenset({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}), frozenset({Tier.GLOBAL})):
+
+    def shared(tiers: frozenset[Tier]) -> set[int]:
         held = [
             {(c.generation, c.attempt) for c in copies - refused[rank] if c.tier in tiers}
             for rank, copies in enumerate(table.copies)
         ]
-        for generation, _ in set.intersection(*held):
-            if generation <= newest:
-                committed.add(generation, tiers)
+        return {generation for generation, _ in set.intersection(*held) if generation <= newest}
+
+    committed = Committed(not_finite={generation for generation, _ in table.not_finite})
+    for tiers in (frozenset({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}), frozenset({Tier.GLOBAL})):
+        for generation in shared(tiers):
+            committed.add(generation, tiers)
     for tier in Tier:
-        copies_there = [
-            {(c.generation, c.attempt) for c in copies - refused[rank] if c.tier == tier}
-            for rank, copies in enumerate(table.copies)
-        ]
-        for generation, _ in set.intersection(*copies_there):
-            if generation in committed.tiers:
-                committed.held.setdefault(generation, set()).add(tier)
+        for generation in shared(frozenset({tier})):
+            committed.held.setdefault(generation, set()).add(tier)
     return committed
 
 

@@ -574,14 +574,3 @@ def _find_class(name: str) -> Any:
         found = getattr(found, part, None)
     is_known = isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")
     return found if is_known else None
-
-
-def modules_in(value: Any) -> Iterator[torch.nn.Module]:
-    if isinstance(value, torch.nn.Module):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from modules_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from modules_in(inner)

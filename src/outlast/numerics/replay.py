@@ -33,6 +33,7 @@ from outlast.errors import OutlastError
 from outlast.numerics.validation import Rejected, StepValidation
 from outlast.policy.rerun import Diagnosis, Replay, StepRun, to_number
 from outlast.runtime.device import training_device
+from outlast.runtime.nested import find_kind
 from outlast.runtime.random_numbers import RandomSnapshot, restore_random
 
 log = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ def as_iterators(batches: Batches) -> tuple[ReplayableIterator[Any], ...]:
 
 
 def _versions(batch: Any) -> tuple[int, ...]:
-    return tuple(map(_version, tensors_in(batch)))
+    return tuple(_version(tensor) for _, tensor in find_kind(batch, torch.Tensor))
 
 
 class StepReplay:
@@ -269,17 +270,6 @@ class StepReplay:
 def fingerprint_of(iterators: Iterators) -> str:
     """Return a fingerprint of what was drawn for the step that runs; empty without iterators."""
     return fingerprint([iterator.drawn for iterator in iterators]) if iterators else ""
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from tensors_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from tensors_in(inner)
 
 
 def store(value: Any) -> tuple[dict[str, Any] | None, list[str]]:

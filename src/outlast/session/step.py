@@ -504,9 +504,11 @@ class Attempts:
     def watch(self, state: Mapping[str, Any]) -> None:
         """Take the state that the steps change."""
         self._state = state
-        from outlast.checkpoint.state import modules_in
+        import torch
 
-        self._machine.watch(*modules_in(state))
+        from outlast.runtime.nested import find_kind
+
+        self._machine.watch(*(module for _, module in find_kind(state, torch.nn.Module)))
 
     def begin_step(self, iteration: int) -> None:
         """Begin a step of the session; where that is the one to replay, begin the replay.

@@ -166,11 +166,16 @@ class ListedLeftover:
 class DirectoryListing:
     """A place that was looked into."""
 
-    entry: ListedPlace
+    place: ListedPlace
+    """Without what lies in it."""
     found: tuple[ListedGeneration, ...]
-    """As ``entry.generations``."""
     remains: tuple[ListedLeftover, ...]
-    """As ``entry.leftovers``."""
+
+    @property
+    def entry(self) -> ListedPlace:
+        """The place with what lies in it."""
+        generations = tuple(one.entry for one in self.found)
+        return structs.replace(self.place, generations=generations, leftovers=tuple(one.entry for one in self.remains))
 
 
 def mark_abandoned(looked: Sequence[DirectoryListing]) -> list[DirectoryListing]:
@@ -179,7 +184,7 @@ def mark_abandoned(looked: Sequence[DirectoryListing]) -> list[DirectoryListing]
     for place in looked:
         for found in place.found:
             if found.entry.attempt is not None and not found.entry.suspect:
-                known.setdefault(found.entry.run, []).append((found.entry, place.entry.tier == "global"))
+                known.setdefault(found.entry.run, []).append((found.entry, place.place.tier == "global"))
     branches = {
         run: Lineage.of(
             [SavedPoint(one.iteration, str(one.attempt), one.era, is_global) for one, is_global in entries],
@@ -206,8 +211,7 @@ def _mark(place: DirectoryListing, branches: Mapping[str | None, Lineage]) -> Di
                 is_abandoned_for_certain=lineage.is_superseded_for_certain(attempt),
             )
         )
-    entry = structs.replace(place.entry, generations=tuple(one.entry for one in found))
-    return replace(place, entry=entry, found=tuple(found))
+    return replace(place, found=tuple(found))
 
 
 def _judge(
@@ -361,7 +365,7 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
         generations = [
             found
             for found in committed
-            if found.entry.iteration < newest and _goes(found, kept, latest=looked.entry.latest)
+            if found.entry.iteration < newest and _goes(found, kept, latest=looked.place.latest)
         ]
     if rule.suspects:
         generations += [found for found in looked.found if found.entry.suspect]

@@ -342,10 +342,8 @@ def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
         latest=max(latest, default=None),
         nodes=nodes,
         problems=tuple(problems),
-        generations=tuple(one.entry for one in found),
-        leftovers=tuple(one.entry for one in remains),
     )
-    return DirectoryListing(entry=place, found=tuple(found), remains=tuple(remains))
+    return DirectoryListing(place=place, found=tuple(found), remains=tuple(remains))
 
 
 _FILE = re.compile(rf"(?P<above>{SUSPECT}/)?step-(?P<iteration>\d+)/(?P<name>.+)")
@@ -388,10 +386,8 @@ def look_into_store(url: str) -> DirectoryListing:
         run=run,
         latest=directory.latest() if TRACKER in sizes else None,
         problems=check_hint(directory.hint(), owner, is_there=RUN in sizes),
-        generations=tuple(one.entry for one in found),
-        leftovers=tuple(one.entry for one in remains),
     )
-    return DirectoryListing(entry=place, found=found, remains=tuple(remains))
+    return DirectoryListing(place=place, found=found, remains=tuple(remains))
 
 
 def _examine_global(

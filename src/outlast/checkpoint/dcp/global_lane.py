@@ -41,7 +41,6 @@ from outlast.checkpoint.lane import (
     Reached,
     RetryingLane,
     SaveOutcome,
-    check_answer,
     child_above,
     children,
 )
@@ -211,9 +210,8 @@ class GlobalLane(RetryingLane):
 
     def _plan(self, save: Save, answer: Inventoried) -> _SharedWriting | None:
         """Gather what all ranks have; on rank 0 share the writing out, or post why that cannot be done."""
-        everyone = range(self._world_size)
         if self._rank != 0:
-            self._gather_up(save, "has", answer, everyone)
+            self._gather_answers(save, "has", answer)
             return None
         try:
             self._outcomes.late.wait_for(self.name, f"{self._describe_rank(0)}, which looks into it")
@@ -225,11 +223,8 @@ class GlobalLane(RetryingLane):
             return None
         self._start_clock()
         try:
-            roots = []
-            for rank, gathered in self._gather_up(save, "has", answer, everyone):
-                root = check_answer(gathered, rank, save.iteration).inventory
-                assert root is not None  # there is one, or an error
-                roots.append(root)
+            answers = self._gather_answers(save, "has", answer)
+            roots = [one.inventory for one in answers if one.inventory is not None]  # there is one, or an error
             tables = {one.table: InventoryTable for one in roots}
             digests = {one.digests: PartDigests for one in roots}
             inventories = join(
@@ -247,10 +242,8 @@ class GlobalLane(RetryingLane):
         reports: list[WriteReport] = []
         try:
             # Even after a failure of all: nothing may be cleared away while somebody writes.
-            for rank, answer in self._gather_up(save, "wrote", wrote, range(self._world_size), waits_for_all=True):
-                report = check_answer(answer, rank, save.iteration).report
-                assert report is not None  # there is one, or an error
-                reports.append(report)
+            answers = self._gather_answers(save, "wrote", wrote, waits_for_all=True)
+            reports = [one.report for one in answers if one.report is not None]  # there is one, or an error
             outcome = SaveOutcome()
         except CheckpointError as failure:
             if self._rank != 0:
@@ -295,11 +288,6 @@ class GlobalLane(RetryingLane):
             directory.commit(save.attempt, manifest, metadata, confirm=self._claim.acquire)
         if not save.suspect:
             self._committed.note_finite(save.iteration, finite=manifest.finite)
-
-    def _hold_claim(self) -> None:
-        """Be sure that the directory is this run's. Raises: DirectoryRefused, when it is another run's."""
-        if self._claim is not None:
-            self._claim.hold()
 
     def _failed_here(self, error: Exception) -> SaveOutcome:
         is_plain = isinstance(error, DirectoryRefused | Replaced)

@@ -27,6 +27,7 @@ from outlast.checkpoint.missing import complete, find_missing
 from outlast.checkpoint.state import Wrapped, decode, decoded_tree, is_nested, is_stateful, may_be_absent
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Mismatch
+from outlast.runtime.nested import find_kind
 from outlast.wording import count
 
 log = logging.getLogger(__name__)
@@ -106,17 +107,6 @@ def replace_all(value: Any, change: Callable[[Any, Path], Any], kind: type, path
     if type(value) in (list, tuple):
         return type(value)(replace_all(inner, change, kind, (*path, index)) for index, inner in enumerate(value))
     return value
-
-
-def find_all(value: Any, path: Path, kind: type = torch.Tensor) -> list[tuple[Path, Any]]:
-    """Return all of a kind in nested containers, with the paths that lead to them."""
-    if isinstance(value, kind):
-        return [(path, value)]
-    if isinstance(value, Mapping):
-        return [found for key, inner in value.items() for found in find_all(inner, (*path, str(key)), kind)]
-    if isinstance(value, list | tuple):
-        return [found for index, inner in enumerate(value) for found in find_all(inner, (*path, index), kind)]
-    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +203,7 @@ class _Planner:
         saved = saved_structure(self._files)
         if self._keeps_missing:
             self.missing, saved = find_missing(state, saved), complete(state, saved)
-        self._wrapped = {path: stored for path, stored in find_all(saved, (), Stored) if stored.wrapped is not None}
+        self._wrapped = {path: stored for path, stored in find_kind(saved, Stored) if stored.wrapped is not None}
         return {
             name: self._any(value, saved.get(name, _MISSING), (name,))
             for name, value in state.items()
@@ -236,10 +226,10 @@ class _Planner:
 
     def _stateful(self, live: Any, saved: Any, path: Path) -> Any:
         content = live.state_dict()
-        templates = dict(find_all(content, path))
+        templates = dict(find_kind(content, torch.Tensor, path))
         if isinstance(live, torch.optim.Optimizer):
             return self._as_saved(saved, path, {**templates, **_optimizer_templates(live, content, saved, path)})
-        stored = {stored_path for stored_path, _ in find_all(saved, path, Stored)}
+        stored = {stored_path for stored_path, _ in find_kind(saved, Stored, path)}
         if isinstance(live, torch.nn.Module) or (templates and set(templates) != stored):
             return self._as_live(content, saved, path)
         return self._as_saved(saved, path, templates)
@@ -260,7 +250,7 @@ class _Planner:
             for name, value in live.items():
                 cast(Any, filled)[name] = self._as_live(value, inner.get(name, _MISSING), (*path, str(name)))
             return filled
-        if isinstance(live, list) and any(True for _ in find_all(live, path)):
+        if isinstance(live, list) and any(True for _ in find_kind(live, torch.Tensor)):
             inner_list = saved if isinstance(saved, list) and len(saved) == len(live) else [_MISSING] * len(live)
             pairs = enumerate(zip(live, inner_list, strict=True))
             return [self._as_live(value, found, (*path, index)) for index, (value, found) in pairs]
