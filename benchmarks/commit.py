@@ -38,14 +38,14 @@ from outlast.checkpoint.dcp.layout import (
     WrittenFile,
     pack,
 )
-from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, SaveAttempt
+from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, Refusal, SaveAttempt
 from outlast.checkpoint.lane import FAN_OUT, Lane, SaveOutcome, Subtree, shared_name
 from outlast.checkpoint.late_tiers import LateTiers
-from outlast.checkpoint.manifest import MANIFEST, ShardEntry, TensorEntry, topology_digest
+from outlast.checkpoint.manifest import MANIFEST, ShardEntry, topology_digest
 from outlast.checkpoint.near_lane import LocalLane, ShardReady
 from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import Save, SaveHandle
-from outlast.checkpoint.shard import DIGEST_BYTES, TREE, Identity, ShardLayout, num_chunks, shard_name
+from outlast.checkpoint.shard import DIGEST_BYTES, TREE, Identity, ShardLayout, TensorSpan, num_chunks, shard_name
 from outlast.checkpoint.vault import Vault
 from outlast.errors import CheckpointError, OutlastError
 from outlast.policy.checkpoint_plan import RetentionRules
@@ -247,7 +247,7 @@ def _spend(
         DirectoryContent(),
         LeaseOwner(token="", process=this_process(), run="bench"),
         may_resume_other=False,
-        on_lost=lambda refused: None,
+        refusal=Refusal(),
         token=_TOKEN,
     )
     claim.hold()
@@ -280,7 +280,7 @@ class _ShardOfRank0:
 
     arena: Arena
     num_bytes: int
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[TensorSpan, ...]
 
     def close(self) -> None:
         """Free it."""
@@ -293,7 +293,7 @@ def _fsdp_image(num_ranks: int, iteration: int, attempt: str) -> _ShardOfRank0:
     entries, nodes = {}, []
     for name, dtype, (part,), num_bytes, _ in tensors:
         whole = [part * num_ranks]
-        entries[name] = TensorEntry(
+        entries[name] = TensorSpan(
             name=name,
             dtype=dtype,
             shape=(part,),
@@ -312,7 +312,7 @@ def _fsdp_image(num_ranks: int, iteration: int, attempt: str) -> _ShardOfRank0:
     ]
     shape = (len(tree),)
     placed.append(
-        TensorEntry(
+        TensorSpan(
             name=TREE,
             dtype="U8",
             shape=shape,

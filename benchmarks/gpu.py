@@ -24,7 +24,7 @@ from benchmarks.measuring import MeasuredRounds, Progress, measure_rounds, media
 from benchmarks.restart import RestartTiming, kill_under_outlast, kill_under_torchrun
 from outlast import InProcessRestartConfig, clock, env
 from outlast.checkpoint import CheckpointManager
-from outlast.checkpoint.recovery import Restored
+from outlast.checkpoint.tiers import Restored
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import CheckpointConfig, StragglerDetectionConfig
 from outlast.errors import ConfigError, OutlastError

@@ -31,7 +31,7 @@ from benchmarks.measuring import (
 from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
 from outlast.numerics.replica_digest import digest_tensors
-from outlast.numerics.rerun_machine import machine_for
+from outlast.numerics.rerun_machine import RerunMachine
 from outlast.runtime.process_groups import Group
 from outlast.simulate.benchmark_results import BenchResult
 
@@ -139,7 +139,7 @@ def measure_steps(num_rounds: str) -> Iterator[dict[str, float]]:
     """
     with process_group():
         training = SmallTraining()
-        machine = machine_for(
+        machine = RerunMachine(
             WorkerEnv(global_rank=dist.get_rank(), world_size=2),
             config=RerunStateMachineConfig(rerun_mode="validate_results", check_for_spiky_loss=True),
             modules=[training.model],

@@ -188,7 +188,7 @@ def found_at(iteration: int, kind: str) -> ListedGeneration:
 def test_the_newest_valid_one_always_stays(kinds: dict[int, str], k: int, interval: int, window: int) -> None:
     """Whatever lies there: the newest K valid ones, all that is newer, and all that is not known to be torn stay."""
     found = tuple(found_at(iteration, kind) for iteration, kind in sorted(kinds.items(), reverse=True))
-    looked = DirectoryListing(entry=ListedPlace(path="", tier="local"), found=found, remains=())
+    looked = DirectoryListing(place=ListedPlace(path="", tier="local"), found=found, remains=())
     rule = Rule(most_recent_k=k, retain_interval=interval, suspect_window=window)
     gone = {one.entry.iteration for one in plan_pruning(looked, rule, now_ns=0).generations}
     valid = sorted((iteration for iteration, kind in kinds.items() if kind == "valid"), reverse=True)

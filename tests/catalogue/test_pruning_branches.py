@@ -115,7 +115,7 @@ def test_abandoned_checkpoints_change_nothing_about_the_others(
 
     def deleted(of: set[tuple[int, str]]) -> set[tuple[int, str]]:
         found = {one: found_at(*one) for one in sorted(of)}
-        looked = DirectoryListing(entry=ListedPlace(path="", tier="local"), found=tuple(found.values()), remains=())
+        looked = DirectoryListing(place=ListedPlace(path="", tier="local"), found=tuple(found.values()), remains=())
         plan = plan_pruning(looked, rule, now_ns=0).generations
         return {one for one, listed in found.items() if any(listed is goes for goes in plan)}
 

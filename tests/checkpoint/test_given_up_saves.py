@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.save import Outcomes, Save, SaveHandle
+from outlast.checkpoint.directory import Refusal, SaveAttempt
+from outlast.checkpoint.outcomes import Outcomes
+from outlast.checkpoint.save import Save, SaveHandle
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
 from outlast.runtime.journal import Journal
 
 
-def outcomes_of(folder: Path) -> Outcomes:
+def outcomes_of(folder: Path, is_left: Callable[[], bool] | None = None) -> Outcomes:
     """Return outcomes that write their events into a folder; no save of this test has memory to give back."""
     journal = Journal(folder, run_id="r", job="j", node="n", proc="rank-0")
-    return Outcomes(WorkerEnv(node="n"), journal, None, suspect_window=0)  # type: ignore[arg-type]
+    return Outcomes(WorkerEnv(node="n"), journal, None, Refusal(), suspect_window=0, is_left=is_left)  # type: ignore[arg-type]
 
 
 def written(folder: Path) -> str:
@@ -51,8 +53,8 @@ def test_without_a_call_every_failure_is_one(tmp_path: Path, caplog: pytest.LogC
 
 def test_what_fails_as_the_call_is_left_is_abandoned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is neither an incident nor counted, also where the peers' leaving is noticed before one's own."""
-    outcomes, looks = outcomes_of(tmp_path / "journal"), iter([False, False, True, True])
-    outcomes.is_left = lambda: next(looks)
+    looks = iter([False, False, True, True])
+    outcomes = outcomes_of(tmp_path / "journal", is_left=lambda: next(looks))
     with caplog.at_level(logging.INFO):
         assert fail(outcomes).error is not None
     assert outcomes.num_failures == 0

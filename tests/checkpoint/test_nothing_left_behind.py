@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from outlast.checkpoint import CheckpointManager
+from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.places import Peers, agree_places
-from outlast.checkpoint.save import Outcomes
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
@@ -56,14 +57,14 @@ class _LeavingPeers:
     def __init__(self, num_gathers: int) -> None:
         self._left = num_gathers
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def gather(self, kind: Any, value: Any) -> list[Any]:
         if not self._left:
             raise PeerLost("a peer left")
         self._left -= 1
-        return [data]
+        return [value]
 
     def find_first(self, text: str) -> str:
-        return self.gather(text.encode())[0].decode()
+        return str(self.gather(str, text)[0])
 
 
 @pytest.mark.parametrize("num_gathers", [1, 2])

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from outlast.checkpoint import protocol
-from outlast.checkpoint.arena import ArenaPool
+from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.client import ReplicaError, Target, ping
 from outlast.checkpoint.writer_client import WriterClient, WriterProcess

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,11 @@ class Peers:
 
     rank, world_size = 0, 2
 
-    def __init__(self, other: bytes) -> None:
+    def __init__(self, other: tuple[int, str] | None) -> None:
         self._other = other
 
-    def gather(self, data: bytes) -> list[bytes]:
-        return [data, self._other]
+    def gather(self, kind: Any, value: Any) -> list[Any]:
+        return [value, self._other]
 
 
 def table(*copies: set[Copy], world_sizes: dict[str, int] | None = None) -> Table:
@@ -100,8 +101,8 @@ def test_what_one_rank_has_does_not_make_a_generation() -> None:
     mine = (3, "b")
     two = Copy(2, "a", Tier.LOCAL, "node")
     three = Copy(3, "b", Tier.GLOBAL)
-    assert gather_kept(mine, table({two}, {two}), Peers(b"null")) == [None, None]  # type: ignore[arg-type]
-    kept = gather_kept(mine, table({two}, {two, three}), Peers(b"null"))  # type: ignore[arg-type]
+    assert gather_kept(mine, table({two}, {two}), Peers(None)) == [None, None]  # type: ignore[arg-type]
+    kept = gather_kept(mine, table({two}, {two, three}), Peers(None))  # type: ignore[arg-type]
     assert kept[1] is None
     assert kept[0] is not None
     assert is_kept(kept[0])
@@ -120,5 +121,5 @@ def test_a_generation_of_another_number_of_ranks_is_loaded_by_all() -> None:
     """What has to be re-cut is read by all ranks together: no rank stays aside."""
     three = Copy(3, "b", Tier.GLOBAL)
     both = table({three}, {three}, world_sizes={"b": 4})
-    kept = gather_kept((3, "b"), both, Peers(b'[3, "b"]'))  # type: ignore[arg-type]
+    kept = gather_kept((3, "b"), both, Peers((3, "b")))  # type: ignore[arg-type]
     assert kept == [None, None]

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from outlast.checkpoint import CheckpointManager
+from outlast.checkpoint.fit import filled
 from outlast.checkpoint.manager import open_manager
 from outlast.checkpoint.manifest import decode_manifest
 from outlast.checkpoint.shard import is_finite
-from outlast.checkpoint.state import decode, filled, flatten
+from outlast.checkpoint.state import decode, flatten
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError

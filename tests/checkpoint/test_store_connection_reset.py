@@ -45,8 +45,7 @@ LEAVE_A_CALL = """
 import pathlib, time
 said = pathlib.Path(folder).with_name("pid")
 over = pathlib.Path(folder).with_name("over")
-manager = manage(config={"save_timeout": 200.0})
-manager.treat_failures_as_abandoned(lambda: True)  # the call is left from here on
+manager = manage(config={"save_timeout": 200.0}, is_left=lambda: True)
 if rank == 0:
     said.write_text(str(os.getpid()))
     while not over.exists():

@@ -15,7 +15,7 @@ from outlast.checkpoint.arena import Arena, Stager
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.global_lane import GlobalLane
-from outlast.checkpoint.directory import Claim, DirectoryContent, SaveAttempt
+from outlast.checkpoint.directory import Claim, DirectoryContent, Refusal, SaveAttempt
 from outlast.checkpoint.late_tiers import LateTiers
 from outlast.checkpoint.manifest import topology_digest
 from outlast.checkpoint.places import Places, Replication
@@ -112,15 +112,17 @@ class _Unleased(Claim):
     def acquire(self) -> None:
         """Nobody else is there."""
 
+    def retire(self, iterations: Sequence[int]) -> None:
+        for iteration in iterations:
+            self._place.remove(iteration)
+
 
 def make_claim(directory: GlobalDirectory, run: str, token: str, machine: str | None) -> Claim:
     """Make the claim of a run, with a lease if it is told on which machine it is."""
     process = this_process() if machine is None else msgspec.structs.replace(this_process(), machine=machine)
     own = LeaseOwner(token="", process=process, run=run)
     kind = _Unleased if machine is None else Claim
-    return kind(
-        directory, run, DirectoryContent(), own, may_resume_other=False, on_lost=lambda refused: None, token=token
-    )
+    return kind(directory, run, DirectoryContent(), own, may_resume_other=False, refusal=Refusal(), token=token)
 
 
 def open_lane(

@@ -10,8 +10,12 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import fsspec
+import pytest
 
 from outlast.testing.ranks import free_port
 
@@ -63,6 +67,21 @@ class S3Server:
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
+
+    @classmethod
+    @contextlib.contextmanager
+    def reachable(cls, bucket: str, record: Path) -> Iterator[S3Server]:
+        """Run a server, and have fsspec find it from this process."""
+        server = cls(bucket, record)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in server.environment.items():
+                    patch.setenv(name, value)
+                # In this process fsspec was imported before: it has read its variables already.
+                patch.setitem(fsspec.config.conf, "s3", {"endpoint_url": server.endpoint})
+                yield server
+        finally:
+            server.kill()
 
     @property
     def endpoint(self) -> str:

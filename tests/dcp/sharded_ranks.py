@@ -23,7 +23,8 @@ from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.reader import read_rank
 from outlast.checkpoint.dcp.reshard import load_resharded
 from outlast.checkpoint.directory import SaveAttempt
-from outlast.checkpoint.state import capture, decode, meshes_of
+from outlast.checkpoint.layouts import meshes_of
+from outlast.checkpoint.state import capture, decode
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.policy.checkpoint_plan import RetentionRules
 

@@ -41,30 +41,15 @@ pytestmark = [pytest.mark.process]
 BUCKET = "bucket"
 
 
-@contextlib.contextmanager
-def _reachable(record: Path) -> Iterator[S3Server]:
-    """Run a server, and have fsspec find it."""
-    server = S3Server(BUCKET, record)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in server.environment.items():
-                patch.setenv(name, value)
-            # In this process fsspec was imported before: it has read its variables already.
-            patch.setitem(fsspec.config.conf, "s3", {"endpoint_url": server.endpoint})
-            yield server
-    finally:
-        server.kill()
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with _reachable(tmp_path_factory.mktemp("s3") / "record") as running:
+    with S3Server.reachable(BUCKET, tmp_path_factory.mktemp("s3") / "record") as running:
         yield running
 
 
 @pytest.fixture
 def mortal_server(tmp_path: Path) -> Iterator[S3Server]:
-    with _reachable(tmp_path / "record") as running:
+    with S3Server.reachable(BUCKET, tmp_path / "record") as running:
         yield running
 
 

@@ -26,7 +26,7 @@ from torch.torch_version import TorchVersion
 
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.reshard import load_resharded
-from outlast.checkpoint.state import own_part, rows_of
+from outlast.checkpoint.layouts import own_part, rows_of
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from s3_server import S3Server
 
@@ -127,16 +126,8 @@ class Place:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A server for all tests of this module, known to what runs in this process."""
-    running = S3Server("bucket", tmp_path_factory.mktemp("s3") / "record")
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in running.environment.items():
-                patch.setenv(name, value)
-            # In this process fsspec was imported before: it has read its variables already.
-            patch.setitem(fsspec.config.conf, "s3", {"endpoint_url": running.endpoint})
-            yield running
-    finally:
-        running.kill()
+    with S3Server.reachable("bucket", tmp_path_factory.mktemp("s3") / "record") as running:
+        yield running
 
 
 @pytest.fixture
@@ -287,7 +278,15 @@ def _check_indexes(place: Place, iterations: Sequence[int] = ()) -> None:
         assert (len(data), digests(data)) == (entry.num_bytes, entry.chunks), f"generation {iteration}"
 
 
-def _stop_at_random(place: Place, seed: int) -> None:
+_RANDOM = [("posix", 0), ("posix", 1), ("s3", 2)]
+_MANY = [pytest.param(kind, seed, marks=pytest.mark.campaign) for kind in ("posix", "s3") for seed in range(100, 120)]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "seed"), [*_RANDOM, *_MANY], indirect=["place"])
+def test_lives_stopped_at_random_moments_lose_nothing(place: Place, seed: int) -> None:
+    """What the stopped one had committed is found by the other, whose commits stay; no generation is a mix."""
     chance = random.Random(seed)
     first = place.live(times=chance.randint(1, 2))
     first.wait_for("committed", chance.randint(1, 4))
@@ -302,20 +301,3 @@ def _stop_at_random(place: Place, seed: int) -> None:
     second.wait_for("committed")
     assert (first.finish(), second.finish()) == (75, 0)
     _check_kept(place, first, second)
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.parametrize(("place", "seed"), [("posix", 0), ("posix", 1), ("s3", 2)], indirect=["place"])
-def test_lives_stopped_at_random_moments_lose_nothing(place: Place, seed: int) -> None:
-    """What the stopped one had committed is found by the other, whose commits stay; no generation is a mix."""
-    _stop_at_random(place, seed)
-
-
-@pytest.mark.process
-@pytest.mark.campaign
-@pytest.mark.parametrize("place", ["posix", "s3"], indirect=True)
-@pytest.mark.parametrize("seed", range(100, 120))
-def test_many_lives_stopped_at_random_moments_lose_nothing(place: Place, seed: int) -> None:
-    """As above, many times."""
-    _stop_at_random(place, seed)

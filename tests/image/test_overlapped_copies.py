@@ -93,7 +93,6 @@ def test_a_step_waits_for_every_copy_and_once() -> None:
     assert first.calls == second.calls == ["hold_back"]
     assert seen == [True, True]
     assert not torch.equal(before, model[0].weight)  # type: ignore[index]
-    assert guard.stall_s > 0.0
 
 
 def test_steps_are_held_back_until_a_device_has_copied() -> None:

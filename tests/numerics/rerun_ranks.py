@@ -85,7 +85,7 @@ def transient(rank: int) -> dict[str, Any]:
     told: dict[str, Any] = {"calm": Loop(rank).train().end()}
     for bad in (0, 5):
         loop = Loop(rank, lambda iteration, run, bad=bad: rank == 1 and (iteration, run) == (bad, 1)).train()
-        found = {str(finding): number for finding, number in loop.machine.num_found.items() if number}
+        found = {finding: number for finding, number in loop.machine.state_dict()["found"].items() if number}
         told[str(bad)] = {"runs": loop.runs, "end": loop.end(), "found": found}
     return told
 

@@ -12,7 +12,7 @@ import torch
 
 from outlast.config import RerunStateMachineConfig
 from outlast.env import WorkerEnv
-from outlast.numerics.rerun_machine import RerunDecision, machine_for
+from outlast.numerics.rerun_machine import RerunDecision, RerunMachine
 from outlast.policy.rerun import Replay
 from outlast.runtime.random_numbers import capture_random, restore_random
 
@@ -57,7 +57,7 @@ class Training:
         self.micro_batches = micro_batches
         self.source = Source()
         place = WorkerEnv(node="n", device=device)
-        self.machine = machine_for(place, config=config, modules=[self.model], **arguments)
+        self.machine = RerunMachine(place, config=config, modules=[self.model], **arguments)
         self.batches = self.machine.replayable(self.source)
         self.iteration = 0
 

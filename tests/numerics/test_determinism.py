@@ -16,7 +16,7 @@ from outlast.env import WorkerEnv
 from outlast.incidents import EventKind
 from outlast.journal import read
 from outlast.numerics import RerunStateMachine
-from outlast.numerics.rerun_machine import machine_for
+from outlast.numerics.rerun_machine import RerunMachine
 from outlast.numerics.validation import DifferenceCounts, describe_differences
 from outlast.runtime.journal import Journal
 
@@ -76,7 +76,7 @@ def test_validations_of_one_run_only_are_counted() -> None:
 def test_report_goes_to_the_journal(tmp_path: Path) -> None:
     """The report is an event, infinite differences included."""
     journal = Journal(tmp_path, run_id="r", job="j", node="n", proc="rank-0")
-    machine = machine_for(WorkerEnv(), journal, config=TWICE)
+    machine = RerunMachine(WorkerEnv(), journal, config=TWICE)
     machine.begin_step(0)
     values = iter([1.0, math.nan])
     while machine.should_run():

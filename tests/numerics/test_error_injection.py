@@ -36,7 +36,7 @@ def test_one_of_so_many_is_struck() -> None:
 def test_transient_errors_leave_no_trace() -> None:
     """Training with transient errors ends with the weights of training without."""
     struck = Training(injecting("transient_error")).steps(20)
-    assert struck.machine.num_found[Finding.TRANSIENT] > 0
+    assert struck.machine.state_dict()["found"][Finding.TRANSIENT] > 0
     assert_same(Training().steps(20), struck)
 
 

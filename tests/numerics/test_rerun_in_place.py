@@ -35,7 +35,7 @@ def test_transient_nan_leaves_no_trace(bad: int) -> None:
     """After a NaN in one run, the first step's included, all that training changes is that of the undisturbed run."""
     calm = Training().steps(NUM_STEPS)
     struck = Training(disturb=nan_at(bad)).steps(NUM_STEPS)
-    assert struck.machine.num_found[Finding.TRANSIENT] == 1
+    assert struck.machine.state_dict()["found"][Finding.TRANSIENT] == 1
     assert_same(calm, struck)
 
 
@@ -44,7 +44,7 @@ def test_first_step_after_a_load_is_judged_too() -> None:
     saved = Training().steps(3).save()
     calm = Training().load(saved).steps(4)
     struck = Training(disturb=nan_at(3)).load(saved).steps(4)
-    assert struck.machine.num_found[Finding.TRANSIENT] == 1
+    assert struck.machine.state_dict()["found"][Finding.TRANSIENT] == 1
     assert_same(calm, struck)
 
 
@@ -176,8 +176,8 @@ def test_spike_is_run_again_and_then_trained_on() -> None:
             machine.validate(next(run))
         assert next(run, None) is None, f"iteration {iteration} was run too seldom"
         assert machine.decision.exit_code is None
-    assert machine.num_found[Finding.REPRODUCED] == 1
-    assert machine.num_found[Finding.TRANSIENT] == 1
+    assert machine.state_dict()["found"][Finding.REPRODUCED] == 1
+    assert machine.state_dict()["found"][Finding.TRANSIENT] == 1
 
 
 def test_what_was_found_is_in_the_journal(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_validation_that_is_not_fatal_lets_training_go_on() -> None:
     """fatal=False: a result that comes again is taken for correct."""
     loop = Reference()
     assert loop.step(math.nan, math.nan, fatal=False) == ([0, 0], (False, False, 0))
-    assert loop.machine.num_found[Finding.REPRODUCED] == 1
+    assert loop.machine.state_dict()["found"][Finding.REPRODUCED] == 1
 
 
 def test_results_of_any_form_can_be_compared() -> None:

@@ -13,7 +13,7 @@ from rerun_training import Disturb, Training, assert_same, undisturbed
 from outlast.config import RerunStateMachineConfig
 from outlast.errors import OutlastError
 from outlast.numerics import ReplayableIterator, RerunStateMachine
-from outlast.numerics.rerun_machine import machine_for
+from outlast.numerics.rerun_machine import RerunMachine
 from outlast.policy.rerun import Diagnosis, Finding, Replay
 from outlast.runtime.postmortem import read_diagnosis
 
@@ -77,7 +77,7 @@ def test_training_goes_on_as_if_nothing_had_been() -> None:
     calm = Training().steps(BAD + 3)
     saved, diagnosis = save_of_a_reproduced_nan()
     training = Training().load(saved, replay_of(diagnosis)).steps(3)
-    assert training.machine.num_found[Finding.TRANSIENT] == 1
+    assert training.machine.state_dict()["found"][Finding.TRANSIENT] == 1
     assert_same(calm, training)
 
 
@@ -260,7 +260,7 @@ def test_diagnosis_is_left_for_the_agent(tmp_path: Path) -> None:
     from outlast.env import WorkerEnv
 
     place = WorkerEnv(run_dir=str(tmp_path), job="j", cycle=4, node="n")
-    machine = machine_for(place)
+    machine = RerunMachine(place)
     machine.begin_step(7)
     while machine.should_run():
         machine.validate(math.inf)

@@ -14,19 +14,20 @@ import contextlib
 import resource
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-from broken_places import ALL, Bucket, Disk, Fault
+import pytest
+from broken_places import ALL, Bucket, Disk, Fault, why_unavailable
 from trained_nodes import NODES, TrainedNodes, newest_checkpoint
 
 from outlast.incidents import EventKind
 
-__all__ = ["Cell", "Tier", "When", "check_cell", "disk_cells", "store_cells", "writer_cells"]
+__all__ = ["MARKS", "Cell", "Tier", "When", "check_cell", "disk_cells", "each_cell", "store_cells", "writer_cells"]
 
 INTERVAL, NEAR_INTERVAL = 20, 10
 """Iterations between two saves to all tiers, and to the node-local tiers."""
@@ -101,6 +102,23 @@ def writer_cells() -> list[Cell]:
     """Return the cells of the memory tier, which are also those of a replica's partner."""
     faults = (Fault.HUNG, Fault.GONE, Fault.FULL)
     return [Cell(fault, Tier.MEMORY, nodes, when) for fault in faults for nodes in (_ONE, ALL) for when in When]
+
+
+MARKS = [
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "available"),
+]
+"""Of the tests of the matrix."""
+
+
+def each_cell(cells: Sequence[Cell], *, first: Set[str], sample: Set[str]) -> pytest.MarkDecorator:
+    """Run a test for each cell: ``make test`` the first ones, ``make test-all`` a sample too, campaigns the others."""
+
+    def mark(name: str) -> Any:
+        return () if name in first else pytest.mark.extended if name in sample else pytest.mark.campaign
+
+    return pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=mark(str(cell))) for cell in cells])
 
 
 class _Place(Protocol):

@@ -4,36 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from broken_places import why_unavailable
-from cells import Cell, check_cell, disk_cells
+from cells import MARKS, Cell, check_cell, disk_cells, each_cell
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "available"),
-]
+pytestmark = MARKS
 
+FIRST = {"hung-global-one-node-in-save", "full-local-one-node-in-save"}
+"""Cells that every run of the tests plays."""
 SAMPLE = {
-    "hung-global-one-node-in-save",
     "hung-global-all-nodes-in-restore",
     "full-global-all-nodes-in-save",
     "read-only-global-all-nodes-in-restore",
     "gone-global-one-node-in-save",
     "hung-global-all-nodes-from-start",
-    "full-local-one-node-in-save",
     "hung-local-one-node-in-restore",
 }
-"""Cells that every run of the tests plays; the others belong to the long campaigns."""
+"""Cells that `make test-all` plays; the others belong to the long campaigns."""
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, id=str(cell), marks=() if str(cell) in SAMPLE else pytest.mark.campaign)
-        for cell in disk_cells()
-    ],
-)
+@each_cell(disk_cells(), first=FIRST, sample=SAMPLE)
 def test_a_broken_directory_stops_no_training(cell: Cell, tmp_path: Path) -> None:
     """Training continues, a line names tier, node and path, and the directory is used again once it works."""
     check_cell(cell, tmp_path)

@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from broken_places import start_store, why_unavailable
-from cells import Cell, check_cell, store_cells
+from broken_places import start_store
+from cells import MARKS, Cell, check_cell, each_cell, store_cells
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "available"),
-]
+pytestmark = MARKS
 
-SAMPLE = {"hung-s3-all-nodes-in-restore", "error-403-s3-all-nodes-in-save", "gone-s3-one-node-in-restore"}
-"""Cells that every run of the tests plays; the others belong to the long campaigns."""
+FIRST = {"hung-s3-all-nodes-in-restore"}
+"""Cells that every run of the tests plays."""
+SAMPLE = {"error-403-s3-all-nodes-in-save", "gone-s3-one-node-in-restore"}
+"""Cells that `make test-all` plays; the others belong to the long campaigns."""
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         running.kill()
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, id=str(cell), marks=() if str(cell) in SAMPLE else pytest.mark.campaign)
-        for cell in store_cells()
-    ],
-)
+@each_cell(store_cells(), first=FIRST, sample=SAMPLE)
 def test_a_broken_object_store_stops_no_training(cell: Cell, server: Any, tmp_path: Path) -> None:
     """Training continues, a line names tier, node and URL, and the store is used again once it responds."""
     check_cell(cell, tmp_path, server)

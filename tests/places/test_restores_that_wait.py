@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from broken_places import Bucket, Disk, Fault, start_store, why_unavailable
+from broken_places import Bucket, Disk, Fault, start_store
+from cells import MARKS
 from trained_nodes import LIMIT_S, NODES, TrainedNodes, newest_checkpoint
 
 from outlast.errors import ExitReason
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "available"),
-]
+pytestmark = [*MARKS, pytest.mark.extended]
 INTERVAL = 20
 NEVER_S = 20.0
 """``restore_timeout`` of a job whose place does not come back."""

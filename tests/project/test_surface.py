@@ -45,6 +45,8 @@ PUBLIC = [
     "outlast.straggler",
     "outlast.testing",
 ]
+NOT_CONSTRUCTED = {"outlast.Attempt"}
+"""Public classes that only the package constructs, beside dataclasses, which are constructed from their fields."""
 COMMITTED = Path(__file__).with_name("surface.txt")
 
 
@@ -73,13 +75,21 @@ def describe_class(name: str, cls: type) -> Iterator[str]:
         else:
             default = " = ..." if field.default_factory is not dataclasses.MISSING else ""
         yield f"{name}.{field.name}{default}"
-    for member, raw in sorted(vars(cls).items()):
+    for member, raw in sorted(members_of(cls).items()):
         if member.startswith("_") or member in {field.name for field in fields}:
             continue
         if isinstance(raw, property):
             yield f"{name}.{member}"
         elif inspect.isfunction(getattr(raw, "__func__", raw)):
             yield f"{name}.{member}()"
+
+
+def members_of(cls: type) -> dict[str, Any]:
+    """Return what a class defines; of one that adds nothing but a constructor, what the class behind it defines."""
+    (base, *_) = cls.__bases__
+    is_internal = base.__module__ == cls.__module__ and base not in public_types().values()
+    is_face = is_internal and base.__name__[0] != "_" and all(name.startswith("_") for name in vars(cls))
+    return {**(vars(base) if is_face else {}), **vars(cls)}
 
 
 def surface() -> list[str]:
@@ -136,7 +146,7 @@ def annotations() -> Iterator[tuple[str, str, str]]:
             value = getattr(module, name)
             where = f"{module_name}.{name}"
             if inspect.isclass(value):
-                makes_itself = dataclasses.is_dataclass(value)  # from its fields
+                makes_itself = dataclasses.is_dataclass(value) or where in NOT_CONSTRUCTED
                 members = {
                     key: raw
                     for key, raw in vars(value).items()

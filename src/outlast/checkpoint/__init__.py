@@ -11,16 +11,14 @@ from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
     from outlast.checkpoint.manager import CheckpointManager
-    from outlast.checkpoint.recovery import Restored
     from outlast.checkpoint.save import SaveHandle, SaveResult
-    from outlast.checkpoint.tiers import Rejection
+    from outlast.checkpoint.tiers import Rejection, Restored
     from outlast.policy.durability import Durability
 
 _HOMES = {
     "outlast.checkpoint.manager": ("CheckpointManager",),
-    "outlast.checkpoint.recovery": ("Restored",),
     "outlast.checkpoint.save": ("SaveHandle", "SaveResult"),
-    "outlast.checkpoint.tiers": ("Rejection",),
+    "outlast.checkpoint.tiers": ("Rejection", "Restored"),
     "outlast.policy.durability": ("Durability",),
 }
 

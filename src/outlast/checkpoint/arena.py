@@ -29,12 +29,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from outlast import clock
-from outlast.checkpoint.manifest import TensorEntry
-from outlast.checkpoint.protocol import Done, Take
 from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorSpan
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
-from outlast.checkpoint.writer_client import WriterClient, WriterSilent
 from outlast.errors import CheckpointError
 from outlast.runtime.device import start_driver_thread
 from outlast.runtime.device_copies import Copied, DeviceCopies, copies_of
@@ -53,10 +49,6 @@ DEVICE_LIMIT_S = 600.0
 PIN_BYTES = 256 << 20
 SETTLE_S = 10.0
 """Seconds that copies get to end when what they are for is given up."""
-PATIENCE_S = 10.0
-"""Longest time that training waits for an earlier save to be committed to the first tier; the save is skipped then."""
-SILENT_S = 1.0
-"""Longest wait for a writer that did not respond to the request before."""
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 2
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -212,7 +204,7 @@ class Staged:
 
     arena: Arena
     num_bytes: int
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[TensorSpan, ...]
     _copies: tuple[Future[None], ...] = ()
     _queued: tuple[Future[Copied], ...] = ()
     _limit_s: float = DEVICE_LIMIT_S
@@ -340,10 +332,9 @@ class Stager:
         self._key: list[tuple[object, ...]] = []
         self._layout = ShardLayout(())
         self._runs: dict[torch.device, list[_CopyRun]] = {}
-        self._entries: tuple[int, list[TensorEntry]] = (-1, [])
+        self._entries: tuple[int, list[TensorSpan]] = (-1, [])
 
     def size_of(self, flat: FlatState, identity: Identity) -> int:
-        """Return the bytes that the state's shard takes."""
         return self._place(flat, identity)[2]
 
     def stage(
@@ -357,8 +348,6 @@ class Stager:
         """Copy a state as the image of its shard.
 
         Args:
-            flat: The state.
-            identity: Whose it is.
             provide: Returns an arena of at least that many bytes.
             deferred: Names of tensors that may be copied after the return; they must not change before
                 :meth:`Staged.wait` has.
@@ -370,7 +359,7 @@ class Stager:
         """
         with without_collection():
             head, tree, size = self._place(flat, identity)
-            entries = (*self._describe(flat, len(head)), _tree_entry(tree))
+            entries = (*self._describe(flat, len(head)), tree)
         arena = provide(size)
         target = arena.array
         target[: len(head)] = np.frombuffer(head, dtype=np.uint8)
@@ -444,36 +433,24 @@ class Stager:
                     pieces.append((slice(begin + first, begin + last), whole[first:last]))
         return now, later
 
-    def _describe(self, flat: FlatState, start: int) -> list[TensorEntry]:
+    def _describe(self, flat: FlatState, start: int) -> list[TensorSpan]:
         if self._entries[0] != start:
             entries = []
             for index, offset in zip(self._layout.order, self._layout.offsets, strict=True):
                 named = flat.tensors[index]
+                place = offset + start, _num_bytes(named)
                 entries.append(
-                    TensorEntry(
-                        name=named.name,
-                        dtype=_SHORT[named.dtype],
-                        shape=tuple(named.shape),
-                        global_shape=tuple(named.global_shape),
-                        global_offset=named.global_offset,
-                        offset=offset + start,
-                        num_bytes=_num_bytes(named),
+                    TensorSpan(
+                        named.name,
+                        _SHORT[named.dtype],
+                        tuple(named.shape),
+                        *place,
+                        tuple(named.global_shape),
+                        named.global_offset,
                     )
                 )
             self._entries = (start, entries)
         return self._entries[1]
-
-
-def _tree_entry(span: TensorSpan) -> TensorEntry:
-    return TensorEntry(
-        name=span.name,
-        dtype=span.dtype,
-        shape=span.shape,
-        global_shape=span.shape,
-        global_offset=(0,),
-        offset=span.offset,
-        num_bytes=span.num_bytes,
-    )
 
 
 def _copy(target: Bytes, pieces: list[_Piece]) -> None:
@@ -496,11 +473,9 @@ class _DeviceQueue:
         """What is copied later; queueing many copies takes a while, too, and is left to a helper."""
 
     def add(self, copies: DeviceCopies, now: list[_CopyRun], late: list[_CopyRun]) -> None:
-        """Add what lies on one device."""
         self._runs.append((copies, now, late))
 
     def begin(self) -> None:
-        """Have the devices begin with what is awaited."""
         for copies, now, _ in self._runs:
             self._arena.pin(copies)
             if now:
@@ -563,163 +538,7 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes, where it lies."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-class ArenaPool:
-    """Arenas that the writer owns, taken by the training thread and given back once nobody reads them.
-
-    Args:
-        writer: Who owns the memory.
-        rank: This rank.
-        limit_s: Longest time that :meth:`take` waits for an arena to come back, if that is shorter than its own limit.
-        answer_s: Longest time that the writer may take to respond. While it is silent, later saves are skipped after
-            :data:`SILENT_S`.
-        may_steal: Whether the memory of the newest committed generation may be taken when the other arena is in use.
-    """
-
-    def __init__(self, writer: WriterClient, rank: int, *, limit_s: float, answer_s: float, may_steal: bool) -> None:
-        self._writer, self._rank, self._may_steal = writer, rank, may_steal
-        self._limit_s, self._answer_s = limit_s, answer_s
-        self._known: dict[int, Arena] = {}
-        self._busy: set[int] = set()
-        self._behind: set[int] = set()
-        """Those of the busy ones that only tiers that are behind still need."""
-        self._changed = threading.Condition()
-        self._stop = threading.Event()
-        self._toucher: threading.Thread | None = None
-        self._is_given_up = False
-        self._is_writer_silent = self._is_late = False
-
-    def take(self, num_bytes: int) -> Arena:
-        """Return an arena of at least that size.
-
-        Raises:
-            CheckpointError: None came back in time, there is no memory, or no writer; or it is given up.
-
-        Blocks: while earlier saves are being committed to memory, up to :data:`PATIENCE_S`, or :data:`SILENT_S` if the
-            save before was skipped, too; never for a tier that is behind.
-        """
-        limit_s = min(SILENT_S if self._is_late else PATIENCE_S, self._limit_s)
-        end_ns = clock.now_ns() + int(limit_s * 1e9)
-        with self._changed:
-            while (arena := self._ask(num_bytes, self._may_steal)) is None:
-                if self._behind and self._busy <= self._behind:
-                    raise CheckpointError(
-                        f"there is no memory for another {num_bytes} bytes while {len(self._behind)} earlier saves are "
-                        "not in all of their tiers yet; this save is skipped"
-                    )
-                left_s = (end_ns - clock.now_ns()) / 1e9
-                if self._is_given_up or left_s <= 0 or not self._changed.wait(left_s):
-                    self._is_late = True
-                    raise CheckpointError(
-                        f"earlier saves have neither ended nor failed after {limit_s:g} s; this save is skipped"
-                    )
-            self._is_late = False
-            return arena
-
-    def give_back(self, arena: Arena) -> None:
-        """Say that this process needs an arena no more. Idempotent; one that is lost stays in use. Thread: any."""
-        with self._changed:
-            self._behind.discard(arena.inode)
-            if not arena.is_lost:
-                self._busy.discard(arena.inode)
-            self._changed.notify_all()
-
-    def mark_behind(self, arena: Arena) -> None:
-        """Note that only tiers that are behind still need an arena. Thread: any."""
-        with self._changed:
-            if arena.inode in self._busy:
-                self._behind.add(arena.inode)
-            self._changed.notify_all()
-
-    def prepare(self, num_bytes: int, device: torch.device | None = None) -> None:
-        """Have free arenas of that size touched in the background, so that the first save finds warm pages.
-
-        Args:
-            num_bytes: Of a save.
-            device: Whose copies go there: the pages are pinned, too; ``None`` = the host's.
-
-        Blocks: never. Thread: the training thread.
-        """
-        if self._toucher is not None and self._toucher.is_alive():
-            return  # it is under way
-        try:
-            self._writer.start()  # here, since a process of its own dies with the thread that starts it
-        except CheckpointError:
-            return  # the save that needs it reports the error
-        self._toucher = start_driver_thread(partial(self._prepare, num_bytes, device), "outlast-touch", self._stop)
-
-    def stop(self) -> None:
-        """Touch nothing more."""
-        self._stop.set()
-
-    def give_up(self) -> None:
-        """Have :meth:`take` wait no more. Thread: any."""
-        self._is_given_up = True
-        if self._changed.acquire(blocking=False):  # else the writer is being asked; the next call comes through
-            self._changed.notify_all()
-            self._changed.release()
-
-    def close(self) -> None:
-        """Unmap all arenas; the writer keeps what it keeps."""
-        self.stop()
-        if self._toucher is not None:
-            self._toucher.join(2.0)
-        with self._changed:
-            for arena in self._known.values():
-                arena.close()
-            self._known.clear()
-
-    def _ask(self, num_bytes: int, may_steal: bool) -> Arena | None:
-        request = Take(
-            rank=self._rank,
-            num_bytes=num_bytes,
-            busy=tuple(self._busy),
-            may_steal=may_steal,
-            num_behind=len(self._behind),
-        )
-        limit_s = min(SILENT_S, self._answer_s) if self._is_writer_silent else self._answer_s
-        try:
-            _, fd = self._writer.ask(request, Done, timeout_s=limit_s)
-        except CheckpointError as error:
-            self._is_writer_silent = isinstance(error, WriterSilent)  # one that died is replaced at once: wait for that
-            raise
-        self._is_writer_silent = False
-        if fd is None:
-            return None
-        inode = os.fstat(fd).st_ino
-        if inode in self._known:
-            os.close(fd)
-        else:
-            self._forget_dropped(inode)
-            self._known[inode] = Arena(fd)
-        self._busy.add(inode)
-        return self._known[inode]
-
-    def _forget_dropped(self, newest: int) -> None:
-        """Unmap what the writer has replaced by larger memory: only what is in use and one more can still be its."""
-        idle = [inode for inode in self._known if inode not in self._busy and inode != newest]
-        for inode in idle[:-1]:
-            self._known.pop(inode).close()
-
-    def _prepare(self, num_bytes: int, device: torch.device | None) -> None:
-        """Take all free arenas, give them back, and touch them. Thread: the toucher's."""
-        arenas = []
-        with self._changed:
-            try:
-                while (arena := self._ask(num_bytes, False)) is not None:
-                    arenas.append(arena)
-            except CheckpointError as error:
-                log.debug("no memory is prepared for saves: %s", error)  # the save that needs it reports the error
-        for arena in arenas:
-            self.give_back(arena)
-        copies = None if device is None else copies_of(device)
-        for arena in arenas:
-            arena.touch(self._stop)
-            if copies is not None:
-                arena.pin(copies, self._stop)

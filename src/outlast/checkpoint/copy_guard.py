@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from outlast import clock
 from outlast.checkpoint.arena import SETTLE_S, Staged
 from outlast.checkpoint.state import FlatState
 from outlast.errors import CheckpointError
 from outlast.runtime.device import has_graphs, is_capturing
 from outlast.runtime.device_copies import copies_of
+from outlast.runtime.nested import find_kind
 
 log = logging.getLogger(__name__)
 DEFERRABLE_BYTES = 1 << 20
@@ -28,12 +28,7 @@ DEFERRABLE_BYTES = 1 << 20
 
 
 def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: FlatState) -> frozenset[str]:
-    """Return the names of the tensors that only a ``step()`` of one of these optimizers changes.
-
-    Args:
-        optimizers: Those of :meth:`CopyGuard.stepping`.
-        flat: The state that is saved, taken apart.
-    """
+    """Return the names of the tensors that only a ``step()`` of one of these optimizers changes."""
     late = {
         tensor.data_ptr() if type(tensor) in _PLAIN else _address(tensor)
         for optimizer in optimizers
@@ -67,8 +62,6 @@ class CopyGuard:
     """
 
     def __init__(self) -> None:
-        self.stall_s = 0.0
-        """Seconds that steps and :meth:`wait` took so far; a device's own waiting is not in it."""
         self._under_way: list[Staged] = []
         self._newest: Staged | None = None
         self._captured = weakref.WeakSet[torch.optim.Optimizer]()
@@ -81,10 +74,9 @@ class CopyGuard:
         """Return the optimizers in ``state`` whose tensors may be copied late; install the hook on all optimizers.
 
         Args:
-            state: As given to ``save()``.
             iteration: Iteration of the save; all saves of one iteration get the same result. ``None`` = no save yet.
         """
-        optimizers = list(_optimizers(state))
+        optimizers = [optimizer for _, optimizer in find_kind(state, torch.optim.Optimizer)]
         if new := [optimizer for optimizer in optimizers if optimizer not in self._hooks]:
             had_graphs = has_graphs()
             for optimizer in new:
@@ -107,9 +99,6 @@ class CopyGuard:
     def wait(self, limit_s: float | None = None) -> None:
         """Wait for all copies that are under way.
 
-        Args:
-            limit_s: As for :meth:`Staged.wait`.
-
         Raises:
             CheckpointError: A device hangs.
 
@@ -117,11 +106,8 @@ class CopyGuard:
         """
         with self._lock:
             under_way, self._under_way = self._under_way, []
-        if under_way:
-            started_ns = clock.now_ns()
-            for staged in under_way:
-                staged.wait(limit_s)
-            self.stall_s += (clock.now_ns() - started_ns) / 1e9
+        for staged in under_way:
+            staged.wait(limit_s)
 
     def close(self) -> None:
         """Let the optimizers alone, and wait a last time. Idempotent. Blocks: up to the rest of one copy, or 10 s."""
@@ -138,19 +124,9 @@ class CopyGuard:
         with self._lock:
             under_way = self._under_way
         if under_way:
-            started_ns = clock.now_ns()
             done = {id(staged) for staged in under_way if staged.hold_back()}
             with self._lock:
                 self._under_way = [staged for staged in self._under_way if id(staged) not in done]
-            self.stall_s += (clock.now_ns() - started_ns) / 1e9
-
-
-def _optimizers(state: Mapping[str, Any]) -> Iterator[torch.optim.Optimizer]:
-    for value in state.values():
-        if isinstance(value, torch.optim.Optimizer):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _optimizers(value)
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -168,6 +144,5 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor of any class lies."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.data_ptr())

@@ -66,6 +66,12 @@ class DirectoryRefused(Untrusted):
     """The directory is another run's: no save of this run can go there, now or later."""
 
 
+class Refusal:
+    """Why no save of this run can succeed any more: leases and lanes set it, the training loop reads it."""
+
+    error: DirectoryRefused | None = None
+
+
 class ClaimedPlace(ABC):
     """A folder of the local tier, or the global tier: generations, and names of who they belong to.
 
@@ -119,8 +125,6 @@ class ClaimedPlace(ABC):
         """Delete generations, unless a later owner has fenced this one.
 
         Args:
-            iterations: Which.
-            number: Of this owner's record.
             confirm: Raises when a later owner has come.
         """
 
@@ -129,6 +133,13 @@ class ClaimedPlace(ABC):
         """Return whether the folder of an iteration is one that this package wrote, whole or damaged.
 
         People and other programs name their folders ``step-<n>``, too; these are never deleted.
+        """
+
+    @abstractmethod
+    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
+        """Remove what earlier attempts of these processes, and interrupted deletions, left; return the names.
+
+        Only what is provably not in use: what other owners left is moved away when the place is taken over.
         """
 
     @property
@@ -185,7 +196,6 @@ class ClaimedPlace(ABC):
         return int(number) if prefix == "step" and number.isdecimal() else None
 
     def point_to(self, iteration: int) -> None:
-        """Set the tracker."""
         self.write(TRACKER, f"step-{iteration}\n".encode())
 
 
@@ -227,12 +237,7 @@ class Claim:
     """A run's right to save into a directory, and the lease that keeps other living writers away.
 
     Args:
-        place: The directory.
-        run: The run.
         seen: What lay there when the run began; ``None`` = that is not known.
-        own: How this run describes itself.
-        may_resume_other: Generations that another run saved there may be loaded.
-        on_lost: Called once, in a thread of the lease's, when the directory was taken over.
         token: Names the attempts of these processes; see :class:`SaveAttempt`.
 
     Thread: one; :meth:`acquire` and :meth:`release` any.
@@ -246,13 +251,14 @@ class Claim:
         own: LeaseOwner,
         *,
         may_resume_other: bool,
-        on_lost: Callable[[DirectoryRefused], None],
+        refusal: Refusal,
         token: str = "",
     ) -> None:
         self._token, self._is_fenced = token, False
         self._place, self._run, self._seen = place, run, seen
         self._own, self._may_resume_other = own, may_resume_other
-        self._lease = Lease(place.owners, own, follow=self._follow, on_lost=lambda lost: on_lost(self._refused(lost)))
+        self._refusal = refusal
+        self._lease = Lease(place.owners, own, follow=self._follow, on_lost=self._note_lost)
         self._left: Counter[str] | None = None
         self.url = place.url
         self.progress = self._lease.progress
@@ -358,6 +364,9 @@ class Claim:
             remedy = "close the manager or session of this process that has it"
         return DirectoryRefused(f"{error}; {who} saves nothing there; {remedy}, or {_REMEDY}")
 
+    def _note_lost(self, error: InUse) -> None:
+        self._refusal.error = self._refused(error)
+
     def _follow(self, before: LeaseOwner) -> LeaseOwner:
         """Check whose generations this run resumes from, if they are not its own.
 
@@ -389,7 +398,6 @@ class Claim:
 
 
 def _name(owner: LeaseOwner, other: LeaseOwner) -> str:
-    """Return a run's name, by what distinguishes it from another one."""
     name = f"the run with {' and '.join(owner.names)}" if owner.names else f"run {owner.run}"
     if owner.script is None or (owner.names and other.names):
         return name
@@ -425,7 +433,6 @@ class SaveAttempt:
 
     @property
     def label(self) -> str:
-        """Names the files of this try."""
         return f"{self}r{self.retry}" if self.retry else str(self)
 
     def makes_stale(self, match: re.Match[str] | None) -> bool:
@@ -453,7 +460,6 @@ def holds_own_files(folder: Path) -> bool:
 
 
 def part_name(key: CopyKey) -> str:
-    """Return the name of a part's file."""
     return shard_name(key.rank) if key.part == SHARD_PART else f"{clean_name(key.part)}-{key.rank:05d}.bin"
 
 
@@ -465,11 +471,9 @@ class GenerationFolder(ClaimedPlace):
         self.url = os.fspath(self.path)
 
     def generation(self, iteration: int) -> Path:
-        """Return the folder of a committed generation."""
         return self.path / f"step-{iteration}"
 
     def temporary(self, iteration: int, attempt: SaveAttempt | str) -> Path:
-        """Return the folder of an attempt."""
         return self.path / f"step-{iteration}.tmp-{attempt}"
 
     @property
@@ -543,10 +547,6 @@ class GenerationFolder(ClaimedPlace):
         fsync_folder(self.path)
 
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
-        """Remove what earlier attempts of these processes and deletions left; return the names.
-
-        What earlier owners left lies in this one's trash since the directory was taken over.
-        """
         removed = []
         for name in self.names():
             match = _PASSED.fullmatch(name)
@@ -587,10 +587,6 @@ class GenerationFolder(ClaimedPlace):
         fsync_folder(self.path)
 
     def retire(self, iterations: Sequence[int], number: int, confirm: Callable[[], None]) -> None:
-        if number == 0:
-            for iteration in iterations:
-                self.remove(iteration)
-            return
         for iteration in iterations:
             confirm()
             reach("checkpoint.retire")

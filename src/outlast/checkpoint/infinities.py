@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.manifest import TensorEntry
 from outlast.checkpoint.save import Save
-from outlast.checkpoint.shard import MAY_BE_INFINITE, digest, is_finite
-from outlast.checkpoint.state import FlatState, modules_in
+from outlast.checkpoint.shard import MAY_BE_INFINITE, TensorSpan, digest, is_finite
+from outlast.checkpoint.state import FlatState
+from outlast.runtime.nested import find_kind
 
 MAX_NAMED = 3
 """Tensors of a rank, and ranks, that a warning names."""
@@ -25,15 +25,11 @@ _WITH_INFINITIES = frozenset({torch.float64, torch.float32, torch.float16, torch
 def infinite_buffers(state: Mapping[str, Any], flat: FlatState) -> dict[str, str]:
     """Return the digests of the modules' buffers that hold infinities and no NaN, by their name in a save.
 
-    Args:
-        state: As given to ``CheckpointManager.save``.
-        flat: The same, taken apart.
-
     Blocks: until the device has computed the buffers.
     """
     buffers = {
         buffer.data_ptr(): buffer
-        for module in modules_in(state)
+        for _, module in find_kind(state, torch.nn.Module)
         for buffer in module.buffers()
         if type(buffer) is torch.Tensor
         and buffer.dtype in _WITH_INFINITIES
@@ -50,14 +46,14 @@ def infinite_buffers(state: Mapping[str, Any], flat: FlatState) -> dict[str, str
     }
 
 
-def examined(save: Save) -> list[TensorEntry]:
+def examined(save: Save) -> list[TensorSpan]:
     """Return the tensors whose numbers are examined for infinities and NaN. The save must be staged."""
     tensors = [tensor for tensor in save.tensors if tensor.dtype in MAY_BE_INFINITE]
     if not save.infinite or save.arena is None:
         return tensors
     with save.arena.view(save.num_bytes) as image:
 
-        def is_unchanged(tensor: TensorEntry) -> bool:
+        def is_unchanged(tensor: TensorSpan) -> bool:
             if (known := save.infinite.get(tensor.name)) is None:
                 return False
             with image[tensor.offset : tensor.offset + tensor.num_bytes] as data:

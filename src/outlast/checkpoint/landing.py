@@ -106,8 +106,6 @@ class Landing:
     """Read a shard, and have devices take its large tensors, as far as they have memory beside the live state.
 
     Args:
-        fd: The shard.
-        spans: What lies where.
         state: The live state, which says what belongs on which device; nothing of it is touched.
 
     Thread: that of the training loop; :meth:`takes` and :meth:`read`: any, several at once.
@@ -144,7 +142,6 @@ class Landing:
             self._sender = start_driver_thread(self._send_all, "outlast-landing")
 
     def takes(self, chunk: int) -> bool:
-        """See :class:`outlast.checkpoint.verification.ShardReader`."""
         way = self._chunks.get(chunk)
         if way is None or way.digests is None:
             return False
@@ -327,7 +324,6 @@ class Landing:
                 raise _hanging()
 
     def _read_digests(self, way: _Way) -> None:
-        """Get what a device has found."""
         if not way.sent:
             return
         assert way.found is not None
@@ -384,7 +380,6 @@ def _places_on_devices(
 
 
 def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is no mapping in a state, by its path."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _parts(f"{path}.{name}", inner)

@@ -26,17 +26,17 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import msgspec
 
 from outlast import clock
 from outlast.checkpoint.arena import Arena
-from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.directory import Claim, Directory, DirectoryRefused
+from outlast.checkpoint.directory import Claim, ClaimedPlace, DirectoryRefused
+from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.places import Committed, Places
-from outlast.checkpoint.protocol import CopyFailure
-from outlast.checkpoint.save import Outcomes, PeerSilent, Replaced, Save
+from outlast.checkpoint.replica.client import CopyOutcome
+from outlast.checkpoint.save import PeerSilent, Replaced, Save
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.decoding import from_json
 from outlast.errors import CheckpointError
@@ -65,31 +65,40 @@ LEVEL_S = 1.0
 """Waits end this much later for each further level of the tree below: so the rank that is silent is named."""
 T = TypeVar("T", bound=msgspec.Struct)
 A = TypeVar("A", bound="RankAnswer")
-G = TypeVar("G", bound="_Failable")
-
-
-class _Failable(Protocol):
-    """An answer that may be an error, which ends the save."""
-
-    @property
-    def error(self) -> str | None: ...
-
-
-class RankAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank has of a save, or why it has nothing."""
-
-    iteration: int
-    error: str | None = None
-    is_refused: bool = False
-    """The error is that the directory is another run's."""
-    is_final: bool = False
-    """Nothing is staged on the rank, so that a retry is useless."""
-    is_replaced: bool = False
-    """Nothing is staged any more, since a newer save has come."""
+G = TypeVar("G", bound="SaveOutcome")
 
 
 class Unstaged(CheckpointError):
     """A rank has staged nothing of a save, so that it is not retried."""
+
+
+_KINDS = {kind.__name__: kind for kind in (PeerSilent, DirectoryRefused, Unstaged, Replaced)}
+"""The errors of saves that the other ranks have to distinguish."""
+
+
+class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What became of a save, or of a rank's or a node's part of it."""
+
+    error: str | None = None
+    kind: str = ""
+    """Name of the error's class, if it is one that the other ranks have to distinguish."""
+    lacks_copies: bool = False
+    """It is committed, but some rank has no copy on another node."""
+
+    @classmethod
+    def of(cls, error: Exception, text: str | None = None, **fields: Any) -> Self:
+        kind = type(error).__name__
+        return cls(error=text or str(error), kind=kind if kind in _KINDS else "", **fields)
+
+    def failure(self, text: str, *, rank: int | None = None, iteration: int | None = None) -> CheckpointError:
+        """Return the error, for the other ranks."""
+        return _KINDS.get(self.kind, CheckpointError)(text, rank=rank, iteration=iteration)
+
+
+class RankAnswer(SaveOutcome, frozen=True, kw_only=True, omit_defaults=True):
+    """What a rank has of a save, or why it has nothing."""
+
+    iteration: int
 
 
 def check_answer(answer: A, rank: int, iteration: int) -> A:
@@ -99,48 +108,8 @@ def check_answer(answer: A, rank: int, iteration: int) -> A:
             f"rank {rank} saves iteration {answer.iteration} meanwhile; all ranks must save the same ones"
         )
     if answer.error is not None:
-        raise _kind_of(answer)(answer.error)
+        raise answer.failure(answer.error)
     return answer
-
-
-def _kind_of(answer: RankAnswer | SaveOutcome) -> type[CheckpointError]:
-    """Return the class of a rank's, or a save's, error."""
-    if answer.is_refused:
-        return DirectoryRefused
-    return Unstaged if answer.is_final else Replaced if answer.is_replaced else CheckpointError
-
-
-class SaveOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of a save, or of a node's part of it."""
-
-    error: str | None = None
-    is_silence: bool = False
-    """A rank is gone, or did not answer in time."""
-    is_refused: bool = False
-    """The directory is another run's."""
-    is_final: bool = False
-    """Nothing is staged on a rank, so that a retry is useless."""
-    is_replaced: bool = False
-    """A rank has nothing staged any more, since a newer save has come."""
-    lacks_copies: bool = False
-    """It is committed, but some rank has no copy on another node."""
-
-    @classmethod
-    def of(cls, error: Exception, text: str | None = None) -> SaveOutcome:
-        """Return the outcome of a save that failed."""
-        return cls(
-            text or str(error),
-            isinstance(error, PeerSilent),
-            isinstance(error, DirectoryRefused),
-            isinstance(error, Unstaged),
-            isinstance(error, Replaced),
-        )
-
-    def failure(self, what: str, *, rank: int, iteration: int) -> CheckpointError:
-        """Return the error of a save that failed."""
-        kind = PeerSilent if self.is_silence else _kind_of(self)
-        text = (self.error or what) if self.is_refused else f"{what}: {self.error}"
-        return kind(text, rank=rank, iteration=iteration)
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -170,7 +139,6 @@ def shared_name(data: bytes) -> str:
 
 
 def children(place: int, num_places: int) -> range:
-    """Return the places directly below a place of the tree."""
     return range(min(num_places, FAN_OUT * place + 1), min(num_places, FAN_OUT * (place + 1) + 1))
 
 
@@ -182,7 +150,6 @@ def child_above(place: int, top: int) -> int:
 
 
 def num_levels(place: int, num_places: int) -> int:
-    """Return how many levels of the tree are below a place."""
     levels = 0
     while (place := FAN_OUT * place + 1) < num_places:
         levels += 1
@@ -194,7 +161,7 @@ class Reached(NamedTuple):
 
     tiers: frozenset[Tier]
     """Tiers that the save is committed to now and was not before."""
-    failures: tuple[CopyFailure, ...] = ()
+    failures: tuple[CopyOutcome, ...] = ()
     """Copies on other nodes that failed."""
 
 
@@ -202,13 +169,8 @@ class Lane(ABC):
     """Take saves to some of their tiers, in their order.
 
     Args:
-        places: Where, and who is there.
-        rank: This rank.
-        store: A connection to the ranks' store for this thread alone.
-        writer: The writer process.
         timeout_s: Longest time from the beginning of a save to its outcome.
         claim: To the directory, on a rank that commits there; ``None`` = this rank commits in none.
-        retention: What is kept of the directory's generations.
         outcomes: Is called in the lane's thread with what became of each save.
         next_lanes: Each gets the saves that have tiers of its own, once this lane has done its part or has failed to.
 
@@ -268,7 +230,6 @@ class Lane(ABC):
         return not self._missing(save)
 
     def takes(self, save: Save) -> bool:
-        """Return whether a save has anything to do in this lane."""
         return bool(save.tiers & self.tiers)
 
     def _missing(self, save: Save) -> frozenset[Tier]:
@@ -312,25 +273,24 @@ class Lane(ABC):
         """Return the next save; ``None``: this rank leaves. Blocks: until there is one."""
 
     def _take(self, save: Save) -> None:
-        """Commit a save, report what became of it, and hand it on."""
         self._renew_store()
         self._outcomes.late.begin(self.name, save.iteration, self._describe_folder(self._rank))
         try:
             reached = self._commit(save)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end saving without a report
-            failure = error if isinstance(error, CheckpointError) else None
-            if failure is None:
+            if not isinstance(error, CheckpointError):
                 text = f"saving iteration {save.iteration} failed: {type(error).__name__}: {error}"
-                failure = CheckpointError(text, rank=self._rank, iteration=save.iteration)
+                error = self._error(save, text)
             try:
-                self._clear_up(save)
+                # While the outcome is unknown, others may have committed, and resume from this rank's part.
+                if self._is_decided and not self._stop.is_set():
+                    self._clear_up(save)
             finally:
-                self._fail(save, failure)
+                self._fail(save, error)
             return
         self._succeed(save, reached)
 
     def _succeed(self, save: Save, reached: Reached) -> None:
-        """Report that a save is committed here, and hand it on."""
         self._outcomes.committed(save, self.name, reached.tiers, reached.failures)
         self._hand_on(save)
 
@@ -343,6 +303,12 @@ class Lane(ABC):
                     self._outcomes.failed(save, lane.name, error)
         else:
             self._hand_on(save)
+
+    def _error(self, save: Save, text: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
+        return kind(text, rank=self._rank, iteration=save.iteration)
+
+    def _closing(self, save: Save) -> CheckpointError:
+        return self._error(save, f"the save of iteration {save.iteration} is abandoned: this rank is closing")
 
     def _hand_on(self, save: Save) -> None:
         for lane in self._next_lanes:
@@ -377,11 +343,9 @@ class Lane(ABC):
     # -- between the ranks -------------------------------------------------------------------------------------
 
     def _start_clock(self) -> None:
-        """Give the save under way its time from now on."""
         self._end_ns = clock.now_ns() + int(self._timeout_s * 1e9)
 
     def _left_s(self) -> float:
-        """Return the seconds left for the save under way."""
         return (self._end_ns - clock.now_ns()) / 1e9
 
     def _post(self, name: str, value: msgspec.Struct) -> None:
@@ -418,11 +382,7 @@ class Lane(ABC):
         """Return what a rank posted in this turn.
 
         Args:
-            save: What it is about.
-            name: As given to :meth:`_post`, by whichever rank.
-            kind: Type of the value.
             grace_s: Seconds to wait beyond the save's deadline.
-            poll_s: Longest pause between two looks.
             is_limited: Wait until the deadline; otherwise until this rank leaves, see :class:`RetryingLane`.
 
         Raises:
@@ -456,22 +416,14 @@ class Lane(ABC):
                     if self._store.check([self._store_key(name)]):
                         return name
             if is_late and not is_reported:
-                silence = PeerSilent(
-                    f"iteration {save.iteration}: no answer ({names[0]}) after {self._timeout_s:g} s (save_timeout); "
-                    "see the log of that rank",
-                    rank=self._rank,
-                    iteration=save.iteration,
-                )
+                text = f"iteration {save.iteration}: no answer ({names[0]}) after {self._timeout_s:g} s (save_timeout)"
+                silence = self._error(save, f"{text}; see the log of that rank", PeerSilent)
                 if is_limited:
                     raise silence
                 is_reported = True
                 self._outcomes.failed(save, self.name, silence, is_retried=True)
             if self._stop.wait(pause_s):
-                raise CheckpointError(
-                    f"the save of iteration {save.iteration} is abandoned: this rank is closing",
-                    rank=self._rank,
-                    iteration=save.iteration,
-                )
+                raise self._closing(save)
             longest_s = poll_s if is_limited else max(poll_s, min(MAX_POLL_S, POLL_SHARE * (now_s - begin_s)))
             pause_s = min(longest_s, 2 * pause_s)
 
@@ -488,11 +440,7 @@ class Lane(ABC):
         An answer with an error is passed on at once, without those that are still missing: it ends the save.
 
         Args:
-            save: What it is about.
-            name: Of the gather.
-            mine: This rank's answer.
             members: Who takes part, this rank too; the first is the root.
-            waits_for_all: Wait for all answers, also after an error or a silence.
 
         Returns:
             On the root, the members' answers by rank, all or some with an error among them; nothing elsewhere.
@@ -521,11 +469,24 @@ class Lane(ABC):
         self._outcomes.late.wait_for(self.name, self._describe_folder(self._rank))
         if place == 0:
             if silence is not None and all(answer.error is None for _, answer in known):
-                raise PeerSilent(silence, rank=self._rank, iteration=save.iteration)
+                raise self._error(save, silence, PeerSilent)
             return sorted(known, key=lambda one: one[0])
         packed = [(rank, msgspec.Raw(msgspec.json.encode(answer))) for rank, answer in known]
         self._post(f"{name}/{self._rank}", Subtree(packed, silence))
         return []
+
+    def _gather_answers(self, save: Save, name: str, mine: A, *, waits_for_all: bool = False) -> list[A]:
+        """Gather all ranks' answers, see :meth:`_gather_up`. Raises: CheckpointError, where a rank has nothing."""
+        gathered = self._gather_up(save, name, mine, range(self._world_size), waits_for_all=waits_for_all)
+        return [check_answer(answer, rank, save.iteration) for rank, answer in gathered]
+
+    def _hold_claim(self) -> None:
+        """Be sure that the directory is this run's, before data is written and again before the commit.
+
+        Raises: DirectoryRefused, when it is another run's.
+        """
+        if self._claim is not None:
+            self._claim.hold()
 
     def _describe_rank(self, rank: int) -> str:
         return f"rank {rank} on node {self._places.nodes[rank]}"
@@ -544,10 +505,12 @@ class Lane(ABC):
         poll_s = self._poll_s(self._world_size)
         outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S, poll_s=poll_s, is_limited=is_limited)
         self._is_decided = True
-        if outcome.is_refused:
+        is_refused = outcome.kind == DirectoryRefused.__name__
+        if is_refused:
             self._part(save)
         if outcome.error is not None:
-            raise outcome.failure(what, rank=self._rank, iteration=save.iteration)
+            text = outcome.error if is_refused else f"{what}: {outcome.error}"
+            raise outcome.failure(text, rank=self._rank, iteration=save.iteration)
         self._forget(self._turn)
         return outcome
 
@@ -595,7 +558,6 @@ class Lane(ABC):
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Raise the errors of a store whose host is gone as PeerSilent."""
         try:
             yield
         except RuntimeError as error:  # torch's DistNetworkError and others
@@ -610,7 +572,7 @@ class Lane(ABC):
 
     # -- after a commit ----------------------------------------------------------------------------------------
 
-    def _follow_up(self, save: Save, place: Directory | GlobalDirectory) -> None:
+    def _follow_up(self, save: Save, place: ClaimedPlace) -> None:
         """Move the tracker, remove old generations and stale files; none of it can undo the commit."""
         try:
             if not save.suspect:
@@ -625,7 +587,7 @@ class Lane(ABC):
         except (CheckpointError, OSError) as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
 
-    def _remove_old(self, save: Save, place: Directory | GlobalDirectory) -> None:
+    def _remove_old(self, save: Save, place: ClaimedPlace) -> None:
         assert self._claim is not None  # whoever commits in a place has one
         removed = choose_removed(
             place.generations(),
@@ -697,13 +659,8 @@ class RetryingLane(Lane):
 
     def _report_replaced(self, save: Save, by: int | None) -> None:
         newer = "a newer one" if by is None else f"the save of iteration {by}"
-        error = Replaced(
-            f"the save of iteration {save.iteration} is not written to {self._where()}, which is behind: {newer} takes "
-            "its place",
-            rank=self._rank,
-            iteration=save.iteration,
-        )
-        self._outcomes.failed(save, self.name, error)
+        where = f"the save of iteration {save.iteration} is not written to {self._where()}, which is behind"
+        self._outcomes.failed(save, self.name, self._error(save, f"{where}: {newer} takes its place", Replaced))
 
     def _next(self) -> Save | None:
         num_lost = 0
@@ -735,12 +692,10 @@ class RetryingLane(Lane):
             self._outcomes.failed(save, self.name, error, is_retried=not is_left)
 
     def _abandon(self) -> None:
-        """Report the saves that wait as failed."""
         with self._changed:
             abandoned, self._waiting = self._waiting, []
         for save in abandoned:
-            text = f"the save of iteration {save.iteration} is abandoned: this rank is closing"
-            self._outcomes.failed(save, self.name, CheckpointError(text, rank=self._rank, iteration=save.iteration))
+            self._outcomes.failed(save, self.name, self._closing(save))
 
     def _idle_s(self) -> float | None:
         """Return how long there is nothing to do; ``None`` = until a save comes. With ``_changed`` held."""
@@ -777,16 +732,8 @@ class RetryingLane(Lane):
         if found:
             return self._start(found[0], turn.retry)
         assert template is not None
-        return dataclasses.replace(
-            template,
-            iteration=turn.iteration,
-            attempt=dataclasses.replace(template.attempt, ordinal=turn.ordinal, retry=turn.retry),
-            tiers=self.tiers,
-            arena=None,
-            guard=None,
-            error="a newer save has taken its place",
-            is_replaced=True,
-        )
+        attempt = dataclasses.replace(template.attempt, ordinal=turn.ordinal, retry=turn.retry)
+        return _replaced(template, iteration=turn.iteration, attempt=attempt, tiers=self.tiers)
 
     def _start(self, save: Save, retry: int) -> Save:
         """Take a save out of those that wait, unless a newer one has replaced it meanwhile."""
@@ -797,12 +744,8 @@ class RetryingLane(Lane):
         for one in passed:
             self._outcomes.failed(one, self.name, Unstaged(one.error or "nothing was staged", rank=self._rank))
         self._retry = (save.attempt.ordinal, retry)
-        numbered = dataclasses.replace(save, attempt=dataclasses.replace(save.attempt, retry=retry))
-        if not is_there:
-            numbered = dataclasses.replace(
-                numbered, arena=None, guard=None, error="a newer save has taken its place", is_replaced=True
-            )
-        return numbered
+        attempt = dataclasses.replace(save.attempt, retry=retry)
+        return dataclasses.replace(save, attempt=attempt) if is_there else _replaced(save, attempt=attempt)
 
     def _succeed(self, save: Save, reached: Reached) -> None:
         self._pause_s = 0.0
@@ -830,3 +773,9 @@ class RetryingLane(Lane):
                 self._retry_ns = clock.now_ns() + int(self._pause_s * 1e9)
                 self._waiting.insert(0, save)
         self._outcomes.failed(save, self.name, error, is_retried=is_newest)
+
+
+def _replaced(save: Save, **changes: Any) -> Save:
+    """Return a save that has nothing staged, since a newer one has taken its place."""
+    error = "a newer save has taken its place"
+    return dataclasses.replace(save, arena=None, guard=None, error=error, is_replaced=True, **changes)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from outlast import clock
@@ -59,11 +61,6 @@ class LateTiers:
         self._thread: threading.Thread | None = None
 
     def start(self, places: dict[str, str]) -> None:
-        """Report from now on.
-
-        Args:
-            places: By lane, its tier and path, for people.
-        """
         with self._lock:
             self._tiers = {lane: _TierProgress(where) for lane, where in places.items()}
         if self._tiers:
@@ -76,38 +73,36 @@ class LateTiers:
 
     def begin(self, lane: str, iteration: int, waits_for: str) -> None:
         """An attempt to write a save to a tier begins, by waiting for something: see :meth:`wait_for`."""
-        with self._lock:
-            if (tier := self._tiers.get(lane)) is not None:
-                tier.began_ns, tier.iteration, tier.waits_for = clock.now_ns(), iteration, waits_for
+        with self._tier(lane) as tier:
+            tier.began_ns, tier.iteration, tier.waits_for = clock.now_ns(), iteration, waits_for
 
     def wait_for(self, lane: str, what: str) -> None:
         """The attempt that is under way waits for something from now on: a rank with its node, for people."""
-        with self._lock:
-            if (tier := self._tiers.get(lane)) is not None:
-                tier.waits_for = what
+        with self._tier(lane) as tier:
+            tier.waits_for = what
 
     def commit(self, lane: str, iteration: int) -> None:
-        """A save was committed to a tier."""
-        with self._lock:
-            if (tier := self._tiers.get(lane)) is not None:
-                tier.began_ns, tier.error, tier.newest = None, "", (iteration, clock.now_ns())
-                if tier.reported_ns is not None:
-                    log.info("%s works again: it has the checkpoint of iteration %d", tier.where, iteration)
-                tier.behind_ns = tier.reported_ns = None
-                tier.num_failed = tier.num_replaced = 0
+        with self._tier(lane) as tier:
+            tier.began_ns, tier.error, tier.newest = None, "", (iteration, clock.now_ns())
+            if tier.reported_ns is not None:
+                log.info("%s works again: it has the checkpoint of iteration %d", tier.where, iteration)
+            tier.behind_ns = tier.reported_ns = None
+            tier.num_failed = tier.num_replaced = 0
 
     def fail(self, lane: str, error: str) -> None:
-        """An attempt failed."""
-        with self._lock:
-            if (tier := self._tiers.get(lane)) is not None:
-                tier.began_ns, tier.error = None, error
-                tier.num_failed += 1
+        with self._tier(lane) as tier:
+            tier.began_ns, tier.error = None, error
+            tier.num_failed += 1
 
     def replace(self, lane: str) -> None:
-        """A save gave its place in a tier to a newer one."""
+        with self._tier(lane) as tier:
+            tier.num_replaced += 1
+
+    @contextmanager
+    def _tier(self, lane: str) -> Iterator[_TierProgress]:
+        """Give the progress of a tier to be changed; of one that is not reported, one that is forgotten."""
         with self._lock:
-            if (tier := self._tiers.get(lane)) is not None:
-                tier.num_replaced += 1
+            yield self._tiers.get(lane) or _TierProgress(lane)
 
     def may_warn(self, lane: str) -> bool:
         """Return whether a failure is to be logged by itself: the first one of a minute is."""

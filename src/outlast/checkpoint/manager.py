@@ -1,4 +1,8 @@
-"""The manager: what training calls to save and to load."""
+"""The manager: what training calls to save and to load.
+
+:class:`CheckpointEngine` does the work, and everything that it needs is given to its constructor; the public
+:class:`CheckpointManager` finds the worker's place by itself.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,20 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from outlast import clock
-from outlast.checkpoint.arena import Arena, ArenaPool, Stager
+from outlast.checkpoint.arena import Arena, Stager
+from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.copy_guard import CopyGuard, changed_only_by_step
 from outlast.checkpoint.dcp.global_lane import GlobalLane
-from outlast.checkpoint.directory import Claim, DirectoryRefused, SaveAttempt
+from outlast.checkpoint.directory import Claim, DirectoryRefused, Refusal, SaveAttempt
 from outlast.checkpoint.infinities import infinite_buffers
 from outlast.checkpoint.lane import GRACE_S, Lane
 from outlast.checkpoint.near_lane import LocalLane, MemoryLane
+from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.places import (
     Claims,
     Committed,
@@ -28,10 +34,11 @@ from outlast.checkpoint.places import (
     agreement_timeout_s,
     warn_of_copies,
 )
-from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration, Restored
-from outlast.checkpoint.save import Outcomes, Save, SaveHandle, SaveResult, wait_for_all
+from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration
+from outlast.checkpoint.save import Save, SaveHandle, SaveResult, wait_for_all
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
+from outlast.checkpoint.tiers import Restored
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
 from outlast.config.checkpoint import check_missing
@@ -47,7 +54,6 @@ from outlast.runtime.process_groups import current_place, is_initialised
 from outlast.runtime.random_numbers import capture_random
 
 log = logging.getLogger(__name__)
-L = TypeVar("L", bound=Lane)
 KEEPER_PATIENCE_S = 20.0
 """Seconds in which a node of Ray gets another writer, where the actor that kept the first one died."""
 LOOK_S = 0.02
@@ -58,27 +64,30 @@ ANSWER_S = 10.0
 """Longest time that training waits for a writer that gives no memory; the save is skipped then."""
 
 
-class CheckpointManager:
-    """Save generations behind training's back; load the newest that every rank can prove.
+class CheckpointEngine:
+    """Save and load checkpoints for a worker whose place is known; see :class:`CheckpointManager`.
 
     Args:
-        config: Where and how. The worker's place comes from the environment and ``torch.distributed``.
+        config: Where and how.
+        place: The worker's place.
+        journal: Where events are written; ``None`` = nowhere.
+        is_left: Returns whether the call around training is left: saves that fail while it is, or until 2 s before it
+            is, are abandoned. They are no incidents then, and do not count as failures. ``None`` = there is no call.
+            Thread: those of the lanes.
 
-    Raises:
-        ConfigError: There are several ranks, and ``torch.distributed`` is not initialised; or a setting cannot work.
-        CheckpointError: A folder cannot be used.
-        PeerLost: A peer left.
-
-    Collective: all ranks.
-    Thread: that of the training loop, for all methods.
+    Raises, collective, thread: as for :class:`CheckpointManager`.
     """
 
     _reports_loads = True
 
-    def __init__(self, config: CheckpointConfig) -> None:
-        self._open(config, current_place(), None)
-
-    def _open(self, config: CheckpointConfig, place: WorkerEnv, journal: Journal | None) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        place: WorkerEnv,
+        journal: Journal | None = None,
+        *,
+        is_left: Callable[[], bool] | None = None,
+    ) -> None:
         self.config, self._place = config, place
         if place.world_size > 1 and not is_initialised():
             raise ConfigError(
@@ -98,7 +107,8 @@ class CheckpointManager:
             )
             opened.callback(self._peers.close)
             self._places = places = agree_places(config, place, self._peers, self._writer)
-            self._claims = Claims(config, place, places, on_lost=self._note_refused)
+            self._refusal = Refusal()
+            self._claims = Claims(config, place, places, self._refusal)
             self._stager = Stager(config.save_timeout)
             self._arenas = ArenaPool(
                 self._writer,
@@ -107,9 +117,17 @@ class CheckpointManager:
                 answer_s=min(ANSWER_S, config.save_timeout),
                 may_steal=places.local is not None or not places.memory,
             )
-            self._outcomes = Outcomes(place, journal, self._arenas, suspect_window=config.suspect_window)
+            self._outcomes = Outcomes(
+                place,
+                journal,
+                self._arenas,
+                self._refusal,
+                suspect_window=config.suspect_window,
+                tiers=places.tiers,
+                where=_lasting_place(places),
+                is_left=is_left,
+            )
             opened.callback(self._outcomes.close)
-            self._outcomes.set_tiers(places.tiers, _lasting_place(places))
             self._lanes: tuple[Lane, ...] = ()
             """The first one gets every save and hands it on to the others."""
             opened.callback(self._stop_lanes, 0.2)
@@ -151,8 +169,8 @@ class CheckpointManager:
         return RetentionRules(most_recent_k=most_recent_k, retain_interval=interval, suspect_window=window)
 
     def _open_lane(
-        self, kind: type[L], claim: Claim | None, retention: RetentionRules, next_lanes: tuple[Lane, ...] = ()
-    ) -> L:
+        self, kind: type[Lane], claim: Claim | None, retention: RetentionRules, next_lanes: tuple[Lane, ...] = ()
+    ) -> Lane:
         return kind(
             self._places,
             rank=self._place.global_rank,
@@ -191,17 +209,12 @@ class CheckpointManager:
     @property
     def refusal(self) -> CheckpointError | None:
         """Why no save can succeed any more: a directory is another run's. ``None``: they can. Thread: any."""
-        return self._outcomes.refusal
+        return self._refusal.error
 
     @property
     def save_cost_s(self) -> float | None:
         """What a save cost training lately, in seconds: copying, and waiting for a copy; ``None`` = no save yet."""
         return self._cost_s
-
-    @property
-    def guard_stall_s(self) -> float:
-        """Seconds that optimizers' steps waited for overlapped copies so far."""
-        return self._guard.stall_s
 
     def claim(self) -> None:
         """Take the directories for this run, before it resumes from anything there; the first save does so, too.
@@ -226,9 +239,8 @@ class CheckpointManager:
         self._has_claimed = True
         refused = self._claims.acquire(again=again)
         if text := self._peers.find_first(str(refused or "")):
-            error = DirectoryRefused(text)
-            self._note_refused(error)
-            raise error
+            self._refusal.error = DirectoryRefused(text)
+            raise self._refusal.error
 
     def load_latest(
         self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None, missing: str | None = None
@@ -456,7 +468,6 @@ class CheckpointManager:
         return handle.is_settled or self._is_safe_for_long(handle)
 
     def _is_safe(self, handle: SaveHandle) -> bool:
-        """Return whether a save survives the end of the job."""
         return self.durability.job is not None and self.durability.job >= handle.iteration
 
     def _is_safe_for_long(self, handle: SaveHandle) -> bool:
@@ -500,18 +511,7 @@ class CheckpointManager:
         self._arenas.give_up()
         self._peers.cut()
 
-    def treat_failures_as_abandoned(self, is_left: Callable[[], bool]) -> None:
-        """Count saves that fail while ``is_left()``, or that becomes true within 2 s, as abandoned.
-
-        They are no incidents then, and do not count as failures. Called by threads of the manager's own.
-        """
-        self._outcomes.is_left = is_left
-
     # -- loading -----------------------------------------------------------------------------------------------
-
-    def _note_refused(self, error: DirectoryRefused) -> None:
-        """Take note of why no save can succeed. Thread: any."""
-        self._outcomes.refusal = error
 
     def _restore(self, loaded: ProvenGeneration, state: Mapping[str, Any], started_ns: int, *, is_ours: bool) -> None:
         loaded.restore(state)
@@ -559,7 +559,6 @@ class CheckpointManager:
 
     @property
     def _processes(self) -> str:
-        """The name of this set of processes."""
         return processes_of(str(self._attempt(0)))
 
     def _submit(self, save: Save) -> None:
@@ -604,8 +603,6 @@ class CheckpointManager:
         """Copy a state; what goes wrong is the save's error, for all ranks.
 
         Args:
-            save: What it is for.
-            flat: The state.
             deferred: Names of tensors that may be copied after the return; they must not change before the save's
                 ``guard`` has returned.
 
@@ -650,7 +647,7 @@ class CheckpointManager:
 
     def _at_exit(self) -> None:
         """Stop at once, whatever is under way: the process ends, and a peer may hang."""
-        self._outcomes.is_left = lambda: True
+        self._outcomes.abandon()
         self._stop_lanes(0.0)  # before they lose what they work with
         self._arenas.stop()
         self._peers.cut()
@@ -671,17 +668,13 @@ def _lasting_place(places: Places) -> str:
     return "" if places.local is None else f"the local directory {places.local.path}"
 
 
-class ReadingManager(CheckpointManager):
-    """A manager whose :meth:`load_latest` only reads; its caller reports whether training continues from the result."""
+class ReadingEngine(CheckpointEngine):
+    """An engine whose :meth:`load_latest` only reads; its caller reports whether training continues from the result."""
 
     _reports_loads = False
 
     def report_used(self, suspect_window: int) -> None:
-        """Report that training continues from what :meth:`load_latest` returned.
-
-        Args:
-            suspect_window: Iterations in which an invalid result casts doubt on it.
-        """
+        """Report that training continues from what :meth:`load_latest` returned."""
         if self._restored is not None:
             self._outcomes.loaded(self._restored, suspect_window=suspect_window)
 
@@ -717,17 +710,30 @@ def _checked_iteration(iteration: int) -> int:
 
 
 def open_manager(
-    config: CheckpointConfig, *, env: WorkerEnv | None = None, journal: Journal | None = None
-) -> CheckpointManager:
-    """Return a manager for a worker whose place is known, or that has a journal; else like :class:`CheckpointManager`.
+    config: CheckpointConfig,
+    *,
+    env: WorkerEnv | None = None,
+    journal: Journal | None = None,
+    is_left: Callable[[], bool] | None = None,
+) -> CheckpointEngine:
+    """Return an engine; without ``env`` the place comes from the environment and ``torch.distributed``."""
+    return CheckpointEngine(config, env if env is not None else current_place(), journal, is_left=is_left)
+
+
+class CheckpointManager(CheckpointEngine):
+    """Save generations behind training's back; load the newest that every rank can prove.
 
     Args:
-        config: Where and how.
-        env: The worker's place; ``None`` = from the environment and ``torch.distributed``.
-        journal: Where events are written; ``None`` = nowhere.
+        config: Where and how. The worker's place comes from the environment and ``torch.distributed``.
+
+    Raises:
+        ConfigError: There are several ranks, and ``torch.distributed`` is not initialised; or a setting cannot work.
+        CheckpointError: A folder cannot be used.
+        PeerLost: A peer left.
 
     Collective: all ranks.
+    Thread: that of the training loop, for all methods.
     """
-    manager = CheckpointManager.__new__(CheckpointManager)
-    manager._open(config, env if env is not None else current_place(), journal)
-    return manager
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        super().__init__(config, current_place())

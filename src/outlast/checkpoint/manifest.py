@@ -48,10 +48,7 @@ def unseal(data: bytes, kind: type[T], *, schema: int, oldest: int = 1) -> tuple
     """Read the file of a manifest.
 
     Args:
-        data: The file.
         kind: The manifest's type, which has a field ``schema``.
-        schema: The newest that this version knows.
-        oldest: The oldest that it reads.
 
     Returns:
         The manifest and its SHA-256.
@@ -78,10 +75,6 @@ def unseal(data: bytes, kind: type[T], *, schema: int, oldest: int = 1) -> tuple
 def run_of(data: bytes, iteration: int) -> str | None:
     """Return the run that the file of a manifest names, whichever tier's it is.
 
-    Args:
-        data: The file.
-        iteration: Of the generation in whose folder it lies.
-
     Returns:
         The run; ``None``: it cannot be trusted, or is another generation's.
     """
@@ -96,21 +89,6 @@ MANIFEST = "manifest.json"
 SEALED = b'{"manifest":'
 """First bytes of a manifest's file, in any tier."""
 SCHEMA = 2
-
-
-class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of a shard."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    """This rank's part."""
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    """Where this rank's part begins in the whole, in elements of each dimension."""
-    offset: int
-    """In the file, in bytes."""
-    num_bytes: int
 
 
 class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -134,8 +112,6 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """Return the entry of a shard.
 
         Args:
-            rank: Whose it is.
-            image: Its bytes.
             chunks: xxh3_64 of every 8 MiB, hexadecimal.
             finite: Whether no number in it is infinite or NaN.
 
@@ -148,12 +124,10 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def file(self) -> str:
-        """Name of the file."""
         return shard_name(self.rank)
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """xxh3_64 of every 8 MiB, hexadecimal."""
         return unpack_digests(self.digests)
 
 
@@ -186,12 +160,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards."""
         return sum(shard.num_bytes for shard in self.shards)
 
     @property
     def finite(self) -> bool:
-        """Whether no number of any rank is infinite or NaN."""
         return all(shard.finite for shard in self.shards)
 
 
@@ -243,7 +215,6 @@ class CopyKey(msgspec.Struct, frozen=True, order=True):
 
     @property
     def generation(self) -> tuple[int, str]:
-        """Iteration and attempt of the generation."""
         return self.iteration, self.attempt
 
 

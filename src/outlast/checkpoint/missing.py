@@ -19,13 +19,7 @@ from outlast.errors import Mismatch
 
 
 def find_missing(live: Mapping[str, Any], saved: Any, path: str = "") -> list[str]:
-    """Return the names of what a live state has and a checkpoint lacks, in the live state's order.
-
-    Args:
-        live: The live state.
-        saved: What was saved of it, with anything in the place of tensors.
-        path: Where both are, with a dot at its end.
-    """
+    """Return the names of what a live state has and a checkpoint lacks, in the live state's order."""
     found: list[str] = []
     for name, value in live.items():
         here = f"{path}{name}"
@@ -42,7 +36,6 @@ def complete(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any
     """Return a checkpoint's state with the live values of what it lacks in modules and optimizers.
 
     Args:
-        live: The live state.
         saved: What was saved of it, with anything in the place of tensors; it stays as it is.
 
     Raises:
@@ -67,7 +60,6 @@ def _complete(live: Mapping[str, Any], saved: Mapping[str, Any], path: str, new:
 
 
 def _new_parameters(live: Mapping[str, Any], saved: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the modules' parameters that the checkpoint lacks."""
     for name, value in live.items():
         found = saved.get(name, {}) if isinstance(saved, Mapping) else {}
         if isinstance(value, torch.nn.Module):

@@ -30,7 +30,6 @@ from outlast.checkpoint.lane import (
     RetryingLane,
     SaveOutcome,
     Unstaged,
-    check_answer,
 )
 from outlast.checkpoint.manifest import (
     MANIFEST,
@@ -41,7 +40,9 @@ from outlast.checkpoint.manifest import (
     decode_manifest,
     seal,
 )
-from outlast.checkpoint.save import FIRST_LANE, PeerSilent, Replaced, Save
+from outlast.checkpoint.outcomes import FIRST_LANE
+from outlast.checkpoint.replica.client import CopyOutcome
+from outlast.checkpoint.save import PeerSilent, Save
 from outlast.checkpoint.shard import shard_name
 from outlast.errors import CheckpointError, Untrusted
 from outlast.policy.recovery_point import Tier
@@ -116,11 +117,11 @@ class NearLane(Lane):
     def _keep(self, save: Save) -> None:
         """Do what follows the commit on each rank."""
 
-    def _write(self, save: Save) -> tuple[ShardReady, tuple[f.CopyFailure, ...]]:
+    def _write(self, save: Save) -> tuple[ShardReady, tuple[CopyOutcome, ...]]:
         try:
             arena = self._check_staged(save)
             reach("checkpoint.data", attempt=str(save.attempt))
-            self._hold_claim(save)
+            self._hold_claim()
             folder, file = self._folder(save), shard_name(self._rank)
             path = folder.temporary(save.iteration, save.attempt) / file if folder is not None else None
             replicates = self._replicates(save)
@@ -137,16 +138,9 @@ class NearLane(Lane):
             written, _ = self._writer.ask(request, f.Written, timeout_s=self._left_s(), fd=arena.fd)
             with arena.view(save.num_bytes) as image:
                 shard = ShardEntry.of(self._rank, image, written.chunks, finite=written.finite)
-        except DirectoryRefused as error:
-            return ShardReady(iteration=save.iteration, error=str(error), is_refused=True), ()
         except (CheckpointError, OSError) as error:
-            ready = ShardReady(
-                iteration=save.iteration,
-                error=f"{self._describe_folder(self._rank)}: {error}",
-                is_final=isinstance(error, Unstaged),
-                is_replaced=isinstance(error, Replaced),
-            )
-            return ready, ()
+            where = "" if isinstance(error, DirectoryRefused) else f"{self._describe_folder(self._rank)}: "
+            return ShardReady.of(error, f"{where}{error}", iteration=save.iteration), ()
         if written.finite:
             self._infinite_tensors = ()
         elif not self._infinite_tensors:  # once: with masks, say, each save would cost another look at everything
@@ -159,14 +153,6 @@ class NearLane(Lane):
         )
         return ready, written.failures
 
-    def _hold_claim(self, save: Save) -> None:
-        """Be sure that the node's folder is this run's, before data is written and again before the commit.
-
-        Raises: DirectoryRefused, when it is another run's.
-        """
-        if self._claim is not None and self._folder(save) is not None:
-            self._claim.hold()
-
     # -- the node's part ---------------------------------------------------------------------------------------
 
     def _describe(self, save: Save, ready: ShardReady) -> tuple[Described | None, _Infinite]:
@@ -176,15 +162,14 @@ class NearLane(Lane):
             On rank 0 what it posts, and the tensors that hold numbers that are infinite or NaN.
         """
         try:
-            gathered = self._gather_up(save, "ready", ready, range(self._world_size))
+            answers = self._gather_answers(save, "ready", ready)
             if self._rank != 0:
                 return None, {}
-            for rank, answer in gathered:
-                check_answer(answer, rank, save.iteration)
-            answers = [answer for _, answer in gathered]
             described = Described(msgspec.Raw(seal(self._manifest(save, answers))))
             infinite = {
-                rank: one.not_finite for rank, one in gathered if one.shard is not None and not one.shard.finite
+                rank: one.not_finite
+                for rank, one in enumerate(answers)
+                if one.shard is not None and not one.shard.finite
             }
         except CheckpointError as failure:
             if self._rank != 0:
@@ -198,7 +183,6 @@ class NearLane(Lane):
         """Have the writer prepare the generation, write the manifest and rename; pass on how it went, errors, too.
 
         Args:
-            save: Which.
             described: What rank 0 has; ``None``: this is another rank, and has to receive it.
 
         Returns:
@@ -244,25 +228,16 @@ class NearLane(Lane):
         return manifest
 
     def _manifest(self, save: Save, answers: Sequence[ShardReady]) -> Manifest:
-        """Return the manifest of a generation, from all ranks' answers."""
         replicates = self._replicates(save)
         return Manifest(
             schema=SCHEMA,
-            run=self._places.run,
-            topology=self._places.topology,
             home=self._places.home,
-            world_size=self._world_size,
-            iteration=save.iteration,
-            attempt=str(save.attempt),
-            restored_from=save.restored_from,
-            restored_attempt=save.restored_attempt,
-            era=save.branch.era,
-            forks=save.branch.forks,
             nodes=self._places.nodes,
             num_copies=tuple(one.num_copies for one in answers) if replicates else (),
             # Also in memory, where the local lane makes the parities: both manifests are of the same attempt.
             parity=self._places.replication.parity if Tier.REPLICA in save.tiers and not save.suspect else 0,
             shards=tuple(one.shard for one in answers if one.shard is not None),  # there is one, or an error
+            **save.manifest_fields(self._places),
         )
 
     def _warn_of_infinite(self, iteration: int, infinite: _Infinite) -> None:
@@ -329,7 +304,7 @@ class MemoryLane(NearLane):
         self._start_clock()
         if save.arena is not None:
             ready, _ = self._write(save)
-            is_known = ready.is_final or self._outcomes.is_call_left
+            is_known = ready.kind == Unstaged.__name__ or self._outcomes.is_call_left
             if ready.error is not None and not is_known:  # the next lanes' ranks have to know
                 log.warning("iteration %d cannot be digested: %s", save.iteration, ready.error)
         return Reached(frozenset())
@@ -342,7 +317,6 @@ class MemoryLane(NearLane):
             self._writer.ask(f.PreparePart(key=self._key(save), manifest=manifest), f.Done, timeout_s=self._left_s())
 
     def _keep(self, save: Save) -> None:
-        """Have the writer note that the generation is committed."""
         keep = f.KeepPart(key=self._key(save), in_memory=Tier.MEMORY in save.tiers & self.tiers)
         try:
             self._writer.ask(keep, f.Done, timeout_s=KEEP_TIMEOUT_S)
@@ -350,12 +324,7 @@ class MemoryLane(NearLane):
             log.warning("iteration %d is committed, but not kept in memory: %s", save.iteration, error)
 
     def _clear_up(self, save: Save) -> None:
-        """Forget what a failed attempt left: its room may be what the next one lacks.
-
-        While the outcome is unknown, others may have committed, and this rank's part may be what they resume from.
-        """
-        if self._stop.is_set() or not self._is_decided:
-            return
+        """Forget what a failed attempt left: its room may be what the next one lacks."""
         try:
             discard = f.Discard(iteration=save.iteration, attempt=str(save.attempt))
             self._writer.ask(discard, f.Done, timeout_s=KEEP_TIMEOUT_S)
@@ -404,11 +373,8 @@ class LocalLane(NearLane, RetryingLane):
             folder.promote(save.iteration, save.attempt)
 
     def _clear_up(self, save: Save) -> None:
-        """Delete the files of a failed attempt: their room may be what the next one lacks.
-
-        While the outcome is unknown, others may have committed, and this rank's part may be what they resume from.
-        """
-        if self._stop.is_set() or not self._is_decided or not self._places.is_leader(self._rank):
+        """Delete the files of a failed attempt: their room may be what the next one lacks."""
+        if not self._places.is_leader(self._rank):
             return
         folder = self._folder(save)
         folder.discard(save.iteration, save.attempt)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Protocol
-
-import msgspec
+from typing import Any, Protocol
 
 from outlast import clock
-from outlast.decoding import from_json
 from outlast.errors import PeerLost, Unavailable
 from outlast.runtime.storage_calls import LOG_S
 
@@ -28,7 +25,7 @@ class Gatherer(Protocol):
 
     rank: int
 
-    def gather(self, data: bytes) -> list[bytes]: ...
+    def gather(self, kind: Any, value: Any) -> list[Any]: ...
 
 
 class Outage(Unavailable):
@@ -48,7 +45,6 @@ class OutageWait:
     """Wait, all ranks together, for a directory or an object store that does not respond.
 
     Args:
-        peers: The ranks.
         limit_s: Seconds from now on after which the wait ends; 0 = do not wait.
     """
 
@@ -76,9 +72,9 @@ class OutageWait:
         Blocks: up to 10 s.
         """
         own_s = (clock.now_ns() - self._started_ns) / 1e9
-        everyone = self._peers.gather(msgspec.json.encode((own_s, self._limit_s, partial_limit_s or 0.0)))
+        mine = own_s, self._limit_s, partial_limit_s or 0.0
         # That of rank 0: the ranks' settings may differ.
-        self.waited_s, limit_s, partial_s = from_json(everyone[0], tuple[float, float, float])
+        self.waited_s, limit_s, partial_s = self._peers.gather(tuple[float, float, float], mine)[0]
         if partial_limit_s is None:
             self._partial_s = None
         else:

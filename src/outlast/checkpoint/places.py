@@ -29,7 +29,7 @@ from outlast import clock
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.dcp.store import is_remote
-from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryRefused, look_at
+from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, DirectoryRefused, Refusal, look_at
 from outlast.checkpoint.manifest import MANIFEST, decode_manifest, run_of, topology_digest
 from outlast.checkpoint.outage import (
     AT_FAULT_FIRST_S,
@@ -81,8 +81,6 @@ class Peers:
     """All ranks that save and load together; works alone, too.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks.
         timeout_s: Longest time that a request to the ranks' store waits.
         gather_timeout_s: Longest time that a gather waits; ``None`` = the same.
 
@@ -94,8 +92,8 @@ class Peers:
         self._gather_timeout_s = timeout_s if gather_timeout_s is None else gather_timeout_s
         self._group = Group.share(timeout_s=self._gather_timeout_s) if world_size > 1 else None
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """Return what every rank gave, by rank.
+    def gather(self, kind: Any, value: Any) -> list[Any]:
+        """Return what every rank gave, by rank; all of one type, which JSON can carry.
 
         Raises:
             PeerLost: A peer left, or did not come in time.
@@ -103,7 +101,9 @@ class Peers:
         Collective: all ranks.
         Blocks: until all ranks have come.
         """
-        return [data] if self._group is None else self._exchange(gather_bytes, data)
+        data = msgspec.json.encode(value)
+        everyone = [data] if self._group is None else self._exchange(gather_bytes, data)
+        return [from_json(one, kind) for one in everyone]
 
     def find_first(self, text: str) -> str:
         """Return, on all ranks, what the lowest rank gave that gave anything; nothing if none did.
@@ -218,12 +218,10 @@ class Places:
 
     @property
     def topology(self) -> str:
-        """Digest of the ranks' arrangement."""
         return topology_digest(len(self.nodes))
 
     @property
     def tiers(self) -> frozenset[Tier]:
-        """The tiers that there are."""
         there = {
             Tier.MEMORY: self.memory,
             Tier.LOCAL: self.local is not None,
@@ -233,12 +231,28 @@ class Places:
         return frozenset(tier for tier, is_there in there.items() if is_there)
 
     def is_leader(self, rank: int) -> bool:
-        """Return whether a rank acts for its node."""
         return rank in self.leaders
 
     def members(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of a rank's node."""
         return tuple(other for other, node in enumerate(self.nodes) if node == self.nodes[rank])
+
+
+class _PlaceView(msgspec.Struct):
+    """What went wrong when one rank looked into a place."""
+
+    error: str | None = None
+    """Why its content is unknown; ``None`` = it is known."""
+    is_away: bool = False
+    """It does not respond."""
+    unwritable: str | None = None
+    """Why it cannot be written, although it can be listed."""
+
+    def note(self, error: Exception | None, text: str, *, where: str, is_written: bool = False) -> None:
+        """Note an error; ``where`` is put before the text where the rank's node matters."""
+        if is_written and isinstance(error, OSError) and error.errno in _UNWRITABLE:
+            self.unwritable = text
+        elif error is not None and self.error is None:
+            self.error, self.is_away = f"{where}{text}", is_outage(error)
 
 
 class _RankView(msgspec.Struct, kw_only=True):
@@ -261,18 +275,10 @@ class _RankView(msgspec.Struct, kw_only=True):
     error: str | None = None
     looks: bool = False
     """This rank looks into the global tier: rank 0, and the first rank of each node."""
-    global_error: str | None = None
-    """Why this rank could not look into the global tier."""
-    is_global_away: bool = False
-    """Its content is unknown, as it does not respond."""
-    global_unwritable: str | None = None
-    """Why rank 0 cannot write to the global tier, which it can list; ``None`` = it can."""
-    local_error: str | None = None
-    """Why this rank could not list its node's folder."""
-    is_local_away: bool = False
-    """Its content is unknown, as it does not respond."""
-    local_unwritable: str | None = None
-    """Why this rank cannot write to its node's folder, which it can list; ``None`` = it can."""
+    global_: _PlaceView = msgspec.field(default_factory=_PlaceView)
+    """Of the global tier."""
+    local: _PlaceView = msgspec.field(default_factory=_PlaceView)
+    """Of this node's folder."""
     lacks_probe: bool = False
     """This node does not see the file that rank 0 has written to the global tier."""
     newest: tuple[int, str] | None = None
@@ -309,8 +315,8 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
     if config.local_directory is not None:
         local = Directory(Path(config.local_directory) / clean_name(place.node))
     can_hold = local is not None or writer.outlives_worker
-    offered = f"{secrets.token_hex(4)} {make_offer()} {home_digest(config)} {_name_places(config)}"
-    drawn = [data.decode().split(" ") for data in peers.gather(offered.encode())]
+    offered = secrets.token_hex(4), make_offer(), home_digest(config), _name_places(config)
+    drawn = peers.gather(tuple[str, str, str, str], offered)
     _check_same_places([kinds for _, _, _, kinds in drawn])
     if config.replication and not can_hold:
         raise ConfigError(
@@ -360,7 +366,6 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
     if place.cycle == 0 and not any(one.near for one in everyone):
         _check_usable(config, everyone, is_remote=directory is not None and directory.is_remote)
     known_run = choose_run(everyone[0].far, [place for one in everyone for place in one.near])
-    mine = everyone[peers.rank]
     return Places(
         directory=directory,
         local=local,
@@ -373,8 +378,8 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         leaders=leaders,
         targets=targets,
         generations=frozenset(generation for one in everyone for generation in one.generations),
-        global_error=next((one.global_error for one in everyone if one.global_error is not None), None),
-        local_error=mine.local_error,
+        global_error=_global_error(everyone),
+        local_error=everyone[peers.rank].local.error,
         folders={nodes[rank]: everyone[rank].folder for rank in leaders if everyone[rank].folder},
         job=clean_name(place.job),
         durable_iteration=place.durable_iteration,
@@ -385,37 +390,34 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
     )
 
 
+def _global_error(everyone: Sequence[_RankView]) -> str | None:
+    return next((one.global_.error for one in everyone if one.global_.error is not None), None)
+
+
 def _find_outage(everyone: Sequence[_RankView], directory: GlobalDirectory | None) -> tuple[str, list[int]]:
     """Return why the checkpoints of a start are unknown, if they are, and the ranks concerned if others are not.
 
     A node's folder that does not respond leaves nothing unknown where the global tier responds: the node continues
     without it.
     """
-    if directory is not None:
-        looked = [rank for rank, one in enumerate(everyone) if one.looks]
-        away = [rank for rank, one in enumerate(everyone) if one.is_global_away]
-        texts = [everyone[rank].global_error for rank in away]
-    else:
-        looked = list(range(len(everyone)))
-        away = [rank for rank, one in enumerate(everyone) if one.is_local_away]
-        texts = [everyone[rank].local_error for rank in away]
+    views = {
+        rank: one.local if directory is None else one.global_
+        for rank, one in enumerate(everyone)
+        if directory is None or one.looks
+    }
+    away = [rank for rank, view in views.items() if view.is_away]
     if not away:
         return "", []
-    return str(texts[0]), [] if set(looked) <= set(away) else away
+    return str(views[away[0]].error), [] if len(away) == len(views) else away
 
 
-def raise_outage(
-    problem: str, waited_s: float, blamed: Sequence[int], *, rank: int, node: str, what: str = ""
-) -> NoReturn:
+def raise_outage(problem: str, waited_s: float, blamed: Sequence[int], *, rank: int, node: str) -> NoReturn:
     """Raise, on all ranks, that a place does not respond.
 
     Args:
         problem: Which, for whom, and since when; the same on all ranks.
         waited_s: Seconds that the start has waited.
         blamed: The ranks for which it does not respond while it responds for others; empty = for no rank.
-        rank: This rank.
-        node: This rank's node.
-        what: What the text begins with instead of the wait's length.
 
     Raises:
         Outage: It responds for no rank.
@@ -427,7 +429,7 @@ def raise_outage(
     if not blamed:
         raise Outage(describe_outage(problem, waited_s))
     text = (
-        f"{what}{problem}; it responds for other ranks: check the mount or the network of that node; no checkpoint was "
+        f"{problem}; it responds for other ranks: check the mount or the network of that node; no checkpoint was "
         "changed"
     )
     if rank in blamed:
@@ -443,16 +445,16 @@ def _check_usable(config: CheckpointConfig, everyone: Sequence[_RankView], *, is
     Raises:
         Unavailable: A directory is none, or a rank has no directory that can be written.
     """
-    of_local = [one.local_unwritable or one.local_error for one in everyone]
-    why = next((one.global_error for one in everyone if one.global_error is not None), None)
+    of_local = [one.local.unwritable or one.local.error for one in everyone]
+    why = _global_error(everyone)
     if why is None and config.directory is not None and (config.local_directory is None or any(of_local)):
-        why = everyone[0].global_unwritable
+        why = everyone[0].global_.unwritable
     if why is not None:
         remedy = "check its address and credentials" if is_remote else "make it writable, or name another"
         raise Unavailable(f"directory={config.directory} cannot be used: {why}; {remedy}")
     if config.directory is None:
         _raise(next(filter(None, of_local), ""))
-    _raise(next((one.local_error for one in everyone if one.local_error and not one.is_local_away), ""))
+    _raise(next((one.local.error for one in everyone if one.local.error and not one.local.is_away), ""))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -517,11 +519,11 @@ class _PlacesLook:
             self._probed = self._global_try if problem is None else 0
             self._global_try += problem is not None
             self._note_global(view, problem, is_written=True)
-        self._probed = int(self.peers.gather(str(self._probed).encode())[0])
+        self._probed = self.peers.gather(int, self._probed)[0]
         self._look_global(view)
         self._look_local(view)
         self._look_at_writer(view)
-        return [from_json(data, _RankView) for data in self.peers.gather(msgspec.json.encode(view))]
+        return self.peers.gather(_RankView, view)
 
     def _write(self, url: str, probe: Path) -> CheckpointError | OSError | None:
         """Write a file that shows whether a folder can be written; return the error if it cannot."""
@@ -537,30 +539,17 @@ class _PlacesLook:
         return None
 
     def _note_local(self, view: _RankView, error: Exception | None, *, is_written: bool = False) -> None:
-        if error is None:
-            return
-        text = f"local_directory={self._local_directory}: {_reason(error)}"
-        if is_written and isinstance(error, OSError) and error.errno in _UNWRITABLE:
-            view.local_unwritable = text
-        elif view.local_error is None:
-            view.local_error, view.is_local_away = f"node {self.place.node}: {text}", is_outage(error)
-
-    @property
-    def _local_directory(self) -> str:
-        return "" if self.local is None else os.fspath(self.local.path.parent)
+        reason = (error.strerror or error) if isinstance(error, OSError) else error
+        text = f"local_directory={self.local.path.parent if self.local else ''}: {reason}"
+        view.local.note(error, text, where=f"node {self.place.node}: ", is_written=is_written)
 
     def _note_global(self, view: _RankView, error: Exception | None, *, is_written: bool = False) -> None:
-        if error is None:
-            return
-        if is_written and isinstance(error, OSError) and error.errno in _UNWRITABLE:
-            view.global_unwritable = str(error)
-        elif view.global_error is None:
-            prefix = "" if self.peers.rank == 0 else f"node {self.place.node}: "
-            view.global_error, view.is_global_away = f"{prefix}{error}", is_outage(error)
+        where = "" if self.peers.rank == 0 else f"node {self.place.node}: "
+        view.global_.note(error, str(error), where=where, is_written=is_written)
 
     def _look_global(self, view: _RankView) -> None:
         directory, shared = self.directory, self._shared
-        if directory is None or not self._looks or view.global_error is not None:
+        if directory is None or not self._looks or view.global_.error is not None:
             return
 
         def look() -> tuple[RunEvidence, DirectoryContent] | None:
@@ -585,7 +574,7 @@ class _PlacesLook:
 
     def _look_local(self, view: _RankView) -> None:
         local = self.local
-        if local is None or view.local_error is not None:
+        if local is None or view.local.error is not None:
             return
         prefix = f".probe-{self.token}-"
 
@@ -643,7 +632,7 @@ class _PlacesLook:
             if any(one.lacks_probe for one in everyone):
                 sees = shared.exists if self.place.local_rank == 0 else None
                 _agree_view(setting, os.fspath(shared.parent), self.peers, sees, node=node, calls=self.calls)
-        elif everyone[0].global_error is None:
+        elif everyone[0].global_.error is None:
             mine = everyone[self.peers.rank].newest
             views = {one.newest for one in everyone}
             _agree_newest(setting, self.directory, self.peers, mine, views, node=node, calls=self.calls)
@@ -666,15 +655,15 @@ class _PlacesLook:
         view, node = self._view, self.place.node
         if view is None:
             return
-        if self.place.local_rank == 0 and (why := view.local_error or view.local_unwritable) is not None:
+        if self.place.local_rank == 0 and (why := view.local.error or view.local.unwritable) is not None:
             log.warning(
                 "node %s: the local tier cannot be used at present (%s); training continues with the other tiers",
                 *(node, why.removeprefix(f"node {node}: ")),
             )
-        if self.peers.rank == 0 and view.global_unwritable is not None:
+        if self.peers.rank == 0 and view.global_.unwritable is not None:
             log.warning(
                 "node %s: the global tier cannot be written at present (%s); training continues with the other tiers",
-                *(node, view.global_unwritable),
+                *(node, view.global_.unwritable),
             )
 
 
@@ -687,16 +676,10 @@ def is_newest_of_run(iteration: int, attempt: str, *, job: str, durable: int | N
     """Return whether no tier can hold a newer checkpoint of the run than this one of a node-local tier.
 
     Args:
-        iteration: Of the checkpoint.
-        attempt: The attempt that saved it.
         job: This job, as the names of attempts have it; it saves to memory first.
         durable: The newest iteration whose checkpoint survives the end of the job; ``None`` = not known.
     """
     return is_of_job(attempt, job) if durable is None or durable == NONE_DURABLE else iteration >= durable
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def _try(work: Callable[[], object]) -> None:
@@ -713,12 +696,7 @@ def _agree_view(
     again from the start next to the checkpoints that the other nodes see; if another rank did, no save would succeed.
 
     Args:
-        setting: Names the directory, for people.
-        url: The directory.
-        peers: The ranks.
         sees: Returns whether this node sees what another node sees there; ``None`` = another rank of the node does.
-        node: This node.
-        calls: Runs what looks into the directory.
 
     Raises:
         ConfigError: A node has another directory of that name.
@@ -737,7 +715,7 @@ def _agree_view(
             view = f"node {node} sees {content} in {url}", is_same
         except (CheckpointError, OSError) as error:
             problem = f"node {node}: {error}"
-    everyone = [from_json(data, tuple[str, bool, str]) for data in peers.gather(msgspec.json.encode((*view, problem)))]
+    everyone = peers.gather(tuple[str, bool, str], (*view, problem))
     views = [(text, is_same) for text, is_same, _ in everyone]
     if away := [rank for rank, one in enumerate(everyone) if one[2]]:
         looked = [rank for rank, one in enumerate(everyone) if one[0] or one[2]]
@@ -763,11 +741,6 @@ def agree_source(
     """Check that a directory that this run only loads from holds the same checkpoints on all nodes.
 
     Args:
-        url: The directory, for people.
-        directory: The directory.
-        places: Where this run saves.
-        peers: The ranks.
-        calls: Runs what looks into the directory.
         limit_s: Seconds that the ranks wait for a directory that does not respond.
 
     Returns:
@@ -795,8 +768,8 @@ def agree_source(
             except (CheckpointError, OSError) as error:
                 newest, problem, is_away = _NOTHING, f"load={url}: {error}", is_outage(error)
                 log.debug("%s cannot be read: %s", url, error)
-        found = msgspec.json.encode((newest, run, problem if is_away else ""))
-        everyone = [from_json(data, tuple[tuple[int, str] | None, str, str]) for data in peers.gather(found)]
+        found = newest, run, problem if is_away else ""
+        everyone = peers.gather(tuple[tuple[int, str] | None, str, str], found)
         if not (away := [rank for rank, one in enumerate(everyone) if one[2]]):
             break
         blamed = [] if [rank for rank, one in enumerate(everyone) if one[0] is not None] == away else away
@@ -807,7 +780,7 @@ def agree_source(
         log.warning("%s cannot be read: %s", url, problem)
     views = {one[0] for one in everyone}
     _agree_newest(f"load={url}", directory, peers, newest, views, node=places.node, calls=calls)
-    return everyone[0][1]
+    return str(everyone[0][1])
 
 
 _NOTHING = (-1, "")
@@ -842,13 +815,7 @@ def _agree_newest(
     """Wait until all nodes see the newest checkpoint that one of them sees, or a newer one: a run may be saving there.
 
     Args:
-        setting: Names the directory, for people.
-        directory: The directory.
-        peers: The ranks.
         mine: What this rank sees; ``None`` = another rank of the node looks, or the directory cannot be read.
-        views: What all ranks see.
-        node: This node.
-        calls: Runs what looks into the directory.
 
     Raises: as :func:`_agree_view`.
 
@@ -947,7 +914,6 @@ def home_digest(config: CheckpointConfig) -> str:
 
 
 def _firsts(nodes: Sequence[str]) -> Iterator[int]:
-    """Yield the lowest rank of each node."""
     seen = set[str]()
     for rank, node in enumerate(nodes):
         if node not in seen:
@@ -994,14 +960,9 @@ class Claims:
 
     Args:
         config: Whether another run's generations may be resumed from.
-        place: This rank's place.
-        places: Where the ranks save.
-        on_lost: Called in a thread of a lease's, when a directory was taken over.
     """
 
-    def __init__(
-        self, config: CheckpointConfig, place: WorkerEnv, places: Places, *, on_lost: Callable[[DirectoryRefused], None]
-    ) -> None:
+    def __init__(self, config: CheckpointConfig, place: WorkerEnv, places: Places, refusal: Refusal) -> None:
         own = _describe_run(place, places.run)
         may_resume_other = config.resume_from_other_run or place.resumes_other
 
@@ -1016,7 +977,7 @@ class Claims:
                 seen,
                 own,
                 may_resume_other=may_resume_other,
-                on_lost=on_lost,
+                refusal=refusal,
                 token=places.token,
             )
 
@@ -1032,9 +993,6 @@ class Claims:
         """Take the leases on this rank's directories; return why that is refused.
 
         One that cannot be written to may be loaded from all the same: its saves are going to fail with that error.
-
-        Args:
-            again: Also try those that did not respond at the start.
 
         Blocks: where only time can tell whether an owner on another machine lives: 10 s, 50 s in an object store; up to
             ``response_timeout`` longer for each directory that does not respond.
@@ -1084,14 +1042,7 @@ def _describe_run(place: WorkerEnv, series: str) -> LeaseOwner:
 def plan_replication(
     config: CheckpointConfig, nodes: Sequence[str], targets: Mapping[str, Target], rank: int
 ) -> Replication:
-    """Return what leaves a rank's node; nothing where there is no other node that could take it.
-
-    Args:
-        config: How many copies, or parities.
-        nodes: Every rank's node.
-        targets: Node to where its writer takes copies.
-        rank: This rank.
-    """
+    """Return what leaves a rank's node; nothing where there is no other node that could take it."""
     timeout_s = config.replication_timeout
     if not targets:
         return Replication(timeout_s=timeout_s)
@@ -1139,22 +1090,17 @@ class Committed:
     """Generations that hold numbers that are infinite or NaN, committed here or newer."""
 
     def missing(self, iteration: int, wanted: frozenset[Tier]) -> frozenset[Tier]:
-        """Return those of the tiers that an iteration is not in yet."""
         return wanted - self.tiers.get(iteration, set())
 
     def add(self, iteration: int, tiers: frozenset[Tier]) -> None:
-        """Count an iteration as committed to these tiers, too."""
         self.tiers.setdefault(iteration, set()).update(tiers)
 
     def generations(self, tier: Tier) -> set[int]:
-        """Return the generations that are committed to a tier."""
         return {generation for generation, tiers in self.tiers.items() if tier in tiers}
 
     def note_finite(self, iteration: int, *, finite: bool) -> None:
-        """Note whether all numbers of a generation are finite."""
         (self.not_finite.discard if finite else self.not_finite.add)(iteration)
 
     def copy(self) -> Committed:
-        """Return a copy that changes by itself."""
         tiers = {generation: set(tiers) for generation, tiers in self.tiers.items()}
         return Committed(tiers=tiers, held=self.held, not_finite=set(self.not_finite))

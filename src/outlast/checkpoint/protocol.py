@@ -11,7 +11,7 @@ import msgspec
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled
 from outlast.checkpoint.manifest import CopyKey
-from outlast.checkpoint.replica.client import Holder, ParityMember, Target
+from outlast.checkpoint.replica.client import CopyOutcome, Holder, ParityMember, Target
 
 MAX_MESSAGE_BYTES = 1 << 28
 """A manifest of many tensors, or the description of a file that consists of many."""
@@ -58,15 +58,6 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ``writer.Calls``."""
 
 
-class CopyFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A target that has no right copy."""
-
-    node: str
-    error: str
-    is_new: bool
-    """Its first failure since it last took one."""
-
-
 class Written(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A shard is digested, and durable if a file was asked for."""
 
@@ -74,7 +65,8 @@ class Written(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     finite: bool
     num_copies: int = 0
     """Targets whose own digests are the same; with parities 1 if all blocks arrived as they were sent."""
-    failures: tuple[CopyFailure, ...] = ()
+    failures: tuple[CopyOutcome, ...] = ()
+    """Each with its error."""
 
 
 class PreparePart(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -20,9 +20,11 @@ from typing import Any
 import msgspec
 
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.arena import ArenaPool
+from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import SUSPECT, Directory
+from outlast.checkpoint.fit import listed
+from outlast.checkpoint.layouts import OtherLayout
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.outage import OutageWait
 from outlast.checkpoint.places import (
@@ -35,11 +37,9 @@ from outlast.checkpoint.places import (
     storage_calls,
 )
 from outlast.checkpoint.restore import OPEN_TIMEOUT_S, CopyProver, ProvenCopy
-from outlast.checkpoint.state import OtherLayout, listed
-from outlast.checkpoint.tiers import PARITY, UNLISTED, Rejection, Table, gather_copies, reject
+from outlast.checkpoint.tiers import PARITY, UNLISTED, Rejection, Restored, Table, gather_copies, reject
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
-from outlast.decoding import from_json
 from outlast.errors import (
     CheckpointError,
     Corrupt,
@@ -71,29 +71,6 @@ _LIVE_STATE = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """A generation that was loaded."""
-
-    iteration: int
-    """Number of optimizer steps that the loaded state had done."""
-    generation: int
-    attempt: str
-    """The attempt that had saved it."""
-    tier: str
-    """Where this rank's part came from: ``memory``, ``local``, ``replica`` or ``global``; ``kept`` = its state was
-    this generation already and was left as it is."""
-    tiers: tuple[str, ...]
-    """The same for every rank."""
-    rejected: list[Rejection]
-    """Copies that were rejected, of this generation and newer ones, of all ranks; the same on every rank."""
-    load_s: float
-    bytes_read: dict[str, int]
-    """Bytes that this rank read, by tier."""
-    finite: bool = True
-    """Whether no number in the generation is infinite or NaN, on any rank."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProvenGeneration:
     """A generation that all ranks have proven."""
 
@@ -120,12 +97,6 @@ class ProvenGeneration:
             restore_random(random)
 
     def describe(self, rank: int, *, load_s: float) -> Restored:
-        """Return what the caller of a load gets.
-
-        Args:
-            rank: Its rank.
-            load_s: Seconds that the load took.
-        """
         tiers = tuple("kept" if is_kept(copy) else str(copy.tier) for copy in self.point.copies)
         return Restored(
             iteration=self.point.generation,
@@ -154,11 +125,6 @@ class CheckpointRecovery:
     """Find, prove and agree on a generation.
 
     Args:
-        config: Another place to load from, and timeouts.
-        places: Where this run saves.
-        peers: The ranks.
-        writer: Holds memory and communicates with other nodes.
-        arenas: Where copies from other nodes go.
         reclaim: Takes the leases on directories that did not respond before, as soon as they do, on all ranks.
     """
 
@@ -198,9 +164,7 @@ class CheckpointRecovery:
 
         Args:
             state: The live state, for which it must fit.
-            distrusted: Copies that led to invalid results.
             has: Iteration and attempt that the live state of this rank is; ``None`` = of none.
-            keeps_missing: What was not saved of the live state keeps its present value there.
 
         Returns:
             The generation, ``None`` if there is none at all; and whether it lies where this run saves.
@@ -333,21 +297,20 @@ class CheckpointRecovery:
         """Have the node's writer count the generation as committed, and drop what was only prepared beside it."""
         if not self._places.memory:
             return
-        part = CopyKey(point.generation, point.attempt, self._peers.rank)
-        try:
-            self._writer.ask(f.KeepPart(key=part), f.Done, timeout_s=OPEN_TIMEOUT_S)
-        except CheckpointError as error:
-            log.debug("memory is not settled on generation %d: %s", point.generation, error)  # the next save does it
+        self._inform_writer(f.KeepPart, point)  # if this fails, the next save does it
 
     def _drop_from_memory(self, copy: Copy) -> None:
         """Have the node's writer drop this rank's corrupt copy, so that no later load reads it again."""
         if copy.tier != Tier.MEMORY or is_kept(copy):
             return
-        part = CopyKey(copy.generation, copy.attempt, self._peers.rank)
+        self._inform_writer(f.DropPart, copy)  # if this fails, the next load finds it corrupt again
+
+    def _inform_writer(self, request: type[f.KeepPart | f.DropPart], about: RecoveryPoint | Copy) -> None:
+        part = CopyKey(about.generation, about.attempt, self._peers.rank)
         try:
-            self._writer.ask(f.DropPart(key=part), f.Done, timeout_s=OPEN_TIMEOUT_S)
+            self._writer.ask(request(key=part), f.Done, timeout_s=OPEN_TIMEOUT_S)
         except CheckpointError as error:
-            log.debug("the corrupt copy of iteration %d stays in memory: %s", copy.generation, error)
+            log.debug("the writer did not take %s of iteration %d: %s", request.__name__, about.generation, error)
 
     def suspect(
         self, state: Mapping[str, Any], iteration: int, distrusted: Sequence[Distrusted]
@@ -372,7 +335,10 @@ class CheckpointRecovery:
         for copies in table.copies:
             copies.intersection_update([copy for copy in copies if copy.generation == iteration])
         try:
-            proven = self._prove(table, places, state, ())
+            rejected = list(table.rejected)
+            proven = self._agree(table, places, state, (), rejected)
+            if proven is None and table.seen:
+                raise _nothing_left(places, rejected)
         except CheckpointError as error:
             log.warning("the state that was saved for diagnosis is unavailable: %s", error)
             return None
@@ -401,16 +367,6 @@ class CheckpointRecovery:
         run = agree_source(url, directory, self._places, self._peers, calls=self._calls, limit_s=limit_s)
         return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)
 
-    def _prove(
-        self, table: Table, places: Places, state: Mapping[str, Any], distrusted: Sequence[Distrusted]
-    ) -> ProvenGeneration | None:
-        """Prove the newest generation that all ranks can; ``None``: there is none at all."""
-        rejected = list(table.rejected)
-        proven = self._agree(table, places, state, distrusted, rejected)
-        if proven is None and table.seen:
-            raise _nothing_left(places, rejected)
-        return proven
-
     def _agree(
         self,
         table: Table,
@@ -425,13 +381,8 @@ class CheckpointRecovery:
         """Find the newest generation that all ranks can prove, and return this rank's proven copy of it.
 
         Args:
-            table: What all ranks could load.
-            places: Where.
-            state: The live state.
-            distrusted: Copies that led to invalid results, with what descends from them.
             rejected: Copies that are rejected already; those that are from now on are added.
             kept: By rank, the generation that its live state is already; it then needs no copy of that.
-            keeps_missing: What was not saved of the live state keeps its present value there.
 
         Raises:
             Mismatch: The generation does not fit a rank's live state; then nothing older is tried.
@@ -471,7 +422,7 @@ class CheckpointRecovery:
             with contextlib.ExitStack() as unused:  # also when a peer leaves, or the generation does not fit
                 if proven is not None:
                     unused.callback(proven.close)
-                votes = [from_json(data, _Vote) for data in self._peers.gather(msgspec.json.encode(vote))]
+                votes: list[_Vote] = self._peers.gather(_Vote, vote)
                 against = [(rank, vote.rejection) for rank, vote in enumerate(votes) if vote.rejection is not None]
                 if not against:
                     for rank, vote in enumerate(votes):
@@ -549,7 +500,6 @@ class CheckpointRecovery:
 
 
 def _warn_of_missing(generation: int, votes: Sequence[_Vote]) -> None:
-    """Log what the checkpoint lacks of the live state of any rank."""
     if names := list(dict.fromkeys(name for vote in votes for name in vote.missing)):
         log.warning(
             'the checkpoint of iteration %d has no value for %s; present values are kept (missing="keep")',
@@ -559,7 +509,6 @@ def _warn_of_missing(generation: int, votes: Sequence[_Vote]) -> None:
 
 
 def is_kept(copy: Copy) -> bool:
-    """Return whether a copy is its rank's live state."""
     return copy.tier == Tier.MEMORY and copy.holder == _LIVE_STATE
 
 
@@ -568,16 +517,12 @@ def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list
 
     What is committed nowhere does not count, nor what was saved by another number of ranks: all load that together.
 
-    Args:
-        has: Iteration and attempt, of this rank.
-        table: What all ranks could load.
-
     Raises:
         PeerLost: A peer left.
 
     Collective: all ranks.
     """
-    everyone = [from_json(data, tuple[int, str] | None) for data in peers.gather(msgspec.json.encode(has))]
+    everyone = peers.gather(tuple[int, str] | None, has)
     committed = {(copy.generation, copy.attempt) for copies in table.copies for copy in copies}
     return [
         Copy(one[0], one[1], Tier.MEMORY, _LIVE_STATE)
@@ -596,23 +541,21 @@ def _distrusted_copies(table: Table, distrusted: Sequence[Distrusted]) -> dict[i
 
 def _committed(table: Table, refused: dict[int, set[Copy]], newest: int) -> Committed:
     """Return the generations up to ``newest`` that all ranks could load, and all that are not finite."""
-    committed = Committed(not_finite={generation for generation, _ in table.not_finite})
-    for tiers in (frozenset({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}), frozenset({Tier.GLOBAL})):
+
+    def shared(tiers: frozenset[Tier]) -> set[int]:
         held = [
             {(c.generation, c.attempt) for c in copies - refused[rank] if c.tier in tiers}
             for rank, copies in enumerate(table.copies)
         ]
-        for generation, _ in set.intersection(*held):
-            if generation <= newest:
-                committed.add(generation, tiers)
+        return {generation for generation, _ in set.intersection(*held) if generation <= newest}
+
+    committed = Committed(not_finite={generation for generation, _ in table.not_finite})
+    for tiers in (frozenset({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}), frozenset({Tier.GLOBAL})):
+        for generation in shared(tiers):
+            committed.add(generation, tiers)
     for tier in Tier:
-        copies_there = [
-            {(c.generation, c.attempt) for c in copies - refused[rank] if c.tier == tier}
-            for rank, copies in enumerate(table.copies)
-        ]
-        for generation, _ in set.intersection(*copies_there):
-            if generation in committed.tiers:
-                committed.held.setdefault(generation, set()).add(tier)
+        for generation in shared(frozenset({tier})):
+            committed.held.setdefault(generation, set()).add(tier)
     return committed
 
 
@@ -656,7 +599,6 @@ def _where(copy: Copy, rank: int) -> str:
 
 
 def _reasons(rejected: list[Rejection]) -> str:
-    """Return the first reason of each generation, newest first."""
     first: dict[int, Rejection] = {}
     for rejection in rejected:
         first.setdefault(rejection.generation, rejection)
@@ -664,7 +606,6 @@ def _reasons(rejected: list[Rejection]) -> str:
 
 
 def _blocked(rejected: Sequence[Rejection]) -> list[Rejection]:
-    """Return the rejections whose place did not respond."""
     return [one for one in rejected if one.kind == Unavailable.__name__]
 
 

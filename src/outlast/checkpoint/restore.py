@@ -21,27 +21,20 @@ from typing import Any
 import torch
 
 from outlast.checkpoint import protocol as f
-from outlast.checkpoint.arena import Arena, ArenaPool
+from outlast.checkpoint.arena import Arena
+from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.dcp.items import TORCH_TYPES
 from outlast.checkpoint.dcp.reader import bytes_of, read_rank
 from outlast.checkpoint.dcp.reshard import Resharded, load_resharded
+from outlast.checkpoint.fit import check_fit, check_layouts, restore_into
 from outlast.checkpoint.landing import Landing
+from outlast.checkpoint.layouts import OtherLayout, meshes_of
 from outlast.checkpoint.manifest import MANIFEST, MANIFEST_PART, CopyKey, Manifest, decode_manifest
 from outlast.checkpoint.missing import complete, find_missing
 from outlast.checkpoint.places import Peers, Places, group_of
 from outlast.checkpoint.replica.client import ParityMember, Target
 from outlast.checkpoint.shard import DTYPE_NAMES, TREE, TensorSpan, shard_name
-from outlast.checkpoint.state import (
-    OtherLayout,
-    Wrapped,
-    capture,
-    check_fit,
-    check_layouts,
-    decode,
-    flatten,
-    meshes_of,
-    restore_into,
-)
+from outlast.checkpoint.state import Wrapped, capture, decode, flatten
 from outlast.checkpoint.tiers import PARITY, Table, check_manifest
 from outlast.checkpoint.verification import BoundedReading, Proof, VerifiedFiles, prove_shard, read_shard
 from outlast.checkpoint.writer_client import WriterClient
@@ -60,6 +53,8 @@ class ProvenCopy:
     """A copy whose every byte was compared with its digest; this one is the live state itself, which stays as it is."""
 
     num_bytes_read = 0
+    keeps_missing = False
+    """What it lacks of the live state keeps its present value there."""
     missing: Sequence[str] = ()
     """Names of what it lacks of the live state, which keeps their present values; known once it was checked."""
 
@@ -77,18 +72,21 @@ class ProvenCopy:
     def close(self) -> None:
         """Release it."""
 
+    def _fit(self, state: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what was saved, with the live values of what it lacks if these are to be kept, once it fits."""
+        if self.keeps_missing:
+            self.missing, saved = find_missing(state, saved), complete(state, saved)
+        check_fit(state, saved, keeps_missing=self.keeps_missing)
+        return saved
+
 
 class _ShardCopy(ProvenCopy):
     """A shard in a file or in shared memory.
 
     Args:
         fd: Its descriptor, from now on the copy's.
-        manifest: Its generation.
-        rank: Whose it is.
         state: The live state that it is for; nothing of it is touched.
-        in_memory: It lies in shared memory that may be longer than the shard.
         on_close: Is called when it is released after all.
-        keeps_missing: What it lacks of the live state keeps its present value there.
         bound: Ends a reading that makes no progress; ``None``: it may take any time.
     """
 
@@ -99,13 +97,13 @@ class _ShardCopy(ProvenCopy):
         rank: int,
         state: Mapping[str, Any],
         *,
-        in_memory: bool,
         keeps_missing: bool,
+        in_memory: bool = False,
         on_close: Callable[[], None] | None = None,
         bound: BoundedReading | None = None,
     ) -> None:
         self._fd, self._manifest, self._rank, self._on_close = fd, manifest, rank, on_close
-        self._bound, self._keeps_missing = bound, keeps_missing
+        self._bound, self.keeps_missing = bound, keeps_missing
         self._landing: Landing | None = None
 
         def land(spans: Mapping[str, TensorSpan]) -> Landing | None:
@@ -125,9 +123,7 @@ class _ShardCopy(ProvenCopy):
         live = capture(state)
         check_layouts(self._proof.tree, live)
         saved = decode(self._proof.tree, self._placeholder, meshes_of(live), rewrap=Wrapped.outline)["state"]
-        if self._keeps_missing:
-            self.missing, saved = find_missing(state, saved), complete(state, saved)
-        check_fit(state, saved, keeps_missing=self._keeps_missing)
+        self._fit(state, saved)
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
         live = capture(state)
@@ -139,12 +135,11 @@ class _ShardCopy(ProvenCopy):
         landed = {} if self._landing is None else self._landing.tensors
         tensors = read_tensors(self._fd, self._manifest, self._rank, self._proof, into, landed, bound=self._bound)
         saved = decode(self._proof.tree, partial(_present, tensors), meshes_of(live))
-        restore_into(state, complete(state, saved["state"]) if self._keeps_missing else saved["state"])
+        restore_into(state, complete(state, saved["state"]) if self.keeps_missing else saved["state"])
         tensors.clear()  # what has decoded them refers to itself, and is freed when garbage is next collected
         return dict(saved["random"])
 
     def _release(self) -> None:
-        """Give back what lies on devices beside the live state."""
         if self._landing is not None:
             self._landing.close()
             self._landing = None
@@ -177,7 +172,7 @@ class _GlobalCopy(ProvenCopy):
     """A rank's exact state, put together from the global tier, in memory of its own."""
 
     def __init__(self, files: VerifiedFiles, rank: int, state: Mapping[str, Any], *, keeps_missing: bool) -> None:
-        self._keeps_missing = keeps_missing
+        self.keeps_missing = keeps_missing
         self._unfit: Exception | None = None
 
         def accept(tree: bytes) -> None:
@@ -195,10 +190,7 @@ class _GlobalCopy(ProvenCopy):
         if self._unfit is not None:
             raise self._unfit
         self._saved = decode(self._state.tree, partial(_present, self._state.tensors), meshes_of(capture(state)))
-        if self._keeps_missing:
-            self.missing = find_missing(state, self._saved["state"])
-            self._saved["state"] = complete(state, self._saved["state"])
-        check_fit(state, self._saved["state"], keeps_missing=self._keeps_missing)
+        self._saved["state"] = self._fit(state, self._saved["state"])
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
         restore_into(state, self._saved["state"])
@@ -244,7 +236,6 @@ class CopyProver:
         """Compare every byte of a copy with its digest.
 
         Args:
-            copy: Which.
             reshard: Whether it was saved in another layout than the live state's; only of the global tier, and the
                 same on all ranks.
 
@@ -274,9 +265,7 @@ class CopyProver:
                 self._checked(manifest, copy)
                 _, fd = self.writer.ask(f.Open(key=self._key(copy)), f.Done, timeout_s=OPEN_TIMEOUT_S)
                 if fd is not None:
-                    return _ShardCopy(
-                        fd, manifest, self.peers.rank, self.state, in_memory=True, keeps_missing=self.keeps_missing
-                    )
+                    return self._shard_copy(fd, manifest, in_memory=True)
         raise Incomplete("the writer does not hold it any more")
 
     def _from_disk(self, copy: Copy) -> _ShardCopy:
@@ -296,9 +285,10 @@ class CopyProver:
             target=lambda: bound.path,
             discard=lambda late: os.close(late[1]),
         )
-        return _ShardCopy(
-            fd, manifest, self.peers.rank, self.state, in_memory=False, keeps_missing=self.keeps_missing, bound=bound
-        )
+        return self._shard_copy(fd, manifest, bound=bound)
+
+    def _shard_copy(self, fd: int, manifest: Manifest, **how: Any) -> _ShardCopy:
+        return _ShardCopy(fd, manifest, self.peers.rank, self.state, keeps_missing=self.keeps_missing, **how)
 
     def _from_node(self, copy: Copy) -> _ShardCopy:
         target = self.places.targets[copy.holder]
@@ -352,15 +342,8 @@ class CopyProver:
             if fetched.chunks != chunks:
                 wrong = next(n for n, chunk in enumerate(chunks) if fetched.chunks[n : n + 1] != (chunk,))
                 raise Corrupt(f"{problem}: chunk {wrong} differs")
-            return _ShardCopy(
-                os.dup(arena.fd),
-                manifest,
-                rank,
-                self.state,
-                in_memory=True,
-                keeps_missing=self.keeps_missing,
-                on_close=lambda: self._hold(arena, copy, data),
-            )
+            hold = partial(self._hold, arena, copy, data)
+            return self._shard_copy(os.dup(arena.fd), manifest, in_memory=True, on_close=hold)
         except BaseException:  # whatever failed, the memory serves the next one
             self.arenas.give_back(arena)
             raise
@@ -431,10 +414,6 @@ def read_tensors(
     """Read a proven shard's tensors.
 
     Args:
-        fd: The shard.
-        manifest: Its generation.
-        rank: Whose it is.
-        proof: What ``prove_shard`` returned.
         into: Contiguous CPU tensors of the right type and shape that take their bytes, by name; others are new.
         landed: Tensors that have their bytes already, by name; they are not read again.
         bound: Ends a reading that makes no progress; ``None``: it may take any time.
@@ -461,7 +440,6 @@ def read_tensors(
 
 
 def _takes(tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> bool:
-    """Whether a shard's bytes can be read straight into a tensor."""
     return (
         tensor.device.type == "cpu"
         and tensor.is_contiguous()

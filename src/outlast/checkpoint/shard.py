@@ -20,7 +20,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -76,46 +75,44 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpan:
-    """Where a tensor lies."""
+class TensorSpan(msgspec.Struct, frozen=True):
+    """A tensor of a shard, and where it lies."""
 
     name: str
     dtype: str
     """safetensors' name of the element type."""
     shape: tuple[int, ...]
+    """This rank's part."""
     offset: int
     """In the file."""
     num_bytes: int
+    global_shape: tuple[int, ...] = ()
+    """Of the whole; empty, as what follows, where it is not known, as in what a shard's header says."""
+    global_offset: tuple[int, ...] = ()
+    """Where this rank's part begins in the whole, in elements of each dimension."""
 
 
 def shard_name(rank: int) -> str:
-    """Return the file name of a rank's shard."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def num_chunks(num_bytes: int) -> int:
-    """Return the number of chunks of a file."""
     return -(-num_bytes // CHUNK_BYTES)
 
 
 def digest(chunk: bytes | memoryview) -> str:
-    """Return a chunk's digest."""
     return xxhash.xxh3_64_hexdigest(chunk)
 
 
 def digests(data: bytes) -> tuple[str, ...]:
-    """Return the digest of every chunk of a small file."""
     return tuple(digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))
 
 
 def pack_digests(chunks: Iterable[str]) -> bytes:
-    """Return digests, one after the other."""
     return bytes.fromhex("".join(chunks))
 
 
 def unpack_digests(packed: bytes) -> tuple[str, ...]:
-    """Return digests, hexadecimal."""
     text, width = packed.hex(), 2 * DIGEST_BYTES
     return tuple(text[at : at + width] for at in range(0, len(text), width))
 
@@ -154,12 +151,7 @@ class ShardLayout:
         self._text, self._num_bytes = msgspec.json.encode(entries)[1:-1], offset
 
     def place(self, identity: Identity, tree_bytes: int) -> tuple[bytes, TensorSpan, int]:
-        """Return a shard's head up to where the data begins, where its plain values lie, and its size in bytes.
-
-        Args:
-            identity: Whose shard it is.
-            tree_bytes: Length of its plain values, which come last.
-        """
+        """Return a shard's head up to where the data begins, where its plain values lie, and its size in bytes."""
         metadata = msgspec.json.encode({"__metadata__": {"outlast": msgspec.json.encode(identity).decode()}})[1:-1]
         end = self._num_bytes + tree_bytes
         span = {TREE: _HeaderEntry("U8", (tree_bytes,), (self._num_bytes, end))}
@@ -171,37 +163,30 @@ class ShardLayout:
 
 
 def read_head(fd: int, size: int) -> bytes:
-    """Read the head of a shard, up to where its data begins.
-
-    Raises:
-        Corrupt: It cannot be one.
-    """
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-        raise Corrupt(f"the header cannot be read (it would take {length} bytes of {size})")
-    head = b""
-    while len(head) < 8 + length:
-        part = os.pread(fd, 8 + length - len(head), len(head))
+    """Read the head of a shard, up to where its data begins. Raises: Corrupt, when it cannot be a shard."""
+    end, head = _head_bytes(os.pread(fd, 8, 0), size), b""
+    while len(head) < end:
+        part = os.pread(fd, end - len(head), len(head))
         if not part:
-            raise Corrupt(f"the header ends after {len(head)} bytes instead of {8 + length}")
+            raise Corrupt(f"the header ends after {len(head)} bytes instead of {end}")
         head += part
     return head
 
 
 def head_of(image: memoryview) -> memoryview:
     """Return the head of a shard's image, up to where its data begins. Raises: Corrupt, when it cannot be a shard."""
-    length = int.from_bytes(image[:8], "little")
-    if not 2 <= length <= min(MAX_HEADER_BYTES, len(image) - 8):
-        raise Corrupt(f"the header cannot be read (it would take {length} bytes of {len(image)})")
-    return image[: 8 + length]
+    return image[: _head_bytes(image[:8], len(image))]
+
+
+def _head_bytes(begin: bytes | memoryview, size: int) -> int:
+    length = int.from_bytes(begin, "little")
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        raise Corrupt(f"the header cannot be read (it would take {length} bytes of {size})")
+    return 8 + length
 
 
 def read_header(head: memoryview, size: int) -> tuple[Identity, dict[str, TensorSpan]]:
     """Take the head of a shard apart; every field is checked against the file's size.
-
-    Args:
-        head: As read by :func:`read_head`.
-        size: Bytes of the file.
 
     Raises:
         Corrupt: It is not a shard of ours.
@@ -242,12 +227,6 @@ MAY_BE_INFINITE = frozenset({*_SUMMED, *_MASKED})
 
 
 def is_finite(data: memoryview, dtype: str) -> bool:
-    """Return whether no element is infinite or NaN.
-
-    Args:
-        data: The tensor's bytes.
-        dtype: One of :data:`MAY_BE_INFINITE`.
-    """
     return all(_is_piece_finite(data[start : start + PIECE_BYTES], dtype) for start in range(0, len(data), PIECE_BYTES))
 
 
@@ -284,7 +263,6 @@ class Numbers:
         """Return whether no number in a piece of the image is infinite or NaN.
 
         Args:
-            piece: Bytes of the image.
             start: Where they begin; neither this nor their end is inside of a number.
         """
         end = start + len(piece)
@@ -318,36 +296,28 @@ class Digested(NamedTuple):
             return [index for index in indices if self.chunks[index : index + 1] != (_digest(data, None, index),)]
 
 
-def digest_image(
-    image: memoryview, *, look: Look | None = None, num_threads: int = NUM_DIGEST_THREADS
-) -> tuple[str, ...]:
+def digest_image(image: memoryview, *, look: Look | None = None) -> tuple[str, ...]:
     """Return the digest of every chunk.
 
     Args:
-        image: The bytes.
         look: Called with each piece of the image, and where it begins, while it is in the cache; by several threads.
-        num_threads: How many digest at a time.
     """
     digest_chunk, count = partial(_digest, image, look), num_chunks(len(image))
     if count < 2:
         return tuple(map(digest_chunk, range(count)))
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="outlast-digest") as pool:
+    with ThreadPoolExecutor(NUM_DIGEST_THREADS, thread_name_prefix="outlast-digest") as pool:
         return tuple(pool.map(digest_chunk, range(count)))
 
 
-def write_image(
-    image: memoryview, path: Path, *, look: Look | None = None, num_threads: int = NUM_DISK_THREADS
-) -> tuple[str, ...]:
+def write_image(image: memoryview, path: Path, *, look: Look | None = None) -> tuple[str, ...]:
     """Write an image into a new file and make it durable; return the digest of every chunk.
 
     A file that cannot be finished is deleted: on a full disk its room is what the next save needs.
 
     Args:
         image: The bytes, beginning at a multiple of 4 KiB.
-        path: The file; its folder exists.
         look: Called with each piece of the image, and where it begins, while it is in the cache, by one thread; and
             again from the beginning where the disk takes no direct writes.
-        num_threads: How many write at a time; one more digests.
 
     Raises:
         OSError: The disk is full, the file exists, or the disk fails otherwise.
@@ -356,12 +326,12 @@ def write_image(
     """
     try:
         with new_file(path, len(image), direct=True) as fd:
-            return _write(fd, image, look, num_threads, path)
+            return _write(fd, image, look, path)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
     with new_file(path, len(image)) as fd:
-        return _write(fd, image, look, num_threads, path)
+        return _write(fd, image, look, path)
 
 
 @contextlib.contextmanager
@@ -394,7 +364,7 @@ def new_file(path: Path, num_bytes: int, *, direct: bool = False) -> Iterator[in
         os.close(fd)
 
 
-def _write(fd: int, image: memoryview, look: Look | None, num_threads: int, path: Path) -> tuple[str, ...]:
+def _write(fd: int, image: memoryview, look: Look | None, path: Path) -> tuple[str, ...]:
     size = len(image)
 
     def write_chunk(index: int) -> None:
@@ -406,7 +376,7 @@ def _write(fd: int, image: memoryview, look: Look | None, num_threads: int, path
 
     with (
         ThreadPoolExecutor(1, thread_name_prefix="outlast-digest") as digesting,
-        ThreadPoolExecutor(num_threads, thread_name_prefix="outlast-disk") as writing,
+        ThreadPoolExecutor(NUM_DISK_THREADS, thread_name_prefix="outlast-disk") as writing,
     ):
         digests = digesting.map(partial(_digest, image, look), range(num_chunks(size)))
         try:
@@ -421,7 +391,6 @@ def _write(fd: int, image: memoryview, look: Look | None, num_threads: int, path
 
 
 def _digest(image: memoryview, look: Look | None, index: int) -> str:
-    """Return the digest of a chunk, looking at it on the way."""
     start = index * CHUNK_BYTES
     with image[start : start + CHUNK_BYTES] as chunk:
         if look is None:

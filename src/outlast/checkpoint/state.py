@@ -3,9 +3,8 @@
 The tree is msgpack: what msgpack can express is in it directly, tensors are referred to by name, and the rest is
 ``torch.save`` bytes, which are read back with ``weights_only=True`` and tried at the save already: state that
 could not be loaded must not look saved. A tensor subclass is taken apart with its own ``__tensor_flatten__``. How a
-distributed tensor lies on its ranks is in the tree, too, so that it is made again, or refused, on other meshes.
-
-One module because each kind of value is known here alone: how it is taken apart, made again, and put in place.
+distributed tensor lies on its ranks (:mod:`outlast.checkpoint.layouts`) is in the tree, too. Whether a saved state fits
+a live one, and how it gets there, is in :mod:`outlast.checkpoint.fit`.
 """
 
 from __future__ import annotations
@@ -18,202 +17,29 @@ import enum
 import gc
 import io
 import logging
-import operator
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import torch
 
+from outlast.checkpoint.layouts import Layout, describe_layout, distribute, is_distributed, own_part
 from outlast.checkpoint.shard import DTYPE_NAMES
 from outlast.decoding import from_msgpack
-from outlast.errors import CheckpointError, Mismatch
+from outlast.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-Layout: TypeAlias = list[Any]
-"""Placements, shape and names of the mesh, shape and stride of the whole. A placement is the dimension that is sharded,
-``None`` for a replica, or ``[dimension, split factor]`` where other shards of the dimension were cut first (FSDP2 over
-tensor parallelism)."""
-
-
-class OtherLayout(CheckpointError):
-    """What was saved is laid out over the ranks in another way than the live state: it can only be resharded."""
-
-
-def is_distributed(value: Any) -> bool:
-    """Return whether a value is a ``DTensor``."""
-    return hasattr(value, "to_local") and hasattr(value, "placements")
-
-
-def describe_layout(value: Any, path: str) -> Layout:
-    """Describe a distributed tensor's layout.
-
-    Raises:
-        CheckpointError: It is placed in a way that cannot be saved.
-    """
-    placements: list[Any] = []
-    for placement in value.placements:
-        match type(placement).__name__:
-            case "Replicate":
-                placements.append(None)
-            case "Shard":
-                placements.append(placement.dim)
-            case "_StridedShard":
-                placements.append([placement.dim, int(placement.split_factor)])
-            case _:
-                text = f"state {path!r}: a DTensor placed as {placement} cannot be saved; reduce it first"
-                raise CheckpointError(text)
-    return [placements, *_describe_mesh(value.device_mesh), list(value.shape), list(value.stride())]
-
-
-def own_part(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and the offset of this rank's part of a distributed tensor.
-
-    Raises:
-        CheckpointError: The part is not one block of the whole, or torch 2.8 does not say where it is.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh = value.device_mesh
-    if any(type(placement).__name__ == "_StridedShard" for placement in value.placements):
-        if torch.__version__ < "2.9" and not _is_even(value.shape, value.placements, mesh.mesh.shape):
-            raise CheckpointError(
-                f"state {path!r}: torch {torch.__version__} loses rows of a DTensor of {tuple(value.shape)} placed as "
-                f"{tuple(value.placements)}, which the ranks do not divide evenly; use torch 2.9 or newer"
-            )
-        coordinate = mesh.get_coordinate()
-        rows = rows_of(value.shape, value.placements, mesh.mesh.shape, coordinate or [0] * mesh.mesh.dim())
-        if any(len(found) and found[-1] - found[0] >= len(found) for found in rows.values()):
-            raise CheckpointError(
-                f"state {path!r}: a DTensor placed as {tuple(value.placements)} has parts that are not one block; "
-                "redistribute() it to Shard or Replicate before it is saved or loaded"
-            )
-    shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
-    return tuple(map(int, shape)), tuple(map(int, offset))
-
-
-def rows_of(
-    shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
-) -> dict[int, Any]:
-    """Return which indices of each sharded dimension, in ascending order, lie at a place of the mesh."""
-    rows: dict[int, Any] = {}
-    for placement, num_parts, index in zip(placements, mesh_shape, coordinate, strict=True):
-        if (dim := getattr(placement, "dim", None)) is not None:
-            blocks = _chunks(rows.get(dim, np.arange(shape[dim])), getattr(placement, "split_factor", 1))
-            rows[dim] = np.concatenate([_chunks(block, num_parts)[index] for block in blocks])
-    return rows
-
-
-def _is_even(shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int]) -> bool:
-    """Return whether the dimensions that are cut in strides are cut into parts of one size."""
-    cuts: dict[int, int] = {}
-    for placement, num_parts in zip(placements, mesh_shape, strict=True):
-        if (dim := getattr(placement, "dim", None)) is not None:
-            cuts[dim] = cuts.get(dim, 1) * num_parts
-    strided = {placement.dim for placement in placements if hasattr(placement, "split_factor")}
-    return all(shape[dim] % cuts[dim] == 0 for dim in strided)
-
-
-def _chunks(rows: Any, count: int) -> list[Any]:
-    """Cut an array as ``torch.chunk`` does, with empty chunks at the end where there is too little."""
-    length = -(-len(rows) // count)
-    return [rows[number * length : (number + 1) * length] for number in range(count)]
-
-
-def distribute(local: torch.Tensor, layout: Layout, meshes: Sequence[Any]) -> torch.Tensor:
-    """Make the distributed tensor of which this rank has ``local``.
-
-    Args:
-        local: This rank's part.
-        layout: As it was saved.
-        meshes: Device meshes in use by the live state.
-
-    Raises:
-        OtherLayout: None of them is the one that the tensor was saved on.
-    """
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    def place(saved: Any) -> Any:
-        if saved is None:
-            return Replicate()
-        return Shard(saved) if isinstance(saved, int) else _StridedShard(saved[0], split_factor=saved[1])
-
-    placements, mesh_shape, mesh_names, shape, stride = layout
-    for mesh in meshes:
-        if _describe_mesh(mesh) == [mesh_shape, mesh_names]:
-            return as_distributed(local, mesh, [place(saved) for saved in placements], shape, stride)
-    raise OtherLayout(
-        f"a tensor was saved as {_in_words(layout)}, and nothing here is on such a mesh; build the model with the same "
-        "parallelism, or load it from the global tier"
-    )
-
-
-def as_distributed(
-    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
-) -> torch.Tensor:
-    """Make the distributed tensor of which this rank has ``local``."""
-    from torch.distributed.tensor import DTensor
-
-    made = DTensor.from_local(
-        local.to(mesh.device_type), mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-    )
-    return cast(torch.Tensor, made)
-
-
-def meshes_of(value: Any) -> list[Any]:
-    """Return the device meshes of all distributed tensors in a captured state."""
-    if isinstance(value, torch.Tensor):
-        return [cast(Any, value).device_mesh] if is_distributed(value) else []
-    if isinstance(value, Mapping):
-        return [mesh for inner in value.values() for mesh in meshes_of(inner)]
-    return [mesh for inner in value for mesh in meshes_of(inner)] if isinstance(value, list | tuple) else []
-
-
-def check_layouts(tree: bytes, live: Mapping[str, Any]) -> None:
-    """Check that a tree's tensors lie on the ranks as those of the captured live state, as far as these are there yet.
-
-    Raises:
-        OtherLayout: One does not.
-    """
-    saved = layouts_of(tree)
-    if not any(saved.values()) and not meshes_of(live):
-        return
-    present = layouts_of(flatten({"state": live}, is_live=True).tree)
-    for name in sorted(saved.keys() & present.keys()):
-        before, now = saved[name], present[name]
-        if (before and before[:4]) != (now and now[:4]):
-            raise OtherLayout(
-                f"tensor {name!r} was saved as {_in_words(before)}, here it is {_in_words(now)}; build the model with "
-                "the same parallelism, or load it from the global tier"
-            )
-
-
-def _describe_mesh(mesh: Any) -> list[Any]:
-    return [list(mesh.mesh.shape), list(mesh.mesh_dim_names or [])]
-
-
-def _in_words(layout: Layout | None) -> str:
-    if layout is None:
-        return "a whole"
-    placements, mesh_shape, mesh_names, shape, _ = layout
-    words = ["replica" if one is None else f"shard({one if isinstance(one, int) else one[0]})" for one in placements]
-    names = mesh_names or [f"dim {number}" for number in range(len(mesh_shape))]
-    mesh = ", ".join(f"{name} of {size}: {word}" for name, size, word in zip(names, mesh_shape, words, strict=True))
-    return f"{tuple(shape)} over {mesh}"
-
-
-_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
+SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 _MAX_DEPTH = 100
 """Containers within one another; what is deeper most likely contains itself."""
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _DTYPES = frozenset(getattr(torch, name.removeprefix("torch.")) for name in DTYPE_NAMES)
 _ZEROS = tuple((0,) * dim for dim in range(65))
 
@@ -288,8 +114,14 @@ class Wrapped:
 
 
 def is_stateful(value: object) -> bool:
-    """Return whether a value saves and loads itself."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def is_nested(value: Any) -> bool:
+    """Whether a mapping is walked into, instead of being a plain value as a whole."""
+    return isinstance(value, Mapping) and any(
+        is_stateful(inner) or isinstance(inner, torch.Tensor) or is_nested(inner) for inner in value.values()
+    )
 
 
 def may_be_absent(value: object) -> bool:
@@ -326,7 +158,7 @@ class _TooDeepError(Exception):
 
 
 def _capture(value: Any, depth: int) -> Any:
-    if type(value) in _PLAIN_TYPES:
+    if type(value) in PLAIN_TYPES:
         return value
     if is_stateful(value):
         return value.state_dict()
@@ -334,7 +166,7 @@ def _capture(value: Any, depth: int) -> Any:
         if depth > _MAX_DEPTH:
             raise _TooDeepError
         captured = {
-            name: inner if type(inner) in _PLAIN_TYPES else _capture(inner, depth + 1) for name, inner in value.items()
+            name: inner if type(inner) in PLAIN_TYPES else _capture(inner, depth + 1) for name, inner in value.items()
         }
         if any(captured[name] is not inner for name, inner in value.items()):
             return captured
@@ -345,7 +177,6 @@ def flatten(value: Any, *, is_live: bool = False) -> FlatState:
     """Take a captured state apart; tensors are referred to, not copied, everything else is copied.
 
     Args:
-        value: The state.
         is_live: It is not saved, but loaded into: values that could not be saved are left out.
 
     Raises:
@@ -364,7 +195,7 @@ def flatten(value: Any, *, is_live: bool = False) -> FlatState:
 
 def _is_scalar(value: Any) -> bool:
     kind = type(value)
-    return kind in _SCALARS and (kind is not int or _INT_MIN <= value <= _INT_MAX)
+    return kind in SCALARS and (kind is not int or _INT_MIN <= value <= _INT_MAX)
 
 
 def _are_scalars(values: Sequence[Any]) -> bool:
@@ -384,7 +215,7 @@ class _Flattener:
 
     def node(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if kind in _PLAIN_TYPES and (name := self._add(value, path)) is not None:
+        if kind in PLAIN_TYPES and (name := self._add(value, path)) is not None:
             return "T", name
         if _is_scalar(value):
             return "v", value
@@ -415,7 +246,7 @@ class _Flattener:
             if type(key) is not str and not _is_scalar(key):
                 return self._pickled(value, path)
             here = f"{before}{key}"
-            if type(item) in _PLAIN_TYPES and (name := self._add(item, here)) is not None:
+            if type(item) in PLAIN_TYPES and (name := self._add(item, here)) is not None:
                 items.append((key, ("T", name)))  # as node() does, for there may be very many
             else:
                 items.append((key, self.node(item, here)))
@@ -455,7 +286,7 @@ class _Flattener:
         value = value.detach()
         if type(value).__name__ == "AsyncCollectiveTensor":
             value = cast(Any, value).wait()
-        if type(value) in _PLAIN_TYPES and (name := self._add(value, path, shape, offset)) is not None:
+        if type(value) in PLAIN_TYPES and (name := self._add(value, path, shape, offset)) is not None:
             return ("T", name) if layout is None else ("T", name, layout)
         if hasattr(value, "__tensor_flatten__") and all(type(number) is int for number in value.shape):
             return self._wrapped(value, path, layout, shape, offset)
@@ -475,7 +306,6 @@ class _Flattener:
     def _wrapped(
         self, value: Any, path: str, layout: Layout | None, shape: tuple[int, ...], offset: tuple[int, ...]
     ) -> Any:
-        """Take a tensor subclass apart."""
         kind = type(value)
         name = f"{kind.__module__}:{kind.__qualname__}"
         if _find_class(name) is not kind:
@@ -486,7 +316,7 @@ class _Flattener:
         attributes, context = value.__tensor_flatten__()
         found = {attribute: getattr(value, attribute) for attribute in attributes}
         first = found[attributes[0]]
-        is_alike = type(first) in _PLAIN_TYPES and (first.shape, first.dtype) == (value.shape, value.dtype)
+        is_alike = type(first) in PLAIN_TYPES and (first.shape, first.dtype) == (value.shape, value.dtype)
         own = self._add(first, path, shape, offset) if is_alike and len(attributes) == 1 else None
         if is_whole := own is not None:  # it only does something else with numbers that others may read as the tensor
             parts = [(attributes[0], ("T", own))]
@@ -557,7 +387,6 @@ def _type_name(value: object) -> str:
 
 
 def _remedy(value: Any) -> str:
-    """Return what to save instead."""
     if isinstance(value, torch.Tensor):
         return f"save a plain tensor instead: dequantize it, or convert its {value.dtype} elements"
     if is_stateful(value):
@@ -606,7 +435,6 @@ def _explain_depth(value: Any, path: str) -> CheckpointError:
 
 
 def _explain_text(value: Any) -> CheckpointError:
-    """Return the error of a state with text that is not Unicode."""
     found = next(_find_bad_text(value, "", 0), "")
     return CheckpointError(
         f"state {ascii(found)[1:-1]!r} has text with lone surrogates, which is not Unicode; "
@@ -651,12 +479,6 @@ def decode(
     rewrap: Callable[[Wrapped], Any] = Wrapped.made,
 ) -> Any:
     """Put a state together again.
-
-    Args:
-        tree: As made by :func:`flatten`.
-        get: Returns a tensor by name.
-        meshes: Device meshes in use by the live state, for its DTensors.
-        rewrap: Makes what stands for a tensor subclass.
 
     Raises:
         CheckpointError: The tree is not one, or holds a tensor subclass that this process does not know.
@@ -752,215 +574,3 @@ def _find_class(name: str) -> Any:
         found = getattr(found, part, None)
     is_known = isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")
     return found if is_known else None
-
-
-KEEP_HINT = (
-    'to keep the present values of what the checkpoint lacks, set missing="keep" (in a config: checkpoint.missing)'
-)
-"""What an error adds where a state has more than was saved."""
-
-
-def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state", *, keeps_missing: bool = False) -> None:
-    """Check that a saved state can be put into the live one.
-
-    Args:
-        live: The live state.
-        saved: The saved one.
-        path: Where both are.
-        keeps_missing: What was not saved is no mismatch.
-
-    Raises:
-        Mismatch: Something is missing, or has another shape; nothing was changed.
-    """
-    if not isinstance(saved, dict):
-        raise Mismatch(f"{path} was saved as a {type(saved).__name__}, not as a mapping")
-    missing = [str(name) for name, value in live.items() if name not in saved and not may_be_absent(value)]
-    if missing and not keeps_missing:
-        raise Mismatch(f"{path} was saved without {', '.join(missing)}; give the state that was saved; {KEEP_HINT}")
-    for name, value in live.items():
-        here = f"{path}.{name}"
-        if name not in saved or is_stateful(value):
-            continue
-        if isinstance(value, torch.Tensor):
-            found = saved[name]
-            if not isinstance(found, torch.Tensor) or _kind_of(found) != _kind_of(value):
-                kind = _kind_of(found) if isinstance(found, torch.Tensor) else type(found)
-                raise Mismatch(f"{here} was saved as {kind}, here it is {_kind_of(value)}")
-        elif is_nested(value):
-            check_fit(value, saved[name], here, keeps_missing=keeps_missing)
-        elif not isinstance(live, MutableMapping):
-            raise Mismatch(f"{here} is a plain value in a mapping that takes none back; give a dict")
-
-
-def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Put a saved state, which fits, into the live one: in place, or, plain values that cannot be, into their mapping.
-
-    Raises:
-        Mismatch: A ``load_state_dict`` refused what was saved.
-    """
-    for name, value in live.items():
-        if name not in saved:
-            continue  # check_fit() let it pass
-        found = saved[name]
-        if is_stateful(value):
-            try:
-                value.load_state_dict(found)
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise Mismatch(
-                    f"state {name!r} ({type(value).__name__}) does not take what was saved: {_in_one_line(error)}"
-                    f"{_describe_missing(value, found)}"
-                ) from error
-        elif isinstance(value, torch.Tensor):
-            if not _copy_into(value, found):
-                if value.layout is torch.strided or not isinstance(live, MutableMapping):
-                    raise Mismatch(
-                        f"state {name!r}: a tensor of shape {tuple(value.shape)} and strides {value.stride()} cannot "
-                        "take what was saved; give a tensor whose elements do not share memory"
-                    )
-                live[name] = found  # it stores another number of elements than were saved
-        elif is_nested(value):
-            restore_into(value, found)
-        else:
-            assert isinstance(live, MutableMapping)
-            live[name] = filled(value, found)
-    if extra := [str(name) for name in saved if name not in live]:
-        log.warning(
-            "the checkpoint holds state that the script has no place for; it is not loaded: %s", ", ".join(extra)
-        )
-
-
-def _describe_missing(live: Any, saved: Any) -> str:
-    """Return which keys of a module or parameters of an optimizer were not saved, with the remedy; empty: none."""
-    if isinstance(live, torch.nn.Module) and isinstance(saved, Mapping):
-        missing = [key for key in live.state_dict() if key not in saved]
-        if missing and any(key in saved for key in live.state_dict()):
-            return f"; the checkpoint lacks {listed(missing)}; {KEEP_HINT}"
-    if isinstance(live, torch.optim.Optimizer) and isinstance(saved, Mapping):
-        num_saved = sum(len(group["params"]) for group in saved.get("param_groups", ()))
-        if sum(len(group["params"]) for group in live.param_groups) > num_saved:
-            return f"; {KEEP_HINT}"
-    return ""
-
-
-def listed(names: Sequence[str], max_names: int = 20) -> str:
-    """Return names for one line of text; of many, how many more there are."""
-    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
-    return ", ".join(names[:max_names]) + more
-
-
-def filled(live: Any, saved: Any) -> Any:
-    """Return what a plain value is after a load: a dict, list, array or tensor is the same object, filled in place.
-
-    The script may hold a reference to it, and change it there. Any other value is replaced.
-
-    Args:
-        live: The script's.
-        saved: What was saved.
-    """
-    return _filled(live, saved, {})
-
-
-def _filled(live: Any, saved: Any, done: dict[int, Any]) -> Any:
-    """See :func:`filled`; ``done`` has what was put into the objects that are filled already, by their identity."""
-    if not isinstance(live, type(saved)):
-        return saved
-    if type(live) is tuple and len(live) == len(saved):
-        parts = tuple([_filled(one, other, done) for one, other in zip(live, saved, strict=True)])
-        return live if all(map(operator.is_, parts, live)) else parts
-    if not isinstance(live, dict | list | set | bytearray | np.ndarray | torch.Tensor):
-        return saved
-    if id(live) in done:  # the state holds it twice; it may have been saved as two
-        return live if _is_same(done[id(live)], saved) else saved
-    done[id(live)] = saved
-    if isinstance(live, dict):
-        has_inner = not _SCALARS.issuperset(map(type, live.values()))
-        if has_inner:
-            saved = {name: _filled(live[name], value, done) if name in live else value for name, value in saved.items()}
-        live.clear()
-        live.update(saved)
-    elif isinstance(live, list):
-        has_inner = not _SCALARS.issuperset(map(type, live))
-        inner = [_filled(one, other, done) for one, other in zip(live, saved, strict=False)] if has_inner else []
-        live[:] = inner + saved[len(inner) :]
-    elif isinstance(live, set):
-        live.clear()
-        live.update(saved)
-    elif isinstance(live, bytearray):
-        live[:] = saved
-    elif isinstance(live, np.ndarray):
-        if live.shape != saved.shape or live.dtype != saved.dtype or not live.flags.writeable:
-            return saved
-        np.copyto(live, saved)
-    elif _kind_of(live) != _kind_of(saved) or not _copy_into(live, saved):
-        return saved
-    return live
-
-
-def _kind_of(tensor: torch.Tensor) -> str:
-    """Return what a tensor and another one must have in common for one to be copied into the other."""
-    layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
-    return f"{tensor.dtype} {tuple(tensor.shape)}{layout}"
-
-
-def _copy_into(live: torch.Tensor, found: torch.Tensor) -> bool:
-    """Copy a tensor into a live one; return whether that one takes it: its elements may share memory."""
-    if _is_same_memory(live, found):
-        return True
-    with torch.no_grad():
-        try:
-            live.copy_(found)
-        except RuntimeError:
-            if live.layout is not torch.strided or 0 not in live.stride():
-                return False
-            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in live.stride())
-            if not _is_same(found[once].expand_as(found), found):
-                return False
-            live[once].copy_(found[once])
-    return True
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two plain values are the same, bit by bit."""
-    flat, other_flat = flatten(one), flatten(other)
-    if flat.tree != other_flat.tree:
-        return False
-    pairs = zip(flat.tensors, other_flat.tensors, strict=True)
-    return all(one.dtype == other.dtype and _bits(one.tensor).equal(_bits(other.tensor)) for one, other in pairs)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def is_nested(value: Any) -> bool:
-    """Whether a mapping is walked into, instead of being a plain value as a whole."""
-    return isinstance(value, Mapping) and any(
-        is_stateful(inner) or isinstance(inner, torch.Tensor) or is_nested(inner) for inner in value.values()
-    )
-
-
-def _is_same_memory(live: torch.Tensor, found: torch.Tensor) -> bool:
-    """Whether what was saved was read straight into the live tensor."""
-    if type(live) not in _PLAIN_TYPES or live.layout is not torch.strided:
-        return False  # a DTensor or a subclass: its memory is that of its parts
-    return live.device.type == "cpu" and live.data_ptr() == found.data_ptr() and live.stride() == found.stride()
-
-
-def _in_one_line(error: Exception) -> str:
-    """Return an exception's text in one line; of a list of mismatches the first, and how many more there are."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(lines) <= 2:
-        return " ".join(lines)
-    return f"{lines[1]} (and {len(lines) - 2} more)"
-
-
-def modules_in(value: Any) -> Iterator[torch.nn.Module]:
-    """Yield the modules of nested containers."""
-    if isinstance(value, torch.nn.Module):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from modules_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from modules_in(inner)

@@ -18,7 +18,6 @@ from outlast.checkpoint.replica.parity import PARITY_PART
 from outlast.checkpoint.shard import shard_name
 from outlast.checkpoint.verification import check_origin, check_shard
 from outlast.checkpoint.writer_client import WriterClient
-from outlast.decoding import from_json
 from outlast.errors import CheckpointError, Incomplete, Unavailable, Untrusted
 from outlast.policy.lineage import Branch, Lineage, SavedPoint, branch_of
 from outlast.policy.recovery_point import Copy, Tier
@@ -51,6 +50,29 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
         if self.generation == UNLISTED:
             return f"tier {self.tier}, rank {self.rank}, {self.file} cannot be listed: {self.reason}"
         return f"generation {self.generation}, tier {self.tier}, rank {self.rank}, {self.file}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A generation that was loaded."""
+
+    iteration: int
+    """Number of optimizer steps that the loaded state had done."""
+    generation: int
+    attempt: str
+    """The attempt that had saved it."""
+    tier: str
+    """Where this rank's part came from: ``memory``, ``local``, ``replica`` or ``global``; ``kept`` = its state was
+    this generation already and was left as it is."""
+    tiers: tuple[str, ...]
+    """The same for every rank."""
+    rejected: list[Rejection]
+    """Copies that were rejected, of this generation and newer ones, of all ranks; the same on every rank."""
+    load_s: float
+    bytes_read: dict[str, int]
+    """Bytes that this rank read, by tier."""
+    finite: bool = True
+    """Whether no number in the generation is infinite or NaN, on any rank."""
 
 
 class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +117,6 @@ class _Listing(msgspec.Struct):
             self.branch = branch
 
     def add(self, other: _Listing) -> None:
-        """Add what was found in another place."""
         self.held += other.held
         self.rejected += other.rejected
         self.is_durable |= other.is_durable
@@ -177,7 +198,7 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, calls: Sto
     if peers.rank == 0 and places.directory is not None:
         url, work = places.directory.url, partial(_list_global, directory=places.directory, places=places)
         mine.add(_list(calls, url, Tier.GLOBAL, places, 0, work))
-    listings = [from_json(data, _Listing) for data in peers.gather(msgspec.json.encode(mine))]
+    listings: list[_Listing] = peers.gather(_Listing, mine)
     table = Table(
         copies=[set() for _ in listings],
         lineage={held.attempt: held.restored_attempt for one in listings for held in one.held},
@@ -353,7 +374,6 @@ def check_manifest(manifest: Manifest, places: Places) -> None:
 
 
 def reject(error: Exception, generation: int, tier: Tier, rank: int, file: str, *, node: str = "") -> Rejection:
-    """Return the rejection that an error means."""
     kind = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
     if is_outage(error):
         kind = Unavailable.__name__

@@ -66,7 +66,6 @@ class Image:
 
     @property
     def inode(self) -> int:
-        """Identifies an image, in any process."""
         return os.fstat(self.fd).st_ino
 
     def map(self) -> mmap.mmap:
@@ -109,9 +108,6 @@ class Vault:
         """Return an image for a rank to stage into, or ``None`` when all are in use.
 
         Args:
-            rank: Whose.
-            num_bytes: How much room is needed.
-            busy: Inodes of images that the rank's process itself still uses.
             may_steal: Whether the last kept one may be given, because its generation is durable elsewhere.
             num_behind: How many of the busy ones only tiers that are behind still need: as many may be added, where
                 there is memory for them.
@@ -194,12 +190,7 @@ class Vault:
     # -- the memory tier ---------------------------------------------------------------------------------------
 
     def prepare(self, key: CopyKey, manifest: bytes) -> None:
-        """Keep all parts of a generation that the node has, beside those of older ones.
-
-        Args:
-            key: Any part of it.
-            manifest: The generation's manifest, from one rank of the node.
-        """
+        """Keep all parts of a generation that the node has, beside those of older ones."""
         facts, _ = decode_manifest(manifest)
         with self._lock:
             self._generations.setdefault(key.generation, _MemoryGeneration(manifest, facts))
@@ -210,7 +201,6 @@ class Vault:
         """Note that a generation is committed, or that all ranks resume from it, and drop what it replaces.
 
         Args:
-            key: A rank's part.
             in_memory: The generation is a copy; otherwise the part's image only becomes free.
         """
         with self._lock:
@@ -233,7 +223,6 @@ class Vault:
                     self._forget(image)
 
     def discard(self, iteration: int, attempt: str) -> None:
-        """Forget what belongs to a failed attempt."""
         with self._lock:
             self._generations.pop((iteration, attempt), None)
             for image in self._of((iteration, attempt)):
@@ -260,7 +249,6 @@ class Vault:
 
     @property
     def place(self) -> str:
-        """Where parts from other nodes are stored, for people."""
         with self._lock:
             return "the memory" if self._folder is None else self._folder.url
 
@@ -298,7 +286,6 @@ class Vault:
             return all(image.key == key and image.kept for image in self._images if image.inode == inode)
 
     def close(self) -> None:
-        """Release everything."""
         with self._lock:
             for image in list(self._images):
                 self._remove(image)
@@ -306,7 +293,6 @@ class Vault:
     # -- within ------------------------------------------------------------------------------------------------
 
     def _of(self, identity: tuple[int, str]) -> Sequence[Image]:
-        """Return the images that hold parts of a generation."""
         return [image for image in self._images if image.key is not None and image.key.generation == identity]
 
     def _worth(self, image: Image) -> tuple[bool, bool, int]:

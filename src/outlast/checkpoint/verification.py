@@ -93,8 +93,6 @@ def verify_chunk(
     """Compare a chunk with its digest; one that its reader digests is only read.
 
     Args:
-        file: That it belongs to.
-        index: Of the chunk.
         room: At least ``file.room_bytes``; holds the chunk's last piece afterwards.
         on_piece: Called with each piece and its offset in the file.
 
@@ -130,7 +128,6 @@ def verify(
     """Compare every byte of files with its digest, several chunks at once.
 
     Args:
-        files: What to read.
         num_threads: Readers, each of which holds ``room_bytes`` of a file in memory.
         on_piece: Called in the readers' threads with each piece and its offset in its file.
         until_flaw: Whether no further chunk is begun once something is wrong.
@@ -213,8 +210,6 @@ def check_origin(manifest: Manifest | GlobalManifest, *, iteration: int, run: st
     """Check that a manifest is that of the generation in whose folder it lies.
 
     Args:
-        manifest: Of any tier.
-        iteration: Of the generation.
         run: That its directory belongs to; ``None`` = that is not known.
 
     Raises:
@@ -301,9 +296,6 @@ def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = 
     """Check without its data that a file can be a rank's shard of a generation.
 
     Args:
-        path: The file.
-        manifest: The generation that it should belong to.
-        rank: Whose shard it should be.
         read_head: Whether the header is read where the length is right, too.
 
     Raises:
@@ -349,10 +341,6 @@ def prove_shard(
     """Compare every byte of a rank's shard with its digest.
 
     Args:
-        fd: The shard, readable at any offset.
-        manifest: The generation that it should belong to.
-        rank: Whose shard it should be.
-        in_memory: It lies in shared memory that may be longer than the shard.
         open_reader: Gets what lies where, and returns what reads the shard from ``fd``; ``None``: nothing special.
         bound: Ends a reading that makes no progress; ``None``: it may take any time.
 
@@ -423,10 +411,6 @@ def read_shard(
     """Read a proven shard; chunks of which no tensor is wanted are left out.
 
     Args:
-        fd: The shard.
-        manifest: Its generation.
-        rank: Whose it is.
-        proof: What :func:`prove_shard` returned.
         parts: What takes the bytes of each of its tensors, by name; those that are left out are not wanted.
         bound: Ends a reading that makes no progress; ``None``: it may take any time.
 
@@ -581,8 +565,6 @@ class VerifiedFiles:
     """The files of one generation of the global tier. Thread: any.
 
     Args:
-        directory: Where the generation lies.
-        manifest: Of the generation.
         folder: Its folder in the directory; ``None``: that of its iteration.
         calls: Ends a reading that makes no progress; ``None``: it may take any time.
     """
@@ -606,7 +588,6 @@ class VerifiedFiles:
         """Return a file to verify.
 
         Args:
-            entry: Of the manifest.
             index: Its number among the manifest's files; ``None``: it is none of them.
         """
         return StoredFile(
@@ -619,7 +600,6 @@ class VerifiedFiles:
         )
 
     def open(self, index: int) -> VerifiedFile:
-        """Return a reader of a file, for one thread."""
         return VerifiedFile(self.stored(self.manifest.files[index], index))
 
     def bounded(self, work: Callable[[], R]) -> R:

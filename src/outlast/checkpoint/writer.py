@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
+
 from outlast import clock, logs
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.dcp.assemble import Assemble, assemble
@@ -72,11 +74,7 @@ class Calls:
 
 
 class Writer:
-    """Serve the workers of a node.
-
-    Args:
-        vault: What is held.
-    """
+    """Serve the workers of a node."""
 
     def __init__(self, vault: Vault) -> None:
         self._vault, self._calls = vault, Calls()
@@ -182,7 +180,7 @@ class Writer:
             if error is None and outcome.chunks != sent:
                 error = f"node {outcome.node} received other bytes than rank {request.key.rank} sent"
             if error is not None:
-                failures.append(f.CopyFailure(node=outcome.node, error=error, is_new=outcome.is_new))
+                failures.append(msgspec.structs.replace(outcome, error=error, chunks=None))
         num_copies = len(outcomes) - len(failures)
         if request.holders:
             num_copies = 0 if failures else 1
@@ -192,8 +190,6 @@ class Writer:
         """Return the digests, and whether all numbers are finite.
 
         Args:
-            request: What is to be done.
-            data: The shard.
             known: What another lane has found of the same shard; ``None`` = nothing yet.
 
         Raises:

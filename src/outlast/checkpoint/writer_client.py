@@ -227,7 +227,6 @@ class WriterClient:
 
     @property
     def outlives_worker(self) -> bool:
-        """Whether what the writer holds outlives this worker."""
         return self._address is not None
 
     @property
@@ -254,9 +253,6 @@ class WriterClient:
         """Send a request and wait for its reply.
 
         Args:
-            request: One of ``protocol.Request``.
-            reply: What it is answered with.
-            timeout_s: Longest wait.
             fd: A descriptor that goes with the request; stays the caller's.
 
         Returns:
@@ -338,7 +334,6 @@ class WriterClient:
                 raise ConnectionError("the connection ended")
 
     def _connect(self, timeout_s: float) -> tuple[MessageChannel[f.Reply], bool]:
-        """Return a connection, and whether it is a new one."""
         self.start()
         with self._lock:
             while self._idle and not self._closed:

@@ -49,8 +49,6 @@ class WriterPings:
     """Wait until one writer process ends or stops responding.
 
     Args:
-        pid: The writer.
-        address: Name of its abstract socket.
         silent_s: Seconds without a response after which a writer that does not run at all counts as hung.
 
     Raises:
@@ -67,7 +65,6 @@ class WriterPings:
         self._has_responded = False
 
     def close(self) -> None:
-        """Close the connection and the descriptors."""
         os.close(self._ended)
         self._disconnect()
 

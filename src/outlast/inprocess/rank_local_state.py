@@ -23,7 +23,8 @@ import numpy as np
 import torch
 import xxhash
 
-from outlast.checkpoint.state import decode, filled, flatten, is_stateful
+from outlast.checkpoint.fit import filled
+from outlast.checkpoint.state import decode, flatten, is_stateful
 from outlast.decoding import from_msgpack, msgpack_decoder
 from outlast.errors import OutlastError
 from outlast.runtime.device import device_rng_state

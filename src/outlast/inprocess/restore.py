@@ -23,7 +23,8 @@ import torch.distributed as dist
 import xxhash
 
 from outlast import clock
-from outlast.checkpoint.state import capture, restore_into
+from outlast.checkpoint.fit import restore_into
+from outlast.checkpoint.state import capture
 from outlast.decoding import from_msgpack
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.call import Handle, current_handle

@@ -33,6 +33,7 @@ from outlast.errors import OutlastError
 from outlast.numerics.validation import Rejected, StepValidation
 from outlast.policy.rerun import Diagnosis, Replay, StepRun, to_number
 from outlast.runtime.device import training_device
+from outlast.runtime.nested import find_kind
 from outlast.runtime.random_numbers import RandomSnapshot, restore_random
 
 log = logging.getLogger(__name__)
@@ -162,16 +163,11 @@ def as_iterators(batches: Batches) -> tuple[ReplayableIterator[Any], ...]:
 
 
 def _versions(batch: Any) -> tuple[int, ...]:
-    return tuple(map(_version, tensors_in(batch)))
+    return tuple(_version(tensor) for _, tensor in find_kind(batch, torch.Tensor))
 
 
 class StepReplay:
-    """What this rank knows of the step that is to be replayed, or is to be in the next process.
-
-    Args:
-        place: This worker's place.
-        device: What this rank computes on.
-    """
+    """What this rank knows of the step that is to be replayed, or is to be in the next process."""
 
     def __init__(self, place: WorkerEnv, device: str) -> None:
         self._place, self._device = place, device
@@ -183,10 +179,6 @@ class StepReplay:
 
     def begin_step(self, iteration: int, iterators: Iterators) -> tuple[dict[int, tuple[Rejected, Any]], list[int]]:
         """Restore batches and random numbers of the step, if it is the one to replay.
-
-        Args:
-            iteration: Number of optimizer steps done.
-            iterators: What the step draws from.
 
         Returns:
             What was rejected before the restart, with its result, by call; and the calls in which errors were injected.
@@ -244,14 +236,7 @@ class StepReplay:
     def keep(
         self, diagnosis: Diagnosis, validation: StepValidation, iterators: Iterators, random: Mapping[str, Any]
     ) -> None:
-        """Keep what a replay of this step needs for the save that follows; batches are referred to, not copied.
-
-        Args:
-            diagnosis: Why the ranks leave.
-            validation: The step's.
-            iterators: What the step draws from.
-            random: This rank's random numbers at the begin of the step.
-        """
+        """Keep what a replay of this step needs for the save that follows; batches are referred to, not copied."""
         forms = [[store(batch) for batch in iterator.drawn] for iterator in iterators]
         problems = [text for batches in forms for _, texts in batches for text in texts]
         if problems:
@@ -287,18 +272,6 @@ def fingerprint_of(iterators: Iterators) -> str:
     return fingerprint([iterator.drawn for iterator in iterators]) if iterators else ""
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from tensors_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from tensors_in(inner)
-
-
 def store(value: Any) -> tuple[dict[str, Any] | None, list[str]]:
     """Return a form of a nested value that a checkpoint can hold, and what it cannot.
 
@@ -313,12 +286,7 @@ def store(value: Any) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def give_back(stored: Mapping[str, Any], local_rank: int) -> Any:
-    """Return what :func:`store` was given; what was on a device comes to this rank's.
-
-    Args:
-        stored: The form.
-        local_rank: This rank's on its node.
-    """
+    """Return what :func:`store` was given; what was on a device comes to this rank's."""
     return _give_back(stored["value"], "", frozenset(stored["on_device"]), training_device(local_rank))
 
 
@@ -429,7 +397,6 @@ class _WatchedBuffer:
         return True
 
     def learn(self) -> None:
-        """Compare the buffer at the end of a run."""
         if not self.is_same():
             self.changes = True
         elif self.tensor is not None and self.copy is not None and not _is_equal(self.tensor, self.copy):
@@ -523,7 +490,6 @@ class Rewinder:
                 self._list_silent()
 
     def rewind(self) -> None:
-        """Go back to where :meth:`begin` was called."""
         self.random.restore()
         with torch.no_grad():
             for parameter, version in zip(self._parameters.values(), self._gradient_versions, strict=True):

@@ -33,7 +33,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -53,7 +53,8 @@ from outlast import env
 from outlast.decoding import from_json
 from outlast.errors import ConfigError, PeerLost
 from outlast.runtime.device import device_name
-from outlast.runtime.process_groups import Group, broadcast_bytes, gather_bytes
+from outlast.runtime.nested import find_nested
+from outlast.runtime.process_groups import Group, broadcast_bytes, gather_bytes, ranks_of
 from outlast.wording import count
 
 log = logging.getLogger(__name__)
@@ -183,7 +184,7 @@ class ReplicaDigest:
         Blocks: while this rank's replicas are digested, and until all ranks have come, up to ``timeout_s``.
         """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        tensors = find_replicated(self._state, self._holders(world_size))
+        tensors = find_replicated(self._state, ranks_of(self._among))
         unplaced = [tensor.name for tensor in tensors if not tensor.ranks]
         if unplaced and not self._has_warned:
             self._has_warned = True
@@ -219,14 +220,6 @@ class ReplicaDigest:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-    def _holders(self, world_size: int) -> tuple[int, ...]:
-        """Return the ranks that hold replicas of plain tensors."""
-        if isinstance(self._among, DeviceMesh):
-            return tuple(sorted(self._among.mesh.reshape(-1).tolist()))
-        if self._among is None:
-            return tuple(range(world_size))
-        return tuple(sorted(dist.get_process_group_ranks(self._among)))
 
     def _compare(self, holdings: Holdings, iteration: int) -> tuple[tuple[Replica, ...], tuple[Replica, ...]] | None:
         """Return culprits and undecided replicas, as in :class:`Agreement`; ``None`` = all agree. Collective."""
@@ -278,12 +271,6 @@ def _gather_differences(
     group: dist.ProcessGroup, holdings: Holdings, node: str, device: str
 ) -> tuple[tuple[Replica, ...], tuple[Replica, ...]]:
     """Return the replicas that differ from a majority, and those that differ without one; the same on all ranks.
-
-    Args:
-        group: A gloo group of all ranks.
-        holdings: What was compared.
-        node: This rank's node.
-        device: What this rank computes on.
 
     Raises:
         RuntimeError: A peer is gone, or did not come in time.
@@ -339,7 +326,6 @@ def find_minority(digests: Mapping[int, int], num_replicas: int) -> tuple[int, l
     """Return a rank of the majority, and the ranks that differ from it; ``None`` = there is no majority.
 
     Args:
-        digests: Rank to digest.
         num_replicas: How many there should be; more than half of them are a majority, so that of two neither is.
     """
     ((digest, count),) = Counter(digests.values()).most_common(1)
@@ -387,7 +373,6 @@ def find_replicated(state: Any, ranks: tuple[int, ...]) -> list[ReplicatedTensor
 
     Args:
         state: Modules and optimizers, in mappings, lists and tuples; everything else in it is ignored.
-        ranks: Ranks of the data-parallel group, in order.
     """
     found: list[ReplicatedTensor] = []
     names: dict[int, str] = {}
@@ -406,7 +391,7 @@ def find_replicated(state: Any, ranks: tuple[int, ...]) -> list[ReplicatedTensor
             names[id(parameter)], placed[id(parameter)] = name, is_placed
             add(name, parameter, is_placed)
 
-    parts = list(_modules_and_optimizers(state, ""))
+    parts = [(_join(*map(str, path)), value) for path, value in find_nested(state, _is_compared)]
     for path, module in parts:
         if isinstance(module, torch.nn.Module):
             is_placed = not any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules())
@@ -428,17 +413,10 @@ def find_replicated(state: Any, ranks: tuple[int, ...]) -> list[ReplicatedTensor
     return found
 
 
-def _modules_and_optimizers(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.nn.Module) or (
+def _is_compared(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module) or (
         isinstance(getattr(value, "param_groups", None), list) and isinstance(getattr(value, "state", None), Mapping)
-    ):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _modules_and_optimizers(inner, _join(path, str(name)))
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from _modules_and_optimizers(inner, _join(path, str(index)))
+    )
 
 
 def _join(*parts: str) -> str:
@@ -544,10 +522,6 @@ def weigh_at_once(tensors: Sequence[torch.Tensor], device: torch.device) -> torc
     """Return what :func:`weigh` returns of each tensor, by one kernel that reads every byte once.
 
     torch's own operations write each product to memory and read it again, and start several kernels for each tensor.
-
-    Args:
-        tensors: All on ``device``.
-        device: An accelerator.
 
     Returns:
         An int64 tensor of one dimension on the device; ``None``: there is no Triton that works here.

@@ -86,44 +86,23 @@ class RerunDecision:
 _GO_ON = RerunDecision()
 
 
-class RerunStateMachine:
-    """Judge the results of every step, and run a step with an invalid one again.
+class RerunMachine:
+    """The re-run state machine of a worker whose place is known; see :class:`RerunStateMachine`.
 
     Args:
-        config: The settings; ``None`` = the defaults.
-        modules: Modules of which gradients and buffers are put back before a step is run again.
-        agree: How the ranks agree. Called with one number when a run of a step ends and, where something was rejected,
-            a few times more with others; ``None`` = through a group of its own.
-        timeout_s: Seconds that a peer may be late, without ``agree``.
-
-    Raises:
-        RendezvousError: The ranks did not find each other.
-
-    Collective: all ranks make it and use it in the same order.
-    Thread: that of the training loop.
+        place: The worker's place.
+        journal: Where findings are written; ``None`` = nowhere.
     """
 
     def __init__(
         self,
-        config: RerunStateMachineConfig | None = None,
+        place: WorkerEnv,
+        journal: Journal | None = None,
         *,
+        config: RerunStateMachineConfig | None = None,
         modules: Iterable[torch.nn.Module] = (),
         agree: Agree | None = None,
         timeout_s: float = 1800.0,
-    ) -> None:
-        place = current_place()
-        if not is_initialised():
-            place = replace(place, global_rank=0, world_size=1)
-        self._open(config, modules, agree, timeout_s, place, None)
-
-    def _open(
-        self,
-        config: RerunStateMachineConfig | None,
-        modules: Iterable[torch.nn.Module],
-        agree: Agree | None,
-        timeout_s: float,
-        place: WorkerEnv,
-        journal: Journal | None,
     ) -> None:
         self.config = config or RerunStateMachineConfig()
         self.decision = _GO_ON
@@ -141,7 +120,8 @@ class RerunStateMachine:
         self._rewinder.watch(modules)
         self._validation = StepValidation(self.config, place, self._device)
         self._replay = StepReplay(place, self._device)
-        self._num_found: dict[Finding, int] = dict.fromkeys(Finding, 0)
+        self._num_found = dict.fromkeys(Finding, 0)
+        """Invalid results of this rank, in this process and those that it continues from."""
         self._wrapped: list[tuple[Any, ReplayableIterator[Any]]] = []
         self._iterators: tuple[ReplayableIterator[Any], ...] = ()
         self._iteration = -1
@@ -152,11 +132,6 @@ class RerunStateMachine:
     def iteration(self) -> int:
         """Number of optimizer steps done before the step that runs, or that was run last."""
         return self._iteration
-
-    @property
-    def num_found(self) -> Mapping[Finding, int]:
-        """Invalid results of this rank by what was found of them, in this process and those it continues from."""
-        return self._num_found
 
     def watch(self, *modules: torch.nn.Module) -> None:
         """Put back gradients and buffers of these modules too; one that is known already changes nothing."""
@@ -447,7 +422,6 @@ class RerunStateMachine:
         self.decision = decision
 
     def _diagnose(self, judged: Judged, finding: Finding) -> Diagnosis:
-        """Return what is known of an invalid result of this rank."""
         node, device = self._replay.first_seen_on()
         return Diagnosis(
             finding=finding,
@@ -493,27 +467,32 @@ class RerunStateMachine:
         return msgspec.structs.replace(diagnosis, rejected_ranks=ranks)
 
 
-def machine_for(
-    place: WorkerEnv,
-    journal: Journal | None = None,
-    *,
-    config: RerunStateMachineConfig | None = None,
-    modules: Iterable[torch.nn.Module] = (),
-    agree: Agree | None = None,
-    timeout_s: float = 1800.0,
-) -> RerunStateMachine:
-    """Return the machine of a worker whose place is known; findings go to its journal.
+class RerunStateMachine(RerunMachine):
+    """Judge the results of every step, and run a step with an invalid one again.
 
     Args:
-        place: The worker's place.
-        journal: Where findings are written; ``None`` = nowhere.
-        config: As :class:`RerunStateMachine` takes it, and so are the others.
-        modules: See there.
-        agree: See there.
-        timeout_s: See there.
+        config: The settings; ``None`` = the defaults.
+        modules: Modules of which gradients and buffers are put back before a step is run again.
+        agree: How the ranks agree. Called with one number when a run of a step ends and, where something was rejected,
+            a few times more with others; ``None`` = through a group of its own.
+        timeout_s: Seconds that a peer may be late, without ``agree``.
 
-    Collective: all ranks.
+    Raises:
+        RendezvousError: The ranks did not find each other.
+
+    Collective: all ranks make it and use it in the same order.
+    Thread: that of the training loop.
     """
-    machine = RerunStateMachine.__new__(RerunStateMachine)
-    machine._open(config, modules, agree, timeout_s, place, journal)
-    return machine
+
+    def __init__(
+        self,
+        config: RerunStateMachineConfig | None = None,
+        *,
+        modules: Iterable[torch.nn.Module] = (),
+        agree: Agree | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        place = current_place()
+        if not is_initialised():
+            place = replace(place, global_rank=0, world_size=1)
+        super().__init__(place, config=config, modules=modules, agree=agree, timeout_s=timeout_s)

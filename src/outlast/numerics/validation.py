@@ -55,7 +55,6 @@ class StepValidation:
         config: What is checked. In the mode ``report_determinism_stats`` nothing is rejected, and all results are kept
             to be compared.
         place: This worker's place, for the log; its cycle and rank also seed injected errors.
-        device: What this rank computes on, for the log.
 
     Thread: that of the training loop.
     """
@@ -88,14 +87,6 @@ class StepValidation:
         expected: Mapping[int, tuple[Rejected, Any]] | None = None,
         struck: Iterable[int] = (),
     ) -> None:
-        """Begin the first run of a step in this process.
-
-        Args:
-            iteration: Number of optimizer steps done.
-            state: Which run of the step it is.
-            expected: For a replay: what was rejected before the restart, with its result.
-            struck: For a replay: the validations in which errors were injected.
-        """
         self._iteration = iteration
         self._expected = {call: one for call, (one, _) in (expected or {}).items()}
         self._results_before = {call: (one.what, result) for call, (one, result) in (expected or {}).items()}
@@ -230,7 +221,6 @@ class StepValidation:
         return {what: rule.state_dict() for what, rule in self._spikes.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
         self._spikes.clear()
         for what, numbers in state.items():
             self._spike_rule(what).load_state_dict(numbers)
@@ -270,13 +260,9 @@ class StepValidation:
         """Keep a result, and compare it with that of the run before.
 
         Args:
-            call: The validation's number.
-            what: Its name.
             result: A number or, with ``compare``, anything.
             why: Why it is rejected; ``None`` = it is accepted.
             fatal: Whether it must not be trained on even when it is reproduced.
-            tolerance: Difference up to which two results are the same.
-            compare: How much two results differ.
         """
         compare, rejected = compare or _difference, None
         if why is not None:
@@ -321,11 +307,6 @@ class SpikeRule:
     The first ``warmup`` finite values are never spikes. After them a value is one whose magnitude is at least
     ``factor`` times the largest magnitude among the newest ``window`` finite values. NaN and infinite values are no
     spikes, and never count among those; nor does a value before it is known to be trained on.
-
-    Args:
-        factor: See above.
-        warmup: See above.
-        window: See above.
     """
 
     def __init__(self, *, factor: float, warmup: int, window: int) -> None:
@@ -340,12 +321,10 @@ class SpikeRule:
         return self._largest[0][1] if self._num_seen >= self._warmup else None
 
     def is_spike(self, value: float) -> bool:
-        """Return whether a value is a spike."""
         maximum = self.maximum
         return maximum is not None and math.isfinite(value) and maximum > 0 and abs(value) >= self._factor * maximum
 
     def note(self, value: float) -> None:
-        """Add a value that is trained on."""
         if not math.isfinite(value):
             return
         magnitude = abs(value)
@@ -361,7 +340,6 @@ class SpikeRule:
         return [float(self._num_seen), *(number for entry in self._largest for number in entry)]
 
     def load_state_dict(self, state: Sequence[float]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
         seen, *entries = state
         self._num_seen = int(seen)
         self._largest = deque((int(at), size) for at, size in zip(entries[::2], entries[1::2], strict=True))
@@ -375,7 +353,6 @@ class ErrorInjector:
     Whether the same validation is struck again when the step is run again imitates the kind of error.
 
     Args:
-        config: The rate and the kind.
         name: Name of cycle and rank, such as ``job-3-5``.
     """
 
@@ -385,7 +362,6 @@ class ErrorInjector:
         """Validations of this step that were struck in its first run."""
 
     def strikes(self, state: StepRun, iteration: int, call: int) -> bool:
-        """Return whether a value becomes NaN."""
         if not self._rate:
             return False
         if state is StepRun.FIRST_RUN:
@@ -456,7 +432,6 @@ class DifferenceCounts:
         self._every = 1
 
     def add(self, difference: float) -> None:
-        """Add one comparison."""
         self.num_compared += 1
         if difference == 0:
             return
@@ -469,7 +444,6 @@ class DifferenceCounts:
         self.maximum = max(self.maximum, difference)
 
     def summary(self) -> Differences:
-        """Return what was counted."""
         kept = sorted(self._kept)
         num_same = self.num_compared - self.num_different
 
@@ -493,7 +467,6 @@ class DifferenceCounts:
 
 
 def describe_differences(report: Mapping[str, Differences]) -> str:
-    """Return a report as lines for people."""
     heads = " ".join(f"{head:>9}" for head in ("mean", "p50", "p90", "p99", "p99.9", "max"))
     lines = [f"{'value':<16} {'compared':>9} {'differ':>7} {heads}"]
     for what, one in report.items():

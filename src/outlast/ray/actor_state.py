@@ -22,7 +22,8 @@ from outlast.session.environment import has_near_tier
 from outlast.session.saves import NEAR_TIERS, DueSave, SaveSchedule, unwrap_ddp
 
 if TYPE_CHECKING:
-    from outlast.checkpoint import CheckpointManager, Restored, SaveHandle
+    from outlast.checkpoint import Restored, SaveHandle
+    from outlast.checkpoint.manager import CheckpointEngine
     from outlast.runtime.journal import Journal
 
 
@@ -58,7 +59,7 @@ class StateTracker:
         """Whether there is a state that could be lost."""
         self._attempt: str | None = None
         self._random = RandomSnapshot()
-        self._manager: CheckpointManager | None = None
+        self._manager: CheckpointEngine | None = None
         self._schedule: SaveSchedule | None = None
         self._consensus: Consensus | None = None
         self._origin: Restored | None = None
@@ -134,8 +135,9 @@ class StateTracker:
         self._incarnation, self._world_size = place.cycle, place.world_size
         if self._config is None:
             return
-        self._manager = open_manager(self._config, env=place, journal=journal)
-        self._manager.treat_failures_as_abandoned(lambda: self._interruption.is_left(place.cycle))
+        self._manager = open_manager(
+            self._config, env=place, journal=journal, is_left=lambda: self._interruption.is_left(place.cycle)
+        )
         self._schedule = SaveSchedule(
             self._config,
             decides=place.global_rank == 0,

@@ -32,6 +32,7 @@ from outlast.runtime import connections, device
 if TYPE_CHECKING:
     import torch
     import torch.distributed
+    from torch.distributed.device_mesh import DeviceMesh
 
 _FAN_OUT = 16
 """Of the tree that bytes are gathered by."""
@@ -322,6 +323,18 @@ def current_place(place: env.WorkerEnv | None = None) -> env.WorkerEnv:
     import torch.distributed as dist
 
     return dataclasses.replace(place, global_rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def ranks_of(group: torch.distributed.ProcessGroup | DeviceMesh | None) -> tuple[int, ...]:
+    """Return the global ranks of a group or mesh, in order; ``None`` = all ranks."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if group is None:
+        return tuple(range(dist.get_world_size() if is_initialised() else 1))
+    if isinstance(group, DeviceMesh):
+        return tuple(sorted(group.mesh.reshape(-1).tolist()))
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def meeting_point(place: env.WorkerEnv) -> str:

@@ -45,8 +45,6 @@ class RankLiveness:
 
     Args:
         config: How often; the interval is not 0.
-        place: This worker's place.
-        journal: Where it is written who did not answer.
 
     Raises:
         RendezvousError: The ranks did not find each other.
@@ -62,9 +60,6 @@ class RankLiveness:
 
     def check(self, iteration: int) -> None:
         """Ask, if it is time to.
-
-        Args:
-            iteration: Number of optimizer steps done, the one that ends included.
 
         Raises:
             PeerLost: A rank is gone, or silent; the message says which.
@@ -115,10 +110,7 @@ class ReplicaWatch:
 
     Args:
         config: How often; the interval is not 0.
-        state: What the ranks hold, without wrappers such as DDP.
         among: Ranks that hold the same plain tensors; ``None`` = all.
-        place: This worker's place.
-        journal: Where incidents are written.
 
     Thread: that of the training loop.
     """
@@ -141,7 +133,6 @@ class ReplicaWatch:
         """Compare the replicas, if it is time to; return the exit code with which all ranks leave, or ``None``.
 
         Args:
-            iteration: Number of optimizer steps done.
             saves: Whether the state is about to be saved.
 
         Raises:
@@ -184,8 +175,6 @@ class FiniteEnd:
 
     Args:
         state: What is trained, before anything is loaded into it; see :class:`outlast.numerics.nonfinite.StateCheck`.
-        place: This worker's place.
-        is_saved: The state is saved, so that objects in it are asked for theirs.
 
     Blocks: until the device has computed the state.
     """
@@ -198,11 +187,6 @@ class FiniteEnd:
 
     def agree(self, state: Mapping[str, Any], iteration: int, consensus: Consensus) -> Diagnosis | None:
         """Return on which rank something is not finite, the same on all ranks; ``None`` = all is finite everywhere.
-
-        Args:
-            state: What is trained.
-            iteration: Number of optimizer steps done.
-            consensus: How the ranks agree.
 
         Raises:
             PeerLost: A peer left.
@@ -233,9 +217,6 @@ class SlowRanks:
     """Time this rank's steps and sections, and compare them with those of the others when all ranks agree on it.
 
     Args:
-        config: What is compared, and how often.
-        place: This worker's place.
-        journal: Where reports and incidents go.
         consensus: How the ranks agree; waiting in it is nobody's own time.
 
     Thread: that of the training loop, which makes it.
@@ -261,12 +242,7 @@ class SlowRanks:
         self._waited_before_s = 0.0
 
     def timed(self, name: str, section: SectionTimer) -> SectionTimer:
-        """Return a section that is timed too; one that is no part of a step is left out instead.
-
-        Args:
-            name: Its name.
-            section: What marks it for the watchdog.
-        """
+        """Return a section that is timed too; one that is no part of a step is left out instead."""
         if name == STEP:
             return section
         mark = self.detector.leave_out() if name in NO_PART_OF_A_STEP else self.detector.section(name)

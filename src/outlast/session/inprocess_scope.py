@@ -18,6 +18,7 @@ from outlast.incidents import EventKind
 from outlast.inprocess.call import Handle, current_handle
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.runtime.journal import Journal
+from outlast.runtime.process_groups import ranks_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -142,7 +143,8 @@ class InProcessScope:
         """
         if self._memory is None:
             return None
-        iteration = self._memory.resume(state, own=own, replicas=_ranks(replicas), node=place.node)
+        ranks = None if replicas is None else ranks_of(replicas)
+        iteration = self._memory.resume(state, own=own, replicas=ranks, node=place.node)
         last = self._memory.last
         if iteration is None or last is None:
             return None
@@ -190,15 +192,3 @@ class InProcessScope:
         """Release the state, as the call has been left. Blocks: while it is digested."""
         if self._memory is not None:
             self._memory.release()
-
-
-def _ranks(replicas: dist.ProcessGroup | DeviceMesh | None) -> tuple[int, ...] | None:
-    """Return the ranks of a group or mesh."""
-    if replicas is None:
-        return None
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if isinstance(replicas, DeviceMesh):
-        return tuple(sorted(replicas.mesh.reshape(-1).tolist()))
-    return tuple(sorted(dist.get_process_group_ranks(replicas)))

@@ -28,7 +28,7 @@ from outlast.runtime.journal import Journal
 from outlast.runtime.processes import job_started_s
 
 if TYPE_CHECKING:
-    from outlast.checkpoint import CheckpointManager
+    from outlast.checkpoint.manager import CheckpointEngine
 
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Preemption:
     ) -> None:
         self._config = config = config or PreemptionConfig()
         self._journal, self._rank, self._monitor = journal, place.global_rank, monitor
-        self.manager: CheckpointManager | None = None
+        self.manager: CheckpointEngine | None = None
         """What saves; ``None`` = the session does not, or could not yet."""
         self._outlives_session = False
         # An agent sends its signal to all its workers: one of the node logs it.

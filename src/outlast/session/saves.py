@@ -70,9 +70,7 @@ class SaveSchedule:
     """Decide after which steps the state is saved.
 
     Args:
-        config: The intervals and the failure rate.
         decides: Whether this rank decides about automatic intervals; one does.
-        world_size: Number of ranks.
         has_near: Whether there is a near tier that a save can go to.
 
     Thread: that of the training loop.
@@ -114,7 +112,6 @@ class SaveSchedule:
         """Return what this rank requests to follow the step that begins.
 
         Args:
-            iteration: Number of optimizer steps done once the step has ended.
             cost_s: What a save cost training lately, in seconds; ``None`` = there was none yet.
         """
         due, self.wanted = self.wanted, DueSave.NOTHING
@@ -124,12 +121,7 @@ class SaveSchedule:
         return due
 
     def due(self, iteration: int, agreed: int) -> DueSave:
-        """Return what follows the step that has ended.
-
-        Args:
-            iteration: Number of optimizer steps done.
-            agreed: The largest of what the ranks requested when it began.
-        """
+        """Return what follows the step that has ended."""
         due = DueSave(agreed)
         for kind, interval in self._intervals.items():
             if interval != "auto" and interval > 0 and iteration % interval == 0:
@@ -166,9 +158,6 @@ class Saves:
     """Load a session's state once, and save it on schedule.
 
     Args:
-        config: Where, how and how often.
-        place: This worker's place.
-        journal: Where events are written.
         scope: The call around the session: a save that fails because the call was left is abandoned, not failed.
 
     Collective: all ranks make it.
@@ -179,9 +168,8 @@ class Saves:
         from outlast.checkpoint.manager import open_manager
 
         self._place = place
-        self.manager = open_manager(config, env=place, journal=journal)
-        if scope.is_active:
-            self.manager.treat_failures_as_abandoned(lambda: scope.is_left)
+        is_left = (lambda: scope.is_left) if scope.is_active else None
+        self.manager = open_manager(config, env=place, journal=journal, is_left=is_left)
         self.schedule = SaveSchedule(
             config,
             decides=place.global_rank == 0,
@@ -197,11 +185,6 @@ class Saves:
         self._saved_iteration: int | None = None
 
     @property
-    def refusal(self) -> CheckpointError | None:
-        """Why no save can succeed any more: a directory is another run's; ``None``: they can. Thread: any."""
-        return self.manager.refusal
-
-    @property
     def is_overdue(self) -> bool:
         """Whether a commit that survives the end of the job has been due for ``max_durable_lag``. Thread: any."""
         return 0 < self.manager.config.max_durable_lag <= self.manager.durable_lag_s
@@ -211,7 +194,6 @@ class Saves:
 
         Args:
             timeout_s: Seconds after which the wait ends.
-            begin_wait: Opens the section of one of the short waits that this is made of.
 
         Raises:
             CheckpointError: The newest save failed.
@@ -250,10 +232,8 @@ class Saves:
         """Load the newest generation into what is saved; return ``None`` if there is nothing to load.
 
         Args:
-            state: What is saved.
             suspect_iteration: Of the state saved for diagnosis that is loaded instead if all ranks have it; ``None`` =
                 none is.
-            missing: As for :meth:`CheckpointManager.load_latest`.
 
         Raises:
             CheckpointError: There are generations, but none that all ranks can load; or another run uses a directory,
@@ -297,8 +277,6 @@ class Saves:
         """Resume from a state that all ranks have in memory already.
 
         Args:
-            state: What is saved.
-            iteration: Number of optimizer steps that it has done.
             origin: The generation that it goes back to; ``None`` = none.
 
         Raises:
@@ -335,12 +313,6 @@ class Saves:
     ) -> SaveHandle:
         """Save ``state`` and return once it is copied.
 
-        Args:
-            state: What is saved.
-            iteration: Number of optimizer steps done.
-            scope: To which tiers.
-            suspect: For a diagnosis only.
-
         Raises:
             CheckpointError: Saving failed too often in a row. A save that is refused is a handle that has failed.
 
@@ -352,7 +324,7 @@ class Saves:
             tiers = NEAR_TIERS if scope == DueSave.NEAR else None
             handle = self.manager.save(state, iteration, tiers=tiers, suspect=suspect)
         except Untrusted as error:
-            if self.refusal is None:
+            if self.manager.refusal is None:
                 raise
             handle = _failed(iteration, error)  # all ranks leave together, once they have agreed to
         self.last_stall_s = (clock.now_ns() - begin_ns) / 1e9
@@ -407,16 +379,12 @@ def restore(
     """Make ``state`` what training continues from; return the number of optimizer steps that it has done.
 
     Args:
-        state: As given to :meth:`Session.restore`.
         own: The session's own state, with ``state_dict()`` and ``load_state_dict()``.
         saves: What is saved; ``None`` = nothing.
         scope: The call around the session; it may hold the state in memory.
         replicas: Ranks that hold the same tensors; ``None`` = all.
         suspect_iteration: Of the state saved for diagnosis that is loaded instead if all ranks have it; ``None`` =
             none is.
-        place: This worker's place.
-        journal: Where a resumption from memory is recorded.
-        missing: As for :meth:`CheckpointManager.load_latest`.
 
     Raises:
         CheckpointError: There are generations, but none that all ranks can load; or another run uses a directory,

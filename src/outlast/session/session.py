@@ -80,7 +80,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from outlast.checkpoint import CheckpointManager, SaveHandle
+    from outlast.checkpoint import SaveHandle
+    from outlast.checkpoint.manager import CheckpointEngine
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class Session:
     Thread: that of the training loop; :meth:`section` from any thread that trains.
     """
 
-    _failed: ClassVar[list[CheckpointManager]] = []
+    _failed: ClassVar[list[CheckpointEngine]] = []
 
     def __init__(
         self,
@@ -945,7 +946,7 @@ class Session:
     @property
     def _refusal(self) -> CheckpointError | None:
         """Why no save can succeed any more: a directory is another run's; ``None``: they can."""
-        return None if self._saves is None else self._saves.refusal
+        return None if self._saves is None else self._saves.manager.refusal
 
     def _leave_unsaved(self) -> NoReturn:
         """Exit, with all ranks, since nothing can be saved that survives the end of the job.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from outlast.chaos.armed import ArmedFaults
     from outlast.config import RerunStateMachineConfig
     from outlast.numerics.replay import ReplayableIterator
-    from outlast.numerics.rerun_machine import RerunDecision, RerunStateMachine
+    from outlast.numerics.rerun_machine import RerunDecision, RerunMachine
 
 
 log = logging.getLogger(__name__)
@@ -363,7 +363,7 @@ class StepConsensus:
             "stop": self._preemption.requested_signal(self._iteration),
             "save": wanted,
             "report": 0 if slow_ranks is None else int(slow_ranks.detector.wants_report()),
-            "refused": int(saves is not None and saves.refusal is not None),
+            "refused": int(saves is not None and saves.manager.refusal is not None),
             "overdue": int(self._decides and saves is not None and saves.is_overdue),
         }
 
@@ -400,7 +400,7 @@ class Attempt:
 
     def __init__(
         self,
-        machine: RerunStateMachine,
+        machine: RerunMachine,
         iterators: Sequence[ReplayableIterator[Any]],
         number: int,
         faults: ArmedFaults | None,
@@ -482,9 +482,9 @@ class Attempts:
         faults: ArmedFaults | None,
         goodput: Goodput,
     ) -> None:
-        from outlast.numerics.rerun_machine import machine_for
+        from outlast.numerics.rerun_machine import RerunMachine
 
-        self._machine: RerunStateMachine = machine_for(place, journal, config=config, agree=consensus.agree)
+        self._machine = RerunMachine(place, journal, config=config, agree=consensus.agree)
         self._faults, self._goodput = faults, goodput
         self._is_used = False
         self._state: Mapping[str, Any] = {}
@@ -504,9 +504,11 @@ class Attempts:
     def watch(self, state: Mapping[str, Any]) -> None:
         """Take the state that the steps change."""
         self._state = state
-        from outlast.checkpoint.state import modules_in
+        import torch
 
-        self._machine.watch(*modules_in(state))
+        from outlast.runtime.nested import find_kind
+
+        self._machine.watch(*(module for _, module in find_kind(state, torch.nn.Module)))
 
     def begin_step(self, iteration: int) -> None:
         """Begin a step of the session; where that is the one to replay, begin the replay.

@@ -166,11 +166,16 @@ class ListedLeftover:
 class DirectoryListing:
     """A place that was looked into."""
 
-    entry: ListedPlace
+    place: ListedPlace
+    """Without what lies in it."""
     found: tuple[ListedGeneration, ...]
-    """As ``entry.generations``."""
     remains: tuple[ListedLeftover, ...]
-    """As ``entry.leftovers``."""
+
+    @property
+    def entry(self) -> ListedPlace:
+        """The place with what lies in it."""
+        generations = tuple(one.entry for one in self.found)
+        return structs.replace(self.place, generations=generations, leftovers=tuple(one.entry for one in self.remains))
 
 
 def mark_abandoned(looked: Sequence[DirectoryListing]) -> list[DirectoryListing]:
@@ -179,7 +184,7 @@ def mark_abandoned(looked: Sequence[DirectoryListing]) -> list[DirectoryListing]
     for place in looked:
         for found in place.found:
             if found.entry.attempt is not None and not found.entry.suspect:
-                known.setdefault(found.entry.run, []).append((found.entry, place.entry.tier == "global"))
+                known.setdefault(found.entry.run, []).append((found.entry, place.place.tier == "global"))
     branches = {
         run: Lineage.of(
             [SavedPoint(one.iteration, str(one.attempt), one.era, is_global) for one, is_global in entries],
@@ -206,8 +211,7 @@ def _mark(place: DirectoryListing, branches: Mapping[str | None, Lineage]) -> Di
                 is_abandoned_for_certain=lineage.is_superseded_for_certain(attempt),
             )
         )
-    entry = structs.replace(place.entry, generations=tuple(one.entry for one in found))
-    return replace(place, entry=entry, found=tuple(found))
+    return replace(place, found=tuple(found))
 
 
 def _judge(
@@ -229,11 +233,8 @@ def check_hint(
 
     Args:
         hint: The run that it names; ``None``: none that can be read.
-        owner: The run that the manifests name.
         is_there: Whether there is such a file.
         proven: Runs that manifests of any folder beside it name: one of them may have taken this one over.
-        prefix: Of its name, relative to the place.
-        node: Whose folder it is.
     """
     if owner is None or not owner.is_proven or hint == owner.run or hint in proven:
         return ()
@@ -253,7 +254,6 @@ def describe_manifest(
 
 
 def describe_error(error: Exception, file: str, *, node: str | None = None, rank: int | None = None) -> Problem:
-    """Return the problem that an error means."""
     if not isinstance(error, CheckpointError):
         error = CheckpointError(f"cannot be read ({error})")
     return Problem(kind=type(error).__name__, reason=str(error), file=file, node=node, rank=rank)
@@ -266,7 +266,6 @@ def list_leftovers(folder: Path, prefix: str) -> Iterator[ListedLeftover]:
     """Yield what lies in a folder and is no committed generation.
 
     Args:
-        folder: A folder of generations.
         prefix: Its name relative to the place, with a slash; may be empty.
     """
     for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
@@ -336,7 +335,6 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """What deleting it gives back."""
         generations = sum(found.entry.num_bytes for found in self.generations)
         return generations + sum(remains.entry.num_bytes for remains in self.remains)
 
@@ -350,8 +348,6 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
     read or trusted stays too: it may be another's, or come back with its disk. Where none counts, none goes.
 
     Args:
-        looked: What lies there.
-        rule: What is to be kept.
         now_ns: Nanoseconds since the epoch, as files' times are.
     """
     committed = [found for found in looked.found if not found.entry.suspect]
@@ -369,7 +365,7 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
         generations = [
             found
             for found in committed
-            if found.entry.iteration < newest and _goes(found, kept, latest=looked.entry.latest)
+            if found.entry.iteration < newest and _goes(found, kept, latest=looked.place.latest)
         ]
     if rule.suspects:
         generations += [found for found in looked.found if found.entry.suspect]

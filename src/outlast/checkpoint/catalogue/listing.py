@@ -78,7 +78,6 @@ class NodeCopy:
 
     @property
     def path(self) -> Path:
-        """The generation's folder."""
         return self.directory.generation(self.iteration)
 
 
@@ -86,11 +85,7 @@ def _read_copy(directory: Directory, node: str, prefix: str, run: str | None, it
     """Look into one folder of a generation.
 
     Args:
-        directory: That it lies in.
-        node: Whose folder that is.
-        prefix: Of its name, relative to the place.
         run: That the node's folder belongs to; ``None`` = that is not known.
-        iteration: Of the generation.
     """
     copy = NodeCopy(node, directory, f"{prefix}step-{iteration}", iteration)
     try:
@@ -154,14 +149,7 @@ def _remove_copies(copies: Sequence[NodeCopy]) -> None:
 def _examine_local(
     copies: list[NodeCopy], nodes: tuple[str, ...], pool: ThreadPoolExecutor, *, suspect: bool
 ) -> ListedGeneration:
-    """Judge a generation of the local tier by its files' lengths and headers.
-
-    Args:
-        copies: What each node has of it.
-        nodes: All nodes' folders that are here.
-        pool: Does the looking.
-        suspect: It was saved for diagnosis.
-    """
+    """Judge a generation of the local tier by its files' lengths and headers."""
     named = [copy for copy in copies if copy.manifest is not None]
     remove = partial(_remove_copies, copies)
     entry = Generation(
@@ -272,13 +260,7 @@ def _check(copy: NodeCopy, rank: int, manifest: Manifest) -> Problem | StoredFil
 
 
 def _list_rebuildable(manifest: Manifest, present: Collection[int], beside: Collection[int]) -> tuple[int, ...]:
-    """Return the ranks that have no copy here, but whose group's other shards and parities are all here.
-
-    Args:
-        manifest: Of the generation.
-        present: Ranks of which a good copy is here.
-        beside: Ranks beside which a parity lies.
-    """
+    """Return the ranks that have no copy here, but whose group's other shards and parities are all here."""
     if not manifest.parity:
         return ()
     ranks: list[int] = []
@@ -326,10 +308,6 @@ def find_node_folders(path: Path) -> list[Path]:
 def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
     """List what lies in nodes' folders.
 
-    Args:
-        path: The place.
-        folders: As found in it.
-
     Raises:
         OSError: A folder cannot be read.
     """
@@ -364,10 +342,8 @@ def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
         latest=max(latest, default=None),
         nodes=nodes,
         problems=tuple(problems),
-        generations=tuple(one.entry for one in found),
-        leftovers=tuple(one.entry for one in remains),
     )
-    return DirectoryListing(entry=place, found=tuple(found), remains=tuple(remains))
+    return DirectoryListing(place=place, found=tuple(found), remains=tuple(remains))
 
 
 _FILE = re.compile(rf"(?P<above>{SUSPECT}/)?step-(?P<iteration>\d+)/(?P<name>.+)")
@@ -375,9 +351,6 @@ _FILE = re.compile(rf"(?P<above>{SUSPECT}/)?step-(?P<iteration>\d+)/(?P<name>.+)
 
 def look_into_store(url: str) -> DirectoryListing:
     """List what lies in a global directory.
-
-    Args:
-        url: A path, or what fsspec knows.
 
     Raises:
         CheckpointError: The store does not answer.
@@ -413,16 +386,13 @@ def look_into_store(url: str) -> DirectoryListing:
         run=run,
         latest=directory.latest() if TRACKER in sizes else None,
         problems=check_hint(directory.hint(), owner, is_there=RUN in sizes),
-        generations=tuple(one.entry for one in found),
-        leftovers=tuple(one.entry for one in remains),
     )
-    return DirectoryListing(entry=place, found=found, remains=tuple(remains))
+    return DirectoryListing(place=place, found=found, remains=tuple(remains))
 
 
 def _examine_global(
     directory: GlobalDirectory, iteration: int, sizes: Mapping[str, int], *, suspect: bool, run: str | None
 ) -> ListedGeneration | ListedLeftover:
-    """Judge a generation by its manifest and its files' lengths."""
     folder = f"{SUSPECT}/step-{iteration}" if suspect else f"step-{iteration}"
     entry = Generation(
         iteration=iteration,
@@ -568,7 +538,6 @@ def verify(
     """Compare every byte of a generation with its digest.
 
     Args:
-        found: As listed.
         num_threads: Readers, each of which holds a piece of a file in memory (1 MiB; 8 MiB from an object store).
         on_read: Called in the readers' threads with the bytes that were just read.
 

@@ -72,8 +72,6 @@ def assemble(
     counts only if the image is then still what was written to the node-local tiers.
 
     Args:
-        request: What it consists of, and where it goes.
-        image: The shard.
         digested: Returns what was written to the node-local tiers; ``None`` = nothing yet.
 
     Blocks: until it is there, in a store up to ``request.timeout_s``.
@@ -151,7 +149,6 @@ class _Source:
         self._chunks[index] = found.hexdigest()
 
     def check(self) -> None:
-        """Raise CheckpointError when a range lies outside the image."""
         for piece in self._pieces:
             if isinstance(piece, Range) and not 0 <= piece.offset <= piece.offset + piece.num_bytes <= len(self._image):
                 raise CheckpointError(f"bytes {piece.offset} to {piece.offset + piece.num_bytes} are not in the image")

@@ -95,7 +95,6 @@ class GlobalDirectory(ClaimedPlace):
 
     @staticmethod
     def folder(iteration: int) -> str:
-        """Return the name of a generation's folder."""
         return f"step-{iteration}"
 
     # -- saving ------------------------------------------------------------------------------------------------
@@ -110,23 +109,13 @@ class GlobalDirectory(ClaimedPlace):
 
     @abstractmethod
     def commit(
-        self,
-        iteration: int,
-        attempt: SaveAttempt,
-        manifest: GlobalManifest,
-        metadata: bytes,
-        *,
-        confirm: Callable[[], None],
+        self, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes, *, confirm: Callable[[], None]
     ) -> None:
         """Make an attempt, all of whose files are there, the generation of its iteration.
 
         A generation that has its place already is replaced in one step; on a file system it is set aside.
 
         Args:
-            iteration: Number of optimizer steps done.
-            attempt: Whose files they are.
-            manifest: What it consists of.
-            metadata: What other readers of the format read.
             confirm: Raises when a later owner has come; called immediately before the commit.
 
         Raises:
@@ -140,13 +129,6 @@ class GlobalDirectory(ClaimedPlace):
     @abstractmethod
     def remove(self, iteration: int) -> None:
         """Delete a generation, so that no half of it is ever taken for one."""
-
-    @abstractmethod
-    def remove_stale(self, attempt: SaveAttempt) -> list[str]:
-        """Remove what earlier attempts of this job, and interrupted deletions, left; return the names.
-
-        Only what is provably not in use. Another job's leftovers stay.
-        """
 
 
 class FileDirectory(GenerationFolder, GlobalDirectory):
@@ -193,30 +175,20 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
         return f"__{rank}_{index}.distcp"
 
     def commit(
-        self,
-        iteration: int,
-        attempt: SaveAttempt,
-        manifest: GlobalManifest,
-        metadata: bytes,
-        *,
-        confirm: Callable[[], None],
+        self, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes, *, confirm: Callable[[], None]
     ) -> None:
-        folder = self.temporary(iteration, attempt)
+        folder = self.temporary(manifest.iteration, attempt)
         _check_files(manifest, self.sizes(folder.name))
         for name, data in ((METADATA, metadata), (MANIFEST, encode_global_manifest(manifest))):
             write_durably(folder / name, data)
         fsync_folder(folder)
         confirm()
         reach("checkpoint.fenced", attempt=str(attempt))
-        self.promote(iteration, attempt)
+        self.promote(manifest.iteration, attempt)
 
 
 class ObjectDirectory(GlobalDirectory):
-    """Objects below a URL.
-
-    Args:
-        url: As fsspec takes it.
-    """
+    """Objects below a URL."""
 
     is_remote = True
 
@@ -255,15 +227,9 @@ class ObjectDirectory(GlobalDirectory):
         return f"__{rank}_{index}.{attempt.label}.distcp"
 
     def commit(
-        self,
-        iteration: int,
-        attempt: SaveAttempt,
-        manifest: GlobalManifest,
-        metadata: bytes,
-        *,
-        confirm: Callable[[], None],
+        self, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes, *, confirm: Callable[[], None]
     ) -> None:
-        folder = self.folder(iteration)
+        folder = self.folder(manifest.iteration)
         _check_files(manifest, self._store.sizes(folder))
         name, data = f"{folder}/{MANIFEST}", encode_global_manifest(manifest)
         index = f"{folder}/{METADATA}"
@@ -281,7 +247,9 @@ class ObjectDirectory(GlobalDirectory):
         try:  # after the commit, so that an owner that is none any more changes nothing of what is committed
             self._store.replace(index, metadata, index_version)
         except CheckpointError as error:
-            log.warning("generation %d is committed, but without what other readers read: %s", iteration, error)
+            log.warning(
+                "generation %d is committed, but without what other readers read: %s", manifest.iteration, error
+            )
         # What an earlier attempt at this iteration had committed belongs to nothing now; another's upload may continue.
         self._remove(folder, (replaced or set()) - {file.name for file in manifest.files})
 
@@ -365,8 +333,7 @@ class ObjectDirectory(GlobalDirectory):
             return  # whoever loads the generation names what is wrong with it
 
     def retire(self, iterations: Sequence[int], number: int, confirm: Callable[[], None]) -> None:
-        if number != 0:
-            self._store.write(f"{FOLDER}/{number}.retiring", msgspec.json.encode(list(iterations)))
+        self._store.write(f"{FOLDER}/{number}.retiring", msgspec.json.encode(list(iterations)))
         confirm()
         reach("checkpoint.retire")
         self._store.remove(f"{self.folder(iteration)}/{MANIFEST}" for iteration in iterations)
@@ -411,11 +378,7 @@ class ObjectDirectory(GlobalDirectory):
 
 
 class StoreRecords:
-    """Records of a place's owners, as objects in it; see :mod:`outlast.runtime.lease`.
-
-    Args:
-        url: Of the place, as fsspec takes it.
-    """
+    """Records of a place's owners, as objects in it; see :mod:`outlast.runtime.lease`."""
 
     renew_s = 10.0
     """A request each time, which stores charge for."""

@@ -41,8 +41,6 @@ from outlast.checkpoint.lane import (
     Reached,
     RetryingLane,
     SaveOutcome,
-    Unstaged,
-    check_answer,
     child_above,
     children,
 )
@@ -143,12 +141,7 @@ class GlobalLane(RetryingLane):
         except Exception as error:  # whatever it is: the others wait for this rank's answer
             if not isinstance(error, CheckpointError) and not self._stop.is_set():
                 log.exception("what iteration %d consists of cannot be told", save.iteration)
-            answer = Inventoried(
-                iteration=save.iteration,
-                error=f"{self._describe_rank(self._rank)}: {_text_of(error)}",
-                is_final=isinstance(error, Unstaged),
-                is_replaced=isinstance(error, Replaced),
-            )
+            answer = Inventoried.of(error, self._text_of(error), iteration=save.iteration)
             return None, answer
 
     def _take_order(self, save: Save, plan: _SharedWriting | None) -> Duty | None:
@@ -180,7 +173,7 @@ class GlobalLane(RetryingLane):
         except Exception as error:  # rank 0 waits for this rank's answer
             if not isinstance(error, CheckpointError) and not self._stop.is_set():
                 log.exception("files of iteration %d cannot be written", save.iteration)
-            return Wrote(iteration=save.iteration, error=f"{self._describe_rank(self._rank)}: {_text_of(error)}")
+            return Wrote.of(error, self._text_of(error), iteration=save.iteration)
 
     def _write_files(self, save: Save, directory: GlobalDirectory, items: Items, duty: Duty) -> WriteReport:
         values = [items.value(items.inventory.values[index].item) for index in duty.values]
@@ -217,9 +210,8 @@ class GlobalLane(RetryingLane):
 
     def _plan(self, save: Save, answer: Inventoried) -> _SharedWriting | None:
         """Gather what all ranks have; on rank 0 share the writing out, or post why that cannot be done."""
-        everyone = range(self._world_size)
         if self._rank != 0:
-            self._gather_up(save, "has", answer, everyone)
+            self._gather_answers(save, "has", answer)
             return None
         try:
             self._outcomes.late.wait_for(self.name, f"{self._describe_rank(0)}, which looks into it")
@@ -231,11 +223,8 @@ class GlobalLane(RetryingLane):
             return None
         self._start_clock()
         try:
-            roots = []
-            for rank, gathered in self._gather_up(save, "has", answer, everyone):
-                root = check_answer(gathered, rank, save.iteration).inventory
-                assert root is not None  # there is one, or an error
-                roots.append(root)
+            answers = self._gather_answers(save, "has", answer)
+            roots = [one.inventory for one in answers if one.inventory is not None]  # there is one, or an error
             tables = {one.table: InventoryTable for one in roots}
             digests = {one.digests: PartDigests for one in roots}
             inventories = join(
@@ -253,10 +242,8 @@ class GlobalLane(RetryingLane):
         reports: list[WriteReport] = []
         try:
             # Even after a failure of all: nothing may be cleared away while somebody writes.
-            for rank, answer in self._gather_up(save, "wrote", wrote, range(self._world_size), waits_for_all=True):
-                report = check_answer(answer, rank, save.iteration).report
-                assert report is not None  # there is one, or an error
-                reports.append(report)
+            answers = self._gather_answers(save, "wrote", wrote, waits_for_all=True)
+            reports = [one.report for one in answers if one.report is not None]  # there is one, or an error
             outcome = SaveOutcome()
         except CheckpointError as failure:
             if self._rank != 0:
@@ -292,38 +279,20 @@ class GlobalLane(RetryingLane):
             file_bytes=self.file_bytes,
             name_of=lambda rank, number: directory.file_name(rank, number, save.attempt),
         )
-        manifest = GlobalManifest(
-            schema=SCHEMA,
-            run=self._places.run,
-            topology=self._places.topology,
-            world_size=self._world_size,
-            iteration=save.iteration,
-            attempt=str(save.attempt),
-            restored_from=save.restored_from,
-            restored_attempt=save.restored_attempt,
-            era=save.branch.era,
-            forks=save.branch.forks,
-            **composed._asdict(),
-        )
+        manifest = GlobalManifest(schema=SCHEMA, **save.manifest_fields(self._places), **composed._asdict())
         metadata = dump_metadata(manifest)
         entry = FileEntry(name=METADATA, num_bytes=len(metadata), chunks=digests(metadata))
         manifest = msgspec.structs.replace(manifest, metadata=entry)
         assert self._claim is not None  # this is rank 0
         with self._claim.committing():
-            directory.commit(save.iteration, save.attempt, manifest, metadata, confirm=self._claim.acquire)
+            directory.commit(save.attempt, manifest, metadata, confirm=self._claim.acquire)
         if not save.suspect:
             self._committed.note_finite(save.iteration, finite=manifest.finite)
 
-    def _hold_claim(self) -> None:
-        """Be sure that the directory is this run's. Raises: DirectoryRefused, when it is another run's."""
-        if self._claim is not None:
-            self._claim.hold()
-
     def _failed_here(self, error: Exception) -> SaveOutcome:
-        """Return the outcome of a save that failed on rank 0."""
         is_plain = isinstance(error, DirectoryRefused | Replaced)
         return SaveOutcome.of(error, str(error) if is_plain else f"{self._describe_rank(0)}: {error}")
 
-
-def _text_of(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    def _text_of(self, error: Exception) -> str:
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        return f"{self._describe_rank(self._rank)}: {kind}{error}"

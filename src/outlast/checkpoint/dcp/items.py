@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from outlast.checkpoint.dcp.layout import Inventory, PlainValue, TensorPart
 from outlast.checkpoint.dcp.manifest import SCHEMA, FileEntry, GlobalManifest, Item, TensorPiece, Where
-from outlast.checkpoint.manifest import TensorEntry
-from outlast.checkpoint.shard import DTYPE_NAMES, TREE
-from outlast.checkpoint.state import Layout, decode, decoded_tree, reading_tree
+from outlast.checkpoint.layouts import Layout
+from outlast.checkpoint.shard import DTYPE_NAMES, TREE, TensorSpan
+from outlast.checkpoint.state import decode, decoded_tree, reading_tree
 
 log = logging.getLogger(__name__)
 Path = tuple[str | int, ...]
@@ -51,14 +51,13 @@ class Items:
 
     Args:
         image: The shard's bytes; must stay what they are.
-        tensors: What lies where in it, the tree included.
         world_size: Number of ranks; what several of them may have alike is digested, to be compared.
 
     Raises:
         CheckpointError: The tree is not one.
     """
 
-    def __init__(self, image: memoryview, tensors: Sequence[TensorEntry], *, world_size: int) -> None:
+    def __init__(self, image: memoryview, tensors: Sequence[TensorSpan], *, world_size: int) -> None:
         self._image = image
         self._entries = {entry.name: entry for entry in tensors}
         self.tree = self._entries.pop(TREE)
@@ -91,7 +90,6 @@ class Items:
         self._image.release()
 
     def value(self, item: str) -> bytes:
-        """Return a plain value as ``torch.save`` writes it."""
         node = self._values[item]
         if node[0] == "o":
             data: bytes = node[1]
@@ -102,7 +100,6 @@ class Items:
 
     @property
     def offsets(self) -> dict[str, int]:
-        """Where each tensor lies in the image, by its name in the shard."""
         return {entry.name: entry.offset for entry in self._entries.values()}
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -176,7 +173,6 @@ def _tensors(node: list[Any]) -> list[str]:
 
 
 def _inner(node: list[Any]) -> list[Any]:
-    """Return the nodes directly below a node."""
     match node:
         case ["d" | "D", items, *_]:
             return [item for _, item in items]
@@ -316,7 +312,6 @@ class _Pickled:
         self._size = self.shared(torch.Size)
 
     def value(self, value: Any) -> bytes:
-        """Return what makes a small value."""
         buffer = io.BytesIO()
         pickler = pickle.Pickler(buffer, _PROTOCOL)
         pickler.fast = True  # refers to nothing that was pickled before
@@ -333,7 +328,6 @@ class _Pickled:
         return found
 
     def size(self, lengths: tuple[int, ...]) -> bytes:
-        """Return what makes a ``torch.Size``."""
         found = self._sizes.get(lengths)
         if found is None:
             found = self._size + b"(" + b"".join(map(_pickled_int, lengths)) + b"t\x85R"
@@ -341,7 +335,6 @@ class _Pickled:
         return found
 
     def end(self, body: bytes) -> bytes:
-        """Return the whole pickle."""
         return bytes((0x80, _PROTOCOL)) + b"".join(self._prefix) + body + b"."
 
 
@@ -350,5 +343,4 @@ _PROTOCOL = 3
 
 
 def _pickled_int(number: int) -> bytes:
-    """Return what makes an integer from 0 on."""
     return b"J" + number.to_bytes(4, "little") if number < 1 << 31 else b"\x8a\x09" + number.to_bytes(9, "little")

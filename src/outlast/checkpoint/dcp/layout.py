@@ -91,7 +91,6 @@ class Inventory(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, parts: Iterable[TensorPart], values: Iterable[PlainValue]) -> Inventory:
-        """Return the inventory of these parts and values."""
         boxes: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], int] = {}
         rows, digests = list[TableRow](), {True: "", False: ""}
         for part in parts:
@@ -105,7 +104,6 @@ class Inventory(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> tuple[TensorPart, ...]:
-        """The parts, one by one."""
         digests = {index: digest for private in (False, True) for index, _, digest in self.rows(private=private)}
         return tuple(
             TensorPart(
@@ -123,7 +121,6 @@ class Inventory(msgspec.Struct, frozen=True):
 
     @property
     def values(self) -> tuple[PlainValue, ...]:
-        """The plain values."""
         return self.table.values
 
     def rows(self, *, private: bool) -> Iterator[tuple[int, TableRow, bytes]]:
@@ -157,11 +154,6 @@ def join(
     roots: Sequence[InventoryRoot], tables: Mapping[str, InventoryTable], digests: Mapping[str, PartDigests]
 ) -> list[Inventory]:
     """Return the ranks' inventories; what is equal is one object.
-
-    Args:
-        roots: What each rank sent.
-        tables: What they name, by digest.
-        digests: What they name, by digest.
 
     Raises:
         CheckpointError: What a rank sent contradicts itself.
@@ -203,19 +195,16 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, duty: Duty) -> Order:
-        """Return the order of a duty."""
         return cls(_spans(duty.parts), _spans(duty.own), _spans(duty.values))
 
     @property
     def duty(self) -> Duty:
-        """The duty."""
         return Duty(
             *(tuple(i for span in spans for i in range(*span)) for spans in (self.parts, self.own, self.values))
         )
 
 
 def _spans(indices: Sequence[int]) -> Spans:
-    """Return the runs of ascending indices."""
     ends = [at for at in range(1, len(indices)) if indices[at] != indices[at - 1] + 1]
     edges = [0, *ends, len(indices)] if indices else []
     return tuple((indices[begin], indices[end - 1] + 1) for begin, end in itertools.pairwise(edges))
@@ -434,11 +423,7 @@ FILE_BYTES = 256 << 20
 
 @dataclass(slots=True)
 class Packing:
-    """A rank's files, filled one after the other.
-
-    Args:
-        file_bytes: A file that has reached it is full.
-    """
+    """A rank's files, filled one after the other."""
 
     file_bytes: int = FILE_BYTES
     files: list[list[Content]] = field(default_factory=list)
@@ -485,12 +470,7 @@ def pack(
     """Fill a rank's files, always in the same order: so rank 0 knows what lies where from a few sizes.
 
     Args:
-        packing: The files.
-        inventory: What the rank has.
-        duty: What it writes of that.
-        tree: Where its tree lies in the image.
         values: What it writes of its plain values, as bytes.
-        offsets: Where its tensors lie in the image, by their name in the shard.
         examined: Names of the tensors whose numbers are examined for infinities and NaN; ``None`` = all.
     """
     rows, boxes = inventory.table.rows, inventory.table.boxes
@@ -510,11 +490,7 @@ def pack(
 
 
 class Repacking:
-    """Find out where ranks put what they wrote, once for all that wrote alike.
-
-    Args:
-        file_bytes: As the ranks' own :class:`Packing` has it.
-    """
+    """Find out where ranks put what they wrote, once for all that wrote alike."""
 
     def __init__(self, file_bytes: int = FILE_BYTES) -> None:
         self._file_bytes = file_bytes
@@ -561,10 +537,6 @@ def compose(
     """Put together what lies where.
 
     Args:
-        inventories: What each rank had.
-        duties: What each had to write.
-        reports: What each wrote.
-        file_bytes: A file that has reached it is full.
         name_of: Returns the name of a file, from the rank and the file's number there.
 
     Raises:
@@ -618,7 +590,6 @@ class _SharedItems:
         self._pieces: dict[str, tuple[TableRow, tuple[int, ...], list[TensorPiece]]] = {}
 
     def add(self, row: TableRow, whole: tuple[int, ...], piece: TensorPiece) -> None:
-        """Add a piece of a tensor."""
         found = self._pieces.get(row.item)
         if found is None:
             found = self._pieces[row.item] = (row, whole, [])
@@ -638,7 +609,6 @@ def _add_compared(
     left_out: Mapping[int, frozenset[int]],
     written: Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], Where],
 ) -> None:
-    """Add the pieces that several ranks may have."""
     found: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[TableRow, tuple[int, ...], list[int]]] = {}
     of_all = [(one, one.rows(private=False), ranks) for one, ranks in kinds_of(inventories)]
     of_each = [(one, one.rows(private=True), [rank]) for rank, one in enumerate(inventories)]
@@ -679,11 +649,6 @@ _DATE = 33
 @functools.lru_cache(4096)
 def tensor_blob(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[bytes, bytes]:
     """Return what precedes, up to a multiple of 64, and what follows the raw bytes of a contiguous tensor.
-
-    Args:
-        dtype: safetensors' name of the element type.
-        shape: Of the tensor.
-        num_bytes: Of the raw bytes.
 
     Raises:
         ValueError: There is no such type, or the tensor has another number of bytes.

@@ -115,7 +115,6 @@ class GlobalManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files of data."""
         return sum(file.num_bytes for file in self.files)
 
     def contents(self, file: int) -> list[tuple[str, int, int]]:
@@ -124,7 +123,6 @@ class GlobalManifest(msgspec.Struct, frozen=True, kw_only=True):
         return sorted(found, key=lambda part: part[1])
 
     def places(self) -> Iterator[tuple[str, Where]]:
-        """Yield what lies where."""
         for item in self.items:
             for piece in item.pieces:
                 if piece.where is not None:

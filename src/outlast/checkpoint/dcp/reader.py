@@ -105,11 +105,6 @@ def read_region(
     """Read a region of a piece.
 
     Args:
-        file: Where the piece lies.
-        item: The tensor.
-        piece: Of it.
-        offset: Of the region within the piece.
-        lengths: Of the region.
         into: What takes it: of the same shape, on any device, of any type that it can be cast to.
 
     Raises:
@@ -150,7 +145,6 @@ def _overlap(wanted: Wanted, piece: TensorPiece) -> tuple[tuple[int, ...], torch
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -199,8 +193,6 @@ def read_rank(
     """Read the state that a rank had saved, random numbers and whatever else is its own included.
 
     Args:
-        files: Of the generation.
-        rank: Below its world size.
         accept: Is given the plain values and structure, and may raise before the tensors are read.
 
     Raises:

@@ -21,22 +21,13 @@ import torch
 from outlast.checkpoint.dcp.items import ROOT, TORCH_TYPES, Path
 from outlast.checkpoint.dcp.manifest import GlobalManifest, Item
 from outlast.checkpoint.dcp.reader import Wanted, fill, read_tree, tensors_of
+from outlast.checkpoint.fit import KEEP_HINT, check_fit, restore_into
+from outlast.checkpoint.layouts import as_distributed, own_part
 from outlast.checkpoint.missing import complete, find_missing
-from outlast.checkpoint.state import (
-    KEEP_HINT,
-    Wrapped,
-    as_distributed,
-    check_fit,
-    decode,
-    decoded_tree,
-    is_nested,
-    is_stateful,
-    may_be_absent,
-    own_part,
-    restore_into,
-)
+from outlast.checkpoint.state import Wrapped, decode, decoded_tree, is_nested, is_stateful, may_be_absent
 from outlast.checkpoint.verification import VerifiedFiles
 from outlast.errors import CheckpointError, Mismatch
+from outlast.runtime.nested import find_kind
 from outlast.wording import count
 
 log = logging.getLogger(__name__)
@@ -118,17 +109,6 @@ def replace_all(value: Any, change: Callable[[Any, Path], Any], kind: type, path
     return value
 
 
-def find_all(value: Any, path: Path, kind: type = torch.Tensor) -> list[tuple[Path, Any]]:
-    """Return all of a kind in nested containers, with the paths that lead to them."""
-    if isinstance(value, kind):
-        return [(path, value)]
-    if isinstance(value, Mapping):
-        return [found for key, inner in value.items() for found in find_all(inner, (*path, str(key)), kind)]
-    if isinstance(value, list | tuple):
-        return [found for index, inner in enumerate(value) for found in find_all(inner, (*path, index), kind)]
-    return []
-
-
 @dataclass(frozen=True, slots=True)
 class _Shadow:
     """This rank's part of a tensor, beside the live one."""
@@ -139,11 +119,9 @@ class _Shadow:
     shape: tuple[int, ...]
 
     def outline(self) -> torch.Tensor:
-        """Return the whole's shape and type, without its bytes."""
         return torch.empty(self.shape, dtype=self.local.dtype, device="meta")
 
     def tensor(self) -> torch.Tensor:
-        """Return what the live state takes."""
         if self.like is None:
             return self.local
         stride = torch.empty(self.shape, device="meta").stride()
@@ -194,9 +172,7 @@ def load_resharded(files: VerifiedFiles, state: Mapping[str, Any], *, keeps_miss
     Optimizers need not have taken a step: their states are made as they were saved, in the layout of the parameters.
 
     Args:
-        files: Of the generation.
         state: The live state: plain, DDP or ``fully_shard`` modules, optimizers, anything with a ``state_dict``.
-        keeps_missing: What was not saved of it keeps its present value.
 
     Raises:
         CheckpointError: A byte differs from its digest or is not there, or the generation does not fit ``state``.
@@ -227,7 +203,7 @@ class _Planner:
         saved = saved_structure(self._files)
         if self._keeps_missing:
             self.missing, saved = find_missing(state, saved), complete(state, saved)
-        self._wrapped = {path: stored for path, stored in find_all(saved, (), Stored) if stored.wrapped is not None}
+        self._wrapped = {path: stored for path, stored in find_kind(saved, Stored) if stored.wrapped is not None}
         return {
             name: self._any(value, saved.get(name, _MISSING), (name,))
             for name, value in state.items()
@@ -250,10 +226,10 @@ class _Planner:
 
     def _stateful(self, live: Any, saved: Any, path: Path) -> Any:
         content = live.state_dict()
-        templates = dict(find_all(content, path))
+        templates = dict(find_kind(content, torch.Tensor, path))
         if isinstance(live, torch.optim.Optimizer):
             return self._as_saved(saved, path, {**templates, **_optimizer_templates(live, content, saved, path)})
-        stored = {stored_path for stored_path, _ in find_all(saved, path, Stored)}
+        stored = {stored_path for stored_path, _ in find_kind(saved, Stored, path)}
         if isinstance(live, torch.nn.Module) or (templates and set(templates) != stored):
             return self._as_live(content, saved, path)
         return self._as_saved(saved, path, templates)
@@ -264,7 +240,6 @@ class _Planner:
         return replace_all(saved, lambda stored, at: self._make(stored, templates.get(at)), Stored, path)
 
     def _as_live(self, live: Any, saved: Any, path: Path) -> Any:
-        """Return what the live state asks for."""
         if isinstance(saved, torch.Tensor):
             return saved  # the live value of what was not saved
         if isinstance(live, torch.Tensor):
@@ -275,7 +250,7 @@ class _Planner:
             for name, value in live.items():
                 cast(Any, filled)[name] = self._as_live(value, inner.get(name, _MISSING), (*path, str(name)))
             return filled
-        if isinstance(live, list) and any(True for _ in find_all(live, path)):
+        if isinstance(live, list) and any(True for _ in find_kind(live, torch.Tensor)):
             inner_list = saved if isinstance(saved, list) and len(saved) == len(live) else [_MISSING] * len(live)
             pairs = enumerate(zip(live, inner_list, strict=True))
             return [self._as_live(value, found, (*path, index)) for index, (value, found) in pairs]
@@ -297,7 +272,6 @@ class _Planner:
         return self._make(Stored(item), live)
 
     def _make(self, stored: Stored, template: torch.Tensor | None) -> _Shadow:
-        """Return a tensor that takes this rank's part of what is stored."""
         if stored.wrapped is not None:
             parts = {
                 name: self._make(part, None) if isinstance(part, Stored) else part

@@ -45,7 +45,6 @@ _lock = threading.Lock()
 
 
 def is_remote(url: str) -> bool:
-    """Return whether a place is reached through fsspec."""
     return "://" in url and not url.startswith("file://")
 
 
@@ -73,7 +72,6 @@ class ObjectStore:
 
     Args:
         url: ``s3://bucket/run``, ``gs://bucket/run``, ``memory://run``, or any other that fsspec knows.
-        timeout_s: For each operation that is not given another.
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -94,7 +92,6 @@ class ObjectStore:
         return self.url.startswith(("gs://", "gcs://"))
 
     def describe(self, name: str) -> str:
-        """Return the URL of an object."""
         return f"{self.url}{'' if self.url.endswith('/') else '/'}{name}" if name else self.url
 
     def sizes(self, folder: str = "") -> dict[str, int]:
@@ -129,10 +126,6 @@ class ObjectStore:
     def read(self, name: str, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         """Return a small object.
 
-        Args:
-            name: Of the object.
-            max_bytes: Limit of its size.
-
         Raises:
             FileNotFoundError: There is none.
             CheckpointError: The store does not give it, or it is larger than the limit.
@@ -155,7 +148,6 @@ class ObjectStore:
         return bytes(self._call("cat_file", name, self._path(name), start=start, end=end)) if start != end else b""
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a small object, or replace it."""
         self._call("pipe_file", name, self._path(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -279,11 +271,7 @@ class ObjectStore:
         """Put a large object: in S3 several parts at once, elsewhere piece after piece.
 
         Args:
-            name: Of the object.
             data: Has a length, and gives bytes for slices, which are asked for when they are needed.
-            part_bytes: Of each part but the last.
-            concurrency: Parts under way at once.
-            timeout_s: For the whole of it.
         """
         if self._is_s3:
             # Less than two parts go up as one object, which has to be there as a whole.
@@ -368,10 +356,6 @@ class ObjectStore:
         """Do something with the store; its errors become ours.
 
         Args:
-            name: The object.
-            work: What is done.
-            limit_s: Seconds that it may take.
-            writes: That something is not found means that the place is not there.
             creates: ``FileExistsError`` comes through: the object is there already.
         """
         where = self.describe(name)

@@ -87,11 +87,6 @@ class Target(msgspec.Struct, frozen=True):
 def connect(target: Target, key: bytes, *, timeout_s: float) -> Iterator[ReplicaChannel]:
     """Open an authenticated connection; errors within become :class:`ReplicaError`.
 
-    Args:
-        target: Whom to ask.
-        key: The run's key.
-        timeout_s: Seconds without progress.
-
     Raises:
         ReplicaRefused: It could not do what it was asked.
         ReplicaError: It cannot be reached, does not know the key, or stopped answering.
@@ -140,15 +135,8 @@ def push(
     """Give chunks of a part to another node; return the digests that it computed of what it received.
 
     Args:
-        target: Who takes it.
-        key: The run's key.
-        copy: What it is called there.
-        fd: File or memfd that holds the whole part.
-        chunks: Numbers of the chunks to give.
-        num_bytes: Of the whole part.
         timeout_s: Seconds without progress; also how long the node may take to make room for the part.
         contributor: Rank whose block of a shard this is, to be XORed into the parity ``copy``; -1: no parity.
-        num_contributors: Blocks that make the parity whole.
 
     Raises:
         ReplicaError: It did not take it.
@@ -176,12 +164,7 @@ def fetch(target: Target, key: bytes, copy: CopyKey, fd: int, num_bytes: int, *,
     """Get a part from another node into a file; return the digests of what arrived.
 
     Args:
-        target: Who holds it.
-        key: The run's key.
-        copy: The part.
         fd: File or memfd of at least ``num_bytes``, to write it to.
-        num_bytes: Of the part.
-        timeout_s: Seconds without progress.
 
     Raises:
         ReplicaError: It does not hold it, holds one of another size, or stopped answering; ``fd`` may hold some of it.
@@ -261,13 +244,6 @@ def fetch_into(target: Target, key: bytes, copy: CopyKey, into: memoryview, *, t
 def read_small(target: Target, key: bytes, copy: CopyKey, *, max_bytes: int, timeout_s: float) -> bytes:
     """Get a part that fits into this process's memory.
 
-    Args:
-        target: Who holds it.
-        key: The run's key.
-        copy: The part.
-        max_bytes: More are refused.
-        timeout_s: Seconds without progress.
-
     Raises:
         ReplicaError: It does not hold it, it is larger, or it stopped answering.
     """
@@ -328,13 +304,6 @@ def rebuild(
     lost: CopyKey, members: Sequence[ParityMember], key: bytes, fd: int, *, timeout_s: float
 ) -> tuple[str, ...]:
     """Rebuild a shard; return the digests of what came out, which are right only if all that went in was.
-
-    Args:
-        lost: The shard.
-        members: All of its group, in the group's order.
-        key: The run's key.
-        fd: File or memfd of at least the shard's size, to write it to.
-        timeout_s: Seconds without progress.
 
     Raises:
         ReplicaError: Another member does not hold its parity or its shard, or stopped answering.
@@ -444,7 +413,6 @@ class Replicator:
     """Copy parts to other nodes' writers.
 
     Args:
-        key: The run's key.
         probe_interval_s: Seconds between two attempts to reach a node that failed.
 
     Thread: any.
@@ -474,9 +442,7 @@ class Replicator:
         """Give a part to several nodes at once, to each the whole of it or its block of a parity.
 
         Args:
-            copy: Its name.
             fd: File or memfd that holds it; must not change before this returns.
-            num_bytes: Its size.
             takers: Nodes that take a copy; or all other members of a parity group, in the order of
                 :func:`parity.holders_of`, each of which takes a block.
             timeout_s: Seconds without progress after which a taker is given up.

@@ -36,7 +36,6 @@ def blocks_of(num_bytes: int, num_holders: int) -> tuple[range, ...]:
     """Cut a shard into blocks.
 
     Args:
-        num_bytes: Of the shard.
         num_holders: Blocks to cut it into, at least 1.
 
     Returns:
@@ -115,7 +114,6 @@ class Parities:
         return Block(self, parity, contributor)
 
     def close(self) -> None:
-        """Give up all that lack blocks."""
         with self._lock:
             parities, self._parities = list(self._parities.values()), {}
         for parity in parities:

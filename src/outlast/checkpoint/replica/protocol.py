@@ -120,7 +120,6 @@ class ReplicaChannel(MessageChannel[Message]):
         Args:
             key: The run's key; ``None`` = there is none yet, nobody is accepted.
             is_server: Whether the other side opened the connection.
-            within_s: Seconds for all of it.
 
         Returns:
             Whether both did; ``False``: a client left without having sent anything.
@@ -152,7 +151,6 @@ class ReplicaChannel(MessageChannel[Message]):
         """Wait for a message of a kind, past all :class:`Working`.
 
         Args:
-            kind: The message.
             disk_s: Seconds that the other side may wait for a disk.
 
         Raises:
@@ -187,7 +185,6 @@ class ReplicaChannel(MessageChannel[Message]):
         """Receive a chunk and return its digest; each slice is digested while it is in the cache.
 
         Args:
-            num_bytes: Of the chunk.
             room: Takes the chunk; where it is shorter, each slice in turn.
             on_slice: Called with each slice and its offset in the chunk.
         """

@@ -80,8 +80,6 @@ class DiskWork:
 
 
 def _drop_later(begun: Future[Incoming | Block]) -> None:
-    """Give up what nobody waits for any more, once it is there."""
-
     def drop(done: Future[Incoming | Block]) -> None:
         if done.exception() is None:
             done.result().drop()
@@ -91,12 +89,6 @@ def _drop_later(begun: Future[Incoming | Block]) -> None:
 
 class Service:
     """Serve one connection.
-
-    Args:
-        channel: Authenticated; its user closes it.
-        holdings: What this node keeps.
-        parities: The parities that it is making.
-        disk_work: What it does at its disk.
 
     Thread: one.
     """
@@ -191,7 +183,6 @@ class Service:
         """Do what may take a disk long, and inform the peer meanwhile, up to ``MAX_WORK_S``.
 
         Args:
-            work: What to do.
             leave: Called with what is still being done when nobody waits for it any more.
 
         Raises:
@@ -270,8 +261,6 @@ class ReplicaServer:
     """Listen for peers.
 
     Args:
-        holdings: What this node keeps.
-        host: Address of the interface to listen on.
         key: The run's key; ``None`` while there is none: nobody is accepted then. May be set later, and anew.
         port: The port to listen at if it is free; 0 = any.
         on_refused: Called once for each source address that was refused, with the address and the reason; logs them.
@@ -304,7 +293,6 @@ class ReplicaServer:
 
     @property
     def port(self) -> int:
-        """The port that the system chose."""
         port: int = self._socket.getsockname()[1]
         return port
 
@@ -372,7 +360,6 @@ class ReplicaServer:
             channel.close()
 
     def _admit(self, channel: ReplicaChannel, source: str) -> bool:
-        """Let a stranger prove that it is a peer."""
         try:
             if not channel.prove_key(self.key, is_server=True, within_s=HANDSHAKE_S):
                 return False
@@ -394,7 +381,6 @@ class ReplicaServer:
         return not is_full
 
     def _refuse(self, source: str, reason: str) -> None:
-        """Report a source, once."""
         with self._lock:
             if self._stopping.is_set() or source in self._reported or len(self._reported) >= MAX_SOURCES:
                 return

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from outlast.checkpoint.manager import ReadingManager
+from outlast.checkpoint.manager import ReadingEngine
 from outlast.checkpoint.places import Peers
 from outlast.checkpoint.save import SaveHandle
 from outlast.config import CheckpointConfig
@@ -41,6 +41,7 @@ from outlast.decoding import open_file
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.call import current_handle
 from outlast.integrations.megatron import follow_rerun_machine
+from outlast.runtime.process_groups import current_place
 from outlast.runtime.random_numbers import capture_random, restore_random
 
 log = logging.getLogger(__name__)
@@ -552,7 +553,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         )
         self._suspect_window = config.suspect_window
         self._config = dataclasses.replace(config, suspect_window=0)  # keep what NVRx keeps, and one more
-        self._manager: ReadingManager | None = None
+        self._manager: ReadingEngine | None = None
         self._stage = _ManagerStage.FRESH
         self._locks: _Locks | None = None
         self._found: tuple[TensorAwareStateDict, LocalCheckpointID] | None = None
@@ -652,20 +653,20 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     # -- the engine --------------------------------------------------------------------------------------------
 
-    def _open_afresh(self) -> ReadingManager:
+    def _open_afresh(self) -> ReadingEngine:
         """Return a manager that has neither looked nor saved, once what the last one had under way is decided."""
         if self._manager is not None and self._stage is not _ManagerStage.FRESH:
             with contextlib.suppress(CheckpointError):  # what became of a save is its handle's to say
                 self._manager.wait()
             self.close()
         if self._manager is None:
-            self._manager, self._stage = ReadingManager(self._config), _ManagerStage.FRESH
+            self._manager, self._stage = ReadingEngine(self._config, current_place()), _ManagerStage.FRESH
             if (call := current_handle()) is not None:
                 call.on_leave(self.close)
         self._manager.claim()
         return self._manager
 
-    def _open_for_saving(self, iteration: int) -> ReadingManager:
+    def _open_for_saving(self, iteration: int) -> ReadingEngine:
         if self._manager is None or self._stage in (_ManagerStage.FRESH, _ManagerStage.FOUND):
             # Training resumes from elsewhere, such as a global checkpoint: what lies here is not its origin.
             self._open_afresh().go_on({"part": _SavedPart()}, max(0, iteration - 1), None)
