@@ -28,7 +28,7 @@ SLEEP_CYCLES = 400_000_000
 ENDS_AT_ONCE = """
 import os, threading, torch
 from outlast.checkpoint.arena import Arena
-from outlast.runtime.device import copies_of
+from outlast.runtime.device_copies import copies_of
 fd = os.memfd_create("arena")
 os.ftruncate(fd, 2 << 30)
 arena = Arena(fd)

@@ -14,7 +14,8 @@ from outlast.checkpoint.arena import Arena
 from outlast.checkpoint.protocol import Done, Take
 from outlast.checkpoint.writer_client import WriterClient, WriterSilent
 from outlast.errors import CheckpointError
-from outlast.runtime.device import copies_of, start_driver_thread
+from outlast.runtime.device import start_driver_thread
+from outlast.runtime.device_copies import copies_of
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 10.0
