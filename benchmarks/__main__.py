@@ -44,7 +44,7 @@ _NUMBER = click.IntRange(min=1)
 
 @click.group("benchmarks", cls=CommandGroup)
 def cli() -> None:
-    """Measure outlast beside its peers.
+    """Compare outlast with other launchers and libraries.
 
     Both are measured in turns in one run; the first round is dropped. Progress goes to standard error.
     Leave the machine alone meanwhile: what else runs on it is measured too.
@@ -121,7 +121,7 @@ def _names(_context: click.Context, _parameter: click.Parameter, value: str) -> 
 def measure_all(*, repeats: int | None, only: list[str], skip: list[str], folder: Path | None, as_json: bool) -> int:
     """Measure everything, one benchmark after another.
 
-    Each has a process of its own. One that fails, hangs, or lacks a package is shown as not measured, with the reason,
+    Each runs in a separate process. One that fails, hangs or lacks a package is shown as not measured, with the reason,
     and the others are measured all the same. Takes about half an hour; Ctrl-C keeps what was measured until then.
 
     Exit code 0: every bar that was measured is kept; 1: one is missed, or a benchmark failed (one that lacks a package
@@ -165,7 +165,7 @@ def measure_all(*, repeats: int | None, only: list[str], skip: list[str], folder
 
 
 def _make_writable(folder: Path) -> None:
-    """Make the folder of the results; what is wrong with it must not be found out half an hour later.
+    """Make the folder of the results; a folder that is not writable is refused before half an hour of measuring.
 
     Raises:
         ConfigError: It cannot be made, or not be written to.
@@ -219,7 +219,7 @@ def history(*, folder: Path, only: str | None, noise_pct: float, as_json: bool) 
 
 
 def main() -> None:
-    """Run the command line; what goes wrong is one line, with exit code 2 for bad input and 1 for a failure."""
+    """Run the command line; an error is one line, with exit code 2 for bad input and 1 for a failure."""
     with ending_in_one_line("benchmarks"):
         try:
             code = cli.main(standalone_mode=False, prog_name="python -m benchmarks")

@@ -1,7 +1,7 @@
 """Benchmark ``adapters``: what the adapters for trainers cost a step when nothing is wrong.
 
-Whole small trainings take turns, bare and with the adapter, in the same ranks, on a board that this process holds
-as an agent does: a trainer's own steps differ by more from process to process than what is measured.
+Whole small trainings take turns, bare and with the adapter, in the same ranks. This process holds their heartbeat
+memory, as an agent does: a trainer's own steps differ by more from process to process than what is measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state that the benches of checkpoints save and load, its size, and how ours is compared with the peers'."""
+"""The state that the benches of checkpoints save and load, its size, and how outlast is compared with the peers."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def missing_peers(*, measured: bool) -> list[str]:
 
 
 class MetaCheckpointing:
-    """``torch_checkpointing``, where it is installed: stages beside training, writes in a process of its own.
+    """``torch_checkpointing``, where it is installed: stages beside training, writes in a separate process.
 
     Args:
         module: The library.

@@ -1,6 +1,6 @@
 """Benchmark ``commit``: what a save of very many ranks costs rank 0, and how large its manifest is.
 
-Rank 0 is real: its lane, its store, its node's folder and the memory of its writer. What the others would send lies in
+Rank 0 is real: its lane, its store, its node's folder and the memory of its writer. What the others would send is in
 the store already, in the messages that rank 0 receives from them: what counts is its own work, from the answers to the
 outcome that it posts. Each answer is that of a rank of an 80-layer model of 70 billion parameters under FSDP with Adam.
 The global tier's format lists each rank's part of each tensor, so that fewer ranks are simulated there.

@@ -21,7 +21,7 @@ _STORE_CALLS = 200
 
 
 def measure(*, repeats: int, progress: Progress) -> BenchResult:
-    """Measure in a worker process on a real board, which this process holds as an agent does.
+    """Measure in a worker process with a real heartbeat memory, which this process holds as an agent does.
 
     Raises:
         OutlastError: The worker failed.
@@ -41,7 +41,7 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
 
 
 def measure_calls(num_rounds: str, port: str) -> Iterator[dict[str, float]]:
-    """Yield microseconds by name, in a worker with a board, as under an agent.
+    """Yield microseconds by name, in a worker with a heartbeat memory, as under an agent.
 
     Args:
         num_rounds: Rounds.

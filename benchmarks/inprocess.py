@@ -1,9 +1,9 @@
-"""Benchmark ``inprocess``: from a fault to the restarted function, beside nvidia-resiliency-ext; its quiet cost.
+"""Benchmark ``inprocess``: from a fault to the restarted function, compared with nvidia-resiliency-ext; its quiet cost.
 
-The ranks that are struck run a function that is restarted in process and fails on purpose, in either library. Ours run
-both under ``outlast run``, whose coordinator decides, and as plain processes, one of whose guards does. The ranks
-that measure the quiet cost train the small model of ``numerics`` in blocks of steps, in the wrapper and
-out of it, when nothing of the wrapper's runs; each block has a process group of its own.
+The ranks that fail on purpose run a function that is restarted in process, in either library. Those of outlast run
+both under ``outlast run``, whose coordinator decides, and as plain processes, one of whose monitor processes decides.
+The ranks that measure the quiet cost train the small model of ``numerics`` in blocks of steps, in the wrapper and
+outside of it, when nothing of the wrapper runs; each block has its own process group.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class FaultTiming:
 
     @property
     def beyond_s(self) -> float:
-        """Seconds until the finished iteration, beyond the timeout by which a hang is noticed."""
+        """Seconds until the finished iteration, beyond the timeout by which a hang is detected."""
         return self.stepped_s - _TIMEOUTS_S.get(self.kind, 0.0)
 
 
@@ -113,7 +113,7 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """Let ranks fail in both libraries, in turns; then restart often, and not at all.
 
     Raises:
-        OutlastError: A run of ours did not recover, lost a healthy rank, or ended with other weights.
+        OutlastError: A run of outlast did not recover, lost a healthy rank, or ended with other weights.
 
     Blocks: about a minute a round, and two more.
     """
@@ -334,7 +334,7 @@ def _wrap_ours(struck: _StruckFunction) -> Callable[[], object]:
 
 
 def _wrap_nvrx(struck: _StruckFunction, port: int) -> Callable[[], object]:
-    """Return the function in the wrapper of nvidia-resiliency-ext, its intervals as short as ours need to be."""
+    """Return the function in the wrapper of nvidia-resiliency-ext, with intervals as short as outlast needs."""
     inprocess = importlib.import_module(f"{_PEER}.inprocess")
     ranks = importlib.import_module(f"{_PEER}.inprocess.rank_assignment")
     master_port = int(env.environ()["MASTER_PORT"])

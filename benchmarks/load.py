@@ -1,4 +1,4 @@
-"""Benchmark ``load``: from a committed generation to live tensors with every byte verified, beside other loaders.
+"""Benchmark ``load``: from a committed checkpoint to live tensors, every byte verified, compared with other loaders.
 
 One process saves the state with all libraries and is killed; what it staged stays with a writer process, as under an
 agent. Another process then loads, in turns.
@@ -191,7 +191,7 @@ def measure_loads(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
 
 
 class _SavedFiles:
-    """Where the state is saved, by each library in a place of its own."""
+    """Where the state is saved, by each library in its own place."""
 
     def __init__(self, folder: Path) -> None:
         self.ours = CheckpointConfig(local_directory=str(folder / "ours"))
@@ -214,7 +214,7 @@ class _SavedFiles:
 def _load_ours(saved: CheckpointState, files: _SavedFiles, tier: str) -> Found:
     """Load from the local tier, or from the memory of the agent's writer; who saved it was killed.
 
-    Every byte is compared with its digest before any tensor is touched, and again where it lies.
+    Every byte is compared with its digest before any tensor is touched, and again where it is stored.
     """
     place = env.read_worker()
     if tier == "local":

@@ -78,7 +78,7 @@ class MeasuredRounds:
         return median([one[name] for one in self._rounds]) if name in self else None
 
     def ratio(self, ours: str, peer: str) -> float | None:
-        """Return the median over the rounds of ours as a ratio to the peer's of the same round."""
+        """Return the median over the rounds of one measure as a ratio to the peer's in the same round."""
         if ours not in self or peer not in self:
             return None
         return median([one[ours] / one[peer] for one in self._rounds])
@@ -283,7 +283,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def cost_in_percent(ours: Sequence[float], plain: Sequence[float]) -> float:
-    """Return by how many percent ours are longer than the plain ones, turn by turn."""
+    """Return by how many percent steps are longer than the plain ones, turn by turn."""
     return 100 * median(a - b for a, b in zip(ours, plain, strict=True)) / median(plain)
 
 

@@ -1,6 +1,6 @@
-"""Benchmark ``ray``: from an actor's death or hang to the next finished step, beside Ray Train's restart.
+"""Benchmark ``ray``: from an actor's death or hang to the next finished step, compared with Ray Train's restart.
 
-An actor of ours and Ray Train's function train one model; one of their ranks fails in one step.
+An actor of outlast and Ray Train's function train one model; one of their ranks fails in one step.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _BARS_S = {16: 2.0, 64: 3.0, 256: 10.0}
 _START_S = 1200.0
 _WAIT_S = 120.0
 _TELL = 32
-"""After how many more actors that started a line tells so: some forty start in a minute on each core."""
+"""Progress is reported after so many more actors have started: some forty start in a minute on each core."""
 _WAIT, _STEP = "wait", "step"
 
 
@@ -74,7 +74,7 @@ class LightShell:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator, unused-ignore]
     def host_store(self) -> tuple[str, int]:
-        """Return no place: nobody meets."""
+        """Return no place: the actors form no process group."""
         return "", 0
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator, unused-ignore]

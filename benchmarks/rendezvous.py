@@ -1,8 +1,8 @@
-"""Benchmark ``rendezvous``: how long many agents take to meet, beside torch's c10d rendezvous.
+"""Benchmark ``rendezvous``: how long many agents take to meet, compared with torch's c10d rendezvous.
 
 Hundreds of simulated agents are in a few processes of this machine. Each does what an agent of its launcher does to
-learn its rank, and nothing of its workers: ours drive the same link as ``outlast run``, the peer's the same handler as
-``torchrun``. Thousands are :mod:`benchmarks.rendezvous_crowd`'s.
+learn its rank, and nothing of its workers: those of outlast drive the same link as ``outlast run``, the peer's
+the same handler as ``torchrun``. Thousands are :mod:`benchmarks.rendezvous_crowd`'s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The part of benchmark ``rendezvous`` with thousands of agents: a crowd of them in one thread, one coordinator.
 
-The coordinator has a process of its own, which does nothing else, so that its memory can be read; it writes its journal
-as in use. Each simulated agent has a connection of its own, goes through the whole handshake, beats every second and
+The coordinator runs in a separate process, which does nothing else, so that its memory can be read; it writes its
+journal as in use. Each simulated agent has its own connection, goes through the whole handshake, beats every second and
 answers what it is sent as an agent of ``outlast run`` does; a thread for each would measure the threads.
 """
 
@@ -44,7 +44,7 @@ _NUM_CROWDS = 2
 TIMEOUT_S = 240.0
 _BEAT_S = 1.0
 _SILENCE_S = 30.0
-"""Without an answer to its beats; a crowd in one thread is slower to look than an agent of its own."""
+"""Without an answer to its beats; a crowd in one thread responds more slowly than a separate agent."""
 _ANSWER = "simulated crowd: "
 Channel = SelectedChannel[m.OnAgent]
 
@@ -214,7 +214,7 @@ class _Host:
 
 
 def _peak_mib() -> float:
-    # Not getrusage: what it tells includes the process that this one was forked from, before its program was loaded.
+    # Not getrusage: its value includes the process that this one was forked from, before its program was loaded.
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 
@@ -360,7 +360,7 @@ class _CrowdAgent:
         self.send(m.JoinRequest(addr=HOST, nproc=NPROC, ended=ended))
 
     def beat(self) -> None:
-        """Send a sign of life."""
+        """Send a heartbeat."""
         self._count += 1
         self.send(m.AgentBeat(count=self._count))
 

@@ -23,7 +23,7 @@ _COPY = CopyKey(1, "bench", 0)
 
 
 def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS) -> BenchResult:
-    """Measure between two processes of this machine, beside gloo's send and recv of the same bytes.
+    """Measure between two processes of this machine, compared with gloo's send and recv of the same bytes.
 
     Args:
         repeats: Rounds that count.

@@ -1,4 +1,4 @@
-"""Benchmark ``restart``: from a rank's death or hang to the next cycle, beside torchrun.
+"""Benchmark ``restart``: from a rank's death or hang to the next cycle, compared with torchrun.
 
 What a worker imports until its first all-reduce is part of what is measured. So the workers' script is not this module
 but a file of its own, made of the source of :func:`reduce_until_killed` and :func:`stop_in_section`, which import what
@@ -40,7 +40,7 @@ _MOST_FAILURES = 3
 _HANG_TIMEOUT_S = 1
 # Without it a worker meets the dead cycle's addresses in the agent's store, and torchrun often hangs.
 _PEER_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-_STAGES = ("noticed", "all ended", "started", "script begun", "group joined", "all-reduced")
+_STAGES = ("detected", "all ended", "started", "script begun", "group joined", "all-reduced")
 """What happens between a rank's death and the next all-reduce, in this order."""
 
 Marks = Mapping[int, Mapping[str, int]]
@@ -66,7 +66,7 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     """Kill and stop ranks under both launchers.
 
     Raises:
-        OutlastError: A run of ours, or three of the peer in a row, did not recover.
+        OutlastError: A run of outlast, or three of the peer in a row, did not recover.
 
     Blocks: about 20 s a round.
     """
@@ -92,9 +92,9 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
     if failures:
         notes.append(f"torchrun did not recover in {len(failures)} runs, which were done again")
     deaths = [one for name, some in found.items() if name.startswith("outlast") for one in some]
-    noticed_s = median([one.stages_s["noticed"] for one in deaths])
+    detected_s = median([one.stages_s["detected"] for one in deaths])
     bars += [
-        Bar("death_noticed_ms", noticed_s * 1e3, "ms", 30.0),
+        Bar("death_noticed_ms", detected_s * 1e3, "ms", 30.0),
         Bar("hang_noticed_beyond_timeout_ms", median(beyond_s) * 1e3, "ms", 250.0),
     ]
     return BenchResult("restart", bars, notes)
@@ -112,7 +112,7 @@ def stages_of(killed_ns: int, marks: Marks, events: Sequence[Event], victim: int
     exits = [one for one in events if one.kind == EventKind.WORKER_EXITED and one.cycle == 0]
     starts = [one.mono_ns for one in events if one.kind == EventKind.CYCLE_STARTED and one.cycle]
     ends_ns = {
-        "noticed": min((one.mono_ns for one in exits if one.rank == victim), default=None),
+        "detected": min((one.mono_ns for one in exits if one.rank == victim), default=None),
         "all ended": max((one.mono_ns for one in exits), default=None),
         "started": min(starts, default=None),
         "script begun": max(mark["begun_ns"] for mark in marks.values()),
@@ -192,17 +192,18 @@ def _hang(repeats: int, progress: Progress) -> list[float]:
             raise OutlastError(f"a hang was not followed by a restart: {error}") from error
         with suppress(DeadlineExceeded):
             job.wait(_END_TIMEOUT_S)
-        noticed_ns = {
+        detected_ns = {
             event.cycle: event.mono_ns
             for event in read(folder / "run")
             if event.kind == EventKind.INCIDENT
             and event.data["incident"].get("kind") == IncidentKind.WORKER_HUNG
             and event.proc == "agent"
         }
-    if missing := [cycle for cycle in range(num_cycles) if cycle not in noticed_ns]:
-        raise OutlastError(f"the hangs of cycles {missing} were not noticed as hangs")
-    beyond_s = [(noticed_ns[cycle] - at_ns) / 1e9 - _HANG_TIMEOUT_S for cycle, at_ns in enumerate(entered_ns)]
-    progress(f"hangs noticed after the timeout of {_HANG_TIMEOUT_S} s, ms: {[round(one * 1e3, 1) for one in beyond_s]}")
+    if missing := [cycle for cycle in range(num_cycles) if cycle not in detected_ns]:
+        raise OutlastError(f"the hangs of cycles {missing} were not detected as hangs")
+    beyond_s = [(detected_ns[cycle] - at_ns) / 1e9 - _HANG_TIMEOUT_S for cycle, at_ns in enumerate(entered_ns)]
+    late_ms = [round(one * 1e3, 1) for one in beyond_s]
+    progress(f"hangs detected after the timeout of {_HANG_TIMEOUT_S} s, ms: {late_ms}")
     return beyond_s[1:]
 
 

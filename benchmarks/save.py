@@ -1,4 +1,4 @@
-"""Benchmark ``save``: what a save costs training, and when it is durable, beside other libraries.
+"""Benchmark ``save``: what a save costs training, and when it is durable, compared with other libraries.
 
 Three processes measure one after the other: stalls and durations, training steps meanwhile, and memory. Each library's
 save ends when its files are synchronised with the disk: for a library that does not do it, the benchmark does.

@@ -1,7 +1,7 @@
-"""The suite: benchmarks one after another, each in a process of its own, and their results as one record.
+"""The suite: benchmarks one after another, each in a separate process, and their results as one record.
 
-A process of its own, so that a benchmark that fails, hangs or lacks a package does not end the others, and so that none
-of them begins in the memory that another one has left behind. Each result is stored before the next benchmark begins:
+A separate process, so that a benchmark that fails, hangs or lacks a package does not end the others, and none of them
+begins in the memory that another one has left behind. Each result is stored before the next benchmark begins:
 Ctrl-C keeps all that was measured until then.
 """
 

@@ -23,7 +23,7 @@ MARKS = {
 
 
 def test_each_stage_ends_with_its_last_rank() -> None:
-    """A stage is over when it is over for the last rank; the death is noticed when the killed rank's end is."""
+    """A stage is over when it is over for the last rank; the death is detected when the killed rank's end is."""
     events = [
         event(EventKind.CYCLE_STARTED, 1_000_000, 0),
         event(EventKind.WORKER_EXITED, 16_000_000, 0, rank=1),
@@ -32,7 +32,7 @@ def test_each_stage_ends_with_its_last_rank() -> None:
         event(EventKind.WORKER_EXITED, 99_000_000, 1, rank=1),
     ]
     assert stages_of(10_000_000, MARKS, events) == {
-        "noticed": 0.006,
+        "detected": 0.006,
         "all ended": 0.010,
         "started": 0.020,
         "script begun": 0.035,

@@ -54,7 +54,7 @@ def test_a_killed_rank_steps_again() -> None:
     """The task that both launchers run steps on the CPU where there is no GPU, and once more after it was killed."""
     found = kill_under_outlast(1, gpu.step_until_killed)
     assert found.cycle == 1
-    assert 0 < found.stages_s["noticed"] < found.after_s
+    assert 0 < found.stages_s["detected"] < found.after_s
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``outlast bench adapters`` measures what it says."""
+"""Benchmark ``adapters`` measures both adapters in real ranks."""
 
 from __future__ import annotations
 
