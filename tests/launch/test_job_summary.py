@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from outlast.incidents import EventKind
-from outlast.launch.run import summarise
+from outlast.launch.job_summary import describe_job
 from outlast.runtime.journal import Journal
 
 
@@ -23,7 +23,7 @@ def test_lost_iterations_are_those_done_twice(tmp_path: Path) -> None:
             journal.write(EventKind.VERDICT, cycle=cycle, incident={"kind": "worker_died"})
         journal.write(EventKind.VERDICT, cycle=2, verdict={})
         journal.close()
-    assert summarise(tmp_path, "ours").describe() == "3 cycles, 2 incidents, 7 iterations lost"
+    assert describe_job(tmp_path, "ours") == "3 cycles, 2 incidents, 7 iterations lost"
 
 
 def test_iterations_of_a_script_without_a_session_are_unknown(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_iterations_of_a_script_without_a_session_are_unknown(tmp_path: Path) ->
         journal.write(EventKind.CYCLE_STARTED, cycle=cycle, ranks=[0], pids=[1])
         journal.write(EventKind.CYCLE_ENDED, cycle=cycle, iterations={})
     journal.close()
-    assert summarise(tmp_path, "j").describe() == "2 cycles, 0 incidents, lost iterations unknown (no session)"
+    assert describe_job(tmp_path, "j") == "2 cycles, 0 incidents, lost iterations unknown (no session)"
 
 
 class Told:
@@ -67,7 +67,7 @@ class Told:
         """End the job; return what is said of it."""
         self.journal.write(EventKind.JOB_ENDED, exit_code=code, reason="so it is")
         self.journal.close()
-        return summarise(self.run_dir, "j").describe()
+        return describe_job(self.run_dir, "j")
 
 
 def test_iterations_that_nothing_holds_at_the_end_are_lost(tmp_path: Path) -> None:

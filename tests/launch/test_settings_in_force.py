@@ -276,12 +276,13 @@ def test_what_a_script_does_not_set_any_more_is_the_launchers_again() -> None:
     identity = JobIdentity(run_id="run", key=RunKey.of_run_id("run"))
     server = CoordinatorServer((), job, identity, node="n", layers=layers, on_error=lambda _: None)
     limits = []
-    for text in (FaultToleranceConfig(max_node_faults=7, min_nodes=2).to_json(), ""):
+    for text in (FaultToleranceConfig(max_node_faults=7, min_nodes=2, max_restart_delay=9.0).to_json(), ""):
         server._handle(m.ScriptSettings(node="n", epoch="e", fault_tolerance=text))
         settings = server._coordinator.settings
-        limits.append((settings.limits.max_node_faults, settings.min_nodes, settings.limits.max_no_progress_cycles))
+        given = settings.limits.max_node_faults, settings.min_nodes, settings.limits.max_restart_delay_s
+        limits.append((*given, settings.limits.max_no_progress_cycles))
     server.close()
-    assert limits == [(7, 2, 5), (3, None, 5)]
+    assert limits == [(7, 2, 9.0, 5), (3, None, 60.0, 5)]
 
 
 def enforced(cycle: Cycle) -> Timeouts:

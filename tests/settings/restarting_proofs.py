@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +13,12 @@ from scenes import Proof, Scene, differs
 from outlast import clock
 from outlast.config import InProcessRestartConfig, RecoveryConfig, StragglerDetectionConfig
 from outlast.env import WorkerEnv
-from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, SparesExhausted, UnhealthyRank
+from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded
 from outlast.inprocess import Handle, Wrapper, rank
 from outlast.inprocess.protocol import MonitorTask
-from outlast.policy.rank_assignment import Assignment, Member
 from outlast.policy.slowness import RankTimings, summarise
 from outlast.policy.stragglers import Streaks, judge
 from outlast.straggler import Report, StragglerDetector
-from outlast.straggler.report import publish
 
 # -- restarts in process -------------------------------------------------------------------------------------------
 
@@ -46,49 +43,6 @@ def calls_the_function_as_it_is(_: Scene) -> None:
         Wrapper(off)(needs)
 
 
-def assigned(config: InProcessRestartConfig) -> Any:
-    """Return who of four ranks is active."""
-    one = rank.WrappedRank(config, Wrapper(config)._plugins)
-    members = tuple(Member(initial_rank=number, node=f"n{number // 2}") for number in range(4))
-    order: Any = SimpleNamespace(members=members, restart_count=0, ordinal=0)
-    return one._assign(order).ranks
-
-
-def filled(config: InProcessRestartConfig) -> Any:
-    """Return who takes the place of a rank that died, with a spare on another node."""
-    members = (
-        Member(initial_rank=0, node="a", rank=0),
-        Member(initial_rank=1, node="a", rank=1, alive=False),
-        Member(initial_rank=2, node="b", rank=None),
-        Member(initial_rank=3, node="b", rank=None),
-    )
-    before = Assignment(members=members, iteration=1, target=2, ranks={0: 0})
-    return Wrapper(config)._plugins.rank_assignment(before).ranks
-
-
-def empties_the_cache(scene: Scene) -> None:
-    """What the allocator caches is given back before the next call, unless that is switched off."""
-    emptied = Mock()
-    scene.patch.setattr(rank.device, "empty_cache", emptied)
-    scene.patch.setattr(rank.calls, "leave", lambda *_: None)
-    for value, times in ((True, 1), (False, 0)):
-        config = InProcessRestartConfig(empty_cuda_cache=value)
-        one = rank.WrappedRank(config, Wrapper(config)._plugins)
-        one._handle, one._page, one._background = Mock(iteration=0, reached=0), Mock(), Mock()
-        emptied.reset_mock()
-        one._leave(None)
-        assert emptied.call_count == times
-
-
-def counts_faults(_: Scene) -> None:
-    """A rank leaves for good with one fault more than it may have."""
-    state: Any = SimpleNamespace(fault_counts={0: 2}, initial_rank=0, node="n", iteration=2)
-    Wrapper(InProcessRestartConfig())._plugins.health_check(state)
-    Wrapper(InProcessRestartConfig(max_rank_faults=2))._plugins.health_check(state)
-    with pytest.raises(UnhealthyRank):
-        Wrapper(InProcessRestartConfig(max_rank_faults=1))._plugins.health_check(state)
-
-
 def looks_as_often_as_told(scene: Scene) -> None:
     """The monitor thread looks at progress as often as the shorter of both intervals says."""
     intervals = []
@@ -110,25 +64,14 @@ def looks_as_often_as_told(scene: Scene) -> None:
 I = InProcessRestartConfig  # noqa: E741
 IN_PROCESS: dict[str, Proof] = {
     "enabled": calls_the_function_as_it_is,
-    "active_world_size": differs(assigned, I, active_world_size=2),
-    "granularity": differs(filled, I, granularity="rank"),
-    "max_iterations": differs(task, I, max_iterations=3),
-    "max_no_progress_restarts": differs(task, I, max_no_progress_restarts=3),
-    "soft_timeout": differs(task, I, soft_timeout=30.0),
-    "hard_timeout": differs(task, I, hard_timeout=80.0),
+    "monitor_process_logdir": differs(task, I, monitor_process_logdir="logs"),
     "heartbeat_interval": differs(task, I, heartbeat_interval=3.0),
     "heartbeat_timeout": differs(task, I, heartbeat_timeout=50.0),
-    "barrier_timeout": differs(task, I, barrier_timeout=100.0),
     "completion_timeout": differs(task, I, completion_timeout=3.0),
-    "empty_cuda_cache": empties_the_cache,
-    "max_rank_faults": counts_faults,
-    "monitor_process_logdir": differs(task, I, monitor_process_logdir="logs"),
-    "monitor_process_pidfile": differs(task, I, monitor_process_pidfile="/run/monitor-{rank}.pid"),
     "monitor_thread_interval": differs(task, I, monitor_thread_interval=0.5),
     "monitor_process_interval": differs(task, I, monitor_process_interval=0.5),
     "progress_watchdog_interval": looks_as_often_as_told,
     "last_call_wait": differs(task, I, last_call_wait=3.0),
-    "termination_grace_time": differs(task, I, termination_grace_time=3.0),
 }
 
 
@@ -161,31 +104,6 @@ def found(config: StragglerDetectionConfig) -> Any:
     return findings.relative, findings.individual, findings.named_ranks, findings.below_threshold, findings.why_nobody
 
 
-def report(**facts: Any) -> Report:
-    streaks = Streaks()
-    for _ in range(3):
-        streaks, findings = judge(streaks, timings(), StragglerDetectionConfig())
-    return Report(iteration=1, device="GPU", ranks=timings(), findings=findings, processing_s=0.1, **facts)
-
-
-def published(scene: Scene, config: StragglerDetectionConfig) -> tuple[list[tuple[str, str]], bool]:
-    """Return what a report writes, and whether the loggers of metrics get it."""
-    metrics = Mock()
-    scene.log.clear()
-    scene.log.set_level(logging.INFO)
-    publish(report(), config, metrics)
-    return [(record.name, record.getMessage()) for record in scene.log.records], metrics.called
-
-
-def publishes(**change: Any) -> Proof:
-    """Return the proof that a setting changes what is published."""
-
-    def proof(scene: Scene) -> None:
-        assert published(scene, StragglerDetectionConfig()) != published(scene, StragglerDetectionConfig(**change))
-
-    return proof
-
-
 def reported(scene: Scene, config: StragglerDetectionConfig) -> tuple[Report, bool]:
     """Return the report of a detector whose last rank is slow, and whether machines were looked at."""
     looks = Mock(return_value=())
@@ -198,77 +116,17 @@ def reported(scene: Scene, config: StragglerDetectionConfig) -> tuple[Report, bo
     return last, looks.called
 
 
-def stops_for_a_slow_rank(scene: Scene) -> None:
-    """A named rank below its threshold is one to stop for, if that is asked for."""
-    for value, ranks in ((True, (3,)), (False, ())):
-        config = StragglerDetectionConfig(stop_if_detected=value, gpu_relative_perf_threshold=0.95)
-        assert reported(scene, config)[0].stop_for == ranks
-
-
 def looks_at_machines(scene: Scene) -> None:
     """The machine of a named rank is looked at, unless that is switched off."""
     assert reported(scene, StragglerDetectionConfig())[1]
     assert not reported(scene, StragglerDetectionConfig(check_machine=False))[1]
 
 
-def wishes(config: StragglerDetectionConfig) -> list[int]:
-    """Return after which steps of 1 s a report is wished for, in a minute."""
-    detector, asked = StragglerDetector(config), []
-    detector._num_timed = 1000
-    for number in range(60):
-        detector._window_began_ns = clock.now_ns() - number * 1_000_000_000
-        if detector.wants_report():
-            asked.append(number)
-    detector.close()
-    return asked
-
-
-def timed_steps(config: StragglerDetectionConfig) -> int:
-    """Return how many of forty steps are timed."""
-    detector = StragglerDetector(config, num_warmup_steps=0)
-    number = 0
-    for iteration in range(40):
-        detector.begin_step(iteration)
-        number += detector._recorder.active
-        detector.end_step()
-    detector.close()
-    return number
-
-
-def times_kernels(config: StragglerDetectionConfig) -> bool:
-    detector = StragglerDetector(config)
-    has_them = detector._kernels is not None
-    detector.close()
-    return has_them
-
-
-def is_on_in_a_session(scene: Scene) -> None:
-    """A session looks for slow ranks once that is enabled."""
-    from training_proofs import has
-
-    has("slow_ranks", straggler_detection=StragglerDetectionConfig(enabled=True))(scene)
-    from outlast.config import Config
-
-    with scene.session(Config(straggler_detection=StragglerDetectionConfig())) as run:
-        assert run._slow_ranks is None
-
-
 T = StragglerDetectionConfig
 STRAGGLER: dict[str, Proof] = {
-    "enabled": is_on_in_a_session,
-    "report_time_interval": differs(wishes, T, report_time_interval=20.0),
-    "calc_relative_gpu_perf": differs(found, T, calc_relative_gpu_perf=False),
-    "calc_individual_gpu_perf": differs(found, T, calc_individual_gpu_perf=False),
-    "num_gpu_perf_scores_to_print": publishes(num_gpu_perf_scores_to_print=1),
     "gpu_relative_perf_threshold": differs(found, T, gpu_relative_perf_threshold=0.95),
     "gpu_individual_perf_threshold": differs(found, T, gpu_individual_perf_threshold=0.95),
-    "stop_if_detected": stops_for_a_slow_rank,
-    "enable_logging": publishes(enable_logging=False),
-    "profiling_interval": differs(timed_steps, T, profiling_interval=4),
-    "logger_name": publishes(logger_name="mine"),
-    "confirmations": differs(found, T, confirmations=4),
     "noticeable_score": differs(found, T, {"gpu_relative_perf_threshold": 0.5}, noticeable_score=0.6),
-    "profile_kernels": differs(times_kernels, T, profile_kernels=True),
     "check_machine": looks_at_machines,
 }
 
@@ -276,7 +134,7 @@ STRAGGLER: dict[str, Proof] = {
 # -- groups of actors ----------------------------------------------------------------------------------------------
 
 pytest.importorskip("ray", reason="groups of actors need Ray")
-from outlast.ray import actor_group, pool, recovery, replies, watch  # noqa: E402
+from outlast.ray import actor_group, pool, recovery, watch  # noqa: E402
 from outlast.ray.pool import Pool, Reply  # noqa: E402
 from outlast.ray.protocol import Mesh  # noqa: E402
 from outlast.ray.recovery import Incarnation, Recovery, _Progress  # noqa: E402
@@ -336,29 +194,6 @@ def joining(**change: Any) -> Proof:
         assert joins(scene, RecoveryConfig()) != joins(scene, RecoveryConfig(**change))
 
     return proof
-
-
-def fills_or_shrinks(scene: Scene) -> None:
-    """Without a spare the group gives up, or goes on with fewer data shards where it may."""
-    survivors = {0: recovery.ActorFacts(actor=0, node="n", iteration=1)}
-    one, *_ = recover(scene, RecoveryConfig(spare_wait=0.0))
-    with pytest.raises(SparesExhausted):
-        one._fill(incarnation(), survivors)
-    one, *_ = recover(scene, RecoveryConfig(spare_wait=0.0, allow_shrink=True))
-    assert one._fill(incarnation(), survivors)[0].size == 1
-
-
-def waits_for_spares(scene: Scene) -> None:
-    """An actor that starts is waited for as long as spare_wait says."""
-    waited = []
-    for seconds in (0.0, 0.2):
-        one, actors, *_ = recover(scene, RecoveryConfig(spare_wait=seconds))
-        actors.num_starting = 1
-        begun_s = clock.now_s()
-        with pytest.raises(SparesExhausted, match=f"within {seconds:g} s"):
-            one._fill(incarnation(), {0: recovery.ActorFacts(actor=0, node="n", iteration=1)})
-        waited.append(clock.now_s() - begun_s)
-    assert waited[1] >= 0.2
 
 
 def tries_a_number_of_rounds(scene: Scene) -> None:
@@ -423,42 +258,6 @@ def pool_of(config: RecoveryConfig) -> Any:
     return Pool(Mock(), 1, {}, "PACK", config, keepers=None, journal=Mock())
 
 
-def leaves_a_drained_node_in_time(scene: Scene) -> None:
-    """An unfinished call is left drain_margin seconds before its node goes, once there is a spare elsewhere."""
-    for margin, leaving in ((10.0, {}), (30.0, {0})):
-        one = pool_of(RecoveryConfig(drain_margin=margin))
-        one._notices = SimpleNamespace(nodes={"n": clock.now_s() + 20.0})
-        members = {0: actor(0), 1: SimpleNamespace(node="elsewhere")}
-        one.spares = (SimpleNamespace(node="elsewhere"),)
-        assert set(one.due_to_leave(members)) == set(leaving)
-        one.spares = (SimpleNamespace(node="n"),)
-        scene.patch.setattr(one, "_start", Mock())
-        assert one.due_to_leave(members) == {}
-
-
-def starts_within(scene: Scene) -> None:
-    """Actors get start_timeout to start; spares that do not answer for ping_timeout, asked every ping_interval, are
-    lost."""
-    for module in (pool, replies):
-        scene.patch.setattr(module, "ray", Mock(**{"wait.return_value": ([], [])}))
-    for seconds in (0.01, 0.3):
-        begun_s = clock.now_s()
-        one = pool_of(RecoveryConfig(start_timeout=seconds))
-        one._starting[0] = Mock()
-        with pytest.raises(DeadlineExceeded, match=f"within {seconds} s"):
-            one.require(1)
-        assert clock.now_s() - begun_s >= seconds
-    config = RecoveryConfig(ping_interval=0.1, ping_timeout=2.0)
-    for limits, is_asked_again, is_lost in ((RecoveryConfig(), False, False), (config, True, True)):
-        one, spare, now_s = pool_of(limits), actor(0), clock.now_s()
-        one.spares, one._pings = (spare,), {0: ActorPing(due_s=now_s - 0.3 + limits.ping_interval)}
-        one._ping_spares()
-        assert spare.handle.status.remote.called == is_asked_again
-        one._pings = {0: ActorPing(ref="ref", asked_s=now_s - 3.0)}
-        one._ping_spares()
-        assert (one.spares == ()) == is_lost
-
-
 def group_with(scene: Scene, config: RecoveryConfig) -> Any:
     """Return a group whose thread does nothing."""
     for name in ("ray", "Pool", "create_shell"):
@@ -483,27 +282,15 @@ def closes_within(scene: Scene) -> None:
     assert waits == [10.0, 2.0]
 
 
-def gives_up_without_progress(scene: Scene) -> None:
-    """Recoveries in a row without progress are bounded."""
-    for number in (2, 5):
-        one = group_with(scene, RecoveryConfig(max_recoveries=number))
-        assert [one._budget.spend() is None for _ in range(number + 1)] == [True] * number + [False]
-
-
 V = RecoveryConfig
 RECOVERY: dict[str, Proof] = {
     "ping_interval": asks_as_often_as_told,
     "ping_timeout": differs(silence, V, ping_timeout=3.0),
     "examine_timeout": gives_a_call_time_to_end,
-    "start_timeout": starts_within,
     "store_timeout": joining(store_timeout=3.0),
     "abort_timeout": gives_a_call_time_to_end,
     "join_timeout": joining(join_timeout=3.0),
     "collective_timeout": joining(collective_timeout=3.0),
-    "spare_wait": waits_for_spares,
     "close_timeout": closes_within,
-    "drain_margin": leaves_a_drained_node_in_time,
-    "allow_shrink": fills_or_shrinks,
     "max_rounds": tries_a_number_of_rounds,
-    "max_recoveries": gives_up_without_progress,
 }

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from scenes import Proof, Scene, differs
 
 import outlast
-from outlast import clock
-from outlast.checkpoint import manager, places
 from outlast.checkpoint.places import plan_replication
 from outlast.checkpoint.replica.client import Target
 from outlast.config import (
@@ -32,21 +26,15 @@ from outlast.config import (
     HealthConfig,
     InProcessRestartConfig,
     PreemptionConfig,
-    ReplicaDigestConfig,
     RerunStateMachineConfig,
-    StragglerDetectionConfig,
 )
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError, ConfigError, ExitReason, NotFinite, Unavailable
+from outlast.errors import CheckpointError, ConfigError
 from outlast.inprocess import Wrapper
 from outlast.journal import read
-from outlast.numerics.validation import ErrorInjector, StepValidation
-from outlast.policy.durability import OwedSaves
-from outlast.policy.rerun import StepRun
+from outlast.numerics.validation import StepValidation
 from outlast.runtime.postmortem import read_diagnosis
-from outlast.session import preemption
 from outlast.session.inprocess_scope import InProcessScope
-from outlast.session.saves import MIN_TIMED_STEPS, DueSave, SaveSchedule
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -62,48 +50,16 @@ def saves_where_it_is_told(name: str) -> Proof:
     return proof
 
 
-def saves_to_near_tiers_in_between(scene: Scene) -> None:
-    """Between two saves to all tiers the near ones get their own."""
-    local = str(scene.folder / "local")
-    near = scene.saved(
-        total=5,
-        at=local,
-        save_interval=5,
-        non_persistent_save_interval=3,
-        local_directory=local,
-        local_most_recent_k=-1,
-    )
-    assert near == [3, 5]
-    assert scene.saved(total=5) == [5]
-
-
-def chosen_interval(config: CheckpointConfig) -> int:
-    rhythm = SaveSchedule(config, decides=True, world_size=1024, has_near=False)
-    for _ in range(MIN_TIMED_STEPS + 2):
-        rhythm.note_step(1.0)
-    return next(number for number in range(1, 100_000) if rhythm.request(number, cost_s=2.0) == DueSave.ALL)
-
-
 def waits_for_the_commit(scene: Scene) -> None:
-    """With async_save off, a save returns once it is committed."""
-    waits = Mock(wraps=manager.wait_for_all)
-    scene.patch.setattr(manager, "wait_for_all", waits)
-    counts = []
-    for number, value in enumerate((True, False)):
-        waits.reset_mock()
-        scene.saved(total=4, directory=str(scene.folder / str(number)), async_save=value)
-        counts.append(waits.call_count)
-    assert counts[1] > counts[0]
-
-
-def copies_beside_training(scene: Scene) -> None:
-    """With overlap_staging it is asked what only the optimizer's step changes, to be copied later."""
-    asks = Mock(wraps=manager.changed_only_by_step)
-    scene.patch.setattr(manager, "changed_only_by_step", asks)
-    scene.saved(total=2, directory=str(scene.folder / "at once"))
-    assert not asks.called
-    scene.saved(total=2, directory=str(scene.folder / "beside"), overlap_staging=True)
-    assert asks.called
+    """With async_save off, a save returns once it is committed; with it on, once the state is copied."""
+    for waits in (True, False):
+        where = CheckpointConfig(directory=str(scene.folder / str(waits)), async_save=not waits)
+        with scene.session(Config(checkpoint=where)) as run:
+            state = {"weight": torch.zeros(1 << 24)}
+            for _ in run.steps(state, total=1):
+                handle = run.save(state)
+                assert handle is not None
+                assert handle.done is waits
 
 
 def refuses_copies_that_nothing_can_hold(scene: Scene) -> None:
@@ -111,34 +67,6 @@ def refuses_copies_that_nothing_can_hold(scene: Scene) -> None:
     assert scene.saved(total=2) == [2]
     with pytest.raises(ConfigError, match="nothing outlives a worker here"):
         scene.saved(total=2, replication=True)
-
-
-def bounds_a_call(scene: Scene) -> None:
-    """A listing that does not return is abandoned once response_timeout is over."""
-    is_over = threading.Event()
-    scene.patch.setattr(places, "look_at", lambda _: is_over.wait())
-    for timeout in (0.1, 1.5):
-        config = CheckpointConfig(
-            directory=str(scene.folder / str(timeout)), response_timeout=timeout, restore_timeout=0.0
-        )
-        began_s = time.monotonic()
-        with pytest.raises(Unavailable, match=f"has not responded for {timeout:.0f} s"):
-            manager.CheckpointManager(config)
-        assert time.monotonic() - began_s >= timeout
-    is_over.set()
-
-
-def bounds_a_wait(scene: Scene) -> None:
-    """Within restore_timeout a directory that cannot be listed is listed again; without it there is one attempt."""
-    fails = Mock(side_effect=OSError(errno.EIO, "the disk fails"))
-    scene.patch.setattr(places, "look_at", fails)
-    counts = []
-    for timeout in (0.0, 1.5):
-        fails.reset_mock()
-        with pytest.raises(Unavailable, match="the disk fails"):
-            manager.CheckpointManager(CheckpointConfig(directory=str(scene.folder / "x"), restore_timeout=timeout))
-        counts.append(fails.call_count)
-    assert counts[0] == 1 < counts[1]
 
 
 def copies(config: CheckpointConfig) -> Any:
@@ -154,85 +82,6 @@ def reads_the_key(scene: Scene) -> None:
         scene.saved(total=2, replication_key_file=str(scene.folder / "no-key"))
 
 
-def keeps(scene: Scene, *, at: str = "", **settings: Any) -> list[int]:
-    """Return what is kept of saves every two steps, in a fresh folder."""
-    fresh = scene.folder / str(len(list(scene.folder.iterdir())))
-    given = {"directory": str(fresh / "global"), "async_save": False, "most_recent_k": 2, "suspect_window": 0}
-    if at:
-        given[at] = str(fresh / at)
-    return scene.saved(total=9, at=given[at] if at else "", **{**given, **settings})
-
-
-def keeps_the_newest(scene: Scene) -> None:
-    """most_recent_k generations stay, -1 = all."""
-    assert keeps(scene) == [8, 9]
-    assert keeps(scene, most_recent_k=3) == [6, 8, 9]
-    assert keeps(scene, most_recent_k=-1) == [2, 4, 6, 8, 9]
-
-
-def keeps_the_newest_near(scene: Scene) -> None:
-    """The same for the local tier, for itself."""
-    assert keeps(scene, at="local_directory")[-2:] == [8, 9]
-    assert keeps(scene, at="local_directory", local_most_recent_k=-1) == [2, 4, 6, 8, 9]
-
-
-def keeps_multiples(scene: Scene) -> None:
-    """Generations at multiples of save_retain_interval stay, however old they are, and no others."""
-    assert keeps(scene, save_retain_interval=4) == [4, 8, 9]
-    assert keeps(scene) == [8, 9]
-
-
-def keeps_one_that_is_beyond_doubt(scene: Scene) -> None:
-    """One generation older than the window stays, in case what came after it proves bad."""
-    assert keeps(scene, suspect_window=20) == [2, 8, 9]
-    assert keeps(scene) == [8, 9]
-
-
-def stops_after_failed_saves(scene: Scene) -> None:
-    """Saves that failed in a row stop training at the limit, and never with 0."""
-    for limit, stops in ((2, True), (0, False)):
-        config = CheckpointConfig(directory=str(scene.folder / str(limit)), max_consecutive_save_failures=limit)
-        with scene.session(Config(checkpoint=config)) as run:
-            assert run._saves is not None
-            outcomes = run._saves.manager._outcomes
-            outcomes.num_failures, outcomes.last_error = 2, CheckpointError("disk full")
-            for _ in run.steps({"weight": torch.zeros(1)}, total=1):
-                if stops:
-                    with pytest.raises(CheckpointError, match="2 saves in a row failed"):
-                        run.save({"weight": torch.zeros(1)})
-                else:
-                    run.save({"weight": torch.zeros(1)})
-                break
-
-
-def stops_when_commits_are_overdue(scene: Scene) -> None:
-    """A commit that was due for longer than the limit stops training with 93, and never with 0."""
-    for limit_s in (60.0, 0.0):
-        config = CheckpointConfig(directory=str(scene.folder / str(limit_s)), max_durable_lag=limit_s)
-        with scene.session(Config(checkpoint=config)) as run:
-            assert run._saves is not None
-            run._saves.manager._outcomes._owed = OwedSaves().add(99, clock.now_s() - 1000)
-            steps = run.steps({"weight": torch.zeros(1)}, total=3)
-            next(steps)
-            if limit_s:
-                with pytest.raises(SystemExit, match="93"):
-                    next(steps)
-            else:
-                next(steps)
-                steps.close()
-
-
-def gives_a_save_its_time(scene: Scene) -> None:
-    """A save that takes longer than save_timeout counts as failed."""
-    limits = []
-    for timeout in (600.0, 5.0):
-        config = CheckpointConfig(directory=str(scene.folder / str(timeout)), save_timeout=timeout)
-        with scene.session(Config(checkpoint=config)) as run:
-            assert run._saves is not None
-            limits.append(run._saves.manager._limit_s)
-    assert limits[0] - limits[1] == 2 * 595.0
-
-
 def loads_from_elsewhere(scene: Scene) -> None:
     """Where the own folder holds nothing yet, the state comes from ``load``, which is left as it is."""
     first = str(scene.folder / "first")
@@ -246,101 +95,21 @@ def loads_from_elsewhere(scene: Scene) -> None:
     )
 
 
-def refuses_other_ways_to_save_near(_: Scene) -> None:
-    """A way to save that is not there is refused by name."""
-    with pytest.raises(ConfigError, match="non_persistent_local_ckpt_algo='other'"):
-        CheckpointConfig(directory="x", non_persistent_local_ckpt_algo="other")
-
-
-def refuses_kinds_of_near_saves_that_do_not_fit(_: Scene) -> None:
-    """Megatron's kinds name a near tier, which has to be there."""
-    with pytest.raises(ConfigError, match="non_persistent_ckpt_type='local' needs local_directory"):
-        CheckpointConfig(directory="x", non_persistent_ckpt_type="local")
-    assert CheckpointConfig(local_directory="x", non_persistent_ckpt_type="local").local_directory == "x"
-
-
-def refuses_other_formats(_: Scene) -> None:
-    """Generations are written in one format; another is refused by name."""
-    with pytest.raises(ConfigError, match="ckpt_format='zarr' is not supported"):
-        CheckpointConfig(directory="x", ckpt_format="zarr")
-
-
-def loads_the_newest_whatever_it_holds(scene: Scene) -> None:
-    """Without prefer_finite a load takes a generation with infinite numbers, and with it an older one."""
-    folders = [scene.folder / "one", scene.folder / "two"]
-    config = CheckpointConfig(directory=str(folders[0]), save_interval=1, async_save=False)
-    with scene.session(Config(checkpoint=config)) as run:
-        state = {"weight": torch.zeros(1)}
-        for iteration in run.steps(state, total=2):
-            state["weight"].fill_(float("inf") if iteration else 1.0)
-        run.close()
-    shutil.copytree(*folders)
-    begun = []
-    for folder, prefer in zip(folders, (True, False), strict=True):
-        config = CheckpointConfig(directory=str(folder), prefer_finite=prefer)
-        begun.append(scene.train(Config(checkpoint=config), total=3).begun)
-    assert begun == [[1, 2], [2]]
-
-
-def goes_on_with_another_runs_generations(scene: Scene) -> None:
-    """Without resume_from_other_run a run with a name of its own is refused where another one saved."""
-    trained = []
-    for run, resumes in (("one", False), ("other", False), ("other", True)):
-        checkpoint = CheckpointConfig(directory=str(scene.folder / "ckpt"), resume_from_other_run=resumes)
-        trained.append(scene.train(Config(checkpoint=checkpoint, run_dir=str(scene.folder / run)), total=3))
-    assert [one.exit_code for one in trained] == [None, ExitReason.NO_PROGRESS, None]
-    assert [one.iteration for one in trained] == [3, 0, 3]
-
-
-def keeps_what_the_checkpoint_lacks(scene: Scene) -> None:
-    """With missing="keep" a value that is newer than the checkpoint stays; without it the load fails by name."""
-    where = str(scene.folder / "ckpt")
-    for missing, state in (("error", {"old": 1}), ("keep", {"old": 5, "new": 6}), ("error", {"old": 7, "newer": 8})):
-        config = Config(checkpoint=CheckpointConfig(directory=where, save_interval=1, missing=missing))
-        is_refused = "newer" in state
-        refusal = pytest.raises(CheckpointError, match=r"saved without newer.*checkpoint\.missing")
-        with scene.session(config) as run, refusal if is_refused else nullcontext():
-            iteration = run.restore(state)
-            assert state == ({"old": 1, "new": 6} if iteration else {"old": 1})
-            run.begin_step()
-            run.end_step()
-            run.finish(state)
-
-
 C = CheckpointConfig
 AUTO = {"directory": "x", "save_interval": "auto"}
 CHECKPOINT: dict[str, Proof] = {
     "directory": saves_where_it_is_told("directory"),
     "local_directory": saves_where_it_is_told("local_directory"),
     "save_interval": lambda scene: _check(scene.saved(total=7, save_interval=3, most_recent_k=-1), [3, 6, 7]),
-    "non_persistent_save_interval": saves_to_near_tiers_in_between,
-    "rank_mttf_hours": differs(chosen_interval, C, AUTO, rank_mttf_hours=100.0),
     "async_save": waits_for_the_commit,
-    "overlap_staging": copies_beside_training,
     "replication": refuses_copies_that_nothing_can_hold,
     "replication_factor": differs(copies, C, {"directory": "x"}, replication_factor=3),
     "replication_jump": differs(copies, C, {"directory": "x"}, replication_jump=4),
-    "replication_parity": differs(copies, C, {"directory": "x"}, replication_parity=2),
     "replication_timeout": differs(copies, C, {"directory": "x"}, replication_timeout=3.0),
     "replication_key_file": reads_the_key,
-    "most_recent_k": keeps_the_newest,
-    "local_most_recent_k": keeps_the_newest_near,
-    "save_retain_interval": keeps_multiples,
-    "suspect_window": keeps_one_that_is_beyond_doubt,
-    "max_consecutive_save_failures": stops_after_failed_saves,
-    "response_timeout": bounds_a_call,
-    "restore_timeout": bounds_a_wait,
-    "max_durable_lag": stops_when_commits_are_overdue,
-    "save_timeout": gives_a_save_its_time,
     "save": saves_where_it_is_told("save"),
     "load": loads_from_elsewhere,
     "non_persistent_local_ckpt_dir": saves_where_it_is_told("non_persistent_local_ckpt_dir"),
-    "non_persistent_local_ckpt_algo": refuses_other_ways_to_save_near,
-    "non_persistent_ckpt_type": refuses_kinds_of_near_saves_that_do_not_fit,
-    "ckpt_format": refuses_other_formats,
-    "missing": keeps_what_the_checkpoint_lacks,
-    "prefer_finite": loads_the_newest_whatever_it_holds,
-    "resume_from_other_run": goes_on_with_another_runs_generations,
 }
 
 
@@ -394,6 +163,30 @@ def lets_signals_be(scene: Scene) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def leaves_a_signal_to_its_parent(scene: Scene) -> None:
+    """With exit_signal_handler_for_dataloader, a process that training forks ignores a signal to the whole group."""
+    codes = []
+    for keeps in (True, False):
+        config = PreemptionConfig(exit_signal="SIGUSR2", exit_signal_handler_for_dataloader=keeps)
+        with scene.session(Config(preemption=config)):
+            if (child := os.fork()) == 0:
+                time.sleep(0.5)
+                os._exit(0)
+            time.sleep(0.1)
+            os.kill(child, signal.SIGUSR2)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert codes == [0, -signal.SIGUSR2]
+
+
+def polls_as_often_as_told(scene: Scene) -> None:
+    """A notice is seen at the next poll."""
+    body = lambda run: run.iteration == 3 and (scene.folder / "leave").touch()  # noqa: E731
+    for interval_s, is_seen in ((30.0, False), (0.02, True)):
+        (scene.folder / "leave").unlink(missing_ok=True)
+        code, _ = leaves_when(scene, body, notice_file=str(scene.folder / "leave"), poll_interval=interval_s)
+        assert (code is not None) is is_seen
+
+
 def leaves_on_the_named_signal(scene: Scene) -> None:
     """The signal that is named tells the run to leave, and no other one is touched."""
     body = lambda run: run.iteration == 2 and os.kill(os.getpid(), signal.SIGUSR2)  # noqa: E731
@@ -402,44 +195,6 @@ def leaves_on_the_named_signal(scene: Scene) -> None:
     with scene.session(Config(preemption=PreemptionConfig(exit_signal="SIGUSR2"))):
         assert signal.getsignal(signal.SIGTERM) is before
         assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
-
-
-def told(scene: Scene, **settings: Any) -> dict[str, Any]:
-    """Return with what a session listens."""
-    listener = Mock(is_requested=False)
-    scene.patch.setattr(preemption, "ShutdownListener", listener)
-    with scene.session(Config(preemption=PreemptionConfig(**settings))):
-        pass
-    scene.patch.undo()
-    return dict(listener.call_args.kwargs)
-
-
-def listens(name: str, **settings: Any) -> Proof:
-    """Return the proof that a setting changes how a session listens."""
-
-    def proof(scene: Scene) -> None:
-        assert told(scene)[name] != told(scene, **settings)[name]
-
-    return proof
-
-
-def leaves_before_the_job_ends(scene: Scene) -> None:
-    """preempt_time before Slurm ends the job the run leaves; with 0 it does not look."""
-    scene.patch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 4000))
-    end = Mock(return_value=Mock(poll=lambda: None))
-    scene.patch.setattr(preemption, "EndTime", end)
-    for seconds in (60.0, 90.0, 0.0):
-        scene.train(Config(preemption=PreemptionConfig(preempt_time=seconds)), total=2)
-    assert [call.kwargs["lead_s"] for call in end.call_args_list] == [60.0, 90.0]
-
-
-def leaves_on_a_file(scene: Scene) -> None:
-    """The coming of the file that is named means: leave."""
-    path = scene.folder / "leave"
-    body = lambda run: run.iteration == 3 and path.touch()  # noqa: E731
-    code, iteration = leaves_when(scene, body, notice_file=str(path), poll_interval=0.02)
-    assert code is not None
-    assert 3 < iteration < 500
 
 
 def leaves_on_an_answer(scene: Scene) -> None:
@@ -495,44 +250,18 @@ def leaves_on_a_plugins_word(scene: Scene) -> None:
 
 PREEMPTION: dict[str, Proof] = {
     "exit_signal_handler": lets_signals_be,
+    "exit_signal_handler_for_dataloader": leaves_a_signal_to_its_parent,
     "exit_signal": leaves_on_the_named_signal,
-    "exit_signal_handler_for_dataloader": listens("keep_forked", exit_signal_handler_for_dataloader=True),
-    "preempt_time": leaves_before_the_job_ends,
-    "shutdown_timeout": listens("deadline_s", shutdown_timeout=3.0),
-    "notice_file": leaves_on_a_file,
     "notice_url": leaves_on_an_answer,
     "notice_url_header": leaves_on_an_answer,
     "notice_plugin": leaves_on_a_plugins_word,
-    "poll_interval": listens("poll_interval_s", poll_interval=1.0),
+    "poll_interval": polls_as_often_as_told,
     "exit_duration_in_mins": stops_after_its_time,
     "exit_interval": stops_after_every_interval,
 }
 
 
 # -- invalid results -----------------------------------------------------------------------------------------------
-
-
-def runs_with_a_nan(scene: Scene, **settings: Any) -> tuple[int | None, int]:
-    """Return exit code of a run whose third step is NaN once, and how often its body ran."""
-    ran: list[int] = []
-
-    def body(run: outlast.Session) -> None:
-        for attempt in run.attempts():
-            ran.append(run.iteration)
-            attempt.validate(torch.tensor(float("nan") if run.iteration == 2 and ran.count(2) == 1 else 1.0))
-
-    trained = scene.train(Config(rerun_state_machine=RerunStateMachineConfig(**settings)), body, total=5)
-    return trained.exit_code, len(ran)
-
-
-def runs_an_invalid_step_again(scene: Scene) -> None:
-    """A NaN has its step run again; with check_for_nan_in_loss off it is trained on, and with rerun_mode disabled it
-    raises."""
-    assert runs_with_a_nan(scene) == (None, 6)
-    assert runs_with_a_nan(scene, check_for_nan_in_loss=False) == (None, 5)
-    assert runs_with_a_nan(scene, rerun_mode="disabled", check_for_nan_in_loss=False) == (None, 5)
-    with pytest.raises(NotFinite, match="rerun_mode='disabled' runs no step again"):
-        runs_with_a_nan(scene, rerun_mode="disabled")
 
 
 def rejected(config: RerunStateMachineConfig) -> list[str | None]:
@@ -545,15 +274,6 @@ def rejected(config: RerunStateMachineConfig) -> list[str | None]:
         said.append(None if judged is None else judged.rejected.message)
         validation.end_step()
     return said
-
-
-def struck(config: RerunStateMachineConfig) -> list[bool]:
-    injector, found = ErrorInjector(config, "job-0-0"), []
-    for call in range(20):
-        injector.struck.clear()
-        found.append(injector.strikes(StepRun.FIRST_RUN, call, 0))
-        found.append(injector.strikes(StepRun.SECOND_RUN, call, 0))
-    return found
 
 
 def says_how_often_to_try(scene: Scene) -> None:
@@ -575,34 +295,12 @@ def says_how_often_to_try(scene: Scene) -> None:
 R = RerunStateMachineConfig
 SPIKES = {"check_for_spiky_loss": True, "spike_warmup": 2, "spike_window": 30}
 RERUN: dict[str, Proof] = {
-    "rerun_mode": runs_an_invalid_step_again,
-    "check_for_nan_in_loss": runs_an_invalid_step_again,
-    "check_for_spiky_loss": differs(rejected, R, {"spike_warmup": 1}, check_for_spiky_loss=True),
     "spiky_loss_factor": differs(rejected, R, {**SPIKES, "spike_warmup": 1}, spiky_loss_factor=60.0),
-    "spike_warmup": differs(rejected, R, SPIKES, spike_warmup=1),
-    "spike_window": differs(rejected, R, SPIKES, spike_window=10),
     "max_same_device_reruns": says_how_often_to_try,
-    "error_injection_rate": differs(struck, R, error_injection_rate=2),
-    "error_injection_type": differs(struck, R, {"error_injection_rate": 2}, error_injection_type="persistent_error"),
 }
 
 
 # -- the whole config ----------------------------------------------------------------------------------------------
-
-
-def has(part: str, **settings: Any) -> Proof:
-    """Return the proof that a session has a part with a setting, and has none without."""
-
-    def proof(scene: Scene) -> None:
-        found = []
-        for given in ({}, settings):
-            with scene.session(Config(**given)) as run:
-                for _ in run.steps({"model": torch.nn.Linear(2, 2)}, total=1):
-                    pass
-                found.append(getattr(run, f"_{part}") is not None)
-        assert found == [False, True]
-
-    return proof
 
 
 def writes_its_journal(scene: Scene) -> None:
@@ -621,15 +319,8 @@ def uses_its_timeouts(scene: Scene) -> None:
     config = FaultToleranceConfig(enable_ft_package=False, rank_heartbeat_timeout=3.0, max_node_faults=1)
     with scene.session(Config(fault_tolerance=config, run_dir=str(scene.folder))) as run:
         assert run.fault_tolerance.rank_heartbeat_timeout == 3.0
-        assert run._monitor._watch is None
     assert "a hung rank is not noticed (fault_tolerance.enable_ft_package is off)" in scene.log.text
     assert "without effect here: fault_tolerance.max_node_faults (start the script with outlast run)" in scene.log.text
-
-
-def has_to_be_wrapped(scene: Scene) -> None:
-    """in_process asks for a Wrapper around the session, and says so where there is none."""
-    with pytest.raises(ConfigError, match="decorate the function"):
-        scene.train(Config(in_process=True))
 
 
 def has_the_wrappers_settings(scene: Scene) -> None:
@@ -669,27 +360,11 @@ def draws_from_its_seed(scene: Scene) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def causes_planned_faults(scene: Scene) -> None:
-    """The faults of the plan befall the run."""
-    (scene.folder / "plan.toml").write_text('[[faults]]\nname = "nan"\nkind = "nan"\ntarget = "loss"\niteration = 2\n')
-    with scene.session(Config(fault_plan=str(scene.folder / "plan.toml"))) as run:
-        assert run._faults is not None
-    with scene.session(Config()) as run:
-        assert run._faults is None
-
-
 CONFIG: dict[str, Proof] = {
     "run_dir": writes_its_journal,
     "checkpoint": lambda scene: _check(scene.saved(total=2), [2]),
     "fault_tolerance": uses_its_timeouts,
-    "rerun_state_machine": runs_an_invalid_step_again,
-    "replica_digest": has("replicas", replica_digest=ReplicaDigestConfig(interval=1)),
-    "straggler_detection": has("slow_ranks", straggler_detection=StragglerDetectionConfig(enabled=True)),
-    "in_process": has_to_be_wrapped,
     "in_process_restart": has_the_wrappers_settings,
-    "preemption": stops_after_every_interval,
     "health": says_that_nodes_are_not_looked_at,
-    "fault_plan": causes_planned_faults,
     "seed": draws_from_its_seed,
 }
-REPLICA_DIGEST: dict[str, Proof] = {"interval": has("replicas", replica_digest=ReplicaDigestConfig(interval=1))}

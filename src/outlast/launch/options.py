@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 from outlast import clock, env, logs
 from outlast.config import Config, FaultToleranceConfig, HealthConfig
+from outlast.config.base import require
 from outlast.config.sources import LayeredSettings, load_config
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
@@ -132,7 +133,7 @@ def check_values(argv: Sequence[str]) -> Checked:
     command = parse_command(argv)
     args, name = command.args, command.name
     for attribute in _NEVER_EMPTY:
-        _require(
+        require(
             attribute not in command.typed or getattr(args, attribute) != "",
             f"{name(attribute)} is empty; give it a value, or leave it out (is a shell variable unset?)",
         )
@@ -153,34 +154,34 @@ def check_values(argv: Sequence[str]) -> Checked:
     fewest = layers.config.min_nodes
     for attribute in _NOT_NEGATIVE:
         value = getattr(args, attribute)
-        _require(value is None or value >= 0, f"{name(attribute)}={value} must not be negative; write 0 or more")
-        _require(value is None or value < math.inf, f"{name(attribute)}={value} has no end; write a number of seconds")
-    _require(
+        require(value is None or value >= 0, f"{name(attribute)}={value} must not be negative; write 0 or more")
+        require(value is None or value < math.inf, f"{name(attribute)}={value} has no end; write a number of seconds")
+    require(
         args.rdzv_backend in _BACKENDS,
         f"{name('rdzv_backend')}={args.rdzv_backend}: outlast run brings a rendezvous of its own; leave the option out",
     )
-    _require(
+    require(
         fewest is None or fewest <= num_slots,
         f"{layers.written('min_nodes')} is more than the {count(num_slots, 'node')} of {name('nnodes')}; lower it",
     )
     _check_nproc(args.nproc_per_node, name("nproc_per_node"))
     port = args.metrics_port
-    _require(port is None or 0 <= port < 65536, f"{name('metrics_port')}={port} is no port; {_A_PORT}")
+    require(port is None or 0 <= port < 65536, f"{name('metrics_port')}={port} is no port; {_A_PORT}")
     _check_streams(command)
-    _require(
+    require(
         not (args.no_python and args.module),
         f"{name('no_python')} and {name('module')} contradict each other; leave one out",
     )
-    _require(
+    require(
         not args.no_health_check or config.health is None,
         f"{name('no_health_check')} and [health] of {args.config} contradict each other; leave one out",
     )
     alone = args.standalone or (max_nodes == 1 and not args.rdzv_endpoint and args.master_port is None)
-    _require(
+    require(
         not alone or num_slots == 1,
         f"{name('standalone')} is for one node, and {name('nnodes')}={args.nnodes} for several; leave one out",
     )
-    _require(
+    require(
         alone or args.node_rank is None or 0 <= args.node_rank < max_nodes,
         f"{name('node_rank')}={args.node_rank} is no rank of {count(max_nodes, 'node')}; write a number from 0 to "
         f"{max_nodes - 1}, or leave it out",
@@ -251,11 +252,6 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
     )
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
 def _health(command: RunCommand, config: Config, run_dir: Path) -> tuple[HealthConfig | None, tuple[str, ...]]:
     """Return what this node must have, and where the run writes on it."""
     args, places = command.args, [str(run_dir)]
@@ -275,7 +271,7 @@ def _parse_nnodes(text: str, name: str) -> tuple[int, int]:
         bounds = int(low), int(high or low)
     except ValueError:
         bounds = 0, 0
-    _require(
+    require(
         0 < bounds[0] <= bounds[1],
         f"{name}={text!r} is not N or MIN:MAX with 0 < MIN <= MAX; write for example 4:5",
     )
@@ -284,11 +280,11 @@ def _parse_nnodes(text: str, name: str) -> tuple[int, int]:
 
 def _log_level(args: SimpleNamespace) -> str | None:
     level = None if args.log_level is None else args.log_level.lower()
-    _require(
+    require(
         level is None or level in logs.LEVELS, f"--log-level={args.log_level} is not one of {', '.join(logs.LEVELS)}"
     )
     if args.quiet:
-        _require(
+        require(
             level in (None, "warning"), f"--quiet and --log-level={args.log_level} contradict each other; leave one out"
         )
         return "warning"
@@ -297,9 +293,9 @@ def _log_level(args: SimpleNamespace) -> str | None:
 
 def _check_nproc(text: str, name: str) -> None:
     if text.lstrip("-").isdigit():
-        _require(int(text) > 0, f"{name}={text} must be at least 1")
+        require(int(text) > 0, f"{name}={text} must be at least 1")
         return
-    _require(
+    require(
         text in ("auto", "cpu", "gpu", "xpu"),
         f"{name}={text!r} is neither a number nor auto, cpu, gpu or xpu",
     )
@@ -325,14 +321,14 @@ def _metrics_endpoint(command: RunCommand) -> Endpoint | None:
     if port is None and given_port is not None:
         source = env.METRICS_PORT
         port = int(given_port) if given_port.isdecimal() else -1
-        _require(0 <= port < 65536, f"{source}={given_port} is no port; {_A_PORT}")
+        require(0 <= port < 65536, f"{source}={given_port} is no port; {_A_PORT}")
     if port is None:
         for attribute, is_given in (
             ("metrics_address", args.metrics_address is not None),
             ("metrics_linger", "metrics_linger" in command.typed),
         ):
             text = f"{name(attribute)} has no effect without --metrics-port; add that, or leave it out"
-            _require(not is_given, text)
+            require(not is_given, text)
         return None
     address = args.metrics_address or given_address or "127.0.0.1"
     where = name("metrics_address") if args.metrics_address else env.METRICS_ADDRESS
@@ -340,7 +336,7 @@ def _metrics_endpoint(command: RunCommand) -> Endpoint | None:
         ipaddress.ip_address(address)
     except ValueError:
         raise ConfigError(f"{where}={address} is no IP address; write 127.0.0.1, or that of an interface") from None
-    _require(
+    require(
         importlib.util.find_spec("prometheus_client") is not None,
         f"{source} needs prometheus-client, which is not installed: pip install 'outlast[prometheus]'",
     )
@@ -352,9 +348,9 @@ def _check_devices(command: RunCommand) -> None:
     args, name = command.args, command.name
     text, binding = args.nproc_per_node, args.numa_binding
     why = why_absent(text) if text in ("gpu", "xpu") else None
-    _require(why is None, f"{name('nproc_per_node')}={text}: {why}; write the number of workers, or auto")
+    require(why is None, f"{name('nproc_per_node')}={text}: {why}; write the number of workers, or auto")
     why = why_absent("gpu") if binding is not None else None
-    _require(why is None, f"{name('numa_binding')}={binding} needs GPUs, and {why}; leave it out")
+    require(why is None, f"{name('numa_binding')}={binding} needs GPUs, and {why}; leave it out")
 
 
 def _check_streams(command: RunCommand) -> None:
@@ -362,13 +358,13 @@ def _check_streams(command: RunCommand) -> None:
     args, name = command.args, command.name
     for attribute in ("redirects", "tee"):
         text = getattr(args, attribute)
-        _require(
+        require(
             _STREAMS.fullmatch(text) is not None,
             f"{name(attribute)}={text!r} is no choice of streams; write 0 (none), 1 (stdout), 2 (stderr), 3 (both), or "
             "one for each local rank, such as 0:3,1:2",
         )
     ranks = args.local_ranks_filter
-    _require(
+    require(
         not ranks or all(rank.strip().isdigit() for rank in ranks.split(",")),
         f"{name('local_ranks_filter')}={ranks!r} is no list of local ranks; write for example 0,1",
     )
@@ -378,14 +374,14 @@ def _check_plugins(command: RunCommand) -> None:
     """Refuse names that the installed packages do not have; torch would, seconds later."""
     args, name = command.args, command.name
     handlers = find_event_handlers()
-    _require(
+    require(
         not handlers or args.event_log_handler in handlers,
         f"{name('event_log_handler')}={args.event_log_handler} is no handler of torch's; write console or null",
     )
     if args.logs_specs is not None:
         from importlib.metadata import entry_points
 
-        _require(
+        require(
             args.logs_specs in entry_points(group="torchrun.logs_specs").names,
             f"{name('logs_specs')}={args.logs_specs}: no installed package has log specs of this name; leave it out",
         )
@@ -395,20 +391,20 @@ def _check_script(command: RunCommand) -> None:
     """Refuse a training script that cannot be started from here: not there, not readable, no module or program."""
     args, script = command.args, command.args.training_script
     if args.no_python:
-        _require(
+        require(
             shutil.which(script) is not None,
             f"{script!r} is no program that can be run; check its path and mode",
         )
     elif args.module:
         module, top = command.name("module"), script.partition(".")[0]
-        _require(not script.endswith(".py"), f"{module} takes a module's name; write {script[:-3]}, without .py")
+        require(not script.endswith(".py"), f"{module} takes a module's name; write {script[:-3]}, without .py")
         known = "PYTHON_EXEC" in env.environ() or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
-        _require(known, f"{module}: there is no module {top!r} in this folder or installed; check its name")
+        require(known, f"{module}: there is no module {top!r} in this folder or installed; check its name")
     else:
-        _require(os.path.exists(script), f"the script {script!r} does not exist; {why_not_there(script)}")
-        _require(os.access(script, os.R_OK), f"the script {script!r} cannot be read; check its mode")
+        require(os.path.exists(script), f"the script {script!r} does not exist; {why_not_there(script)}")
+        require(os.access(script, os.R_OK), f"the script {script!r} cannot be read; check its mode")
         is_program = not os.path.isdir(script) or os.path.exists(os.path.join(script, "__main__.py"))
-        _require(is_program, f"{script!r} is a folder without __main__.py; name the script in it")
+        require(is_program, f"{script!r} is a folder without __main__.py; name the script in it")
 
 
 def why_not_there(script: str) -> str:
@@ -427,7 +423,7 @@ def _check_endpoints(command: RunCommand, num_slots: int) -> str:
     source = "rdzv_endpoint" if args.rdzv_endpoint else "master_addr"
     text = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
     endpoints = parse_endpoints(text, where=name(source))
-    _require(
+    require(
         num_slots == 1 or all(endpoint.port for endpoint in endpoints),
         f"{name(source)}={text}: port 0 is another on each node, and {name('nnodes')}={args.nnodes} must meet; write a "
         "port, such as 29400",
@@ -458,12 +454,12 @@ def _parse_conf(text: str, option: str) -> tuple[dict[str, float], bool, str | N
     any_command = False
     for part in filter(None, (part.strip() for part in text.strip(" '\"").split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
-        _require(
+        require(
             bool(name and equals and value),
             f"{option}: {part!r} is not in the form name=value; write for example join_timeout=600",
         )
         if name == "any_command":
-            _require(value in ("0", "1"), f"{option}: any_command={value!r} is neither 0 nor 1; write any_command=1")
+            require(value in ("0", "1"), f"{option}: any_command={value!r} is neither 0 nor 1; write any_command=1")
             any_command = value == "1"
             continue
         if name not in ("join_timeout", "timeout", "resolve_timeout"):
@@ -473,7 +469,7 @@ def _parse_conf(text: str, option: str) -> tuple[dict[str, float], bool, str | N
             values[name] = float(value)
         except ValueError:
             raise ConfigError(f"{option}: {name}={value!r} is no number of seconds; write {name}=600, say") from None
-        _require(values[name] > 0, f"{option}: {name}={value} must be above 0 seconds")
+        require(values[name] > 0, f"{option}: {name}={value} must be above 0 seconds")
     known = "join_timeout, resolve_timeout and any_command"
     ignored = f"{option}: {', '.join(others)}: without effect; outlast's rendezvous knows {known}"
     return values, any_command, ignored if others else None

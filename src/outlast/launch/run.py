@@ -2,7 +2,7 @@
 
 In this order: own the run directory, read what the ladder remembers, refuse what cannot work, start what takes long
 (the zygote with torch, the node's health check, the checkpoint writer), import torch here, run the agent, and log how
-the job ended in one line, with what it came to, which is read from its journal (:func:`summarise`).
+the job ended in one line, with its totals, which are read from its journal (:mod:`outlast.launch.job_summary`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,12 +24,12 @@ from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config.sources import DEFAULT
 from outlast.errors import ConfigError, ExitReason, OutlastError
-from outlast.goodput.ledger import PREEMPTED, Ledger
 from outlast.launch.agent_events import AgentStops, SignalReceived, WriterDied
 from outlast.launch.checkups import Checkups, Occasion
 from outlast.launch.control import JobIdentity, Occupant, WrongRun, probe
 from outlast.launch.device_memory import MemoryReclaim
 from outlast.launch.job_settings import START_S, JobSettings, name_job
+from outlast.launch.job_summary import describe_job
 from outlast.launch.ladder_file import load_ladder
 from outlast.launch.metrics_endpoint import MetricsEndpoint
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
@@ -46,64 +45,12 @@ from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import name_program, raise_descriptor_limit, start_time_s, this_process
 from outlast.runtime.run_key import KeySource, find_run_key
 from outlast.runtime.zygote import Zygote
-from outlast.wording import count
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from outlast.launch.coordinator_client import CoordinatorClient
     from outlast.launch.node_agent import NodeAgent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """Counts over one job."""
-
-    num_cycles: int
-    num_incidents: int
-    """Causes of a cycle's end or of a restart inside the processes, not what they did to peers."""
-    lost_iterations: int | None
-    """Iterations that were done and had to be done again, or will have to be by the next job; ``None`` = not known, as
-    the script has no session."""
-    lost_is_minimum: bool = False
-    """At least so many were lost: a part of the job had no session."""
-    num_in_process: int = 0
-    """Restarts inside the processes."""
-    num_spared: int = 0
-    """Ranks that were lost, and without which the others continued inside their processes."""
-
-    def describe(self) -> str:
-        """Return a few words for people."""
-        lost = (
-            "lost iterations unknown (no session)"
-            if self.lost_iterations is None
-            else f"{'at least ' * self.lost_is_minimum}{count(self.lost_iterations, 'iteration')} lost"
-        )
-        parts = [count(self.num_cycles, "cycle"), count(self.num_incidents, "incident"), lost]
-        if self.num_in_process:
-            parts.append(f"{count(self.num_in_process, 'restart')} in process")
-        if self.num_spared:
-            parts.append(f"{count(self.num_spared, 'rank')} lost and done without")
-        return ", ".join(parts)
-
-
-def summarise(run_dir: str | os.PathLike[str], job: str) -> Summary:
-    """Read the run's journal and count what belongs to one job.
-
-    An iteration counts as lost when it was done and had to be done again, or will have to be: a later cycle, or call in
-    the same processes, began before it, or the job ended without the run's end and no generation that outlives the job
-    holds it. A script without a session reports no iterations.
-    """
-    ledger = Ledger.read(run_dir, job=job)
-    causes = [one for one in ledger.incidents if one.rung != "rerun_step" and one.kind != PREEMPTED]
-    return Summary(
-        num_cycles=sum(bool(cycle.nodes) for cycle in ledger.cycles),
-        num_incidents=len(causes),
-        lost_iterations=ledger.lost_iterations,
-        lost_is_minimum=ledger.lost_is_minimum,
-        num_in_process=ledger.num_in_process,
-        num_spared=ledger.num_spared,
-    )
 
 
 log = logging.getLogger(__name__)
@@ -262,7 +209,7 @@ def _show_metrics(options: RunOptions) -> AbstractContextManager[MetricsEndpoint
 
 def _describe_totals(options: RunOptions, job: str) -> str:
     try:
-        return f" ({in_time(options.run_dir, partial(summarise, options.run_dir, job), _TOTALS_S).describe()})"
+        return f" ({in_time(options.run_dir, partial(describe_job, options.run_dir, job), _TOTALS_S)})"
     except (OutlastError, OSError) as error:  # removed meanwhile, or a disk that hangs
         log.warning("the journals in %s cannot be read: %s", options.run_dir, error)
         return ""

@@ -1,0 +1,30 @@
+"""The totals of a job for people, as its last log line has them."""
+
+from __future__ import annotations
+
+import os
+
+from outlast.goodput.ledger import PREEMPTED, Ledger
+from outlast.wording import count
+
+
+def describe_job(run_dir: str | os.PathLike[str], job: str) -> str:
+    """Read the run's journal and return the counts of one job in a few words.
+
+    Incidents are the causes of a cycle's end or of a restart inside the processes, not what they did to peers. An
+    iteration counts as lost when it was done and had to be done again, or will have to be: a later cycle, or call in
+    the same processes, began before it, or the job ended without the run's end and no checkpoint that outlives the job
+    holds it. A script without a session reports no iterations.
+    """
+    ledger = Ledger.read(run_dir, job=job)
+    causes = [one for one in ledger.incidents if one.rung != "rerun_step" and one.kind != PREEMPTED]
+    lost = "lost iterations unknown (no session)"
+    if ledger.lost_iterations is not None:
+        lost = f"{'at least ' * ledger.lost_is_minimum}{count(ledger.lost_iterations, 'iteration')} lost"
+    num_cycles = sum(bool(cycle.nodes) for cycle in ledger.cycles)
+    parts = [count(num_cycles, "cycle"), count(len(causes), "incident"), lost]
+    if ledger.num_in_process:
+        parts.append(f"{count(ledger.num_in_process, 'restart')} in process")
+    if ledger.num_spared:
+        parts.append(f"{count(ledger.num_spared, 'rank')} lost and done without")
+    return ", ".join(parts)
