@@ -16,7 +16,7 @@ from outlast.launch.coordinator import Coordinator
 from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
 from outlast.launch.verdicts import Record, Remember
-from outlast.policy.causes import Collective, Position
+from outlast.policy.culprit import Collective, Position
 from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.recovery_point import Distrusted, Load
 

@@ -22,7 +22,7 @@ from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
-from outlast.policy.causes import Collective, Position
+from outlast.policy.culprit import Collective, Position
 from outlast.policy.ladder import LadderState, Limits
 from outlast.runtime.wire import encode_frame
 

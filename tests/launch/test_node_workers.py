@@ -18,7 +18,7 @@ from outlast.launch.cycle import Cycle
 from outlast.launch.in_process_recovery import InProcessRecovery
 from outlast.launch.node_agent import AgentState, NodeAgent
 from outlast.launch.workers import NodeWorkers, WorkerProcess
-from outlast.policy.causes import find_culprit
+from outlast.policy.culprit import find_culprit
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.runtime.board import Board, InProcessFault, InProcessMark, MarkChanged, agent_address
 from outlast.runtime.event_loop import Timers

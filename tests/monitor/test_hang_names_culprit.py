@@ -13,7 +13,7 @@ import pytest
 from outlast.monitor import examination
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
-from outlast.policy.causes import Position, find_culprit
+from outlast.policy.culprit import Position, find_culprit
 from outlast.policy.deadlines import Expired, Subject, Timeouts
 from outlast.runtime.board import Board
 from outlast.testing import RankProcesses

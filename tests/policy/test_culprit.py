@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from outlast.policy.causes import Collective, Position, find_culprit
+from outlast.policy.culprit import Collective, Position, find_culprit
 
 
 def waiting(rank: int, **facts) -> Position:

@@ -78,7 +78,7 @@ def test_what_hangs_is_seen_from_beside_it(crew: Crew) -> None:
     assert [one.global_rank for one in positions] == [0, 1, 2, 3]
     assert [one.waits_in_collective for one in positions] == [True, False, True, True]
     assert "time.sleep" not in str(positions[0].stack_line)
-    from outlast.policy.causes import find_culprit
+    from outlast.policy.culprit import find_culprit
 
     assert find_culprit(positions).position.global_rank == 1
 

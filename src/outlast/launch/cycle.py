@@ -39,7 +39,8 @@ from outlast.launch.worker_logs import WorkerLogs, open_logs
 from outlast.launch.workers import WorkerProcess
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, LearnedTimeouts, Watchdog, enforceable, observe
-from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, Position, find_first, permanent_cause, wait_s
+from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, find_first, permanent_cause, wait_s
+from outlast.policy.culprit import Position
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts, describe_hangs
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Distrusted, Load, tier_of_load

@@ -14,7 +14,7 @@ import msgspec
 from outlast.incidents import Cause, Incident
 from outlast.inprocess.protocol import Gone
 from outlast.policy import inprocess_protocol as p
-from outlast.policy.causes import Position
+from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.recovery_point import Distrusted, Load

@@ -18,7 +18,8 @@ from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.launch import protocol as m
 from outlast.launch.membership import Nodes
 from outlast.policy import ladder
-from outlast.policy.causes import Position, find_culprit, is_hang_explained, permanent_cause, root_cause
+from outlast.policy.causes import permanent_cause, root_cause
+from outlast.policy.culprit import Position, find_culprit, is_hang_explained
 from outlast.policy.deadlines import Expired, Observation
 from outlast.policy.ladder import CycleEnd, LadderState, Limits
 from outlast.policy.recovery_point import Distrusted

@@ -33,7 +33,7 @@ import msgspec
 from outlast.decoding import json_decoder
 from outlast.monitor import stacks
 from outlast.monitor.stacks import Stack
-from outlast.policy.causes import Collective, Position
+from outlast.policy.culprit import Collective, Position
 from outlast.policy.deadlines import Expired
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.files import make_private_folder, open_private, write_optional

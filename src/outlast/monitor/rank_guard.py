@@ -33,7 +33,7 @@ from outlast.config.launching import FaultToleranceConfig
 from outlast.decoding import from_json
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import MERGE_S, HangReport, LearnedTimeouts, Watchdog, enforceable, observe
-from outlast.policy.causes import Position, find_culprit, is_hang_explained
+from outlast.policy.culprit import Position, find_culprit, is_hang_explained
 from outlast.policy.deadlines import Observation, Timeouts
 from outlast.runtime.board import Board
 from outlast.runtime.files import write_optional

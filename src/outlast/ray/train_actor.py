@@ -32,7 +32,7 @@ from outlast.inprocess.call import describe, drop, end_groups, is_consequence
 from outlast.monitor.examination import read_books, waits_in
 from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.monitor.stacks import Frame, Stack
-from outlast.policy.causes import Position
+from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Timeouts, deadlines, expired
 from outlast.ray.actor_state import StartingState, StateTracker
 from outlast.ray.protocol import (

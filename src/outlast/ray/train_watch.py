@@ -30,7 +30,7 @@ from outlast.config import FaultToleranceConfig
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
-from outlast.policy.causes import Culprit, Position, find_culprit
+from outlast.policy.culprit import Culprit, Position, find_culprit
 from outlast.policy.deadlines import Timeouts, expired
 from outlast.ray.replies import ReplyFault, await_replies, describe_error
 from outlast.runtime.board import Board

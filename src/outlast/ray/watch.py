@@ -17,7 +17,7 @@ import ray
 
 from outlast import clock
 from outlast.config import RecoveryConfig
-from outlast.policy.causes import Position, find_culprit
+from outlast.policy.culprit import Position, find_culprit
 from outlast.ray.pool import Actor, Pool
 from outlast.ray.protocol import ActorStatus, CallFailed, FailureKind
 from outlast.ray.replies import ActorPing, ReplyFault, await_replies, describe_error, read_reply

@@ -27,6 +27,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,6 +36,7 @@ from outlast import clock, env
 from outlast.errors import ConfigError, OutlastError, PeerLost, RendezvousError
 from outlast.runtime import connections
 from outlast.runtime.addresses import Endpoint, listen_at, own_address, parse_endpoint
+from outlast.runtime.listener import Acceptor
 from outlast.runtime.run_key import accept_offer, make_offer
 from outlast.runtime.wire import BufferedChannel, Handshake, MessageChannel
 
@@ -239,35 +241,39 @@ def authenticate_peers(
     opened = [BufferedChannel[_RoundNumbers](one, _RoundNumbers, handshake=_handshake(key, rank)) for one in to]
     came: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as selector, ExitStack() as strangers:
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ)
+
+        def take(connection: socket.socket) -> None:
+            channel = BufferedChannel[_RoundNumbers](connection, _RoundNumbers, handshake=_handshake(key, None))
+            selector.register(channel, selectors.EVENT_READ, partial(receive, channel))
+            strangers.callback(channel.close)
+
+        def receive(channel: BufferedChannel[_RoundNumbers], _: int) -> None:
+            try:
+                channel.receive()
+            except OSError:
+                if channel in opened:
+                    raise
+                selector.unregister(channel)
+                channel.close()
+                return
+            if channel.is_authenticated:
+                selector.unregister(channel)
+                if channel not in opened and channel.client_id in expected - came.keys():
+                    came[channel.client_id] = channel.detach()
+
+        acceptor = Acceptor(selector, [listener], take, name=f"rank {rank}")
         for channel in opened:
-            selector.register(channel, selectors.EVENT_READ)
+            selector.register(channel, selectors.EVENT_READ, partial(receive, channel))
         pause_s, look_s = _FIRST_LOOK_S, clock.now_s() + _FIRST_LOOK_S
         while expected - came.keys() or not all(channel.is_authenticated for channel in opened):
             if clock.now_s() >= look_s:
                 look()
                 pause_s = min(2 * pause_s, _LAST_LOOK_S)
                 look_s = clock.now_s() + pause_s
-            for selected, _ in selector.select(min(_left_s(end_s), max(0.0, look_s - clock.now_s()))):
-                channel = selected.fileobj  # type: ignore[assignment]
-                if selected.fileobj is listener:
-                    channel = BufferedChannel(listener.accept()[0], _RoundNumbers, handshake=_handshake(key, None))
-                    selector.register(channel, selectors.EVENT_READ)
-                    strangers.callback(channel.close)
-                    continue
-                try:
-                    channel.receive()
-                except OSError:
-                    if channel in opened:
-                        raise
-                    selector.unregister(channel)
-                    channel.close()
-                    continue
-                if channel.is_authenticated:
-                    selector.unregister(channel)
-                    if channel not in opened and channel.client_id in expected - came.keys():
-                        came[channel.client_id] = channel.detach()
+            due_s = min(look_s, acceptor.deadline_s or look_s)
+            for selected, events in selector.select(min(_left_s(end_s), max(0.0, due_s - clock.now_s()))):
+                selected.data(events)
+            acceptor.serve(clock.now_s())
     return came
 
 
