@@ -726,3 +726,10 @@ def time_on_device(work: Callable[[], object], device: torch.device, *, in_strea
     work()
     settle()
     return (clock.now_ns() - begin_ns) / 1e9
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as bytes in one dimension: a view where they lie in order, else a copy."""
+    import torch
+
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
