@@ -158,7 +158,7 @@ class LaggingDigests:
 def lagging_device(patch: pytest.MonkeyPatch) -> Iterator[LaggingCopies]:
     """Have the memory of all tensors count as a device's. The generator of a fixture."""
     copies = LaggingCopies()
-    for module in ("arena", "copy_guard", "landing"):
+    for module in ("arena", "arena_pool", "copy_guard", "landing"):
         patch.setattr(f"outlast.checkpoint.{module}.copies_of", lambda _: copies)
     patch.setattr("outlast.checkpoint.landing.find_digests", lambda *_: copies.digests)
     patch.setattr("outlast.checkpoint.manager.device_of", lambda _: torch.device("cpu"))

@@ -44,8 +44,8 @@ def test_retention_and_saving_again(tmp_path: Path) -> None:
 said = []
 handler = logging.Handler()
 handler.emit = lambda record: said.append(record.getMessage().partition(" in ")[0])
-logging.getLogger("outlast.checkpoint.save").addHandler(handler)
-logging.getLogger("outlast.checkpoint.save").setLevel("INFO")
+logging.getLogger("outlast.checkpoint.outcomes").addHandler(handler)
+logging.getLogger("outlast.checkpoint.outcomes").setLevel("INFO")
 manager = manage(config={"local_most_recent_k": 2, "suspect_window": 0, "async_save": False})
 for iteration in (1, 2, 3):
     assert manager.save(state, iteration).result.generation == iteration

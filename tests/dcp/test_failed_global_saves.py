@@ -63,32 +63,6 @@ def test_one_ranks_failure_fails_the_save_for_all(tmp_path: Path) -> None:
         assert _value_of(lanes.directory, 30) == 3.0
 
 
-def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_the_save_may_take(tmp_path: Path) -> None:
-    """The others' save fails in time, with the name of what they waited for."""
-    with Lanes(str(tmp_path), 2, timeout_s=0.5) as lanes:
-        (error,) = lanes.save([_flat()] * 2, 10, leave_out=[1])
-        assert "no answer (has/1) after 0.5 s" in str(error)
-        assert lanes.directory.generations() == []
-
-
-def test_ranks_that_save_different_iterations_are_told(tmp_path: Path) -> None:
-    """No generation is made of two iterations."""
-    with Lanes(str(tmp_path), 2) as lanes:
-        from outlast.checkpoint.save import Save
-
-        submit = lanes.lanes[1].submit
-
-        def another(save: Save) -> None:
-            import dataclasses
-
-            submit(dataclasses.replace(save, iteration=11))
-
-        lanes.lanes[1].submit = another  # type: ignore[method-assign]
-        errors = lanes.save([_flat()] * 2, 10)
-        assert all("rank 1 saves iteration 11" in str(error) for error in errors)
-        assert lanes.directory.generations() == []
-
-
 def test_a_file_that_vanished_before_the_commit_is_missed(tmp_path: Path) -> None:
     """The commit looks at every file: a rank whose writer wrote to another file system makes no generation."""
 

@@ -313,7 +313,7 @@ INSIDE = {
     # from this process's own parent, on a socket pair or in the environment
     "env", "inprocess.monitor_duty", "monitor.rank_guard", "session.step",
     # from the ranks of the same process group or their store; what is wrong with it ends the call
-    "checkpoint.lane", "checkpoint.outage", "checkpoint.places", "checkpoint.recovery", "checkpoint.tiers",
+    "checkpoint.lane", "checkpoint.places",
     "inprocess.rank_local_state", "inprocess.restore", "integrations.nvrx.async_calls", "integrations.nvrx.exchange",
     "numerics.replica_digest", "straggler.detector", "straggler.machine_check",
     # from the state of a checkpoint that was verified

@@ -326,26 +326,24 @@ def flip(node):
         flipper.close()
 
 
-def test_corruption_on_the_way_there_shows_in_the_receivers_digests(node, hold: Callable[[bytes], int], flip) -> None:
+@pytest.mark.parametrize(("towards_server", "wrong"), [(True, 1), (False, 2)], ids=["pushed", "fetched"])
+def test_corruption_on_the_way_shows_in_the_receivers_digests(
+    node, hold: Callable[[bytes], int], flip, towards_server: bool, wrong: int
+) -> None:
     """A bit that flips in the network: exactly that chunk's digest differs from the source's."""
     data = random.Random(1).randbytes(3 * CHUNK_BYTES)
-    target = flip(towards_server=True, offset=CHUNK_BYTES + 12345)
-    replicator = Replicator(KEY)
-    (outcome,) = replicator.replicate(COPY, hold(data), len(data), (target,), timeout_s=10)
-    replicator.close()
+    target = flip(towards_server=towards_server, offset=wrong * CHUNK_BYTES + 12345)
+    if towards_server:
+        replicator = Replicator(KEY)
+        (outcome,) = replicator.replicate(COPY, hold(data), len(data), (target,), timeout_s=10)
+        replicator.close()
+        found = outcome.chunks
+    else:
+        node.memory.parts[COPY] = data
+        found = fetch(target, KEY, COPY, hold(bytes(len(data))), len(data), timeout_s=10)
     right = [digest(data[start : start + CHUNK_BYTES]) for start in range(0, len(data), CHUNK_BYTES)]
-    assert outcome.chunks is not None
-    assert [number for number in range(3) if outcome.chunks[number] != right[number]] == [1]
-
-
-def test_corruption_on_the_way_back_shows_in_the_digests(node, hold: Callable[[bytes], int], flip) -> None:
-    """The same when a part is fetched."""
-    data = random.Random(2).randbytes(3 * CHUNK_BYTES)
-    node.memory.parts[COPY] = data
-    target = flip(towards_server=False, offset=2 * CHUNK_BYTES + 12345)
-    found = fetch(target, KEY, COPY, hold(bytes(len(data))), len(data), timeout_s=10)
-    right = [digest(data[start : start + CHUNK_BYTES]) for start in range(0, len(data), CHUNK_BYTES)]
-    assert [number for number in range(3) if found[number] != right[number]] == [2]
+    assert found is not None
+    assert [number for number in range(3) if found[number] != right[number]] == [wrong]
 
 
 @pytest.mark.parametrize("offset", range(0, 220, 13))

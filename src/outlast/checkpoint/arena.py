@@ -33,7 +33,7 @@ from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorS
 from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
 from outlast.errors import CheckpointError
 from outlast.runtime.device import start_driver_thread
-from outlast.runtime.device_copies import Copied, DeviceCopies, copies_of
+from outlast.runtime.device_copies import Copied, DeviceCopies, as_bytes, copies_of
 
 log = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20
@@ -512,7 +512,7 @@ def _pairs(
     tensors: list[torch.Tensor], image: torch.Tensor, where: slice
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the bytes of tensors that lie side by side, and where each of them goes: not over a pinned part's end."""
-    source, begin = _as_bytes(_as_one(tensors)), where.start
+    source, begin = as_bytes(_as_one(tensors)), where.start
     while begin < where.stop:
         end = min(where.stop, (begin // PIN_BYTES + 1) * PIN_BYTES)
         yield source[begin - where.start : end - where.start], image[begin:end]
@@ -534,11 +534,4 @@ def _as_one(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
     # From a device of another make this is already the copy; it waits for the kernels queued before it.
-    return _as_bytes(tensor.detach().cpu()).numpy()
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return as_bytes(tensor.detach().cpu()).numpy()

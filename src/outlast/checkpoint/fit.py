@@ -13,6 +13,7 @@ import torch
 from outlast.checkpoint.layouts import OtherLayout, in_words, meshes_of
 from outlast.checkpoint.state import PLAIN_TYPES, SCALARS, flatten, is_nested, is_stateful, layouts_of, may_be_absent
 from outlast.errors import Mismatch
+from outlast.runtime.device_copies import as_bytes
 
 log = logging.getLogger(__name__)
 _MAX_LISTED = 20
@@ -198,11 +199,7 @@ def _is_same(one: Any, other: Any) -> bool:
     if flat.tree != other_flat.tree:
         return False
     pairs = zip(flat.tensors, other_flat.tensors, strict=True)
-    return all(one.dtype == other.dtype and _bits(one.tensor).equal(_bits(other.tensor)) for one, other in pairs)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return all(one.dtype == other.dtype and as_bytes(one.tensor).equal(as_bytes(other.tensor)) for one, other in pairs)
 
 
 def _is_same_memory(live: torch.Tensor, found: torch.Tensor) -> bool:

@@ -36,11 +36,6 @@ class UnavailableToPeer(Unavailable, PeerLost):
     """A directory does not respond on another rank's node: that rank raises Unavailable."""
 
 
-def is_run_ending(error: Unavailable) -> bool:
-    """Return whether a restart could only wait again, on all ranks."""
-    return isinstance(error, Outage)
-
-
 class OutageWait:
     """Wait, all ranks together, for a directory or an object store that does not respond.
 

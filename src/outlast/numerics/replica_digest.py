@@ -53,6 +53,7 @@ from outlast import env
 from outlast.decoding import from_json
 from outlast.errors import ConfigError, PeerLost
 from outlast.runtime.device import device_name
+from outlast.runtime.device_copies import as_bytes
 from outlast.runtime.nested import find_nested
 from outlast.runtime.process_groups import Group, broadcast_bytes, gather_bytes, ranks_of
 from outlast.wording import count
@@ -453,7 +454,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     elsewhere: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.device.type == "cpu":
-            found[index] = xxhash.xxh3_64_intdigest(_bytes(tensor).numpy().data)
+            found[index] = xxhash.xxh3_64_intdigest(as_bytes(tensor).numpy().data)
         else:
             elsewhere.setdefault(tensor.device, []).append(index)
     for device, indices in elsewhere.items():
@@ -476,7 +477,7 @@ def weigh(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         An int64 tensor without dimensions on the tensor's device; nothing is waited for.
     """
-    data = _bytes(tensor)
+    data = as_bytes(tensor)
     if data.storage_offset() % 4:
         data = data.clone()  # words cannot be read from there
     num_words, rest = divmod(data.numel(), 4)
@@ -619,13 +620,13 @@ def _weigh_groups(  # type: ignore[no-untyped-def]  # Triton reads annotations
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements in their order, where words can be read."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        tensor = _bytes(tensor)
+        tensor = as_bytes(tensor)
     return tensor.clone() if tensor.data_ptr() % 4 else tensor
 
 
 def _weigh_rest(tensor: torch.Tensor, num_words: int) -> torch.Tensor:
     """Weigh the bytes behind a tensor's last whole word, with zeros behind them."""
-    data = _bytes(tensor)[num_words * 4 :]
+    data = as_bytes(tensor)[num_words * 4 :]
     last = torch.zeros(4, dtype=torch.uint8, device=data.device)
     last[: data.numel()] = data
     return _weigh_words(last.view(torch.int32), num_words)
@@ -652,8 +653,3 @@ def _signed(number: int) -> int:
 def _shifted(numbers: torch.Tensor, places: int) -> torch.Tensor:
     """Shift to the right with zeros from the left; int64's own shift repeats the sign."""
     return (numbers >> places) & ((1 << (64 - places)) - 1)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as bytes in one dimension: a view where they lie in order, else a copy."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

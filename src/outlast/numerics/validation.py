@@ -8,7 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -46,6 +46,29 @@ class Judged:
     rejected: Rejected
     second: JsonNumber = None
     """The value in the run that was to confirm it."""
+
+
+def _difference(before: Any, now: Any) -> float:
+    a, b = _as_number(before), _as_number(now)
+    if a is None or b is None:
+        raise TypeError(
+            f"results of type {type(now).__name__} cannot be compared; validate one number, or give comparison_func"
+        )
+    return relative_difference(a, b)
+
+
+class _Asked(NamedTuple):
+    """One validation of a step."""
+
+    call: int
+    """Its number in the step."""
+    what: str
+    message: str
+    """Why a result is rejected, for people."""
+    tolerance: float
+    """Difference up to which two results are the same."""
+    compare: Compare = _difference
+    """How much two results differ."""
 
 
 class StepValidation:
@@ -114,32 +137,28 @@ class StepValidation:
         self, value: Any, what: str, *, rejects: Callable[[float], bool] | None, message: str, tolerance: float
     ) -> None:
         """Judge one number; one on a device is judged when the run ends."""
-        how = self._num_calls, what, rejects, message, tolerance
-        self._num_calls += 1
+        asked = _Asked(self._next_call(), what, message, tolerance)
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise ValueError(f"{what} has {value.numel()} elements; validate one number, such as its mean")
             value = value.detach()
             if not value.is_cpu:
-                self._pending.append((value, lambda number: self._judge(number, *how)))
+                self._pending.append((value, lambda number: self._judge(number, asked, rejects)))
                 return
-        self._judge(float(value), *how)
+        self._judge(float(value), asked, rejects)
 
-    def _judge(
-        self,
-        number: float,
-        call: int,
-        what: str,
-        rejects: Callable[[float], bool] | None,
-        message: str,
-        tolerance: float,
-    ) -> None:
-        if self.injector.strikes(self._state, self._iteration, call):
+    def _next_call(self) -> int:
+        self._num_calls += 1
+        return self._num_calls - 1
+
+    def _judge(self, number: float, asked: _Asked, rejects: Callable[[float], bool] | None) -> None:
+        what = asked.what
+        if self.injector.strikes(self._state, self._iteration, asked.call):
             number = math.nan
         self.numbers[what] = number
         why, fatal = self._reject_by_settings(what, number) if self._rejects else (None, True)
         if self._rejects and rejects is not None and (why is None or not fatal) and rejects(number):
-            why, fatal = message, True
+            why, fatal = asked.message, True
         if why is None and not self._has_warned and not math.isfinite(number):
             self._has_warned = True
             log.warning(
@@ -148,7 +167,7 @@ class StepValidation:
             )
         if why is None and self._rejects and not self._expected:
             return  # as nearly all are
-        self._take(call, what, number, why, fatal=fatal, tolerance=tolerance)
+        self._take(asked, number, why, fatal=fatal)
 
     def take_result(
         self,
@@ -161,13 +180,13 @@ class StepValidation:
         fatal: bool = True,
     ) -> None:
         """Judge one result, at once; see :meth:`outlast.numerics.RerunStateMachine.validate_result`."""
-        call, self._num_calls = self._num_calls, self._num_calls + 1
-        if self.injector.strikes(self._state, self._iteration, call):
+        asked = _Asked(self._next_call(), message, message, tolerance, comparison_func or _difference)
+        if self.injector.strikes(self._state, self._iteration, asked.call):
             result = torch.full_like(result, math.nan) if isinstance(result, torch.Tensor) else math.nan
         if comparison_func is None and _as_number(result) is None:
             raise ValueError(f"a {type(result).__name__} is not one number; give comparison_func")
         why = message if self._rejects and bool(rejection_func(result)) else None
-        self._take(call, message, result, why, fatal=fatal, tolerance=tolerance, compare=comparison_func or _difference)
+        self._take(asked, result, why, fatal=fatal)
 
     def end_run(self) -> None:
         """Judge the numbers that are on a device, with one wait for all of them."""
@@ -246,25 +265,16 @@ class StepValidation:
             )
         return self._spikes[what]
 
-    def _take(
-        self,
-        call: int,
-        what: str,
-        result: Any,
-        why: str | None,
-        *,
-        fatal: bool,
-        tolerance: float,
-        compare: Compare | None = None,
-    ) -> None:
+    def _take(self, asked: _Asked, result: Any, why: str | None, *, fatal: bool) -> None:
         """Keep a result, and compare it with that of the run before.
 
         Args:
-            result: A number or, with ``compare``, anything.
+            result: A number or, with a comparison of its own, anything.
             why: Why it is rejected; ``None`` = it is accepted.
             fatal: Whether it must not be trained on even when it is reproduced.
         """
-        compare, rejected = compare or _difference, None
+        call, what, _, tolerance, compare = asked
+        rejected = None
         if why is not None:
             value = to_json_number(_as_number(result))
             rejected = self._rejected[call] = Rejected(call=call, what=what, message=why, value=value, fatal=fatal)
@@ -391,15 +401,6 @@ def _kept(result: Any) -> Any:
     if not isinstance(result, torch.Tensor):
         return result
     return result.detach().clone() if result.numel() != 1 else _as_number(result)
-
-
-def _difference(before: Any, now: Any) -> float:
-    a, b = _as_number(before), _as_number(now)
-    if a is None or b is None:
-        raise TypeError(
-            f"results of type {type(now).__name__} cannot be compared; validate one number, or give comparison_func"
-        )
-    return relative_difference(a, b)
 
 
 class Differences(msgspec.Struct, frozen=True, kw_only=True):

@@ -205,3 +205,10 @@ def copies_of(device: torch.device) -> DeviceCopies | None:
     """Return what copies between this device and the host; ``None``: its memory is the host's, or torch has no streams
     for it that we use."""
     return DeviceCopies(device) if device.type == "cuda" else None
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as bytes in one dimension: a view where they are stored in order, else a copy."""
+    import torch
+
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 from outlast import clock, env, logs
 from outlast.chaos.armed import arm_configured
-from outlast.checkpoint.outage import is_run_ending
+from outlast.checkpoint.outage import Outage
 from outlast.config import Config
 from outlast.config.sources import load_config
 from outlast.errors import (
@@ -222,7 +222,7 @@ class Session:
                 saved_by=saved_by,
             )
         except Unavailable as error:
-            if is_run_ending(error):
+            if isinstance(error, Outage):  # a restart could only wait again, on all ranks
                 self._end_in_outage(error)
             self._abort(error)
             raise
@@ -405,7 +405,7 @@ class Session:
                     missing=missing,
                 )
             except Unavailable as error:
-                if is_run_ending(error):
+                if isinstance(error, Outage):  # a restart could only wait again, on all ranks
                     self._end_in_outage(error)
                 raise
             except Untrusted as error:
