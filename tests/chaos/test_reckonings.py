@@ -8,8 +8,9 @@ from typing import Any
 from outlast.chaos import Fault, FaultPlan
 from outlast.chaos.plan import planned_faults
 from outlast.chaos.reckoning import by_kind, reckon
-from outlast.chaos.sight import JournalTail, Sight
+from outlast.chaos.sight import Sight
 from outlast.incidents import Event, EventKind, IncidentKind
+from outlast.journal import JournalTail
 from outlast.runtime.journal import Journal
 
 PLAN = FaultPlan(

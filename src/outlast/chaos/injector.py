@@ -32,8 +32,9 @@ from outlast.chaos.plan import (
     marker_of,
     planned_faults,
 )
-from outlast.chaos.sight import JournalTail, Sight
+from outlast.chaos.sight import Sight
 from outlast.incidents import EventKind
+from outlast.journal import JournalTail
 from outlast.runtime.injection import DiskTrouble, Injection
 from outlast.runtime.journal import Journal
 
