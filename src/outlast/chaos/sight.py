@@ -83,7 +83,7 @@ class Sight:
     @property
     def awaits_global(self) -> set[tuple[int | None, int]]:
         """Ranks, and iterations that are being written from their memory to the global tier, in the newest cycle."""
-        return self.workers.awaits_global
+        return {(rank, one) for rank, iterations in self.workers.awaits_global.items() for one in iterations}
 
     @property
     def agents(self) -> dict[str, Process]:

@@ -119,10 +119,12 @@ def _settle(job: JobHistory, cycle: CycleView) -> None:
     troubles = sorted(_find_troubles(job.view, cycle), key=lambda trouble: trouble.at_s)
     job.troubles += troubles
     lives = job.lives[cycle.number] = list[Life]()
-    if cycle.started_s is None and not cycle.steps and not cycle.done:
+    if cycle.started_s is None and not cycle.of(EventKind.STEPS_STARTED) and not cycle.done:
         return
     began_s = (
-        cycle.started_s if cycle.started_s is not None else min(time_s for time_s, _ in (*cycle.steps, *cycle.done))
+        cycle.started_s
+        if cycle.started_s is not None
+        else min(time_s for time_s, _ in (*cycle.of(EventKind.STEPS_STARTED), *cycle.done))
     )
     bounds = [began_s, *_find_returns(cycle)]
     mended = [one for one in troubles if one.verdict is not None and one.verdict.rung == Rung.RESTART_IN_PROCESS]
@@ -146,12 +148,12 @@ def _settle(job: JobHistory, cycle: CycleView) -> None:
 
 def _find_returns(cycle: CycleView) -> list[float]:
     """Return when ranks began again within their processes: as the wrapper reports it, else by their sessions."""
-    back = [time_s for time_s, _ in cycle.back]
+    back = [time_s for time_s, _ in cycle.of(EventKind.RESTARTED_IN_PROCESS)]
     again: dict[int, float] = {}
     num_begun = Counter[int | None]()
-    for time_s, rank in cycle.sessions:
-        num_begun[rank] += 1
-        again.setdefault(num_begun[rank], time_s)
+    for time_s, event in cycle.of(EventKind.SESSION_STARTED):
+        num_begun[event.rank] += 1
+        again.setdefault(num_begun[event.rank], time_s)
     sessions = [time_s for ordinal, time_s in sorted(again.items()) if ordinal > 1]
     return back if len(back) >= len(sessions) else sessions
 
@@ -164,8 +166,9 @@ def _ends_cycle(trouble: Episode) -> bool:
 
 def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: float) -> None:
     """Fill in when a life trained, and how far it came; ``least``: ranks that have to begin a step for that."""
-    steps = [(time_s, event) for time_s, event in cycle.steps if begin_s <= time_s < until_s]
-    done = [(time_s, event) for time_s, event in cycle.done if begin_s <= time_s < until_s]
+    steps = [one for one in cycle.of(EventKind.STEPS_STARTED) if begin_s <= one[0] < until_s]
+    done = [one for one in cycle.done if begin_s <= one[0] < until_s]
+    restored = [e.iteration or 0 for time_s, e in cycle.of(EventKind.RESTORED) if begin_s <= time_s < until_s]
     first: dict[int | None, float] = {}
     for time_s, event in steps:
         first.setdefault(event.rank, time_s)
@@ -178,7 +181,6 @@ def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: flo
     if steps:
         life.from_iteration = min(event.iteration or 0 for _, event in steps)
     elif progress:
-        restored = [event.iteration or 0 for time_s, event in cycle.restored if begin_s <= time_s < until_s]
         life.from_iteration = min(restored, default=max(0, min(event.iteration or 0 for _, event in progress) - 1))
     reached = [event.iteration or 0 for _, event in done]
     ended = [time_s for time_s, _ in cycle.ends.values()]
@@ -189,15 +191,18 @@ def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: flo
         life.end_s = life.trouble.began_s
         reached += [one.iteration or 0 for one in (life.trouble.incident, life.trouble.fault) if one is not None]
     elif until_s != float("inf"):
-        durations = [float(event.data.get("duration_s") or 0.0) for time_s, event in cycle.back if time_s == until_s]
+        durations = [
+            float(event.data.get("duration_s") or 0.0)
+            for time_s, event in cycle.of(EventKind.RESTARTED_IN_PROCESS)
+            if time_s == until_s
+        ]
         duration_s = durations[0] if durations else 0.0
         life.end_s = max(begin_s, until_s - duration_s)
     else:
-        session_ends = [time_s for time_s, _ in cycle.session_ends]
+        session_ends = [time_s for time_s, _ in cycle.of(EventKind.SESSION_ENDED)]
         life.end_s = max(session_ends, default=max(ended, default=max(cycle.last_s, begin_s)))
     life.end_s = max(life.end_s, begin_s)
     if life.steps_start_s is None:
-        restored = [event.iteration or 0 for time_s, event in cycle.restored if begin_s <= time_s < until_s]
         life.from_iteration = min(restored, default=life.from_iteration)
         life.to_iteration = max([*reached, life.from_iteration])
         life.is_tracked = bool(restored) or life.to_iteration > 0
@@ -219,7 +224,7 @@ def _find_troubles(job: JobView, cycle: CycleView) -> Iterator[Episode]:
 
     It is noticed by the first event about it since the last decision on the like of it.
     """
-    free = list(cycle.faults)
+    free = cycle.of(EventKind.FAULT_SIMULATED)
     decided_before: dict[tuple[Any, ...], float] = {}
     for decided_s, event in cycle.decisions:
         incident, verdict = decode(event.data["incident"], Incident), decode(event.data.get("verdict"), Verdict)
@@ -254,7 +259,7 @@ def _undecided(job: JobView, cycle: CycleView, free: list[tuple[float, Event]]) 
     verdicts = [event.data.get("verdict") for _, event in cycle.decisions]
     decided = [verdict.get("rung") if isinstance(verdict, dict) else int(Rung.RESTART_WORKERS) for verdict in verdicts]
     num_mended = sum(rung == Rung.RESTART_IN_PROCESS for rung in decided)
-    for time_s, event in cycle.back[num_mended:]:
+    for time_s, event in cycle.of(EventKind.RESTARTED_IN_PROCESS)[num_mended:]:
         faults = event.data.get("faults") or [{}]
         duration_s = float(event.data.get("duration_s") or 0.0)
         trouble = Episode(
@@ -282,7 +287,7 @@ def _undecided(job: JobView, cycle: CycleView, free: list[tuple[float, Event]]) 
         yield trouble
         return
     is_followed = any(number > cycle.number for number in job.cycles)
-    if is_followed and job.first_agent is None and not cycle.starts and cycle.sessions:
+    if is_followed and not job.agents and not cycle.starts and cycle.of(EventKind.SESSION_STARTED):
         text = f"the workers of cycle {cycle.number} ended; their launcher started them again"
         trouble = Episode(str(IncidentKind.WORKER_FAILED), cycle.last_s, cycle.last_s, cycle=cycle.number, text=text)
         _match_fault(trouble, free)
@@ -338,7 +343,7 @@ STARTS_WITHIN_S = 60.0
 
 def has_session(job: JobHistory) -> bool:
     """Return whether the job's script has reported anything: then it is known which iterations were done."""
-    return job.num_reporting > 0 or any(cycle.sessions for cycle in job.view.cycles.values())
+    return job.num_reporting > 0 or job.view.counts[EventKind.SESSION_STARTED] > 0
 
 
 def never_trained(life: Life, job: JobHistory, jobs: Iterable[JobHistory]) -> bool:
@@ -354,7 +359,7 @@ def never_trained(life: Life, job: JobHistory, jobs: Iterable[JobHistory]) -> bo
         for other in jobs
         for cycle in other.view.cycles.values()
         if cycle.started_s is not None
-        for time_s, _ in cycle.sessions
+        for time_s, _ in cycle.of(EventKind.SESSION_STARTED)
     ]
     has_failed = life.trouble is not None or job.view.exit_code not in (None, ExitReason.FINISHED)
     return bool(starts_s) and has_failed and life.end_s - life.began_s <= max(STARTS_WITHIN_S, *starts_s)

@@ -247,14 +247,11 @@ class _Walk:
 
     def _walk_job(self, job: JobHistory, *, is_first: bool) -> None:
         view = job.view
-        begins_s = view.start_s
-        if view.launched_s is not None:
-            begins_s = min(begins_s, max(view.launched_s, self._now_s))
-        scheduled_s = view.scheduled_s
-        if scheduled_s is not None and sum(other.view.name == view.name for other in self._jobs) > 1:
-            scheduled_s = max(scheduled_s, 0.0)
-        if scheduled_s is not None and (is_first or scheduled_s > self._now_s):
-            begins_s = min(begins_s, max(scheduled_s, self._now_s))
+        begins_s = min(view.start_s, max(view.began_s, self._now_s))
+        for _, event in view.of(EventKind.QUEUED)[-1:]:
+            scheduled_s = (int(event.data.get("started_wall_ns", 0)) - self._zero_ns) / 1e9
+            if is_first or scheduled_s > self._now_s:
+                begins_s = min(begins_s, max(scheduled_s, self._now_s))
         if not is_first:
             self._spend(begins_s, Part.QUEUED, view, on=self._active)
         self._spend(view.start_s, Part.START_UP, view, on=self._active)
@@ -278,7 +275,8 @@ class _Walk:
     def _meet(self, job: JobView, cycle: CycleView, until_s: float, *, is_first: bool) -> None:
         """Spend the time in which nodes meet: after the first cycle of a job, a wait for missing ones is idle."""
         missing_since_s: float | None = None
-        for time_s, num_missing in [*cycle.missing_s, (until_s, 0)]:
+        forming = [(time_s, int(event.data.get("missing", 0))) for time_s, event in cycle.of(EventKind.FORMING)]
+        for time_s, num_missing in [*forming, (until_s, 0)]:
             time_s = min(time_s, until_s)
             if missing_since_s is not None and not num_missing:
                 part = Part.RENDEZVOUS if is_first else Part.IDLE
@@ -318,7 +316,7 @@ class _Walk:
 
     def _load(self, job: JobView, cycle: CycleView, life: Life, until_s: float) -> None:
         """Spend the time until a load has ended on all ranks."""
-        loads = [(t, e) for t, e in cycle.restored if life.began_s <= t <= until_s]
+        loads = [(t, e) for t, e in cycle.of(EventKind.RESTORED) if life.began_s <= t <= until_s]
         if not loads:
             return
         end_s = max(time_s for time_s, _ in loads)
@@ -395,7 +393,7 @@ class _Walk:
             (job.view.name, number, event.rank): event.data
             for job in self._jobs
             for number, cycle in job.view.cycles.items()
-            for _, event in cycle.exits
+            for _, event in cycle.of(EventKind.WORKER_EXITED)
         }
         costs = []
         for job in self._jobs:
@@ -449,8 +447,9 @@ class _Walk:
         """Return how the run is, and why it ended."""
         job = self._jobs[-1].view
         code = job.exit_code
-        reason = str(job.ended[-1].data.get("reason", "")) if job.ended else ""
-        if code is None or (job.first_agent is not None and not job.ended):
+        ended = job.of(EventKind.JOB_ENDED)
+        reason = str(ended[-1][1].data.get("reason", "")) if ended else ""
+        if code is None or (job.agents and not ended):
             return "open", ""
         if code == ExitReason.FINISHED:
             return "finished", reason
@@ -465,8 +464,8 @@ def _leaving(history: JobHistory) -> list[Episode]:
     job = history.view
     if job.exit_code != ExitReason.PREEMPTED:
         return []
-    at_s = min((time_s for time_s, _ in job.notices), default=job.end_s)
-    first = min(job.notices, default=None, key=lambda one: one[0])
+    first = min(job.of(EventKind.NOTICE), default=None, key=lambda one: one[0])
+    at_s = job.end_s if first is None else first[0]
     fault, text = None, "shutdown requested"
     number = max(job.cycles, default=0)
     if first is not None:
@@ -474,7 +473,11 @@ def _leaving(history: JobHistory) -> list[Episode]:
         who = f"rank {event.rank} on node {event.node}" if event.rank is not None else f"node {event.node}"
         text = f"shutdown requested, noticed by {who}"
         number = event.cycle if event.cycle is not None else number
-        faults = [one for one in job.cycles[number].faults if one[0] <= at_s] if number in job.cycles else []
+        faults = (
+            [one for one in job.cycles[number].of(EventKind.FAULT_SIMULATED) if one[0] <= at_s]
+            if number in job.cycles
+            else []
+        )
         fault = next((one for one in reversed(faults) if one[1].rank in (None, event.rank)), None)
     trouble = Episode(PREEMPTED, at_s, at_s, cycle=number, text=text)
     if fault is not None and not any(one.fault is fault[1] for one in history.troubles):
@@ -507,14 +510,8 @@ def _durable(jobs: Sequence[JobHistory]) -> int:
     """Return the highest iteration of which a generation outlives the last job."""
     best = 0
     for job in jobs:
-        for _, event in job.view.saves:
-            if event.kind == EventKind.SAVE_COMMITTED:
-                tiers = set(event.data.get("tiers") or ())
-            elif event.kind == EventKind.RESTORED:
-                tiers = {event.data.get("tier")}
-            else:
-                continue
-            if _LASTING & tiers:
+        for _, event in job.view.of(EventKind.SAVE_COMMITTED, EventKind.RESTORED):
+            if _LASTING & {event.data.get("tier"), *(event.data.get("tiers") or ())}:
                 best = max(best, event.iteration or 0)
     return best
 

@@ -31,7 +31,7 @@ def find_slow_windows(jobs: Sequence[JobHistory]) -> list[SlowRanksWindow]:
     found: list[SlowRanksWindow] = []
     for job in jobs:
         previous: dict[int, float] = {}
-        for time_s, event in job.view.slow_ranks:
+        for time_s, event in job.view.of(EventKind.STRAGGLER_REPORT):
             number = event.cycle or 0
             starts = [life.steps_start_s for life in job.lives.get(number, ()) if life.steps_start_s is not None]
             begin_s = previous.get(number, max((one for one in starts if one <= time_s), default=time_s))
@@ -63,8 +63,8 @@ def find_saves(jobs: Sequence[JobHistory]) -> list[SaveSpan]:
     """Return the saves, by time."""
     spans: dict[tuple[int, int | None, int], dict[str, Any]] = {}
     for place, job in enumerate(jobs):
-        for time_s, event in job.view.saves:
-            if event.kind not in (EventKind.SAVE_SCHEDULED, EventKind.SAVE_COMMITTED) or event.iteration is None:
+        for time_s, event in job.view.of(EventKind.SAVE_SCHEDULED, EventKind.SAVE_COMMITTED):
+            if event.iteration is None:
                 continue
             blank: dict[str, Any] = {
                 "job": job.view.name,
@@ -108,7 +108,7 @@ def find_loads(jobs: Sequence[JobHistory]) -> tuple[LoadSpan, ...]:
         for number, cycle in sorted(job.view.cycles.items()):
             bounds = [life.began_s for life in job.lives[number]] or [0.0]
             groups: dict[tuple[int, int], list[tuple[float, Event]]] = defaultdict(list)
-            for time_s, event in cycle.restored:
+            for time_s, event in cycle.of(EventKind.RESTORED):
                 life = sum(bound <= time_s for bound in bounds)
                 groups[life, event.iteration or 0].append((time_s, event))
             for (_, iteration), group in groups.items():
@@ -136,7 +136,7 @@ def find_steps(jobs: Sequence[JobHistory]) -> tuple[StepSample, ...]:
     found = []
     for job in jobs:
         for _, cycle in sorted(job.view.cycles.items()):
-            progress = [(t, event) for t, event in cycle.done if event.kind == EventKind.PROGRESS]
+            progress = [one for one in cycle.of(EventKind.PROGRESS) if one[1].iteration is not None]
             rank = min((event.rank for _, event in progress if event.rank is not None), default=None)
             found += [
                 StepSample(
@@ -186,7 +186,8 @@ def find_warned(jobs: Sequence[JobHistory]) -> tuple[Warned, ...]:
 def find_notes(jobs: Sequence[JobHistory], clocks: Sequence[NodeClock]) -> list[str]:
     """Return what limits the account."""
     notes = []
-    if num_lost := sum(job.view.num_lost for job in jobs):
+    lost = (int(event.data.get("num") or 0) for job in jobs for _, event in job.view.of(EventKind.EVENTS_LOST))
+    if num_lost := sum(lost):
         notes.append(f"{count(num_lost, 'event')} could not be written when they happened")
     notes += [
         f"the clock of node {one.node} differed by {one.offset_s:+.1f} s; aligned by {count(one.num_anchors, 'event')}"
@@ -198,13 +199,14 @@ def find_notes(jobs: Sequence[JobHistory], clocks: Sequence[NodeClock]) -> list[
 
 def job_span(job: JobView) -> JobSpan:
     """Return what the account lists of a job."""
-    started = job.first_agent.data if job.first_agent is not None else {}
+    started = next((event.data for _, event in job.of(EventKind.JOB_STARTED)), {})
+    ended = next((event.data for _, event in reversed(job.of(EventKind.JOB_ENDED))), {})
     return JobSpan(
         job=job.name,
         start_s=job.start_s,
         end_s=job.end_s,
         exit_code=job.exit_code,
-        reason=str(job.ended[-1].data.get("reason", "")) if job.ended else "",
+        reason=str(ended.get("reason", "")),
         command=tuple(str(word) for word in started.get("command") or ()),
         launcher=job.launcher,
         version=str(started.get("version", "")),
@@ -236,10 +238,11 @@ def cycle_span(job: JobHistory, cycle: CycleView) -> CycleSpan:
         steps_start_s=min(starts, default=None),
         world_size=cycle.world_size
         if cycle.starts
-        else len({event.rank for _, event in cycle.steps}) or len(cycle.sessions),
+        else len({event.rank for _, event in cycle.of(EventKind.STEPS_STARTED)})
+        or len(cycle.of(EventKind.SESSION_STARTED)),
         from_iteration=lives[0].from_iteration if starts else None,
         to_iteration=max((life.to_iteration for life in lives), default=None) if starts else None,
         nodes=nodes,
-        num_in_process=len(cycle.back),
+        num_in_process=len(cycle.of(EventKind.RESTARTED_IN_PROCESS)),
         reason=next((reason for reason in reasons if reason != "finished"), reasons[0] if reasons else ""),
     )

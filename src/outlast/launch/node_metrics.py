@@ -401,7 +401,8 @@ class NodeHistory:
         if stalls:
             newest = max(iteration for iteration, _ in stalls)
             yield "save_stall_seconds", {}, max(seconds for iteration, seconds in stalls if iteration == newest)
-        for name, score in (job.scores.data.get("metrics") or {} if job.scores is not None else {}).items():
+        scores = [event.data.get("metrics") or {} for _, event in job.of(EventKind.STRAGGLER_REPORT)]
+        for name, score in (scores[-1] if scores else {}).items():
             measure, _, stat = str(name).partition("/")
             basis = measure.removeprefix("gpu_").removesuffix("_perf")
             yield "straggler_score", {"basis": basis, "stat": stat}, float(score)

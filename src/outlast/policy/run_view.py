@@ -41,7 +41,10 @@ _MAX_POINTS = 1024
 _DONE = frozenset({EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.SESSION_ENDED})
 """What a rank writes with the number of steps that it has done."""
 _REPORTS = _DONE | {EventKind.RESTORED}
-_SAVES = frozenset({EventKind.SAVE_SCHEDULED, EventKind.SAVE_COMMITTED, EventKind.RESTORED, EventKind.WRITER_ENDED})
+_GROWING = frozenset(
+    {EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.SAVE_COMMITTED, EventKind.STRAGGLER_REPORT}
+)
+"""Events that are written again and again as long as training goes on."""
 
 
 # -- how fast, and how much of the time ------------------------------------------------------------------------------
@@ -246,8 +249,8 @@ class WorkersStart:
     """Something was decided about it."""
     committed: set[int] = field(default_factory=set)
     """Iterations that were committed in it, to any tier."""
-    awaits_global: set[tuple[int | None, int]] = field(default_factory=set)
-    """Ranks, and iterations that are being written from their memory to the global tier."""
+    awaits_global: dict[int | None, set[int]] = field(default_factory=dict)
+    """Rank to the iterations that are being written from its memory to the global tier."""
 
     @property
     def trained_ns(self) -> int | None:
@@ -263,17 +266,17 @@ class WorkersStart:
             case EventKind.RESTORED:
                 self.restored = max(self.restored, event.iteration or 0)
                 self.iteration = max(self.iteration, event.iteration or 0)
-            case EventKind.SAVE_SCHEDULED if Tier.GLOBAL.name.lower() in (event.data.get("tiers") or ()):
-                self.awaits_global.add((event.rank, event.iteration or 0))
+            case EventKind.SAVE_SCHEDULED if str(Tier.GLOBAL) in (event.data.get("tiers") or ()):
+                self.awaits_global.setdefault(event.rank, set()).add(event.iteration or 0)
             case EventKind.SAVE_COMMITTED if (iteration := saved_iteration(event)) is not None:
                 self.committed.add(iteration)
-                if Tier.GLOBAL.name.lower() in (event.data.get("tiers") or ()):
+                if str(Tier.GLOBAL) in (event.data.get("tiers") or ()):
                     # One that a newer save has taken the place of is not written any more.
-                    self.awaits_global = {
-                        one for one in self.awaits_global if one[0] != event.rank or one[1] > iteration
+                    self.awaits_global[event.rank] = {
+                        one for one in self.awaits_global.get(event.rank, ()) if one > iteration
                     }
             case EventKind.INCIDENT if incident_of(event).get("kind") == IncidentKind.SAVE_FAILED:
-                self.awaits_global.discard((event.rank, event.iteration or 0))
+                self.awaits_global.get(event.rank, set()).discard(event.iteration or 0)
             case EventKind.CYCLE_ENDED:
                 self.reached = max([self.reached, *(event.data.get("iterations") or {}).values()])
         if event.kind in (EventKind.VERDICT, EventKind.CYCLE_ENDED, EventKind.JOB_ENDED, EventKind.NOTICE):
@@ -281,30 +284,42 @@ class WorkersStart:
 
 
 @dataclass(slots=True)
-class CycleView:
-    """One cycle of a job, by its number."""
+class _Events:
+    """Events by their kind."""
 
-    number: int
+    by_kind: dict[EventKind, list[At]] = field(default_factory=dict)
+
+    def keep(self, pair: At, *, newest_only: bool) -> None:
+        """Keep an event, in the place of the one before if only the newest of its kind matters."""
+        kept = self.by_kind.setdefault(pair[1].kind, [])
+        if newest_only:
+            kept.clear()
+        kept.append(pair)
+
+    def of(self, *kinds: EventKind) -> list[At]:
+        """Return the events of some kinds, by time."""
+        found = [pair for kind in kinds for pair in self.by_kind.get(kind, ())]
+        return sorted(found, key=lambda pair: pair[0]) if len(kinds) > 1 else found
+
+
+@dataclass(slots=True)
+class CycleView(_Events):
+    """One cycle of a job."""
+
+    number: int = -1
     starts: dict[str, At] = field(default_factory=dict)
     """Node to the start of its workers."""
     ends: dict[str, At] = field(default_factory=dict)
-    missing_s: list[tuple[float, int]] = field(default_factory=list)
-    """(time, slots without a node) before it began."""
-    sessions: list[tuple[float, int | None]] = field(default_factory=list)
-    """(time, rank) of each begin of a session."""
-    steps: list[At] = field(default_factory=list)
-    done: list[At] = field(default_factory=list)
-    """Reports of iterations that were done; not kept by a view that follows a run."""
-    session_ends: list[At] = field(default_factory=list)
-    restored: list[At] = field(default_factory=list)
-    back: list[At] = field(default_factory=list)
-    """Restarts in process."""
     incidents: list[At] = field(default_factory=list)
+    """Reports of incidents without a decision."""
     decisions: list[At] = field(default_factory=list)
     """Events that hold an incident and the decision on it."""
-    faults: list[At] = field(default_factory=list)
-    exits: list[At] = field(default_factory=list)
     last_s: float = 0.0
+
+    @property
+    def done(self) -> list[At]:
+        """Reports of iterations that were done."""
+        return [pair for pair in self.of(*_DONE) if pair[1].iteration is not None]
 
     @property
     def world_size(self) -> int:
@@ -316,12 +331,16 @@ class CycleView:
         """When its workers ran on the last node; ``None`` = they never did."""
         if self.starts:
             return max(time_s for time_s, _ in self.starts.values())
-        return min((time_s for time_s, _ in self.sessions), default=None)
+        return min((time_s for time_s, _ in self.of(EventKind.SESSION_STARTED)), default=None)
 
     @property
     def spared(self) -> list[int]:
         """Ranks that were lost, and without which the others continued; one that was lost twice is two."""
-        return [event.rank for _, event in self.exits if event.data.get("spared") and event.rank is not None]
+        return [
+            event.rank
+            for _, event in self.of(EventKind.WORKER_EXITED)
+            if event.data.get("spared") and event.rank is not None
+        ]
 
     @property
     def is_over(self) -> bool:
@@ -344,37 +363,26 @@ class IncidentView:
     num_reports: int = 1
 
 
-_MANY_TIMES = frozenset({EventKind.NODE_JOINED, EventKind.FORMING})
 _Key = tuple[object, ...]
 
 
 @dataclass(slots=True)
-class JobView:
+class JobView(_Events):
     """One job of a run."""
 
-    name: str
-    start_s: float
-    end_s: float
-    zero_ns: int = 0
+    name: str = ""
+    start_s: float = 0.0
+    end_s: float = 0.0
     keeps_samples: bool = True
     newest: Event | None = None
     """The event that was taken in last."""
     cycles: dict[int, CycleView] = field(default_factory=dict)
     ranks: dict[int, RankView] = field(default_factory=dict)
-    launched_s: float | None = None
-    """When the agent that joined first began; ``None`` = not known."""
-    scheduled_s: float | None = None
-    """When the scheduler started it."""
     launcher: str = ""
-    first_agent: Event | None = None
-    """The begin of the agent that joined first; ``None`` = no agent started the workers."""
     agents: dict[str, Event] = field(default_factory=dict)
     """Node to the newest begin of its agent."""
     ended_agents: dict[str, Event] = field(default_factory=dict)
     """Node to the end of that agent."""
-    ended: list[Event] = field(default_factory=list)
-    """All ends of agents."""
-    notices: list[At] = field(default_factory=list)
     coordinator_node: str = ""
     joined: dict[str, None] = field(default_factory=dict)
     """Nodes that joined and were not lost since."""
@@ -397,21 +405,13 @@ class JobView:
     failed_saves: Counter[str] = field(default_factory=Counter)
     """Reports of saves that failed, by tier."""
     num_reruns: int = 0
-    num_lost: int = 0
-    """Events that could not be written."""
     stall_s: float = 0.0
     """How long ranks waited for saves, all together."""
     committed: dict[str, Event] = field(default_factory=dict)
     """Tier to the newest commit."""
-    scores: Event | None = None
-    """The newest report on slow ranks."""
     productive: ProductiveTime = field(default_factory=ProductiveTime)
     witness: int | None = None
     """The rank whose reports stand for all: the lowest that trains."""
-    saves: list[At] = field(default_factory=list)
-    """Saves, commits, loads, and losses of what is held in memory; not kept by a view that follows a run."""
-    slow_ranks: list[At] = field(default_factory=list)
-    """Reports on slow ranks; not kept by a view that follows a run."""
     _cases: dict[_Key, IncidentView] = field(default_factory=dict)
     _unjudged: dict[int | None, dict[_Key, IncidentView]] = field(default_factory=dict)
     _newest_cycle: int = -1
@@ -421,13 +421,14 @@ class JobView:
     @property
     def num_reporting(self) -> int:
         """Ranks that report steps: the most that did in any of its cycles."""
-        reports = ((*cycle.steps, *cycle.done) for cycle in self.cycles.values())
-        return max((len({event.rank for _, event in pairs}) for pairs in reports), default=0)
+        reports = (cycle.of(EventKind.STEPS_STARTED, *_DONE) for cycle in self.cycles.values())
+        return max((len({one.rank for _, one in pairs if one.iteration is not None}) for pairs in reports), default=0)
 
     @property
     def exit_code(self) -> int | None:
         """The job's exit code; ``None`` = it runs, or its end is not in the journal."""
-        codes = [int(event.data["exit_code"]) for event in self.ended if "exit_code" in event.data]
+        ends = self.of(EventKind.JOB_ENDED)
+        codes = [int(event.data["exit_code"]) for _, event in ends if "exit_code" in event.data]
         if not codes and self.cycles:
             codes = self._session_codes()
         if ExitReason.FINISHED in codes:
@@ -436,11 +437,11 @@ class JobView:
 
     def _session_codes(self) -> list[int]:
         """Return the exit code on which all sessions of the last cycle ended; without an agent nobody else tells."""
-        if self.first_agent is not None:
+        if self.agents:
             return []
         last = self.cycles[max(self.cycles)]
-        codes = [int(event.data.get("exit_code", 1)) for _, event in last.session_ends]
-        return [max(codes)] if codes and len(codes) >= len(last.sessions) else []
+        codes = [int(event.data.get("exit_code", 1)) for _, event in last.of(EventKind.SESSION_ENDED)]
+        return [max(codes)] if codes and len(codes) >= len(last.of(EventKind.SESSION_STARTED)) else []
 
     @property
     def num_cycles(self) -> int:
@@ -483,7 +484,9 @@ class JobView:
     @property
     def began_s(self) -> float:
         """When it began: with its first event, or with the start of the agent that joined first."""
-        return self.start_s if self.launched_s is None else min(self.start_s, self.launched_s)
+        return min(
+            [self.start_s, *(time_s - start_up_s(event) for time_s, event in self.of(EventKind.JOB_STARTED)[:1])]
+        )
 
     def goodput(self, now_s: float) -> float | None:
         """Return its goodput at a moment; ``None`` = no rank has begun a step."""
@@ -496,38 +499,31 @@ class JobView:
         self.end_s = max(self.end_s, time_s)
         self.newest = event
         self.counts[event.kind] += 1
-        self._take_of_job(time_s, event)
+        pair = (time_s, event)
+        newest_only = not self.keeps_samples and event.kind in _GROWING
+        self.keep(pair, newest_only=newest_only)
+        self._take_of_job(event)
         if event.kind in _REPORTS and event.rank is not None and event.iteration is not None:
             self._note(event.rank, event, event.iteration)
-        if event.kind in _SAVES and self.keeps_samples:
-            self.saves.append((time_s, event))
         if event.kind in (EventKind.INCIDENT, EventKind.VERDICT):
             self._take_incident(time_s, event)
         self._take_training(time_s, event)
         is_of_agent = event.kind in (EventKind.JOB_STARTED, EventKind.JOB_ENDED, EventKind.QUEUED)
         if not is_of_agent and (event.cycle is not None or event.rank is not None):
-            self._take_of_cycle(time_s, event)
+            self._take_of_cycle(pair, newest_only=newest_only)
 
-    def _take_of_job(self, time_s: float, event: Event) -> None:
+    def _take_of_job(self, event: Event) -> None:
         data, node = event.data, event.node
         match event.kind:
             case EventKind.JOB_STARTED:
-                if self.first_agent is None:
-                    self.first_agent = event
-                    self.launched_s = time_s - start_up_s(event)
                 self.agents.pop(node, None)
                 self.agents[node] = event
                 self.ended_agents.pop(node, None)
                 self.lost.discard(node)
                 self.waits_since_ns = self.waits_since_ns or event.wall_ns
             case EventKind.JOB_ENDED:
-                self.ended.append(event)
                 self.ended_agents[node] = event
                 self.joined.pop(node, None)
-            case EventKind.QUEUED:
-                self.scheduled_s = (int(data.get("started_wall_ns", 0)) - self.zero_ns) / 1e9
-            case EventKind.NOTICE:
-                self.notices.append((time_s, event))
             case EventKind.NODE_JOINED:
                 name = str(data.get("name", node))
                 self.coordinator_node = node
@@ -553,8 +549,6 @@ class JobView:
                 self.stall_s += stall_s
             case EventKind.SAVE_COMMITTED if event.iteration is not None:
                 self.committed.update(dict.fromkeys(map(str, data.get("tiers") or ()), event))
-            case EventKind.EVENTS_LOST:
-                self.num_lost += int(data.get("num") or 0)
 
     def _begin_session(self, rank: int, event: Event) -> None:
         data, cycle = event.data, event.cycle or 0
@@ -596,9 +590,6 @@ class JobView:
         elif event.kind in _DONE and rank == self.witness and rank is not None:
             time.advance(time_s, iteration, float(event.data.get("stall_s") or 0.0))
         elif event.kind == EventKind.STRAGGLER_REPORT:
-            self.scores = event
-            if self.keeps_samples:
-                self.slow_ranks.append((time_s, event))
             time.take_slow_ranks(read_scores(event.data), event.data.get("named") or ())
 
     def _take_incident(self, time_s: float, event: Event) -> None:
@@ -628,8 +619,6 @@ class JobView:
         if kind == IncidentKind.NODE_LOST and node:
             self.lost.add(node)
             self.joined.pop(node, None)
-            if self.keeps_samples:
-                self.saves.append((time_s, event))
         elif kind == IncidentKind.NODE_UNHEALTHY and node and node not in self.joined:
             self.unhealthy.add(node)
         if not incident:
@@ -646,42 +635,21 @@ class JobView:
         if ends_cycle:
             self._unjudged.setdefault(event.cycle, {})[key] = self._cases[key]
 
-    def _take_of_cycle(self, time_s: float, event: Event) -> None:
+    def _take_of_cycle(self, pair: At, *, newest_only: bool) -> None:
+        time_s, event = pair
         number = event.cycle or 0
-        if number not in self.cycles:
-            self.cycles[number] = CycleView(number)
-        cycle, pair = self.cycles[number], (time_s, event)
-        if event.kind not in _MANY_TIMES:
+        cycle = self.cycles.get(number) or self.cycles.setdefault(number, CycleView(number=number))
+        cycle.keep(pair, newest_only=newest_only)
+        if event.kind not in (EventKind.NODE_JOINED, EventKind.FORMING):
             cycle.last_s = max(cycle.last_s, time_s)
-        match event.kind:
-            case EventKind.FORMING:
-                cycle.missing_s.append((time_s, int(event.data.get("missing", 0))))
-            case EventKind.CYCLE_STARTED:
-                cycle.starts[event.node] = pair
-            case EventKind.CYCLE_ENDED:
-                cycle.ends[event.node] = pair
-            case EventKind.SESSION_STARTED:
-                cycle.sessions.append((time_s, event.rank))
-            case EventKind.STEPS_STARTED:
-                cycle.steps.append(pair)
-            case EventKind.RESTORED:
-                cycle.restored.append(pair)
-            case EventKind.RESTARTED_IN_PROCESS:
-                cycle.back.append(pair)
-            case EventKind.WORKER_EXITED:
-                cycle.exits.append(pair)
-            case EventKind.FAULT_SIMULATED:
-                cycle.faults.append(pair)
-            case EventKind.INCIDENT | EventKind.VERDICT:
-                is_decided = event.kind == EventKind.VERDICT or "verdict" in event.data
-                if is_decided and incident_of(event):
-                    cycle.decisions.append(pair)
-                elif event.kind == EventKind.INCIDENT:
-                    cycle.incidents.append(pair)
-            case EventKind.SESSION_ENDED:
-                cycle.session_ends.append(pair)
-        if event.kind in _DONE and event.iteration is not None and self.keeps_samples:
-            cycle.done.append(pair)
+        if event.kind == EventKind.CYCLE_STARTED:
+            cycle.starts[event.node] = pair
+        elif event.kind == EventKind.CYCLE_ENDED:
+            cycle.ends[event.node] = pair
+        elif incident_of(event) and (event.kind == EventKind.VERDICT or "verdict" in event.data):
+            cycle.decisions.append(pair)
+        elif event.kind == EventKind.INCIDENT:
+            cycle.incidents.append(pair)
 
 
 class RunView:
@@ -689,8 +657,8 @@ class RunView:
 
     Args:
         zero_ns: The moment from which times count, in nanoseconds since the epoch.
-        keeps_samples: What grows with the time is kept, too: each report of progress, each save. One that follows a run
-            for months does without.
+        keeps_samples: Each report of progress, each save, and each report on slow ranks is kept. A view that follows a
+            run for months keeps the newest one of each job and cycle only.
     """
 
     def __init__(self, *, zero_ns: int = 0, keeps_samples: bool = True) -> None:
@@ -722,7 +690,7 @@ class RunView:
 
     def job(self, name: str) -> JobView:
         """Return the newest job of a name; an empty one if there is none."""
-        return self._by_name.get(name) or JobView(name, 0.0, 0.0)
+        return self._by_name.get(name) or JobView(name=name)
 
     def take(self, event: Event, time_ns: int | None = None) -> None:
         """Take in the next event.
@@ -756,13 +724,13 @@ class RunView:
         agents = self._open_agents.setdefault(name, set())
         known = self._by_name.get(name)
         if event.kind == EventKind.JOB_STARTED:
-            if known is not None and known.ended and not agents:
+            if known is not None and known.counts[EventKind.JOB_ENDED] and not agents:
                 known = None
             agents.add(event.node)
         elif event.kind == EventKind.JOB_ENDED:
             agents.discard(event.node)
         if known is None:
-            known = JobView(name, time_s, time_s, self._zero_ns, self._keeps_samples)
+            known = JobView(name=name, start_s=time_s, end_s=time_s, keeps_samples=self._keeps_samples)
             self._by_name[name] = known
             self.jobs.append(known)
         return known

@@ -14,12 +14,12 @@ import msgspec
 from outlast.clock import as_iso
 from outlast.decoding import convert
 from outlast.env import clean_name
-from outlast.incidents import Event, EventKind, Incident, Rung
+from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
 from outlast.launch.protocol import LiveBudgets, LiveNode, LiveStatus
 from outlast.policy.durability import Durability, job_tier, with_commit
 from outlast.policy.ladder import LadderState, Limits, begin_job
 from outlast.policy.recovery_point import Tier
-from outlast.policy.run_view import CycleView, IncidentView, JobView
+from outlast.policy.run_view import CycleView, IncidentView, JobView, incident_of
 from outlast.status.evidence import Evidence
 from outlast.status.report import (
     SCHEMA,
@@ -217,7 +217,7 @@ def _trouble(one: IncidentView, now_ns: int) -> Trouble:
 
 
 def _nodes(evidence: Evidence, job: JobView, ladder: LadderState | None, state: RunState) -> list[NodeReport]:
-    live, newest = evidence.live, job.newest_cycle or CycleView(-1)
+    live, newest = evidence.live, job.newest_cycle or CycleView()
     alive = {one.node: runs for one, runs in evidence.living.items() if one.rank is None}
     there = {node.name: node for node in live.nodes} if live is not None else {}
     barred = {*live.quarantined, *live.held_back} if live is not None else set(ladder.barred if ladder else ())
@@ -356,10 +356,11 @@ def _generations(
     What processes hold in memory ends with them: with the job, a node, or its checkpoint writer.
     """
     newest: dict[str, Event] = {}
-    for event in (event for each in evidence.view.jobs for _, event in each.saves):
-        if event.kind in (EventKind.WRITER_ENDED, EventKind.INCIDENT):  # a node was lost
+    kinds = (EventKind.SAVE_COMMITTED, EventKind.RESTORED, EventKind.WRITER_ENDED, EventKind.INCIDENT)
+    for event in (event for each in evidence.view.jobs for _, event in each.of(*kinds)):
+        if event.kind == EventKind.WRITER_ENDED or incident_of(event).get("kind") == IncidentKind.NODE_LOST:
             newest.pop("memory", None)
-        elif event.kind in (EventKind.SAVE_COMMITTED, EventKind.RESTORED) and event.iteration is not None:
+        elif event.kind != EventKind.INCIDENT and event.iteration is not None:
             tiers = [str(tier) for tier in event.data.get("tiers") or ()]
             if event.kind == EventKind.RESTORED:  # ranks may load from different tiers, but for this one
                 tiers = ["global"] if event.data.get("tier") == "global" else []
