@@ -20,7 +20,7 @@ Rejected: a fold for each reader. There were ten, and they disagreed on what a j
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ from outlast.policy.recovery_point import Tier
 At = tuple[float, Event]
 """An event with its time in seconds since the view's zero."""
 RATE_WINDOW_S = 60.0
+REPORTED_S = 10.0
+"""Ranks that train report more often. After so long without a report it is known that they do not train."""
 _MIN_GAP_NS = int(RATE_WINDOW_S * 1e9) // 64
 """Samples of a rate that are closer to each other are one."""
 MANY = frozenset({IncidentKind.SAVE_FAILED, IncidentKind.COPY_REJECTED, IncidentKind.REPLICATION_FAILED})
@@ -109,8 +111,8 @@ class ProductiveTime:
         """(iteration, seconds until it was done), both growing."""
         self._window_s = 0.0
         """The seconds at the last report on slow ranks."""
-        self._unnamed: deque[tuple[Mapping[int, float], float]] = deque(maxlen=16)
-        """Scores, and the seconds that they are about, of the newest reports if these named no rank."""
+        self._unnamed: deque[tuple[Mapping[int, float], float, float]] = deque(maxlen=16)
+        """Scores, and the stretch of seconds that they are about, of the newest reports if these named no rank."""
 
     def begin(self, at_s: float, iteration: int) -> None:
         """Take in that training begins, or begins again, after an iteration: what was done beyond it is lost."""
@@ -146,35 +148,36 @@ class ProductiveTime:
         if len(self._points) > _MAX_POINTS:
             del self._points[1:-1:2]
 
-    def take_slow_ranks(self, scores: Mapping[int, float], named: Iterable[int]) -> None:
+    def take_slow_ranks(self, scores: Mapping[int, float], named: Sequence[int]) -> None:
         """Take off what slow ranks added to the steps since the last report on them."""
-        named = tuple(named)
-        spent_s = max(0.0, self.total_s - self._window_s)
-        slow_s = slow_share(scores, named) * spent_s
-        if slow_s:
-            for earlier, earlier_s in reversed(self._unnamed):
+        window = self._window_s, self.total_s
+        if not (share := slow_share(scores, named)):
+            self._unnamed.append((scores, *window))
+        else:
+            self._take_off(share, *window)
+            for earlier, from_s, to_s in reversed(self._unnamed):
                 if not (share := share_before(earlier, named)):
                     break
-                slow_s += share * earlier_s
+                self._take_off(share, from_s, to_s)
                 named = ()
-        if named or slow_s:
             self._unnamed.clear()
-        else:
-            self._unnamed.append((scores, spent_s))
-        self.take_off(slow_s)
         self._window_s = self.total_s
 
-    @property
-    def mean_step_s(self) -> float:
-        """Mean seconds of a step; 0 = not known."""
-        (first, begin_s), (last, end_s) = (self._points[0], self._points[-1]) if self._points else ((0, 0.0), (0, 0.0))
-        return (end_s - begin_s) / (last - first) if last > first else 0.0
+    def _take_off(self, share: float, from_s: float, to_s: float) -> None:
+        """Take off a share of a stretch."""
 
-    def take_off(self, seconds: float) -> None:
-        """Take off time that turned out to be lost."""
-        self.total_s = max(0.0, self.total_s - seconds)
-        if self._points:
-            self._points[-1] = (self._points[-1][0], self.total_s)
+        def less(seconds: float) -> float:
+            return seconds - share * max(0.0, min(seconds, to_s) - from_s)
+
+        self._points = [(iteration, less(seconds)) for iteration, seconds in self._points]
+        self.total_s = less(self.total_s)
+
+    def redo_step(self) -> None:
+        """Take in that a step is run again in place: its first run does not count."""
+        (first, begin_s), (last, end_s) = (self._points[0], self._points[-1]) if self._points else ((0, 0.0), (0, 0.0))
+        if last > first:
+            self.total_s -= (end_s - begin_s) / (last - first)
+            self._points[-1] = (last, self.total_s)
 
     def resume(self, total_s: float) -> None:
         """Continue from what an earlier process counted."""
@@ -489,8 +492,10 @@ class JobView(_Events):
         )
 
     def goodput(self, now_s: float) -> float | None:
-        """Return its goodput at a moment; ``None`` = no rank has begun a step."""
-        return goodput(self.productive.total_s, now_s - self.began_s) if self.productive.has_begun else None
+        """Return its goodput up to the newest report, or to :data:`REPORTED_S` before now if there is none since then;
+        ``None`` = no rank has begun a step."""
+        elapsed_s = max(self.end_s, now_s - REPORTED_S) - self.began_s
+        return goodput(self.productive.total_s, elapsed_s) if self.productive.has_begun else None
 
     # -- events ----------------------------------------------------------------------------------------------------
 
@@ -631,7 +636,7 @@ class JobView(_Events):
             return
         self._cases[key] = IncidentView(time_s, event, incident, verdict)
         if (verdict or {}).get("rung") == Rung.RERUN_STEP:
-            self.productive.take_off(self.productive.mean_step_s)
+            self.productive.redo_step()
         if ends_cycle:
             self._unjudged.setdefault(event.cycle, {})[key] = self._cases[key]
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -88,7 +88,7 @@ class Goodput:
         """Note that training waited for a save."""
         self._wait_s += seconds
 
-    def note_slow_ranks(self, scores: Mapping[int, float], named: Iterable[int]) -> None:
+    def note_slow_ranks(self, scores: Mapping[int, float], named: Sequence[int]) -> None:
         """Note a report on slow ranks: the relative scores by rank, and the ranks that are slow."""
         self._time.take_slow_ranks(scores, named)
 
