@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -61,43 +60,32 @@ def find_slow_windows(jobs: Sequence[JobHistory]) -> list[SlowRanksWindow]:
 
 def find_saves(jobs: Sequence[JobHistory]) -> list[SaveSpan]:
     """Return the saves, by time."""
-    spans: dict[tuple[int, int | None, int], dict[str, Any]] = {}
-    for place, job in enumerate(jobs):
-        for time_s, event in job.view.of(EventKind.SAVE_SCHEDULED, EventKind.SAVE_COMMITTED):
-            if event.iteration is None:
-                continue
-            blank: dict[str, Any] = {
-                "job": job.view.name,
-                "at_s": None,
-                "stall_s": 0.0,
-                "tiers": set(),
-                "duration_s": None,
-                "bytes": {},
-            }
-            span = spans.setdefault((place, event.cycle, event.iteration), blank)
-            if event.kind == EventKind.SAVE_SCHEDULED:
-                span["at_s"] = max(time_s, span["at_s"] or time_s)
-                span["stall_s"] = max(span["stall_s"], float(event.data.get("stall_s") or 0.0))
-            else:
-                span["tiers"].update(event.data.get("tiers") or ())
-                span["duration_s"] = max(span["duration_s"] or 0.0, float(event.data.get("duration_s") or 0.0))
-                size = int(event.data.get("num_bytes") or 0)
-                span["bytes"][event.rank] = max(size, span["bytes"].get(event.rank, 0))
-                span["committed_s"] = time_s
-    order = [str(tier) for tier in sorted(Tier)]
-    found = [
-        SaveSpan(
-            job=span["job"],
-            cycle=cycle,
-            iteration=iteration,
-            at_s=span["at_s"] if span["at_s"] is not None else span["committed_s"],
-            stall_s=span["stall_s"],
-            tiers=tuple(sorted(span["tiers"], key=lambda tier: order.index(tier) if tier in order else len(order))),
-            duration_s=span["duration_s"],
-            num_bytes=sum(span["bytes"].values()),
-        )
-        for (_, cycle, iteration), span in spans.items()
-    ]
+    order = {str(tier): place for place, tier in enumerate(sorted(Tier))}
+    found = []
+    for job in jobs:
+        groups: dict[tuple[int | None, int], list[tuple[float, Event]]] = defaultdict(list)
+        for pair in job.view.of(EventKind.SAVE_SCHEDULED, EventKind.SAVE_COMMITTED):
+            if pair[1].iteration is not None:
+                groups[pair[1].cycle, pair[1].iteration].append(pair)
+        for (cycle, iteration), group in groups.items():
+            begun = [pair for pair in group if pair[1].kind == EventKind.SAVE_SCHEDULED]
+            committed = [event for _, event in group if event.kind == EventKind.SAVE_COMMITTED]
+            tiers = {str(tier) for event in committed for tier in event.data.get("tiers") or ()}
+            sizes: dict[int | None, int] = {}
+            for event in committed:
+                sizes[event.rank] = max(int(event.data.get("num_bytes") or 0), sizes.get(event.rank, 0))
+            found.append(
+                SaveSpan(
+                    job=job.view.name,
+                    cycle=cycle,
+                    iteration=iteration,
+                    at_s=max(time_s for time_s, _ in begun or group),
+                    stall_s=max((float(event.data.get("stall_s") or 0.0) for _, event in begun), default=0.0),
+                    tiers=tuple(sorted(tiers, key=lambda tier: order.get(tier, len(order)))),
+                    duration_s=max((float(event.data.get("duration_s") or 0.0) for event in committed), default=None),
+                    num_bytes=sum(sizes.values()),
+                )
+            )
     return sorted(found, key=lambda save: save.at_s)
 
 

@@ -33,8 +33,9 @@ from outlast.status.report import (
     StatusReport,
     Trouble,
     WaitingReport,
+    describe_waiting,
 )
-from outlast.wording import count, duration
+from outlast.wording import duration
 
 MAX_TROUBLES = 50
 RECENT_S = 30.0
@@ -438,11 +439,7 @@ def _summary(report: StatusReport, unreachable: str | None) -> str:
                 f"here{asked}; ask there"
             )
         case RunState.WAITING if report.waiting is not None:
-            waiting = report.waiting
-            have = ", ".join(waiting.have[:8]) + (", ..." if len(waiting.have) > 8 else "")
-            ends = "" if waiting.gives_up_in_s is None else f"; gives up in {waiting.gives_up_in_s:.0f} s"
-            needed = count(waiting.num_needed, "node")
-            return f"waiting for {waiting.num_missing} of {needed} (have: {have or 'none'}){ends}"
+            return f"waiting for {describe_waiting(report.waiting)}"
         case RunState.RUNNING:
             where = "" if report.cycle is None else f"cycle {report.cycle}"
             told = "" if report.iteration is None else f"iteration {report.iteration}"
