@@ -475,20 +475,6 @@ def test_the_end_is_awaited_until_a_scraper_has_it(endpoint: MetricsEndpoint, ca
         waits.join(0.05)
 
 
-def test_a_line_that_is_half_written_is_taken_once_it_is_whole(tmp_path: Path) -> None:
-    """What is read on begins where whole lines ended."""
-    journal = Journal(tmp_path, run_id="r", job="j", node="a", proc="agent")
-    journal.write(EventKind.CYCLE_STARTED, cycle=0)
-    journal.close()
-    assert journal.path is not None
-    whole = journal.path.read_bytes()
-    history = NodeHistory(tmp_path, "a")
-    for data, number in ((whole + whole[:20], 1), (whole + whole, 2)):
-        journal.path.write_bytes(data)
-        history.read_on("j", [])
-        assert {name: value for name, _, value in history.show()}["cycles_started_total"] == number
-
-
 @pytest.mark.process
 def test_a_hung_disk_holds_up_no_scrape(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
     """While the journal cannot be read, all else is shown, and the endpoint closes."""

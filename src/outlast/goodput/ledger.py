@@ -50,8 +50,9 @@ from outlast.goodput.spans import (
 )
 from outlast.incidents import Event, EventKind, Rung
 from outlast.journal import MAX_JOURNAL_BYTES, decode_events, list_files
+from outlast.policy.goodput import goodput
 from outlast.policy.recovery_point import Tier
-from outlast.policy.run_view import CycleView, JobView, RunView, goodput
+from outlast.policy.run_view import CycleView, JobView, RunView
 from outlast.wording import count, duration
 
 PREEMPTED = "preempted"

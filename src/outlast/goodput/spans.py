@@ -20,8 +20,9 @@ from outlast.goodput.account import (
 )
 from outlast.goodput.history import JobHistory, decode
 from outlast.incidents import CYCLE_ENDING, Event, EventKind, Incident
+from outlast.policy.goodput import read_scores, share_before, slow_share
 from outlast.policy.recovery_point import Tier
-from outlast.policy.run_view import CycleView, JobView, read_scores, share_before, slow_share
+from outlast.policy.run_view import CycleView, JobView
 from outlast.wording import count
 
 

@@ -28,8 +28,9 @@ from outlast.incidents import EventKind, Incident, IncidentKind, Rung
 from outlast.journal import JournalTail, name_file
 from outlast.monitor.stacks import process_state
 from outlast.policy.durability import SurvivalLevel
+from outlast.policy.goodput import RATE_WINDOW_S, IterationRate
 from outlast.policy.recovery_point import Tier
-from outlast.policy.run_view import RATE_WINDOW_S, IterationRate, RunView
+from outlast.policy.run_view import RunView
 from outlast.runtime.injection import reach
 from outlast.version import __version__
 

@@ -13,7 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from outlast import clock
 from outlast.journal import JournalTail, list_files, read_ends
-from outlast.policy.run_view import ProductiveTime, RunView, goodput
+from outlast.policy.goodput import ProductiveTime, goodput
+from outlast.policy.run_view import RunView
 from outlast.runtime.journal import Journal
 
 LogMetrics = Callable[[dict[str, float], int], object]
@@ -52,7 +53,7 @@ class MetricsSink(Protocol):
 
 
 class Goodput:
-    """Measure the goodput of the run (see :mod:`outlast.policy.run_view`) by the steps of this rank.
+    """Measure the goodput of the run (see :mod:`outlast.policy.goodput`) by the steps of this rank.
 
     It is saved with each checkpoint. So the time of steps that were lost, and are done again, counts once, over all
     restarts and jobs of the run.

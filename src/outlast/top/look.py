@@ -25,7 +25,8 @@ from outlast import clock
 from outlast.errors import ConfigError, OutlastError, RendezvousError
 from outlast.goodput import Ledger
 from outlast.launch.protocol import LiveStatus
-from outlast.policy.run_view import IterationRate, JobView
+from outlast.policy.goodput import IterationRate
+from outlast.policy.run_view import JobView
 from outlast.runtime.addresses import Endpoint, parse_endpoint
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.processes import is_alive
