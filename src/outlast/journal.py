@@ -186,7 +186,7 @@ def list_files(run_dir: str | os.PathLike[str]) -> list[JournalFile]:
                 except OSError:  # removed meanwhile
                     continue
                 found.append(JournalFile(Path(entry.path), status.st_size, status.st_mtime_ns))
-    return sorted(found, key=lambda file: file.path)
+    return sorted(found, key=lambda file: file.path.name)
 
 
 def read_ends(path: Path, *, head_bytes: int, end_bytes: int) -> tuple[list[Event], int]:

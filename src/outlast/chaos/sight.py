@@ -1,4 +1,4 @@
-"""What an injector knows of a run: its journal as it grows, its agents' processes, and its ranks' heartbeat memory.
+"""A run as an injector sees it: its journal as it grows, its agents' processes, and its ranks' heartbeat memory.
 
 Nothing is ever written.
 """

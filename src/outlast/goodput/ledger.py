@@ -121,7 +121,12 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{run_dir} {what}; name a run directory (--run-dir of outlast run)")
         files: list[list[Event]] = []
         notes: list[str] = []
-        for file in list_files(run_dir):
+        try:
+            listed = list_files(run_dir)
+        except OSError as error:
+            listed = []
+            notes.append(f"{folder} cannot be read: {error.strerror}")
+        for file in listed:
             name = file.path.name
             try:
                 events, num_bad = decode_events(read_file(file.path, max_bytes=MAX_JOURNAL_BYTES))

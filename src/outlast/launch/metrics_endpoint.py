@@ -86,7 +86,7 @@ class MetricsEndpoint:
         look = threading.Thread(target=self._look_on, name="outlast-metrics-journal", daemon=True)
         for thread in (serve, look):
             thread.start()
-        log.info("figures of this node for Prometheus are at %s", self.url)
+        log.info("metrics of this node for Prometheus are at %s", self.url)
 
     def show(self, outlook: Callable[[], AgentOutlook]) -> None:
         """Show an agent from now on.
@@ -123,22 +123,22 @@ class MetricsEndpoint:
                 if outlook.exit_code is not None:
                     self._has_final.set()
             except Exception:
-                log.exception("the figures of this node's journal cannot be read; those of its board are still shown")
+                log.exception("the metrics of the journal cannot be updated; those of the heartbeat memory are still shown")
                 return
 
 
 class _Collector:
-    """Make families of figures, as the client of Prometheus wants them."""
+    """Make metric families as the Prometheus client expects them."""
 
-    def __init__(self, own: dict[str, str], figures: Callable[[], Samples]) -> None:
-        self._own, self._figures = own, figures
+    def __init__(self, own: dict[str, str], samples: Callable[[], Samples]) -> None:
+        self._own, self._samples = own, samples
 
     def collect(self) -> Iterator[Any]:
         """Yield the families of a scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
-        for name, labels, value in self._figures():
+        for name, labels, value in self._samples():
             metric = METRICS[name]
             if name not in families:
                 kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily

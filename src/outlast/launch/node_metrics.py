@@ -1,4 +1,4 @@
-"""What an agent knows of its node, as metrics: from the board, from the agent itself, and from the node's journal.
+"""The metrics of a node: from the board, from the agent itself, and from the node's journal.
 
 A scrape shows three things: the board of the newest cycle, which is made to be read while others write; what the agent
 shows of itself (:class:`AgentOutlook`, single attributes that the agent replaces as a whole); and what this node's
@@ -64,19 +64,19 @@ class AgentMetric:
 
 
 METRICS = {
-    name: AgentMetric(name, text, tuple(labels))
-    for name, text, *labels in (
-        ("agent_info", "1; versions, and the job.", "job", "version", "python"),
+    name: AgentMetric(name, text, tuple(labels.split()))
+    for name, text, labels in (
+        ("agent_info", "1; versions, and the job.", "job version python"),
         ("agent_state", "1 for the state that the agent is in.", "state"),
-        ("agent_is_coordinator", "Whether this node's agent hosts the coordinator."),
-        ("cycle", "The newest cycle that this node took part in; -1 before the first one."),
-        ("cycles_started_total", "Cycles that this node has started in this job."),
-        ("world_size", "Ranks of that cycle; 0 while none runs here."),
-        ("num_nodes", "Nodes of that cycle; 0 while none runs here."),
-        ("spares", "Nodes that waited for a slot, as this node was told last."),
-        ("node_iteration", "Optimizer steps done: the most of this node's ranks."),
-        ("iterations_per_second", f"Mean of the last {RATE_WINDOW_S:g} s without a step back; 0 if none."),
-        ("durable_iteration", "Highest iteration that a rank of this node knows to survive the end of the job."),
+        ("agent_is_coordinator", "Whether this node's agent hosts the coordinator.", ""),
+        ("cycle", "The newest cycle that this node took part in; -1 before the first one.", ""),
+        ("cycles_started_total", "Cycles that this node has started in this job.", ""),
+        ("world_size", "Ranks of that cycle; 0 while none runs here.", ""),
+        ("num_nodes", "Nodes of that cycle; 0 while none runs here.", ""),
+        ("spares", "Nodes that waited for a slot, as this node was told last.", ""),
+        ("node_iteration", "Optimizer steps done: the most of this node's ranks.", ""),
+        ("iterations_per_second", f"Mean of the last {RATE_WINDOW_S:g} s without a step back; 0 if none.", ""),
+        ("durable_iteration", "Highest iteration that a rank of this node knows to survive the end of the job.", ""),
         (
             "checkpoint_lag_iterations",
             "Iterations that the failure of a worker, the loss of a node, or the end of the job would lose now.",
@@ -85,10 +85,12 @@ METRICS = {
         (
             "durable_checkpoint_age_seconds",
             "Seconds since the newest checkpoint that survives the end of the job was committed, or loaded.",
+            "",
         ),
         (
             "durable_checkpoint_due_seconds",
             "Seconds for which a commit that survives the end of the job has been due; 0 if none is.",
+            "",
         ),
         (
             "rank_exit_code",
@@ -99,10 +101,9 @@ METRICS = {
         (
             "rank_state",
             "1 for the state that a rank is in: starting, running, restarting, spare, stopped, finished, ended.",
-            "rank",
-            "state",
+            "rank state",
         ),
-        ("rank_section_info", "1 for the path of the sections that a rank is in.", "rank", "section"),
+        ("rank_section_info", "1 for the path of the sections that a rank is in.", "rank section"),
         ("rank_section_seconds", "Seconds that a rank has been in its innermost section.", "rank"),
         ("rank_heartbeat_age_seconds", "Seconds since the last heartbeat of a rank.", "rank"),
         ("restarts_total", "Restarts of the run, in all of its jobs, by remedy; the same on all nodes.", "rung"),
@@ -111,8 +112,8 @@ METRICS = {
             "What may still be tried before the job ends: restarts, restarts_total, no_progress_cycles.",
             "budget",
         ),
-        ("missing_nodes", "Nodes for which the job waits; 0 while a cycle runs here."),
-        ("excluded_nodes", "Nodes that get no slot any more, or not in this cycle."),
+        ("missing_nodes", "Nodes for which the job waits; 0 while a cycle runs here.", ""),
+        ("excluded_nodes", "Nodes that get no slot any more, or not in this cycle.", ""),
         ("excluded_node_info", "1 for each of them.", "excluded_node"),
         (
             "timeout_seconds",
@@ -122,35 +123,29 @@ METRICS = {
         (
             "last_incident_info",
             "1 for the newest incident that the coordinator decided about; on its node.",
-            "kind",
-            "culprit_node",
-            "culprit_rank",
-            "exit_code",
-            "cause",
-            "rung",
+            "kind culprit_node culprit_rank exit_code cause rung",
         ),
-        ("last_incident_timestamp_seconds", "When it decided, in seconds since the epoch."),
+        ("last_incident_timestamp_seconds", "When it decided, in seconds since the epoch.", ""),
         ("job_exit_code", "Exit code of the job, once it has ended on this node; see --metrics-linger.", "reason"),
-        ("steps_rerun_total", "Steps that ranks of this node ran again in place."),
+        ("steps_rerun_total", "Steps that ranks of this node ran again in place.", ""),
         ("incidents_total", "Incidents that this node's processes reported.", "kind"),
         ("committed_iteration", "Newest generation that a rank of this node committed, by tier.", "tier"),
         ("committed_timestamp_seconds", "When that was, in seconds since the epoch.", "tier"),
-        ("saves_total", "Saves that ranks of this node began."),
+        ("saves_total", "Saves that ranks of this node began.", ""),
         (
             "save_failures_total",
             "Saves that failed in a tier: memory, local or global; each rank of this node counts.",
             "tier",
         ),
-        ("save_stall_seconds", "How long the newest save kept this node's slowest rank waiting."),
-        ("save_stall_seconds_total", "The same, added up over the saves of all ranks of this node."),
+        ("save_stall_seconds", "How long the newest save kept this node's slowest rank waiting.", ""),
+        ("save_stall_seconds_total", "The same, added up over the saves of all ranks of this node.", ""),
         (
             "straggler_score",
             "Scores of all ranks: basis relative or individual, stat min, median or max; on rank 0's node alone.",
-            "basis",
-            "stat",
+            "basis stat",
         ),
-        ("job_goodput", "Goodput of this job, as the ranks of this node show it."),
-        ("journal_age_seconds", "Seconds since this node's journal was read on."),
+        ("job_goodput", "Goodput of this job, as the ranks of this node show it.", ""),
+        ("journal_age_seconds", "Seconds since this node's journal was read on.", ""),
     )
 }
 """All that the endpoint shows, by name."""

@@ -33,7 +33,7 @@ class IterationRate:
         self._samples: deque[tuple[int, int]] = deque()
 
     def note(self, at_ns: int, iteration: int) -> None:
-        """Take in that an iteration was done at a monotonic time; a lower one than before begins anew."""
+        """Take in that an iteration was done at a monotonic time; a lower one than before drops the earlier samples."""
         samples = self._samples
         if samples and iteration < samples[-1][1]:
             samples.clear()
@@ -44,7 +44,7 @@ class IterationRate:
             samples.popleft()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Drop all samples."""
         self._samples.clear()
 
     @property
@@ -163,7 +163,7 @@ def slow_share(scores: Mapping[int, float], named: Iterable[int]) -> float:
 
 def share_before(earlier: Mapping[int, float], named: Iterable[int]) -> float:
     """Return the same of the report before one with slow ranks, if they were slow already and not named yet; where
-    that one names nobody either, the slowest rank is meant."""
+    that one names no rank either, the slowest rank is meant."""
     named = tuple(named) or tuple(sorted(earlier, key=lambda rank: earlier[rank])[:1])
     return slow_share(earlier, [rank for rank in named if earlier.get(rank, 1.0) < _SLOW_SCORE])
 

@@ -1,9 +1,9 @@
 """One view of a run: the only place where the journal's events are put together.
 
-:class:`RunView` takes events one by one, in the order of their time as far as the reader knows it, and holds what they
+:class:`RunView` takes events one by one, in the order of their time as far as the reader can tell, and holds what they
 show so far: jobs, cycles, ranks, incidents with the decisions on them, what was saved, and how training goes. So it
 serves the reader of a finished run and one that follows a run which goes on. Pure: no event is read or written here.
-Nobody but the view changes what it holds.
+Readers change nothing in it.
 
 Rejected: a fold for each reader. There were ten, and they disagreed on what a job, a restart and an incident is.
 """
@@ -265,7 +265,7 @@ class JobView(_Events):
         return codes[-1] if codes else None
 
     def _session_codes(self) -> list[int]:
-        """Return the exit code on which all sessions of the last cycle ended; without an agent nobody else tells."""
+        """Return the exit code on which all sessions of the last cycle ended; no agent reports one."""
         if self.agents:
             return []
         last = self.cycles[max(self.cycles)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from outlast.launch.protocol import AskStatus, LiveStatus
 from outlast.policy.ladder import LadderState
 from outlast.policy.lease import LeaseOwner, Process
 from outlast.policy.run_view import JobView, RunView
-from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
+from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoint, parse_endpoints
 from outlast.runtime.injection import reach
 from outlast.runtime.lease import FOLDER, FolderRecords, decode_owner
 from outlast.runtime.processes import is_alive, machine_id
@@ -43,6 +44,12 @@ NUM_EARLIER = 8
 """Files of rank 0 in earlier jobs, for what these saved."""
 NUM_READERS = 16
 ASK_TIMEOUT_S = 2.0
+_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
+
+
+def endpoint_of(target: str) -> Endpoint | None:
+    """Return the coordinator's address if a target is one; ``None``: it names a run directory."""
+    return parse_endpoint(target) if _ENDPOINT.fullmatch(target) and not os.path.lexists(target) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,11 +27,10 @@ from outlast.goodput import Ledger
 from outlast.launch.protocol import LiveStatus
 from outlast.policy.goodput import IterationRate
 from outlast.policy.run_view import JobView
-from outlast.runtime.addresses import Endpoint, parse_endpoint
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.processes import is_alive
 from outlast.runtime.run_key import find_known_keys
-from outlast.status.evidence import Evidence, ask_coordinator, ask_job, gather, may_have_coordinator
+from outlast.status.evidence import Evidence, ask_coordinator, ask_job, endpoint_of, gather, may_have_coordinator
 from outlast.status.facts import judge
 from outlast.status.report import NodeReport, NodeState, RunState, StatusReport
 
@@ -50,7 +49,6 @@ FRESH_S = 5.0
 """An answer of the coordinator that is older counts no more beside the journal."""
 GOODPUT_S = 30.0
 """How often the goodput is counted anew, at most."""
-_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
 _MEMORY_FILE = re.compile(r"/memfd:outlast-board|/dev/shm/outlast-board\.")
 
 
@@ -150,11 +148,9 @@ class Looker:
     """
 
     def __init__(self, target: str, *, interval_s: float, key_file: str | None = None) -> None:
-        path = Path(target)
-        is_endpoint = _ENDPOINT.fullmatch(target) is not None and not os.path.lexists(path)
-        self._endpoint: Endpoint | None = parse_endpoint(target) if is_endpoint else None
+        self._endpoint = endpoint_of(target)
         self._target, self._interval_s, self._key_file = target, interval_s, key_file
-        self._run_dir = None if is_endpoint else path
+        self._run_dir = Path(target) if self._endpoint is None else None
         self._disk, self._coordinator = _AskedPlace("the run directory"), _AskedPlace("the coordinator")
         self._evidence: Evidence | None = None
         self._live: LiveStatus | None = None
