@@ -123,7 +123,7 @@ class MetricsEndpoint:
                 if outlook.exit_code is not None:
                     self._has_final.set()
             except Exception:
-                log.exception("the metrics of the journal cannot be updated; those of the heartbeat memory are still shown")
+                log.exception("metrics of the journal cannot be updated; those of the heartbeat memory are still shown")
                 return
 
 
