@@ -35,7 +35,7 @@ from outlast.config.base import describe_fields
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, IncidentKind, Rung
 from outlast.integrations.kubernetes import KubernetesJob, as_yaml
-from outlast.launch.metrics_endpoint import METRICS
+from outlast.launch.node_metrics import METRICS
 from outlast.launch.run_parser import describe_options
 from outlast.simulate.benchmark_results import Bar, BenchResult
 from outlast.status import report

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from outlast.chaos import Fault, FaultPlan
 from outlast.chaos.plan import planned_faults
 from outlast.chaos.reckoning import by_kind, reckon
-from outlast.chaos.sight import JournalTail, Sight
+from outlast.chaos.sight import Sight
 from outlast.incidents import Event, EventKind, IncidentKind
-from outlast.runtime.journal import Journal
 
 PLAN = FaultPlan(
     faults=[
@@ -81,27 +79,6 @@ def test_kinds_are_summed() -> None:
     assert list(rows) == ["kill", "slow", "kill_agent", "corrupt_copy"]
     assert (rows["kill_agent"].noticed_as, rows["kill_agent"].detected_median_s) == ({"node_lost": 1}, 0.5)
     assert (rows["slow"].planned, rows["slow"].fired, rows["slow"].recovered_median_s) == (1, 0, None)
-
-
-def test_a_journal_is_read_as_it_grows(tmp_path: Path) -> None:
-    """Each event comes once, a line that is not whole yet comes later, and files that are added are read."""
-    tail = JournalTail(tmp_path)
-    assert tail.read_new() == []
-    journal = Journal(tmp_path, run_id="run", job="job", node="node-0", proc="agent")
-    journal.write(EventKind.CYCLE_STARTED, cycle=0, ranks=[0], world_size=1)
-    assert [one.kind for one in tail.read_new()] == ["cycle_started"]
-    assert tail.read_new() == []
-    journal.write(EventKind.CYCLE_ENDED, cycle=0)
-    journal.close()
-    assert journal.path is not None
-    whole = journal.path.read_bytes()
-    journal.path.write_bytes(whole[:-5])
-    assert tail.read_new() == []
-    journal.path.write_bytes(whole)
-    other = Journal(tmp_path, run_id="run", job="job", node="node-1", proc="agent")
-    other.write(EventKind.JOB_ENDED, exit_code=0)
-    other.close()
-    assert {one.kind for one in tail.read_new()} == {"cycle_ended", "job_ended"}
 
 
 def test_a_run_trains_once_all_its_ranks_do_and_until_it_is_decided_about() -> None:

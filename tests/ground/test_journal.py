@@ -16,7 +16,7 @@ import pytest
 
 from outlast import clock
 from outlast.incidents import EventKind
-from outlast.journal import read
+from outlast.journal import JournalTail, read
 from outlast.runtime.journal import Journal
 
 
@@ -300,3 +300,24 @@ def test_forked_child_writes_events_of_its_own(tmp_path: Path) -> None:
     journal.write(EventKind.PROGRESS, iteration=3)
     journal.close()
     assert [event.iteration for event in read(tmp_path)] == [1, 2, 3]
+
+
+def test_a_journal_is_read_as_it_grows(tmp_path: Path) -> None:
+    """Each event comes once, a line that is not whole yet comes later, and files that are added are read."""
+    tail = JournalTail(tmp_path)
+    assert tail.read_new() == []
+    journal = open_journal(tmp_path)
+    journal.write(EventKind.CYCLE_STARTED, cycle=0, ranks=[0], world_size=1)
+    assert [one.kind for one in tail.read_new()] == ["cycle_started"]
+    assert tail.read_new() == []
+    journal.write(EventKind.CYCLE_ENDED, cycle=0)
+    journal.close()
+    assert journal.path is not None
+    whole = journal.path.read_bytes()
+    journal.path.write_bytes(whole[:-5])
+    assert tail.read_new() == []
+    journal.path.write_bytes(whole)
+    other = open_journal(tmp_path, node="b")
+    other.write(EventKind.JOB_ENDED, exit_code=0)
+    other.close()
+    assert {one.kind for one in tail.read_new()} == {"cycle_ended", "job_ended"}

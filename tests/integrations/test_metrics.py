@@ -648,7 +648,7 @@ def test_goodput_continues_where_the_generation_was_saved(tmp_path: Path, monkey
     """What steps took is saved with the state: a second session counts on from the steps that it resumes from, not from
     those that were lost, and from the run's first start."""
     from outlast.runtime.journal import Journal
-    from outlast.session.step import Goodput
+    from outlast.session.metrics import Goodput
 
     now = {"wall": 1_000_000_000_000, "mono": 0}
     monkeypatch.setattr("outlast.clock.wall_ns", lambda: now["wall"])
@@ -664,17 +664,21 @@ def test_goodput_continues_where_the_generation_was_saved(tmp_path: Path, monkey
 
     first = start()
     assert first.share == 0
-    wait(10)
-    first.note_step(6)
+    wait(4)
+    first.begin(0)
+    wait(6)
+    first.note_step(1)
     assert first.share == pytest.approx(0.6)
     saved = first.state_dict()
-    first.note_step(4)  # lost
     wait(10)
+    first.note_step(2)  # lost
     second = start()
     second.load_state_dict(saved)
     assert second.share == pytest.approx(6 / 20)
+    second.begin(1)
     wait(20)
-    second.note_step(14)
+    second.note_wait(6)  # for a save
+    second.note_step(2)
     assert second.share == pytest.approx(20 / 40)
     now["wall"] -= int(1e12)  # a clock that was set back
     third = start()

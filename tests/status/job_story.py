@@ -9,6 +9,7 @@ import msgspec
 
 from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
 from outlast.policy.ladder import LadderState
+from outlast.policy.run_view import RunView
 from outlast.status.evidence import Evidence, JobProcess, processes_in
 from outlast.status.facts import judge
 from outlast.status.report import StatusReport
@@ -150,11 +151,12 @@ class Story:
 
     def evidence(self, *, alive: bool | None = True, **given: Any) -> Evidence:
         """Return the events as evidence; ``alive``: whether the processes run, or whether those of a node do."""
-        living: dict[JobProcess, bool | None] = dict.fromkeys(processes_in(self.events), alive)
+        view = RunView.of([*given.pop("earlier", ()), *self.events])
+        living: dict[JobProcess, bool | None] = dict.fromkeys(processes_in(view.job(self.job)), alive)
         living |= {one: given["nodes"][one.node] for one in living if one.node in given.get("nodes", {})}
         given.pop("nodes", None)
         given.setdefault("ladder", LadderState())
-        return Evidence(run_dir="/runs/r", job=self.job, events=self.events, living=living, **given)
+        return Evidence(run_dir="/runs/r", job=self.job, view=view, living=living, **given)
 
     def judge(self, *, after_s: float = 0.0, alive: bool | None = True, **given: Any) -> StatusReport:
         """Return the report, so many seconds after the newest event."""

@@ -33,9 +33,10 @@ from outlast.chaos.plan import (
     marker_of,
     planned_faults,
 )
-from outlast.chaos.sight import JournalTail, Sight
+from outlast.chaos.sight import Sight
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
+from outlast.journal import JournalTail
 from outlast.runtime.injection import DiskTrouble, Injection
 from outlast.runtime.journal import Journal
 

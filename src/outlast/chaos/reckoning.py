@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from outlast.chaos.plan import FaultKind, FaultPlan, planned_faults
 from outlast.incidents import Event, EventKind, IncidentKind, Rung
+from outlast.policy.run_view import RunView, WorkersStart
 
 _HANGING = frozenset({FaultKind.STOP, FaultKind.SLEEP, FaultKind.HOLD_GIL})
 _OF_COORDINATORS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.STOP_COORDINATOR})
@@ -64,26 +64,6 @@ class KindOutcome(msgspec.Struct, frozen=True, kw_only=True):
     lost_iterations: int = 0
 
 
-@dataclass(slots=True)
-class _StruckCycle:
-    """One start of workers."""
-
-    key: tuple[str, int]
-    master: str
-    """Where its ranks met; tells it from another one of the same number, which a coordinator gave that did not know."""
-    began_ns: int
-    world_size: int = 0
-    first_ns: dict[int, int] = field(default_factory=dict)
-    """Rank to when it had done its first iteration."""
-    restored: int = 0
-    reached: int = 0
-
-    @property
-    def trained_ns(self) -> int | None:
-        """When all ranks had done an iteration."""
-        return max(self.first_ns.values()) if 0 < self.world_size == len(self.first_ns) else None
-
-
 def reckon(plan: FaultPlan, events: Sequence[Event]) -> list[FaultOutcome]:
     """Return one row for each fault of a plan, in its order; of one that struck several times, the first time.
 
@@ -91,14 +71,14 @@ def reckon(plan: FaultPlan, events: Sequence[Event]) -> list[FaultOutcome]:
         plan: The plan.
         events: All of the run, in the order in which the journal yields them.
     """
-    cycles = _cycles(events)
+    starts = RunView.of(events).starts
     strikes: dict[str, Event] = {}
     for event in events:
         if event.kind == EventKind.FAULT_SIMULATED:
             strikes.setdefault(str(event.data.get("fault_id")), event)
     return [
         _reckon_one(
-            one.index, FaultKind(one.fault.kind), one.fault.describe(), strikes.get(one.fault_id), events, cycles
+            one.index, FaultKind(one.fault.kind), one.fault.describe(), strikes.get(one.fault_id), events, starts
         )
         for one in planned_faults(plan)
     ]
@@ -137,7 +117,7 @@ def _reckon_one(
     planned: str,
     strike: Event | None,
     events: Sequence[Event],
-    cycles: Sequence[_StruckCycle],
+    starts: Sequence[WorkersStart],
 ) -> FaultOutcome:
     if strike is None:
         return FaultOutcome(index=index, kind=kind, planned=planned, fired=False)
@@ -148,7 +128,7 @@ def _reckon_one(
     lost = None
     if kind.is_numeric or not kind.is_gentle:
         recovered_ns = _rerun_ns(kind, strike, events)
-        if recovered_ns is None and (found := _next_cycle(strike, cycles)) is not None:
+        if recovered_ns is None and (found := _next_start(strike, starts)) is not None:
             ended, after = found
             is_over = noticed is not None or _ended_soon(strike, events)
             recovered_ns = after.trained_ns if is_over else None
@@ -247,35 +227,12 @@ def _ended_soon(strike: Event, events: Sequence[Event]) -> bool:
     )
 
 
-def _next_cycle(strike: Event, cycles: Sequence[_StruckCycle]) -> tuple[_StruckCycle, _StruckCycle] | None:
-    """Return the struck cycle, and the first one after it in which all ranks trained."""
+def _next_start(strike: Event, starts: Sequence[WorkersStart]) -> tuple[WorkersStart, WorkersStart] | None:
+    """Return the struck workers, and the first ones after them of which all ranks trained."""
     key = (strike.job, strike.cycle or 0)
-    struck = [at for at, cycle in enumerate(cycles) if cycle.key == key and cycle.began_ns <= strike.mono_ns]
+    struck = [at for at, one in enumerate(starts) if (one.job, one.cycle) == key and one.began_ns <= strike.mono_ns]
     if not struck:
         return None
     at = struck[-1]
-    after = next((cycle for cycle in cycles[at + 1 :] if (cycle.trained_ns or 0) > strike.mono_ns), None)
-    return None if after is None else (cycles[at], after)
-
-
-def _cycles(events: Iterable[Event]) -> list[_StruckCycle]:
-    """Return all cycles, in the order in which they began."""
-    newest: dict[tuple[str, int], _StruckCycle] = {}
-    found: list[_StruckCycle] = []
-    for event in events:
-        key = (event.job, event.cycle or 0)
-        if event.kind == EventKind.CYCLE_STARTED:
-            master = str(event.data.get("master", ""))
-            if key not in newest or newest[key].master != master:
-                newest[key] = _StruckCycle(key, master, event.mono_ns)
-                found.append(newest[key])
-            newest[key].world_size = event.data["world_size"]
-        if (cycle := newest.get(key)) is None or event.cycle is None:
-            continue
-        if event.kind == EventKind.PROGRESS and event.rank is not None:
-            cycle.first_ns.setdefault(event.rank, event.mono_ns)
-        if event.kind == EventKind.RESTORED:
-            cycle.restored = max(cycle.restored, event.iteration or 0)
-        if event.kind == EventKind.CYCLE_ENDED:
-            cycle.reached = max([cycle.reached, *event.data.get("iterations", {}).values()])
-    return found
+    after = next((one for one in starts[at + 1 :] if (one.trained_ns or 0) > strike.mono_ns), None)
+    return None if after is None else (starts[at], after)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import time
@@ -17,9 +16,6 @@ from outlast.errors import ConfigError, ExitReason, RendezvousError
 
 if TYPE_CHECKING:
     from outlast.status.report import StatusReport
-
-
-_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
 
 
 class _StatusCommand(Command):
@@ -82,16 +78,14 @@ def _look(target: str, key_file: str | None) -> StatusReport:
         ConfigError: It is no run directory, or cannot be read.
         RendezvousError: No coordinator answers.
     """
-    from outlast.runtime.addresses import parse_endpoint
     from outlast.runtime.run_key import find_known_keys
-    from outlast.status.evidence import Evidence, ask_coordinator, gather
+    from outlast.status.evidence import Evidence, ask_coordinator, endpoint_of, gather
     from outlast.status.facts import judge
 
-    path = Path(target)
-    if not _ENDPOINT.fullmatch(target) or path.exists():
-        return judge(gather(path, key_file=key_file), clock.wall_ns())
+    if (endpoint := endpoint_of(target)) is None:
+        return judge(gather(Path(target), key_file=key_file), clock.wall_ns())
     keys = find_known_keys(None, key_file=key_file)
-    live = ask_coordinator(parse_endpoint(target), keys[0] if keys else None)
+    live = ask_coordinator(endpoint, keys[0] if keys else None)
     evidence = Evidence(job=live.job, live=live)
     if live.run_dir is not None:
         try:

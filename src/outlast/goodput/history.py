@@ -1,14 +1,14 @@
-"""What happened in each job, from its events: cycles, lives, incidents and what was decided about them.
+"""The lives of each job, and the incidents that something was done about, from a view of the run.
 
 A *life* is a stretch in which ranks train without a restart: a cycle has one, and one more for each restart within its
-processes. Pure: events in, facts out.
+processes. Pure: :class:`outlast.policy.run_view.RunView` has put the events together.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,8 @@ import msgspec
 
 from outlast.decoding import convert
 from outlast.errors import ExitReason
-from outlast.goodput.clocks import Moment
 from outlast.incidents import CYCLE_ENDING, Event, EventKind, Incident, IncidentKind, Rung, Verdict
-
-_DONE = frozenset({EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.SESSION_ENDED})
-"""What a rank writes with the number of steps that it has done."""
+from outlast.policy.run_view import CycleView, JobView, RunView
 
 
 @dataclass(slots=True)
@@ -89,200 +86,51 @@ class Life:
 
 
 @dataclass(slots=True)
-class CycleHistory:
-    """What a cycle's events show."""
-
-    number: int
-    starts: dict[str, tuple[float, Event]] = field(default_factory=dict)
-    ends: dict[str, tuple[float, Event]] = field(default_factory=dict)
-    missing_s: list[tuple[float, int]] = field(default_factory=list)
-    """(time, slots without a node) before it began."""
-    sessions: list[tuple[float, int | None]] = field(default_factory=list)
-    """(time, rank) of each begin of a session."""
-    steps: list[tuple[float, Event]] = field(default_factory=list)
-    done: list[tuple[float, Event]] = field(default_factory=list)
-    session_ends: list[tuple[float, Event]] = field(default_factory=list)
-    restored: list[tuple[float, Event]] = field(default_factory=list)
-    back: list[tuple[float, Event]] = field(default_factory=list)
-    """Restarts in process."""
-    incidents: list[tuple[float, Event]] = field(default_factory=list)
-    decisions: list[tuple[float, Event]] = field(default_factory=list)
-    """Events that hold an incident and the verdict on it."""
-    stops: list[tuple[float, Event]] = field(default_factory=list)
-    faults: list[tuple[float, Event]] = field(default_factory=list)
-    exits: list[tuple[float, Event]] = field(default_factory=list)
-    last_s: float = 0.0
-    lives: list[Life] = field(default_factory=list)
-    troubles: list[Episode] = field(default_factory=list)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that it began with; 0 = not known."""
-        return max((int(event.data.get("world_size") or 0) for _, event in self.starts.values()), default=0)
-
-    @property
-    def started_s(self) -> float | None:
-        """When its workers ran on the last node; ``None`` = they never did."""
-        if self.starts:
-            return max(time_s for time_s, _ in self.starts.values())
-        return min((time_s for time_s, _ in self.sessions), default=None)
-
-
-@dataclass(slots=True)
 class JobHistory:
-    """What a job's events show."""
+    """What happened in a job."""
 
-    name: str
-    start_s: float
-    end_s: float
-    cycles: dict[int, CycleHistory] = field(default_factory=dict)
-    ended: list[tuple[float, Event]] = field(default_factory=list)
-    started: list[tuple[float, Event]] = field(default_factory=list)
-    notices: list[tuple[float, Event]] = field(default_factory=list)
-    scheduled_s: float | None = None
-    """When the scheduler started it."""
-    launched_s: float | None = None
-    """When the agent that joined first began; ``None`` = not known."""
-    launcher: str = ""
-    events: list[tuple[float, Event]] = field(default_factory=list)
+    view: JobView
+    """What its events show."""
     num_reporting: int = 0
-    """Ranks that report steps: the most that did in any of its cycles."""
-
-    @property
-    def exit_code(self) -> int | None:
-        """The job's exit code; ``None`` = it runs, or its end is not in the journal."""
-        codes = [int(event.data["exit_code"]) for _, event in self.ended if "exit_code" in event.data]
-        if not codes and self.cycles:
-            codes = self._session_codes()
-        if ExitReason.FINISHED in codes:
-            return int(ExitReason.FINISHED)
-        return codes[-1] if codes else None
-
-    def _session_codes(self) -> list[int]:
-        """Return the exit code on which all sessions of the last cycle ended; without an agent nobody else tells."""
-        if self.started:
-            return []
-        last = self.cycles[max(self.cycles)]
-        codes = [int(event.data.get("exit_code", 1)) for _, event in last.session_ends]
-        return [max(codes)] if codes and len(codes) >= len(last.sessions) else []
-
-    @property
-    def troubles(self) -> list[Episode]:
-        """All incidents that something was done about, by time."""
-        found = [trouble for number in sorted(self.cycles) for trouble in self.cycles[number].troubles]
-        return sorted(found, key=lambda trouble: trouble.at_s)
+    """Ranks that report steps."""
+    lives: dict[int, list[Life]] = field(default_factory=dict)
+    """Cycle to its lives."""
+    troubles: list[Episode] = field(default_factory=list)
+    """All incidents that something was done about, by time."""
 
 
-def start_up_s(event: Event) -> float:
-    """Return how long an agent had run when it wrote ``job_started``, in seconds."""
-    return float(event.data.get("start_up_s") or 0.0)
-
-
-def split_jobs(moments: Sequence[Moment], zero_ns: int) -> list[JobHistory]:
-    """Return the run's jobs by time, with what their events show; a job that was re-queued under its name is two."""
-    lives: dict[str, int] = {}
-    open_agents: dict[str, set[str]] = {}
-    jobs: dict[tuple[str, int], JobHistory] = {}
-    for moment in moments:
-        event, name = moment.event, moment.event.job
-        agents = open_agents.setdefault(name, set())
-        if event.kind == EventKind.JOB_STARTED:
-            known = jobs.get((name, lives.get(name, 0)))
-            if known is not None and known.ended and not agents:
-                lives[name] = lives.get(name, 0) + 1
-            agents.add(event.node)
-        elif event.kind == EventKind.JOB_ENDED:
-            agents.discard(event.node)
-        key = (name, lives.get(name, 0))
-        time_s = (moment.time_ns - zero_ns) / 1e9
-        if key not in jobs:
-            jobs[key] = JobHistory(name=name, start_s=time_s, end_s=time_s)
-        _take(jobs[key], time_s, event, zero_ns)
-    found = sorted(jobs.values(), key=lambda job: job.start_s)
-    for job in found:
-        if len([other for other in found if other.name == job.name]) > 1 and job.scheduled_s is not None:
-            job.scheduled_s = max(job.scheduled_s, 0.0)
-        reports = ((*cycle.steps, *cycle.done) for cycle in job.cycles.values())
-        job.num_reporting = max((len({event.rank for _, event in pairs}) for pairs in reports), default=0)
-        for number in sorted(job.cycles):
-            _settle(job, job.cycles[number])
+def settle(view: RunView) -> list[JobHistory]:
+    """Return what happened in the jobs of a run, by time."""
+    found = []
+    for job in view.jobs:
+        history = JobHistory(job, job.num_reporting)
+        for _, cycle in sorted(job.cycles.items()):
+            _settle(history, cycle)
+        history.troubles.sort(key=lambda trouble: trouble.at_s)
+        found.append(history)
     return found
-
-
-def _take(job: JobHistory, time_s: float, event: Event, zero_ns: int) -> None:
-    """Sort an event in."""
-    job.end_s = max(job.end_s, time_s)
-    job.events.append((time_s, event))
-    pair = (time_s, event)
-    match event.kind:
-        case EventKind.JOB_STARTED:
-            if not job.started:
-                job.launched_s = time_s - start_up_s(event)
-            job.started.append(pair)
-            return
-        case EventKind.JOB_ENDED:
-            job.ended.append(pair)
-            return
-        case EventKind.QUEUED:
-            job.scheduled_s = (int(event.data.get("started_wall_ns", 0)) - zero_ns) / 1e9
-            return
-        case EventKind.NOTICE:
-            job.notices.append(pair)
-    if event.cycle is None and event.rank is None:
-        return
-    cycle = job.cycles.setdefault(event.cycle or 0, CycleHistory(event.cycle or 0))
-    if event.kind not in (EventKind.NODE_JOINED, EventKind.FORMING):
-        cycle.last_s = max(cycle.last_s, time_s)
-    match event.kind:
-        case EventKind.FORMING:
-            cycle.missing_s.append((time_s, int(event.data.get("missing", 0))))
-        case EventKind.CYCLE_STARTED:
-            cycle.starts[event.node] = pair
-        case EventKind.CYCLE_ENDED:
-            cycle.ends[event.node] = pair
-        case EventKind.SESSION_STARTED:
-            cycle.sessions.append((time_s, event.rank))
-            job.launcher = str(event.data.get("launcher") or job.launcher)
-        case EventKind.STEPS_STARTED:
-            cycle.steps.append(pair)
-        case EventKind.RESTORED:
-            cycle.restored.append(pair)
-        case EventKind.RESTARTED_IN_PROCESS:
-            cycle.back.append(pair)
-        case EventKind.WORKER_EXITED:
-            cycle.exits.append(pair)
-        case EventKind.FAULT_SIMULATED:
-            cycle.faults.append(pair)
-        case EventKind.INCIDENT | EventKind.VERDICT:
-            is_decided = event.kind == EventKind.VERDICT or "verdict" in event.data
-            if is_decided and isinstance(event.data.get("incident"), dict):
-                cycle.decisions.append(pair)
-            elif event.kind == EventKind.INCIDENT:
-                cycle.incidents.append(pair)
-            else:
-                cycle.stops.append(pair)
-        case EventKind.SESSION_ENDED:
-            cycle.session_ends.append(pair)
-    if event.kind in _DONE and event.iteration is not None:
-        cycle.done.append(pair)
 
 
 # -- a cycle's troubles and lives --------------------------------------------------------------------------------------
 
 
-def _settle(job: JobHistory, cycle: CycleHistory) -> None:
+def _settle(job: JobHistory, cycle: CycleView) -> None:
     """Find a cycle's troubles and lives, now that all its events are known."""
-    cycle.troubles = sorted(_find_troubles(job, cycle), key=lambda trouble: trouble.at_s)
-    if cycle.started_s is None and not cycle.steps and not cycle.done:
+    troubles = sorted(_find_troubles(job.view, cycle), key=lambda trouble: trouble.at_s)
+    job.troubles += troubles
+    lives = job.lives[cycle.number] = list[Life]()
+    if cycle.started_s is None and not cycle.of(EventKind.STEPS_STARTED) and not cycle.done:
         return
     began_s = (
-        cycle.started_s if cycle.started_s is not None else min(time_s for time_s, _ in (*cycle.steps, *cycle.done))
+        cycle.started_s
+        if cycle.started_s is not None
+        else min(time_s for time_s, _ in (*cycle.of(EventKind.STEPS_STARTED), *cycle.done))
     )
     bounds = [began_s, *_find_returns(cycle)]
-    mended = [one for one in cycle.troubles if one.verdict is not None and one.verdict.rung == Rung.RESTART_IN_PROCESS]
-    ending = next((one for one in reversed(cycle.troubles) if _ends_cycle(one)), None)
+    mended = [one for one in troubles if one.verdict is not None and one.verdict.rung == Rung.RESTART_IN_PROCESS]
+    ending = next((one for one in reversed(troubles) if _ends_cycle(one)), None)
     for place, begin_s in enumerate(bounds):
-        life = Life(job=job.name, cycle=cycle.number, began_s=begin_s)
+        life = Life(job=job.view.name, cycle=cycle.number, began_s=begin_s)
         is_last = place + 1 == len(bounds)
         until_s = float("inf") if is_last else bounds[place + 1]
         if is_last:
@@ -293,18 +141,19 @@ def _settle(job: JobHistory, cycle: CycleHistory) -> None:
             if life.trouble is not None:
                 mended.remove(life.trouble)
             life.back_s = until_s
-        _fill(job, cycle, life, begin_s, until_s)
-        cycle.lives.append(life)
+        least = min(cycle.world_size, job.num_reporting) if not lives else 1
+        _fill(cycle, life, least, begin_s, until_s)
+        lives.append(life)
 
 
-def _find_returns(cycle: CycleHistory) -> list[float]:
+def _find_returns(cycle: CycleView) -> list[float]:
     """Return when ranks began again within their processes: as the wrapper reports it, else by their sessions."""
-    back = [time_s for time_s, _ in cycle.back]
+    back = [time_s for time_s, _ in cycle.of(EventKind.RESTARTED_IN_PROCESS)]
     again: dict[int, float] = {}
     num_begun = Counter[int | None]()
-    for time_s, rank in cycle.sessions:
-        num_begun[rank] += 1
-        again.setdefault(num_begun[rank], time_s)
+    for time_s, event in cycle.of(EventKind.SESSION_STARTED):
+        num_begun[event.rank] += 1
+        again.setdefault(num_begun[event.rank], time_s)
     sessions = [time_s for ordinal, time_s in sorted(again.items()) if ordinal > 1]
     return back if len(back) >= len(sessions) else sessions
 
@@ -315,10 +164,11 @@ def _ends_cycle(trouble: Episode) -> bool:
     return trouble.verdict.rung not in (Rung.RERUN_STEP, Rung.RESTART_IN_PROCESS)
 
 
-def _fill(job: JobHistory, cycle: CycleHistory, life: Life, begin_s: float, until_s: float) -> None:
-    """Fill in when a life trained, and how far it came."""
-    steps = [(time_s, event) for time_s, event in cycle.steps if begin_s <= time_s < until_s]
-    done = [(time_s, event) for time_s, event in cycle.done if begin_s <= time_s < until_s]
+def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: float) -> None:
+    """Fill in when a life trained, and how far it came; ``least``: ranks that have to begin a step for that."""
+    steps = [one for one in cycle.of(EventKind.STEPS_STARTED) if begin_s <= one[0] < until_s]
+    done = [one for one in cycle.done if begin_s <= one[0] < until_s]
+    restored = [e.iteration or 0 for time_s, e in cycle.of(EventKind.RESTORED) if begin_s <= time_s < until_s]
     first: dict[int | None, float] = {}
     for time_s, event in steps:
         first.setdefault(event.rank, time_s)
@@ -326,12 +176,11 @@ def _fill(job: JobHistory, cycle: CycleHistory, life: Life, begin_s: float, unti
     if not steps:  # a journal of an earlier version: from the first finished iteration on
         for time_s, event in progress:
             first.setdefault(event.rank, time_s)
-    if first and (cycle.lives or len(first) >= min(cycle.world_size, job.num_reporting)):
+    if first and len(first) >= least:
         life.steps_start_s = max(first.values())
     if steps:
         life.from_iteration = min(event.iteration or 0 for _, event in steps)
     elif progress:
-        restored = [event.iteration or 0 for time_s, event in cycle.restored if begin_s <= time_s < until_s]
         life.from_iteration = min(restored, default=max(0, min(event.iteration or 0 for _, event in progress) - 1))
     reached = [event.iteration or 0 for _, event in done]
     ended = [time_s for time_s, _ in cycle.ends.values()]
@@ -342,15 +191,18 @@ def _fill(job: JobHistory, cycle: CycleHistory, life: Life, begin_s: float, unti
         life.end_s = life.trouble.began_s
         reached += [one.iteration or 0 for one in (life.trouble.incident, life.trouble.fault) if one is not None]
     elif until_s != float("inf"):
-        durations = [float(event.data.get("duration_s") or 0.0) for time_s, event in cycle.back if time_s == until_s]
+        durations = [
+            float(event.data.get("duration_s") or 0.0)
+            for time_s, event in cycle.of(EventKind.RESTARTED_IN_PROCESS)
+            if time_s == until_s
+        ]
         duration_s = durations[0] if durations else 0.0
         life.end_s = max(begin_s, until_s - duration_s)
     else:
-        session_ends = [time_s for time_s, _ in cycle.session_ends]
+        session_ends = [time_s for time_s, _ in cycle.of(EventKind.SESSION_ENDED)]
         life.end_s = max(session_ends, default=max(ended, default=max(cycle.last_s, begin_s)))
     life.end_s = max(life.end_s, begin_s)
     if life.steps_start_s is None:
-        restored = [event.iteration or 0 for time_s, event in cycle.restored if begin_s <= time_s < until_s]
         life.from_iteration = min(restored, default=life.from_iteration)
         life.to_iteration = max([*reached, life.from_iteration])
         life.is_tracked = bool(restored) or life.to_iteration > 0
@@ -367,12 +219,12 @@ def _fill(job: JobHistory, cycle: CycleHistory, life: Life, begin_s: float, unti
     life.points = points
 
 
-def _find_troubles(job: JobHistory, cycle: CycleHistory) -> Iterator[Episode]:
+def _find_troubles(job: JobView, cycle: CycleView) -> Iterator[Episode]:
     """Yield what something was done about, with when it was noticed and, where known, when it happened.
 
     It is noticed by the first event about it since the last decision on the like of it.
     """
-    free = list(cycle.faults)
+    free = cycle.of(EventKind.FAULT_SIMULATED)
     decided_before: dict[tuple[Any, ...], float] = {}
     for decided_s, event in cycle.decisions:
         incident, verdict = decode(event.data["incident"], Incident), decode(event.data.get("verdict"), Verdict)
@@ -402,12 +254,12 @@ def _find_troubles(job: JobHistory, cycle: CycleHistory) -> Iterator[Episode]:
     yield from _undecided(job, cycle, free)
 
 
-def _undecided(job: JobHistory, cycle: CycleHistory, free: list[tuple[float, Event]]) -> Iterator[Episode]:
+def _undecided(job: JobView, cycle: CycleView, free: list[tuple[float, Event]]) -> Iterator[Episode]:
     """Yield what ended a cycle, or a call in process, without a verdict: without an agent nobody asks the ladder."""
     verdicts = [event.data.get("verdict") for _, event in cycle.decisions]
     decided = [verdict.get("rung") if isinstance(verdict, dict) else int(Rung.RESTART_WORKERS) for verdict in verdicts]
     num_mended = sum(rung == Rung.RESTART_IN_PROCESS for rung in decided)
-    for time_s, event in cycle.back[num_mended:]:
+    for time_s, event in cycle.of(EventKind.RESTARTED_IN_PROCESS)[num_mended:]:
         faults = event.data.get("faults") or [{}]
         duration_s = float(event.data.get("duration_s") or 0.0)
         trouble = Episode(
@@ -435,7 +287,7 @@ def _undecided(job: JobHistory, cycle: CycleHistory, free: list[tuple[float, Eve
         yield trouble
         return
     is_followed = any(number > cycle.number for number in job.cycles)
-    if is_followed and not job.started and not cycle.starts and cycle.sessions:
+    if is_followed and not job.agents and not cycle.starts and cycle.of(EventKind.SESSION_STARTED):
         text = f"the workers of cycle {cycle.number} ended; their launcher started them again"
         trouble = Episode(str(IncidentKind.WORKER_FAILED), cycle.last_s, cycle.last_s, cycle=cycle.number, text=text)
         _match_fault(trouble, free)
@@ -482,7 +334,7 @@ def decode(value: Any, kind: type[msgspec.Struct]) -> Any:
 
 def all_lives(jobs: Iterable[JobHistory]) -> list[Life]:
     """Return the lives of a run in their order."""
-    return [life for job in jobs for number in sorted(job.cycles) for life in job.cycles[number].lives]
+    return [life for job in jobs for _, lives in sorted(job.lives.items()) for life in lives]
 
 
 STARTS_WITHIN_S = 60.0
@@ -491,7 +343,7 @@ STARTS_WITHIN_S = 60.0
 
 def has_session(job: JobHistory) -> bool:
     """Return whether the job's script has reported anything: then it is known which iterations were done."""
-    return job.num_reporting > 0 or any(cycle.sessions for cycle in job.cycles.values())
+    return job.num_reporting > 0 or job.view.counts[EventKind.SESSION_STARTED] > 0
 
 
 def never_trained(life: Life, job: JobHistory, jobs: Iterable[JobHistory]) -> bool:
@@ -505,9 +357,9 @@ def never_trained(life: Life, job: JobHistory, jobs: Iterable[JobHistory]) -> bo
     starts_s = [
         time_s - cycle.started_s
         for other in jobs
-        for cycle in other.cycles.values()
+        for cycle in other.view.cycles.values()
         if cycle.started_s is not None
-        for time_s, _ in cycle.sessions
+        for time_s, _ in cycle.of(EventKind.SESSION_STARTED)
     ]
-    has_failed = life.trouble is not None or job.exit_code not in (None, ExitReason.FINISHED)
+    has_failed = life.trouble is not None or job.view.exit_code not in (None, ExitReason.FINISHED)
     return bool(starts_s) and has_failed and life.end_s - life.began_s <= max(STARTS_WITHIN_S, *starts_s)

@@ -37,17 +37,7 @@ from outlast.goodput.account import (
     Warned,
 )
 from outlast.goodput.clocks import Moment, align
-from outlast.goodput.history import (
-    CycleHistory,
-    Episode,
-    JobHistory,
-    Life,
-    all_lives,
-    has_session,
-    never_trained,
-    split_jobs,
-    start_up_s,
-)
+from outlast.goodput.history import Episode, JobHistory, Life, all_lives, has_session, never_trained, settle
 from outlast.goodput.spans import (
     cycle_span,
     find_loads,
@@ -59,8 +49,10 @@ from outlast.goodput.spans import (
     job_span,
 )
 from outlast.incidents import Event, EventKind, Rung
-from outlast.journal import MAX_JOURNAL_BYTES, decode_events
+from outlast.journal import MAX_JOURNAL_BYTES, decode_events, list_files
+from outlast.policy.goodput import goodput
 from outlast.policy.recovery_point import Tier
+from outlast.policy.run_view import CycleView, JobView, RunView
 from outlast.wording import count, duration
 
 PREEMPTED = "preempted"
@@ -129,14 +121,20 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{run_dir} {what}; name a run directory (--run-dir of outlast run)")
         files: list[list[Event]] = []
         notes: list[str] = []
-        for path in sorted(folder.glob("*.jsonl")):
+        try:
+            listed = list_files(run_dir)
+        except OSError as error:
+            listed = []
+            notes.append(f"{folder} cannot be read: {error.strerror}")
+        for file in listed:
+            name = file.path.name
             try:
-                events, num_bad = decode_events(read_file(path, max_bytes=MAX_JOURNAL_BYTES))
+                events, num_bad = decode_events(read_file(file.path, max_bytes=MAX_JOURNAL_BYTES))
             except OSError as error:
-                notes.append(f"{path.name} cannot be read: {error.strerror}")
+                notes.append(f"{name} cannot be read: {error.strerror}")
                 continue
             if num_bad:
-                notes.append(f"{count(num_bad, 'line')} of {path.name} cannot be read: torn, or of another version")
+                notes.append(f"{count(num_bad, 'line')} of {name} cannot be read: torn, or of another version")
             files.append(events if job is None else [event for event in events if event.job == job])
         files = [events for events in files if events]
         if not files:
@@ -157,9 +155,16 @@ class _Walk:
     """A ledger in the making."""
 
     def __init__(self, moments: Sequence[Moment]) -> None:
-        self._zero_ns = _find_begin_ns(moments)
-        self._run_id = next((one.event.run_id for one in moments if one.event.run_id), "")
-        self._jobs = split_jobs(moments, self._zero_ns)
+        first_agent = next((one for one in moments if one.event.kind == EventKind.JOB_STARTED), moments[0])
+        begin = RunView()
+        for one in (moments[0], first_agent):
+            begin.take(one.event, one.time_ns)
+        self._zero_ns = begin.began_ns or 0
+        view = RunView(zero_ns=self._zero_ns)
+        for one in moments:
+            view.take(one.event, one.time_ns)
+        self._run_id = view.run_id
+        self._jobs = settle(view)
         self._troubles: list[Episode] = []
         self._causes: dict[int, int] = {}
         """A trouble's identity to its place in the list."""
@@ -203,7 +208,7 @@ class _Walk:
         incidents = self._price(segments)
         trained = any(life.steps_start_s is not None for life in lives)
         state, why = self._state()
-        ettr = partition[Part.PRODUCTIVE] / wall_s if trained and wall_s > 0 else None
+        ettr = goodput(partition[Part.PRODUCTIVE], wall_s) if trained and wall_s > 0 else None
         notes += find_notes(self._jobs, clocks)
         num_lost = sum(lost.values()) if self._is_observed else None
         is_minimum = self._is_observed and bool(self._unobserved)
@@ -222,14 +227,9 @@ class _Walk:
             lost_iterations=num_lost,
             lost_is_minimum=is_minimum,
             num_in_process=sum(one.rung == "restart_in_process" for one in incidents),
-            num_spared=sum(
-                bool(event.data.get("spared"))
-                for job in self._jobs
-                for cycle in job.cycles.values()
-                for _, event in cycle.exits
-            ),
-            jobs=tuple(job_span(job) for job in self._jobs),
-            cycles=tuple(cycle_span(job, job.cycles[number]) for job in self._jobs for number in sorted(job.cycles)),
+            num_spared=sum(len(cycle.spared) for job in self._jobs for cycle in job.view.cycles.values()),
+            jobs=tuple(job_span(job.view) for job in self._jobs),
+            cycles=tuple(cycle_span(job, cycle) for job in self._jobs for _, cycle in sorted(job.view.cycles.items())),
             incidents=incidents,
             warned=find_warned(self._jobs),
             segments=tuple(segments),
@@ -243,7 +243,7 @@ class _Walk:
         )
 
     def _spend(
-        self, until_s: float, part: Part, job: JobHistory, cycle: int | None = None, *, on: int | None = None
+        self, until_s: float, part: Part, job: JobView, cycle: int | None = None, *, on: int | None = None
     ) -> None:
         """Let the time until then belong to a part; what lies before now is spent already."""
         if until_s > self._now_s:
@@ -252,39 +252,37 @@ class _Walk:
             self._now_s = until_s
 
     def _walk_job(self, job: JobHistory, *, is_first: bool) -> None:
-        begins_s = job.start_s
-        if job.launched_s is not None:
-            begins_s = min(begins_s, max(job.launched_s, self._now_s))
-        if job.scheduled_s is not None and (is_first or job.scheduled_s > self._now_s):
-            begins_s = min(begins_s, max(job.scheduled_s, self._now_s))
+        view = job.view
+        begins_s = min(view.start_s, max(view.began_s, self._now_s))
+        for _, event in view.of(EventKind.QUEUED)[-1:]:
+            scheduled_s = (int(event.data.get("started_wall_ns", 0)) - self._zero_ns) / 1e9
+            if is_first or scheduled_s > self._now_s:
+                begins_s = min(begins_s, max(scheduled_s, self._now_s))
         if not is_first:
-            self._spend(begins_s, Part.QUEUED, job, on=self._active)
-        self._spend(job.start_s, Part.START_UP, job, on=self._active)
-        for number in sorted(job.cycles):
-            self._walk_cycle(job, job.cycles[number], is_first=number == min(job.cycles))
-        trained = any(cycle.lives for cycle in job.cycles.values())
-        part = Part.START_UP if trained else Part.RENDEZVOUS
+            self._spend(begins_s, Part.QUEUED, view, on=self._active)
+        self._spend(view.start_s, Part.START_UP, view, on=self._active)
+        for number, cycle in sorted(view.cycles.items()):
+            lives = job.lives[number]
+            if cycle.started_s is None and not lives:
+                continue
+            begins_s = lives[0].began_s if lives else cycle.started_s or self._now_s
+            self._meet(view, cycle, begins_s, is_first=number == min(view.cycles))
+            for life in lives:
+                self._walk_life(job, cycle, life)
+        part = Part.START_UP if any(job.lives.values()) else Part.RENDEZVOUS
         stopped_by = next((self._causes[id(one)] for one in reversed(job.troubles) if _is_stop(one)), None)
         leaving = next((self._causes[id(one)] for one in _known(self._causes, job, self._troubles)), None)
         if stopped_by is not None:
             part = Part.RESTART
-        self._spend(job.end_s, part, job, on=leaving if leaving is not None else stopped_by)
+        self._spend(view.end_s, part, view, on=leaving if leaving is not None else stopped_by)
         if leaving is not None:
             self._begin(leaving)
 
-    def _walk_cycle(self, job: JobHistory, cycle: CycleHistory, *, is_first: bool) -> None:
-        started_s = cycle.started_s
-        if started_s is None and not cycle.lives:
-            return
-        begins_s = cycle.lives[0].began_s if cycle.lives else started_s or self._now_s
-        self._meet(job, cycle, begins_s, is_first=is_first)
-        for life in cycle.lives:
-            self._walk_life(job, cycle, life)
-
-    def _meet(self, job: JobHistory, cycle: CycleHistory, until_s: float, *, is_first: bool) -> None:
+    def _meet(self, job: JobView, cycle: CycleView, until_s: float, *, is_first: bool) -> None:
         """Spend the time in which nodes meet: after the first cycle of a job, a wait for missing ones is idle."""
         missing_since_s: float | None = None
-        for time_s, num_missing in [*cycle.missing_s, (until_s, 0)]:
+        forming = [(time_s, int(event.data.get("missing", 0))) for time_s, event in cycle.of(EventKind.FORMING)]
+        for time_s, num_missing in [*forming, (until_s, 0)]:
             time_s = min(time_s, until_s)
             if missing_since_s is not None and not num_missing:
                 part = Part.RENDEZVOUS if is_first else Part.IDLE
@@ -295,12 +293,12 @@ class _Walk:
                 missing_since_s = time_s
         self._spend(until_s, Part.RENDEZVOUS, job, cycle.number, on=self._active)
 
-    def _walk_life(self, job: JobHistory, cycle: CycleHistory, life: Life) -> None:
-        number = cycle.number
+    def _walk_life(self, history: JobHistory, cycle: CycleView, life: Life) -> None:
+        number, job = cycle.number, history.view
         trouble = life.trouble
         caused = -1 if trouble is None else self._causes[id(trouble)]
         if life.steps_start_s is None:
-            is_known = has_session(job) or never_trained(life, job, self._jobs)
+            is_known = has_session(history) or never_trained(life, history, self._jobs)
             part = Part.START_UP if is_known else Part.UNOBSERVED
             on = self._active if self._active is not None or trouble is None else caused
             self._spend(life.end_s, part, job, number, on=on if is_known else None)
@@ -308,7 +306,7 @@ class _Walk:
                 self._unobserved.add(id(life))
                 self._note_resumed(life.began_s, None)
         else:
-            self._load(job, cycle, life)
+            self._load(job, cycle, life, life.steps_start_s)
             self._spend(life.steps_start_s, Part.START_UP, job, number, on=self._active)
             self._note_resumed(life.steps_start_s, life.from_iteration)
             self._spend(life.end_s, Part.PRODUCTIVE, job, number)
@@ -319,15 +317,12 @@ class _Walk:
             self._spend(back_s, Part.RESTART, job, number, on=caused)
         elif life.back_s is not None:
             self._spend(life.back_s, Part.RESTART, job, number)
-        elif _is_over(job, cycle):
-            self._spend(
-                max((time_s for time_s, _ in cycle.ends.values()), default=self._now_s), Part.START_UP, job, number
-            )
+        elif cycle.ends:
+            self._spend(max(time_s for time_s, _ in cycle.ends.values()), Part.START_UP, job, number)
 
-    def _load(self, job: JobHistory, cycle: CycleHistory, life: Life) -> None:
+    def _load(self, job: JobView, cycle: CycleView, life: Life, until_s: float) -> None:
         """Spend the time until a load has ended on all ranks."""
-        assert life.steps_start_s is not None
-        loads = [(t, e) for t, e in cycle.restored if life.began_s <= t <= life.steps_start_s]
+        loads = [(t, e) for t, e in cycle.of(EventKind.RESTORED) if life.began_s <= t <= until_s]
         if not loads:
             return
         end_s = max(time_s for time_s, _ in loads)
@@ -360,8 +355,7 @@ class _Walk:
                 cause = None
             if life.trouble is not None:
                 cause = self._causes[id(life.trouble)] if cause is None else cause
-        job = self._jobs[-1]
-        if job.exit_code not in (None, ExitReason.FINISHED) and stack:
+        if self._jobs[-1].view.exit_code not in (None, ExitReason.FINISHED) and stack:
             self._cut_back(stack, _durable(self._jobs), cause, lost, found)
         for job in self._jobs:
             for trouble in job.troubles:
@@ -402,10 +396,10 @@ class _Walk:
             if segment.incident is not None:
                 parts[segment.incident][str(segment.part)] += segment.end_s - segment.start_s
         exits = {
-            (job.name, number, event.rank): event.data
+            (job.view.name, number, event.rank): event.data
             for job in self._jobs
-            for number, cycle in job.cycles.items()
-            for _, event in cycle.exits
+            for number, cycle in job.view.cycles.items()
+            for _, event in cycle.of(EventKind.WORKER_EXITED)
         }
         costs = []
         for job in self._jobs:
@@ -419,8 +413,7 @@ class _Walk:
         self, job: JobHistory, trouble: Episode, index: int, parts: dict[str, float], exits: dict[Any, dict[str, Any]]
     ) -> IncidentCost:
         incident = trouble.incident
-        cycle = job.cycles.get(trouble.cycle)
-        life = next((one for one in cycle.lives if one.trouble is trouble), None) if cycle is not None else None
+        life = next((one for one in job.lives.get(trouble.cycle, ()) if one.trouble is trouble), None)
         iteration = incident.iteration if incident is not None else None
         if life is not None:
             iteration = max(life.to_iteration, iteration or 0)
@@ -429,7 +422,7 @@ class _Walk:
             recovered_s, resumed = trouble.at_s, iteration
         evidence = dict(incident.evidence) if incident is not None else {}
         rank = incident.rank if incident is not None else None
-        if (ended := exits.get((job.name, trouble.cycle, rank))) is not None and rank is not None:
+        if (ended := exits.get((job.view.name, trouble.cycle, rank))) is not None and rank is not None:
             evidence["exited"] = ended
         return IncidentCost(
             index=index,
@@ -437,7 +430,7 @@ class _Walk:
             text=trouble.text,
             rung=trouble.rung,
             reason=trouble.verdict.reason if trouble.verdict is not None else "",
-            job=job.name,
+            job=job.view.name,
             cycle=trouble.cycle,
             node=incident.node if incident is not None else "",
             rank=rank,
@@ -458,10 +451,11 @@ class _Walk:
 
     def _state(self) -> tuple[str, str]:
         """Return how the run is, and why it ended."""
-        job = self._jobs[-1]
+        job = self._jobs[-1].view
         code = job.exit_code
-        reason = str(job.ended[-1][1].data.get("reason", "")) if job.ended else ""
-        if code is None or (job.started and not job.ended):
+        ended = job.of(EventKind.JOB_ENDED)
+        reason = str(ended[-1][1].data.get("reason", "")) if ended else ""
+        if code is None or (job.agents and not ended):
             return "open", ""
         if code == ExitReason.FINISHED:
             return "finished", reason
@@ -471,21 +465,13 @@ class _Walk:
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
-def _find_begin_ns(moments: Sequence[Moment]) -> int:
-    """Return when the run began: with its first event, or with the start of the agent that joined first."""
-    first = moments[0]
-    started = next((one for one in moments if one.event.kind == EventKind.JOB_STARTED), first)
-    if started.event.job != first.event.job:
-        return first.time_ns
-    return min(first.time_ns, started.time_ns - int(start_up_s(started.event) * 1e9))
-
-
-def _leaving(job: JobHistory) -> list[Episode]:
+def _leaving(history: JobHistory) -> list[Episode]:
     """Return the requested shutdown on which a job ended, if it did."""
+    job = history.view
     if job.exit_code != ExitReason.PREEMPTED:
         return []
-    at_s = min((time_s for time_s, _ in job.notices), default=job.end_s)
-    first = min(job.notices, default=None, key=lambda one: one[0])
+    first = min(job.of(EventKind.NOTICE), default=None, key=lambda one: one[0])
+    at_s = job.end_s if first is None else first[0]
     fault, text = None, "shutdown requested"
     number = max(job.cycles, default=0)
     if first is not None:
@@ -493,10 +479,14 @@ def _leaving(job: JobHistory) -> list[Episode]:
         who = f"rank {event.rank} on node {event.node}" if event.rank is not None else f"node {event.node}"
         text = f"shutdown requested, noticed by {who}"
         number = event.cycle if event.cycle is not None else number
-        faults = [one for one in job.cycles[number].faults if one[0] <= at_s] if number in job.cycles else []
+        faults = (
+            [one for one in job.cycles[number].of(EventKind.FAULT_SIMULATED) if one[0] <= at_s]
+            if number in job.cycles
+            else []
+        )
         fault = next((one for one in reversed(faults) if one[1].rank in (None, event.rank)), None)
     trouble = Episode(PREEMPTED, at_s, at_s, cycle=number, text=text)
-    if fault is not None and not any(one.fault is fault[1] for one in job.troubles):
+    if fault is not None and not any(one.fault is fault[1] for one in history.troubles):
         trouble.since_s, trouble.fault, trouble.simulated = fault[0], fault[1], str(fault[1].data.get("fault", ""))
     return [trouble]
 
@@ -505,14 +495,15 @@ def _known(causes: dict[int, int], job: JobHistory, troubles: Sequence[Episode])
     """Return the requested shutdown of a job, as it is in the account already."""
     own = {id(trouble) for trouble in job.troubles}
     found = [one for one in troubles if one.kind == PREEMPTED and id(one) not in own]
-    return [one for one in found if job.start_s <= one.at_s <= job.end_s and job.exit_code == ExitReason.PREEMPTED]
+    view = job.view
+    return [one for one in found if view.start_s <= one.at_s <= view.end_s and view.exit_code == ExitReason.PREEMPTED]
 
 
 def _is_stop(trouble: Episode) -> bool:
     return trouble.verdict is not None and trouble.verdict.rung in (Rung.STOP, Rung.REQUEUE_JOB)
 
 
-def _until_restart(job: JobHistory, cycle: CycleHistory, trouble: Episode) -> float:
+def _until_restart(job: JobView, cycle: CycleView, trouble: Episode) -> float:
     """Return when the next cycle could begin: the decision's time and its delay, unless it began or ended before."""
     delay_s = trouble.verdict.delay_s if trouble.verdict is not None else 0.0
     following = job.cycles.get(cycle.number + 1)
@@ -521,29 +512,19 @@ def _until_restart(job: JobHistory, cycle: CycleHistory, trouble: Episode) -> fl
     return max(trouble.decided_s, min(trouble.decided_s + delay_s, end_s))
 
 
-def _is_over(job: JobHistory, cycle: CycleHistory) -> bool:
-    return bool(cycle.ends) or any(number > cycle.number for number in job.cycles)
-
-
 def _durable(jobs: Sequence[JobHistory]) -> int:
     """Return the highest iteration of which a generation outlives the last job."""
     best = 0
     for job in jobs:
-        for _, event in job.events:
-            if event.kind == EventKind.SAVE_COMMITTED:
-                tiers = set(event.data.get("tiers", ()))
-            elif event.kind == EventKind.RESTORED:
-                tiers = {event.data.get("tier")}
-            else:
-                continue
-            if _LASTING & tiers:
+        for _, event in job.view.of(EventKind.SAVE_COMMITTED, EventKind.RESTORED):
+            if _LASTING & {event.data.get("tier"), *(event.data.get("tiers") or ())}:
                 best = max(best, event.iteration or 0)
     return best
 
 
 def _step_s(job: JobHistory, number: int, at_s: float) -> float:
     """Return the mean time of a step around a moment, in seconds; 0 = not known."""
-    for life in job.cycles[number].lives if number in job.cycles else ():
+    for life in job.lives.get(number, ()):
         if life.steps_start_s is None or not life.steps_start_s <= at_s <= life.end_s:
             continue
         later = next((place for place, (time_s, _) in enumerate(life.points) if time_s >= at_s), len(life.points) - 1)

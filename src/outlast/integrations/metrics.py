@@ -30,7 +30,7 @@ from outlast.errors import ConfigError
 from outlast.incidents import IncidentKind
 from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.files import write_optional
-from outlast.session.step import MetricsRun, MetricsSink
+from outlast.session.metrics import MetricsRun, MetricsSink
 from outlast.wording import count
 
 __all__ = [

@@ -53,9 +53,9 @@ from outlast.launch.cycle import ALONE_S, Cycle, WorkerLaunch
 from outlast.launch.device_memory import MemoryReclaim, MemoryReclaimed
 from outlast.launch.lingering import LingeringRanks
 from outlast.launch.membership import REMIND_S
-from outlast.launch.metrics_endpoint import AgentOutlook
 from outlast.launch.node_health import NodeHealth
 from outlast.launch.node_journal import NodeJournal
+from outlast.launch.node_metrics import AgentOutlook
 from outlast.launch.verdicts import describe_notice, name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import same_fault_s

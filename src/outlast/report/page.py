@@ -117,16 +117,9 @@ class _Contents:
                 "id": ledger.run_id,
                 "began": ledger.began,
                 "began_ms": ledger.began_wall_ns // 1_000_000,
-                "wall_s": ledger.wall_s,
-                "state": ledger.state,
-                "headline": ledger.headline,
-                "ettr": ledger.ettr,
-                "num_iterations": ledger.num_iterations,
-                "lost_iterations": ledger.lost_iterations,
-                "lost_is_minimum": ledger.lost_is_minimum,
+                **_pick(ledger, "wall_s", "state", "headline", "ettr", "num_iterations", "lost_iterations"),
+                **_pick(ledger, "lost_is_minimum", "num_in_process", "num_spared"),
                 "num_incidents": len(ledger.incidents),
-                "num_in_process": ledger.num_in_process,
-                "num_spared": ledger.num_spared,
                 "made": clock.as_iso(clock.wall_ns()),
                 "version": __version__,
             },
@@ -139,15 +132,12 @@ class _Contents:
             "jobs": [msgspec.to_builtins(job) | {"command": " ".join(job.command)[:_MAX_TEXT]} for job in ledger.jobs],
             "cycles": [
                 {
-                    "job": one.job,
-                    "cycle": one.cycle,
+                    **_pick(one, "job", "cycle", "world_size", "num_in_process"),
                     "start": _round(one.start_s),
                     "end": _round(one.end_s),
                     "steps_start": _round(one.steps_start_s),
-                    "world_size": one.world_size,
                     "from": one.from_iteration,
                     "to": one.to_iteration,
-                    "num_in_process": one.num_in_process,
                     "reason": one.reason[:_MAX_TEXT],
                 }
                 for one in ledger.cycles
@@ -257,24 +247,15 @@ class _Contents:
         load = next((load for load in self._ledger.loads if load.at_s >= one.at_s), None)
         until_s = one.recovered_s if one.recovered_s is not None else math.inf
         return {
-            "index": one.index,
-            "kind": one.kind,
+            **_pick(one, "index", "kind", "rung", "job", "cycle", "node", "rank", "iteration", "parts", "simulated"),
             "text": one.text[:_MAX_TEXT],
-            "rung": one.rung,
             "reason": one.reason.removeprefix(one.text).lstrip(":; ")[:_MAX_TEXT],
-            "job": one.job,
-            "cycle": one.cycle,
-            "node": one.node,
-            "rank": one.rank,
-            "iteration": one.iteration,
             "at": one.at_s,
             "since": one.since_s,
             "recovered": one.recovered_s,
             "resumed": one.resumed_iteration,
             "lost": one.lost_iterations,
-            "parts": one.parts,
             "cost": one.cost_s,
-            "simulated": one.simulated,
             "section": incident.section if incident is not None else None,
             "pid": incident.pid if incident is not None else None,
             "exit_code": incident.exit_code if incident is not None else None,
@@ -294,15 +275,9 @@ class _Contents:
             )
         return [
             {
-                "kind": one.kind,
+                **_pick(one, "kind", "job", "cycle", "node", "rank", "iteration", "num_reports"),
                 "text": one.text[:_MAX_TEXT],
                 "at": one.at_s,
-                "job": one.job,
-                "cycle": one.cycle,
-                "node": one.node,
-                "rank": one.rank,
-                "iteration": one.iteration,
-                "num_reports": one.num_reports,
                 "evidence": bounded({key: value for key, value in one.evidence.items() if key != "file"}),
             }
             for one in warned[-MAX_INCIDENTS:]
@@ -310,11 +285,8 @@ class _Contents:
 
     def _load(self, one: LoadSpan) -> dict[str, Any]:
         return {
+            **_pick(one, "iteration", "load_s", "tiers", "bytes_read"),
             "at": _round(one.at_s),
-            "iteration": one.iteration,
-            "load_s": one.load_s,
-            "tiers": one.tiers,
-            "bytes_read": one.bytes_read,
             "rejected": [line[:_MAX_TEXT] for line in one.rejected[:_MAX_ITEMS]],
         }
 
@@ -409,6 +381,11 @@ def bounded(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return bounded(msgspec.to_builtins(value), depth + 1)
+
+
+def _pick(one: msgspec.Struct, *names: str) -> dict[str, Any]:
+    """Return fields that have the same name in the page."""
+    return {name: getattr(one, name) for name in names}
 
 
 def _round(seconds: Any) -> Any:

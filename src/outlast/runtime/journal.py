@@ -25,15 +25,14 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from outlast import clock
-from outlast.env import clean_name
 from outlast.incidents import Event, EventKind
+from outlast.journal import name_file
 from outlast.queued_writer import QueuedWriter
 from outlast.runtime.files import OptionalFile, make_private_folder, open_private
 
@@ -80,8 +79,12 @@ class Journal:
         self.path: Path | None = None
         self._file: _JournalWriter | None = None
         if run_dir is not None:
-            self.path = self._path_of(run_dir, 1)
-            self._file = _JournalWriter(partial(self._path_of, run_dir), self._describe_lost)
+
+            def path_of(number: int) -> Path:
+                return name_file(run_dir, job=job, node=node, proc=proc, number=number)
+
+            self.path = path_of(1)
+            self._file = _JournalWriter(path_of, self._describe_lost)
 
     @property
     def num_lost(self) -> int:
@@ -132,12 +135,6 @@ class Journal:
             iteration=iteration,
             data=data,
         )
-
-    def _path_of(self, run_dir: str | os.PathLike[str], number: int) -> Path:
-        """Return the path of a file of this name; the first has no number."""
-        which = "" if number == 1 else f".{number}"
-        name = f"{clean_name(self.job)}-{clean_name(self.node)}{which}-{clean_name(self.proc)}.jsonl"
-        return Path(run_dir) / "journal" / name
 
     def _describe_lost(self, num: int) -> bytes:
         return _encode(self._event(EventKind.EVENTS_LOST, cycle=None, rank=None, iteration=None, data={"num": num}))

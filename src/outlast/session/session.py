@@ -508,6 +508,7 @@ class Session:
                 raise OutlastError("straggler_detection is on for another rank, off for this one; give all the same")
             report = self._slow_ranks.detector.report()
             figures = report.metrics()
+            self._progress.goodput.note_slow_ranks(report.findings.relative, report.named_ranks)
             if report.should_stop and not is_last:
                 self._slow_ranks.diagnose(report)
                 reason = ExitReason.STRAGGLER
@@ -916,7 +917,7 @@ class Session:
             saved = saved_state(state, self._attempts)
             handle = self._saves.save(saved, self._iteration, scope=scope, suspect=suspect)
         if (stall_s := self._saves.last_stall_s) is not None:
-            self._progress.log(self._iteration, {"save_stall_s": stall_s})
+            self._progress.log_save(self._iteration, stall_s)
         return handle
 
     # -- leaving ---------------------------------------------------------------------------------------------------

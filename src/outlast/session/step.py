@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 from outlast import clock
-from outlast.decoding import from_json, open_file, read_file
+from outlast.decoding import from_json
 from outlast.env import WorkerEnv
 from outlast.errors import ExitReason, OutlastError
 from outlast.incidents import EventKind
-from outlast.journal import MAX_JOURNAL_BYTES, decode_events
 from outlast.monitor.rank_monitor import RankMonitor
 from outlast.policy.rerun import Replay
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.journal import Journal
 from outlast.session.checks import SlowRanks
 from outlast.session.inprocess_scope import InProcessScope
+from outlast.session.metrics import Goodput, LogMetrics, MetricsRun, MetricsSink, read_earlier
 from outlast.session.preemption import Preemption
 from outlast.session.saves import Saves
 
@@ -39,79 +38,10 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-LogMetrics = Callable[[dict[str, float], int], object]
-"""Takes figures by name, and the number of optimizer steps done."""
 PROGRESS_EVERY_NS = 5_000_000_000
 """A rank writes a PROGRESS event at most this often."""
 SINK_CLOSE_S = 5.0
 """How long the end of a session waits for a sink to write what it still has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsRun:
-    """The run whose figures a sink gets."""
-
-    run_id: str
-    """Names the run; the same in every job of it."""
-    iteration: int
-    """Number of optimizer steps from which training continues; figures of later ones may come a second time."""
-    global_rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-
-
-@runtime_checkable
-class MetricsSink(Protocol):
-    """A ``log_metrics`` that learns where a run begins and when it ends.
-
-    Thread: that of the training loop; nothing of it may block.
-    """
-
-    def __call__(self, figures: dict[str, float], iteration: int) -> object:
-        """Take figures by name, and the number of optimizer steps done."""
-
-    def begin_run(self, run: MetricsRun) -> object:
-        """Learn the run, once it is known from which iteration it continues; again after a restart in process."""
-
-    def end_run(self, timeout_s: float) -> object:
-        """Write what is left, and wait for that up to ``timeout_s`` seconds; 0 = do not wait."""
-
-
-class Goodput:
-    """Measure the share of a run's time, since its first start, that went into steps which still count.
-
-    What steps took is saved with each generation. So the time of steps that were lost, and are done again, counts once,
-    over all restarts and jobs of the run.
-
-    Args:
-        journal: Tells when this session began.
-        began_wall_ns: The run's first start, as far as the journal knows; ``None`` = with this session.
-    """
-
-    def __init__(self, journal: Journal, began_wall_ns: int | None) -> None:
-        self._journal = journal
-        self._began_wall_ns = min(journal.opened_wall_ns, began_wall_ns or journal.opened_wall_ns)
-        self._steps_s = 0.0
-
-    @property
-    def share(self) -> float:
-        """What it is now, from 0 to 1."""
-        session_ns = clock.now_ns() - self._journal.opened_ns
-        run_s = (self._journal.opened_wall_ns - self._began_wall_ns + session_ns) / 1e9
-        return min(1.0, self._steps_s / run_s) if run_s > 0 else 0.0
-
-    def note_step(self, took_s: float) -> None:
-        """Count a step that was done."""
-        self._steps_s += took_s
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the next process continues from."""
-        return {"steps_s": self._steps_s, "began_wall_ns": self._began_wall_ns}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
-        self._steps_s = float(state["steps_s"])
-        self._began_wall_ns = min(self._began_wall_ns, int(state["began_wall_ns"]))
 
 
 class ProgressReporter:
@@ -148,14 +78,14 @@ class ProgressReporter:
         self._earlier_incidents = Counter[str]()
         began_wall_ns: int | None = None
         if log_metrics is not None and place.run_dir is not None:
-            self._earlier_incidents, began_wall_ns = _read_earlier(Path(place.run_dir), place.global_rank)
+            self._earlier_incidents, began_wall_ns = read_earlier(Path(place.run_dir), place.global_rank)
         self._num_counted = -1
         self._counts = {
             "outlast/restart_count": float(place.cycle),
             "outlast/in_process_restart_count": float(place.call),
         }
         self.goodput = Goodput(journal, began_wall_ns)
-        """The share of the run's time that its steps took."""
+        """The goodput of the run, as this rank measures it."""
 
     def begin_run(self, iteration: int) -> None:
         """Tell a sink that training continues from ``iteration``."""
@@ -182,6 +112,7 @@ class ProgressReporter:
         if not self._wrote_steps_started:
             self._wrote_steps_started = True
             known = {} if self.total is None else {"total": self.total}
+            self.goodput.begin(iteration)
             self._journal.write(EventKind.STEPS_STARTED, rank=self._place.global_rank, iteration=iteration, **known)
         self._monitor.start_section("step")
         self._began_ns = clock.now_ns()
@@ -208,7 +139,7 @@ class ProgressReporter:
                 facts["loss"] = loss
             self._steps_s, self._num_steps = 0.0, 0
             self._journal.write(EventKind.PROGRESS, rank=self._place.global_rank, iteration=iteration, **facts)
-        self.goodput.note_step(took_s)
+        self.goodput.note_step(iteration)
         return took_s
 
     def log_step(self, iteration: int, took_s: float, report: dict[str, float]) -> None:
@@ -234,10 +165,11 @@ class ProgressReporter:
         }
         self._call(self._log_metrics, figures, iteration)
 
-    def log(self, iteration: int, figures: dict[str, float]) -> None:
-        """Hand figures to the logger, ``outlast/`` before each name; one that raises is reported once."""
+    def log_save(self, iteration: int, stall_s: float) -> None:
+        """Hand to the logger how long training waited for a save."""
+        self.goodput.note_wait(stall_s)
         if self._log_metrics is not None:
-            self._call(self._log_metrics, {f"outlast/{name}": value for name, value in figures.items()}, iteration)
+            self._call(self._log_metrics, {"outlast/save_stall_s": stall_s}, iteration)
 
     def _call(self, what: Callable[..., object], *arguments: object) -> None:
         try:
@@ -247,26 +179,6 @@ class ProgressReporter:
                 log.warning("log_metrics failed (%s: %s); training continues", type(error).__name__, error)
                 log.debug("log_metrics failed", exc_info=True)
             self._has_raised = True
-
-
-def _read_earlier(run_dir: Path, rank: int) -> tuple[Counter[str], int | None]:
-    """Return how many incidents of each kind the run had, as its agents recorded them, and when it began.
-
-    Ranks record incidents of their own too, beside all else that they do: their files may be large. Of this rank's the
-    first line is read, which says when a run without agents began.
-    """
-    counts, began = Counter[str](), list[int]()
-    for path in (run_dir / "journal").glob("*.jsonl"):
-        if not re.search(r"-rank-\d+$", path.stem):
-            events, _ = decode_events(read_file(path, max_bytes=MAX_JOURNAL_BYTES))
-            counts.update(str(event.data["incident"]["kind"]) for event in events if event.kind == EventKind.INCIDENT)
-        elif path.stem.endswith(f"-rank-{rank}"):
-            with open(open_file(path), "rb") as file:
-                events, _ = decode_events(file.readline(1 << 16))
-        else:
-            continue
-        began += [event.wall_ns for event in events[:1]]
-    return counts, min(began, default=None)
 
 
 QUESTIONS = ("stop", "save", "report", "refused", "overdue")

@@ -28,7 +28,8 @@ from outlast import journal
 from outlast.config.base import nearest
 from outlast.decoding import convert, parse_json, read_file
 from outlast.errors import ConfigError
-from outlast.incidents import CYCLE_ENDING, EventKind, Incident, IncidentKind
+from outlast.incidents import CYCLE_ENDING, Incident, IncidentKind
+from outlast.policy.run_view import RunView
 from outlast.simulate.scenario import SHARES, DrawnFault, Scenario, SimulatedFault, trace_span_s
 
 _TIMES, _KINDS, _SLOTS, _REPAIRS, _PREEMPTIONS, _OFFSET = range(6)
@@ -142,7 +143,7 @@ def read_trace(path: Path) -> tuple[DrawnFault, ...]:
             ``node`` (its number, or any name). Or a run directory.
 
     Returns:
-        The faults by time. Dates count from the first one, times of a run directory from its first event.
+        The faults by time. Dates count from the first one, times of a run directory from the begin of the run.
 
     Raises:
         ConfigError: It cannot be read, or holds something else, or no fault.
@@ -214,35 +215,36 @@ def _number_node(node: Any, numbered: dict[str, int]) -> int | None:
 
 
 def _read_journal(run_dir: Path) -> tuple[DrawnFault, ...]:
-    began_ns, judged, seen = 0, list[tuple[int, Incident]](), list[tuple[int, Incident]]()
-    cycles = set[tuple[str, int]]()
-    for event in journal.read(run_dir):
-        began_ns = began_ns or event.wall_ns
-        if event.kind not in (EventKind.VERDICT, EventKind.INCIDENT) or not event.data.get("incident"):
-            continue
-        try:
-            incident = convert(event.data["incident"], Incident)
-        except msgspec.ValidationError:  # of a newer version
-            continue
-        if incident.kind not in CYCLE_ENDING:
-            continue
-        if event.kind == EventKind.VERDICT:
-            judged.append((event.wall_ns, incident))
-        elif (incident.job, incident.cycle) not in cycles:  # the first one of a cycle; the others follow from it
-            cycles.add((incident.job, incident.cycle))
-            seen.append((event.wall_ns, incident))
-    if not began_ns:
+    view = RunView.of(journal.read(run_dir))
+    if view.newest is None:
         raise ConfigError(f"{run_dir} is no run directory: it has no journal with events; give a run's, or a file")
+    ending = [
+        (one.time_s, one.verdict, incident)
+        for job in view.jobs
+        for one in job.incidents
+        if one.incident.get("kind") in CYCLE_ENDING and (incident := _decode(one.incident)) is not None
+    ]
+    first: dict[tuple[str, int], tuple[float, Incident]] = {}  # of a cycle; the others follow from it
+    for time_s, _, incident in ending:
+        first.setdefault((incident.job, incident.cycle), (time_s, incident))
+    causes = [(time_s, incident) for time_s, verdict, incident in ending if verdict] or list(first.values())
     numbered: dict[str, int] = {}
     faults = [
         DrawnFault(
-            (wall_ns - began_ns) / 1e9 - (incident.detected_after_s or 0.0),
+            max(0.0, time_s - (view.began_ns or 0) / 1e9 - (incident.detected_after_s or 0.0)),
             _KIND_OF[incident.kind.value],
             numbered.setdefault(incident.node, len(numbered)) if incident.node else None,
         )
-        for wall_ns, incident in (judged or seen)
+        for time_s, incident in causes
     ]
-    return _sorted([DrawnFault(max(0.0, one.time_s), one.kind, one.slot) for one in faults], run_dir)
+    return _sorted(faults, run_dir)
+
+
+def _decode(incident: dict[str, Any]) -> Incident | None:
+    try:
+        return convert(incident, Incident)
+    except msgspec.ValidationError:  # of a newer version
+        return None
 
 
 def _sorted(faults: list[DrawnFault], path: Path) -> tuple[DrawnFault, ...]:

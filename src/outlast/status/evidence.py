@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from outlast.decoding import MAX_STATE_BYTES, from_json, open_file, read_file
-from outlast.env import clean_name
+from outlast.decoding import MAX_STATE_BYTES, from_json, read_file
 from outlast.errors import ConfigError, RendezvousError
 from outlast.incidents import Event, EventKind
-from outlast.journal import decode_events
+from outlast.journal import JournalFile, list_files, read_ends
 from outlast.launch.control import ask
 from outlast.launch.protocol import AskStatus, LiveStatus
 from outlast.policy.ladder import LadderState
 from outlast.policy.lease import LeaseOwner, Process
-from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
+from outlast.policy.run_view import JobView, RunView
+from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoint, parse_endpoints
 from outlast.runtime.injection import reach
 from outlast.runtime.lease import FOLDER, FolderRecords, decode_owner
 from outlast.runtime.processes import is_alive, machine_id
@@ -43,6 +44,12 @@ NUM_EARLIER = 8
 """Files of rank 0 in earlier jobs, for what these saved."""
 NUM_READERS = 16
 ASK_TIMEOUT_S = 2.0
+_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
+
+
+def endpoint_of(target: str) -> Endpoint | None:
+    """Return the coordinator's address if a target is one; ``None``: it names a run directory."""
+    return parse_endpoint(target) if _ENDPOINT.fullmatch(target) and not os.path.lexists(target) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +68,8 @@ class Evidence:
 
     run_dir: str | None = None
     job: str = ""
-    events: Sequence[Event] = ()
-    """Of the newest job, by wall time."""
-    earlier: Sequence[Event] = ()
-    """What earlier jobs saved."""
+    view: RunView = field(default_factory=RunView)
+    """What the journal shows of the newest job, and of what earlier ones saved."""
     ladder: LadderState | None = None
     living: Mapping[JobProcess, bool | None] = field(default_factory=dict)
     """Whether a process runs; ``None``: unknown from here."""
@@ -96,24 +101,24 @@ def gather(
     files = _list_journal(run_dir)
     problems: list[str] = []
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="outlast-status") as pool:
-        job, events, earlier, ladder = _read(run_dir, files, pool, problems)
-    if not events:
+        job, view = _read(files, pool, problems)
+    if view.newest is None:
         why = f": {problems[0]}" if problems else ""
         raise ConfigError(
             f"the journal in {run_dir} holds no event{why}; the job has not begun yet, or its files are damaged"
         )
-    living = {one: is_alive(one.process) for one in processes_in(events)}
+    newest = view.job(job)
+    living = {one: is_alive(one.process) for one in processes_in(newest)}
     unreachable = None
     if live is not None and live.job != job:
         live = None
-    elif live is None and asks and _is_worth_asking(events, living):
-        live, unreachable = _ask_for(job, events, find_known_keys(run_dir, key_file=key_file))
+    elif live is None and asks and _is_worth_asking(newest, living):
+        live, unreachable = _ask_for(newest, find_known_keys(run_dir, key_file=key_file))
     return Evidence(
         run_dir=str(run_dir),
         job=job,
-        events=events,
-        earlier=earlier,
-        ladder=ladder,
+        view=view,
+        ladder=_read_ladder(run_dir, problems),
         living=living,
         live=live,
         renewed_ns=_read_renewal(run_dir),
@@ -128,7 +133,7 @@ def ask_job(evidence: Evidence, *, key_file: str | None = None) -> tuple[LiveSta
     Blocks: up to 4 s for each of its addresses, and while the run key is read.
     """
     run_dir = None if evidence.run_dir is None else Path(evidence.run_dir)
-    return _ask_for(evidence.job, evidence.events, find_known_keys(run_dir, key_file=key_file))
+    return _ask_for(evidence.view.job(evidence.job), find_known_keys(run_dir, key_file=key_file))
 
 
 def ask_coordinator(endpoint: Endpoint, key: RunKey | None = None) -> LiveStatus:
@@ -150,52 +155,27 @@ def ask_coordinator(endpoint: Endpoint, key: RunKey | None = None) -> LiveStatus
     return answer
 
 
-def processes_in(events: Iterable[Event]) -> list[JobProcess]:
+def processes_in(job: JobView) -> list[JobProcess]:
     """Return the processes that a job's life hangs on: its agents or, where there are none, its ranks."""
-    agents: dict[str, JobProcess] = {}
-    ranks: dict[int, JobProcess] = {}
-    for event in events:
-        data = event.data
-        if event.kind not in (EventKind.JOB_STARTED, EventKind.SESSION_STARTED):
-            continue
-        pid, started, machine = data.get("pid"), data.get("pid_started"), data.get("machine")
+    begun: Mapping[str, Event] | Mapping[int, Event] = job.agents or job.sessions
+    found = []
+    for event in begun.values():
+        pid, started, machine = (event.data.get(name) for name in ("pid", "pid_started", "machine"))
         if not isinstance(pid, int) or not isinstance(started, int) or not isinstance(machine, str):
             pid, started, machine = 0, 0, ""  # written by an earlier version
-        rank = event.rank if event.kind == EventKind.SESSION_STARTED else None
-        found = Process(host=event.node, machine=machine, pid=pid, started=started)
-        process = JobProcess(node=event.node, rank=rank, process=found)
-        if rank is None:
-            agents[event.node] = process
-        else:
-            ranks[rank] = process
-    return list((agents or ranks).values())
+        process = Process(host=event.node, machine=machine, pid=pid, started=started)
+        found.append(JobProcess(node=event.node, rank=None if job.agents else event.rank, process=process))
+    return found
 
 
 # -- the journal -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _JournalFile:
-    path: str
-    name: str
-    size: int
-    modified_ns: int
-
-    @property
-    def is_main(self) -> bool:
-        return self.name.endswith(("-agent.jsonl", "-coordinator.jsonl"))
-
-
-def _list_journal(run_dir: Path) -> list[_JournalFile]:
+def _list_journal(run_dir: Path) -> list[JournalFile]:
     """Return the journal's files, newest first."""
     folder = run_dir / "journal"
     try:
-        with os.scandir(folder) as entries:
-            files = [
-                _JournalFile(entry.path, entry.name, stat.st_size, stat.st_mtime_ns)
-                for entry in entries
-                if entry.name.endswith(".jsonl") and (stat := _stat(entry)) is not None
-            ]
+        files = list_files(run_dir)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(_no_run_directory(run_dir)) from None
     except OSError as error:
@@ -206,13 +186,6 @@ def _list_journal(run_dir: Path) -> list[_JournalFile]:
     if not files:
         raise ConfigError(f"{folder} is empty: no job has begun in this run directory yet; ask again in a moment")
     return sorted(files, key=lambda file: -file.modified_ns)[:MAX_FILES]
-
-
-def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
-    try:
-        return entry.stat(follow_symlinks=False)
-    except OSError:
-        return None  # it was removed meanwhile
 
 
 def _no_run_directory(run_dir: Path) -> str:
@@ -247,75 +220,57 @@ def _find_owner(run_dir: Path) -> LeaseOwner | None:
     return owner if owner is not None and not owner.released else None
 
 
-def _read(
-    run_dir: Path, files: list[_JournalFile], pool: ThreadPoolExecutor, problems: list[str]
-) -> tuple[str, list[Event], list[Event], LadderState | None]:
-    """Return the newest job's name, its events, what earlier jobs saved, and the ladder's state."""
-    heads = [file for file in files if file.is_main]
-    heads = heads or [file for file in files if file.name.endswith("-rank-0.jsonl")] or files
+def _read(files: list[JournalFile], pool: ThreadPoolExecutor, problems: list[str]) -> tuple[str, RunView]:
+    """Return the newest job's name, and what there is of it and of what earlier jobs saved."""
+    num_torn = 0
+
+    def read(files: Sequence[JournalFile], end_bytes: int, head_bytes: int = 0) -> Iterator[list[Event]]:
+        nonlocal num_torn
+
+        def read_one(file: JournalFile) -> tuple[list[Event], int, str | None]:
+            reach("journal.read", path=file.path)
+            try:
+                return *read_ends(file.path, head_bytes=head_bytes, end_bytes=end_bytes), None
+            except OSError as error:
+                return [], 0, f"{file.path} cannot be read: {error.strerror}"
+
+        for events, num_bad, problem in pool.map(read_one, files):
+            num_torn += num_bad
+            problems.extend([problem] if problem else [])
+            yield events
+
+    heads = [file for file in files if file.is_of_agent] or [file for file in files if file.rank == 0] or files
     began: dict[str, int] = {}
-    for events, _, problem in pool.map(lambda file: _read_file(file, 0, with_head=True), heads):
-        problems += [problem] if problem else []
+    for events in read(heads, 0, HEAD_BYTES):
         for event in events[:1]:
             began[event.job] = min(began.get(event.job, event.wall_ns), event.wall_ns)
-    job = max(began, key=lambda name: began[name], default="")
-    prefix = f"{clean_name(job)}-"
-    of_job = [file for file in files if file.name.startswith(prefix)]
-    num_ranks = sum(not file.is_main for file in of_job)
-    share = min(RANK_MAX_BYTES, max(RANK_MIN_BYTES, RANKS_BYTES // max(1, num_ranks)))
-    events, num_torn = [], 0
-
-    def read(file: _JournalFile) -> tuple[list[Event], int, str | None]:
-        return _read_file(file, MAIN_BYTES if file.is_main else share, with_head=file.is_main)
-
-    for found, num_bad, problem in pool.map(read, of_job):
-        events += [event for event in found if event.job == job]
-        num_torn += num_bad
-        problems += [problem] if problem else []
+    job, num_torn = max(began, key=lambda name: began[name], default=""), 0
+    agents = [file for file in files if file.is_of_job(job) and file.is_of_agent]
+    ranks = [file for file in files if file.is_of_job(job) and not file.is_of_agent]
+    share = min(RANK_MAX_BYTES, max(RANK_MIN_BYTES, RANKS_BYTES // max(1, len(ranks))))
+    found = [*read(agents, MAIN_BYTES, HEAD_BYTES), *read(ranks, share)]
     if num_torn:
         lines = "1 line of the journal is" if num_torn == 1 else f"{num_torn} lines of the journal are"
         problems.append(f"{lines} torn or unreadable")
-    others = [file for file in files if file.name.endswith("-rank-0.jsonl") and not file.name.startswith(prefix)]
-    earlier = [
-        event
-        for found, _, _ in pool.map(lambda file: _read_file(file, RANK_MIN_BYTES * 8), others[:NUM_EARLIER])
-        for event in found
-        if event.kind == EventKind.SAVE_COMMITTED and event.job != job
-    ]
-    events.sort(key=lambda event: event.wall_ns)
-    earlier.sort(key=lambda event: event.wall_ns)
-    return job, events, earlier, _read_ladder(run_dir, problems)
-
-
-def _read_file(file: _JournalFile, end_bytes: int, *, with_head: bool = False) -> tuple[list[Event], int, str | None]:
-    """Return the last events of a file, and the first ones where asked for; the number of bad lines; and a problem."""
-    reach("journal.read", path=file.path)
-    try:
-        with open(open_file(file.path), "rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            if size <= end_bytes + HEAD_BYTES:
-                return *_decode(opened.read(end_bytes + HEAD_BYTES), from_begin=True), None
-            head = opened.read(HEAD_BYTES) if with_head else b""
-            opened.seek(size - end_bytes)
-            data = opened.read(end_bytes + HEAD_BYTES)
-    except OSError as error:
-        return [], 0, f"{file.path} cannot be read: {error.strerror}"
-    first, num_bad_first = _decode(head, from_begin=True)
-    last, num_bad = _decode(data, from_begin=False)
-    return first + last, num_bad_first + num_bad, None
-
-
-def _decode(data: bytes, *, from_begin: bool) -> tuple[list[Event], int]:
-    """Return events and the number of bad lines; a line that is cut off at either end, half written, is no event."""
-    begin = 0 if from_begin else data.find(b"\n") + 1
-    return decode_events(data[begin : data.rfind(b"\n") + 1])
+    others = [file for file in files if file.rank == 0 and not file.is_of_job(job)][:NUM_EARLIER]
+    num_problems = len(problems)
+    saved = [event for events in read(others, RANK_MIN_BYTES * 8) for event in events if event.job != job]
+    del problems[num_problems:]  # what cannot be read of earlier jobs does not matter
+    view = RunView()
+    for event in sorted(saved, key=lambda event: event.wall_ns):
+        if event.kind == EventKind.SAVE_COMMITTED:
+            view.take(event)
+    of_job = [event for events in found for event in events if event.job == job]
+    for event in sorted(of_job, key=lambda event: event.wall_ns):
+        view.take(event)
+    return job, view if of_job else RunView()
 
 
 def _read_renewal(run_dir: Path) -> int:
     """Return when the owner's record was written last; an owner that lives does so every few seconds."""
     try:
         with os.scandir(run_dir / FOLDER) as entries:
-            return max((stat.st_mtime_ns for entry in entries if (stat := _stat(entry)) is not None), default=0)
+            return max((entry.stat(follow_symlinks=False).st_mtime_ns for entry in entries), default=0)
     except OSError:
         return 0  # a run of an earlier version, or without agents
 
@@ -335,48 +290,46 @@ def _read_ladder(run_dir: Path, problems: list[str]) -> LadderState | None:
 # -- the coordinator -------------------------------------------------------------------------------------------
 
 
-def _is_worth_asking(events: Sequence[Event], living: Mapping[JobProcess, bool | None]) -> bool:
+def may_have_coordinator(job: JobView, living: Mapping[JobProcess, bool | None]) -> bool:
+    """Return whether an agent may live that hosts the coordinator."""
+    return any(
+        one.rank is None and alive is not False and one.node not in job.ended_agents for one, alive in living.items()
+    )
+
+
+def _is_worth_asking(job: JobView, living: Mapping[JobProcess, bool | None]) -> bool:
     """Return whether the coordinator may know what the journal and this machine's processes do not."""
-    ended: dict[str, bool] = {}
-    runs = False
-    for event in events:
-        if event.kind in (EventKind.JOB_STARTED, EventKind.JOB_ENDED):
-            ended[event.node] = event.kind == EventKind.JOB_ENDED
-        elif event.kind in (EventKind.CYCLE_STARTED, EventKind.CYCLE_ENDED):
-            runs = event.kind == EventKind.CYCLE_STARTED
-    lives = {process.node: alive for process, alive in living.items() if not ended.get(process.node, True)}
-    if not lives or not any(alive is not False for alive in lives.values()):
-        return False
-    return None in lives.values() or not runs
+    runs = job.newest_cycle is not None and not job.newest_cycle.ends
+    is_unseen = any(alive is None and one.node not in job.ended_agents for one, alive in living.items())
+    return may_have_coordinator(job, living) and (is_unseen or not runs)
 
 
-def _ask_for(job: str, events: Sequence[Event], keys: Sequence[RunKey]) -> tuple[LiveStatus | None, str | None]:
+def _ask_for(job: JobView, keys: Sequence[RunKey]) -> tuple[LiveStatus | None, str | None]:
     """Ask the coordinator of a job; return its status, or why there is none."""
     reason = None
-    for endpoint, key in itertools.product(_endpoints(events), keys or (None,)):
+    for endpoint, key in itertools.product(_endpoints(job), keys or (None,)):
         try:
             live = ask_coordinator(endpoint, key)
         except RendezvousError as error:
             reason = reason or str(error)
             continue
-        if live.job == job:
+        if live.job == job.name:
             return live, None
         reason = reason or f"the coordinator at {endpoint} is that of another job, {live.job}"
     return None, reason
 
 
-def _endpoints(events: Sequence[Event]) -> list[Endpoint]:
+def _endpoints(job: JobView) -> list[Endpoint]:
     """Return where the coordinator may be asked from this machine."""
     found: dict[Endpoint, None] = {}
-    for event in reversed(events):
-        if event.kind == EventKind.JOB_STARTED:
-            for text in event.data.get("endpoints") or ():
-                try:
-                    (endpoint,) = parse_endpoints(text)
-                except ValueError:
-                    continue
-                if not is_loopback(endpoint.host) or _is_here(event):
-                    found[endpoint] = None
+    for event in reversed(job.agents.values()):
+        for text in event.data.get("endpoints") or ():
+            try:
+                (endpoint,) = parse_endpoints(text)
+            except ValueError:
+                continue
+            if not is_loopback(endpoint.host) or _is_here(event):
+                found[endpoint] = None
     return list(found)[:4]
 
 

@@ -1,28 +1,25 @@
 """From evidence to facts: how a run is. Pure: the same evidence and time give the same report.
 
-:class:`JobEvents` takes a job's events in one by one: its agents, its cycles, how far its ranks are.
-:func:`list_troubles` brings together each cycle's cause with the verdict on it, and the incidents that ended no cycle.
-:func:`judge` makes the report.
+:class:`outlast.policy.run_view.RunView` has put the journal's events together; :func:`judge` makes the report of what
+the view holds, of the living processes, and of what the coordinator knows.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from outlast.clock import as_iso
 from outlast.decoding import convert
 from outlast.env import clean_name
-from outlast.incidents import CYCLE_ENDING, Event, EventKind, Incident, IncidentKind, Rung
+from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
 from outlast.launch.protocol import LiveBudgets, LiveNode, LiveStatus
 from outlast.policy.durability import Durability, job_tier, with_commit
 from outlast.policy.ladder import LadderState, Limits, begin_job
 from outlast.policy.recovery_point import Tier
+from outlast.policy.run_view import CycleView, IncidentView, JobView, incident_of
 from outlast.status.evidence import Evidence
 from outlast.status.report import (
     SCHEMA,
@@ -36,265 +33,11 @@ from outlast.status.report import (
     StatusReport,
     Trouble,
     WaitingReport,
+    describe_waiting,
 )
-from outlast.wording import count, duration
-
-RATE_WINDOW_NS = 60_000_000_000
-_TELLING = (EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.RESTORED, EventKind.SESSION_ENDED)
-"""What a rank writes with the iteration at which it is."""
-
-
-@dataclass(slots=True)
-class RankProgress:
-    """How far one rank is."""
-
-    cycle: int
-    iteration: int
-    wall_ns: int
-    samples: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=32))
-    """(monotonic ns, iteration) of its newest stretch without a step back."""
-
-    def rate(self) -> float | None:
-        """Return iterations a second over the newest samples; ``None``: there are too few."""
-        if len(self.samples) < 2:
-            return None
-        last_ns, last = self.samples[-1]
-        first_ns, first = next(one for one in self.samples if one[0] >= last_ns - RATE_WINDOW_NS)
-        if first_ns == last_ns:  # a step takes longer than the window
-            first_ns, first = self.samples[-2]
-        return (last - first) / ((last_ns - first_ns) / 1e9) if last_ns > first_ns else None
-
-
-class JobEvents:
-    """What a job's events show, taken in one by one."""
-
-    def __init__(self) -> None:
-        self.agents: dict[str, Event] = {}
-        """Node to the newest begin of its agent."""
-        self.ended: dict[str, Event] = {}
-        """Node to the end of that agent."""
-        self.sessions: dict[int, Event] = {}
-        """Rank to the newest begin of its session."""
-        self.session_ends: dict[int, Event] = {}
-        self.coordinator_node = ""
-        self.joined: dict[str, bool] = {}
-        """Nodes that joined and were not lost since."""
-        self.lost: set[str] = set()
-        self.unhealthy: set[str] = set()
-        self.cycles: dict[int, dict[str, Event]] = {}
-        """Cycle to node to the start of its workers."""
-        self.cycle_ends: dict[int, dict[str, Event]] = {}
-        self.lost_ranks: dict[int, set[int]] = {}
-        self.verdict: Event | None = None
-        self.waits_since_ns = 0
-        """When the newest of the events happened after which nodes may be missing."""
-        self.world_size: int | None = None
-        self.total: int | None = None
-        """Number of iterations at which the run is complete."""
-        self.command: Sequence[str] = ()
-        self.directory: str | None = None
-        self.local_directory: str | None = None
-        self._tracks: dict[int, RankProgress] = {}
-
-    def take(self, event: Event) -> None:
-        """Take in the next event."""
-        data, node = event.data, event.node
-        match event.kind:
-            case EventKind.JOB_STARTED:
-                self.agents[node] = event
-                self.ended.pop(node, None)
-                self.lost.discard(node)
-                self.command = [str(word) for word in data.get("command") or ()]
-                self.waits_since_ns = self.waits_since_ns or event.wall_ns
-            case EventKind.JOB_ENDED:
-                self.ended[node] = event
-                self.joined.pop(node, None)
-            case EventKind.NODE_JOINED:
-                name = str(data.get("name", node))
-                self.coordinator_node = node
-                self.joined[name] = True
-                self.lost.discard(name)
-                self.unhealthy.discard(name)
-            case EventKind.CYCLE_STARTED if event.cycle is not None:
-                self.cycles.setdefault(event.cycle, {})[node] = event
-                self.world_size = data.get("world_size", self.world_size)
-            case EventKind.CYCLE_ENDED if event.cycle is not None:
-                self.cycle_ends.setdefault(event.cycle, {})[node] = event
-                self.waits_since_ns = max(self.waits_since_ns, event.wall_ns)
-                for rank, iteration in (data.get("iterations") or {}).items():
-                    if iteration:
-                        self._note(int(rank), event, iteration)
-            case EventKind.WORKER_EXITED if data.get("spared") and event.cycle is not None and event.rank is not None:
-                self.lost_ranks.setdefault(event.cycle, set()).add(event.rank)
-            case EventKind.VERDICT:
-                self.verdict, self.coordinator_node = event, node
-                self.waits_since_ns = max(self.waits_since_ns, event.wall_ns)
-            case EventKind.INCIDENT:
-                self._take_incident(data.get("incident") or {})
-            case EventKind.SESSION_STARTED if event.rank is not None:
-                self.sessions[event.rank] = event
-                self.session_ends.pop(event.rank, None)
-                self.world_size = data.get("world_size", self.world_size)
-                self.directory = data.get("directory", self.directory)
-                self.local_directory = data.get("local_directory", self.local_directory)
-                self._forget_older(event)
-            case EventKind.STEPS_STARTED:
-                self.total = data.get("total")
-            case EventKind.SESSION_ENDED if event.rank is not None:
-                self.session_ends[event.rank] = event
-        if event.kind in _TELLING and event.rank is not None and event.iteration is not None:
-            self._note(event.rank, event, event.iteration)
-
-    def _forget_older(self, begun: Event) -> None:
-        """Forget what an earlier life of the job, in the same files, or a larger world has left."""
-        size = begun.data.get("world_size") or 0
-        for rank in [rank for rank in self.sessions if size and rank >= size]:
-            del self.sessions[rank]
-            self.session_ends.pop(rank, None)
-            self._tracks.pop(rank, None)
-        for rank in [rank for rank, track in self._tracks.items() if track.cycle > (begun.cycle or 0)]:
-            del self._tracks[rank]
-        if (track := self._tracks.get(begun.rank if begun.rank is not None else -1)) is not None:
-            track.samples.clear()
-
-    def _take_incident(self, incident: dict[str, Any]) -> None:
-        name, kind = str(incident.get("node") or ""), incident.get("kind")
-        if kind == IncidentKind.NODE_LOST and name:
-            self.lost.add(name)
-            self.joined.pop(name, None)
-        elif kind == IncidentKind.NODE_UNHEALTHY and name and name not in self.joined:
-            self.unhealthy.add(name)
-
-    def _note(self, rank: int, event: Event, iteration: int) -> None:
-        cycle = event.cycle or 0
-        track = self._tracks.get(rank)
-        if track is not None and cycle < track.cycle:
-            return  # of a cycle that is over: clocks of nodes differ
-        if track is None or cycle > track.cycle:
-            track = self._tracks[rank] = RankProgress(cycle, iteration, event.wall_ns)
-        if track.samples and iteration <= track.samples[-1][1] and event.kind == EventKind.RESTORED:
-            track.samples.clear()
-        track.iteration, track.wall_ns = iteration, event.wall_ns
-        if event.kind in (EventKind.PROGRESS, EventKind.SAVE_SCHEDULED):
-            if track.samples and iteration < track.samples[-1][1]:
-                track.samples.clear()
-            if not track.samples or iteration > track.samples[-1][1]:
-                track.samples.append((event.mono_ns, iteration))
-
-    @property
-    def track(self) -> RankProgress | None:
-        """How far the rank is that is farthest in the newest cycle in which one told."""
-        newest = max((track.cycle for track in self._tracks.values()), default=0)
-        of_newest = [track for track in self._tracks.values() if track.cycle == newest]
-        return max(of_newest, key=lambda track: (track.iteration, track.wall_ns), default=None)
-
-    @property
-    def progress(self) -> Mapping[int, RankProgress]:
-        """How far each rank is, by rank."""
-        return self._tracks
-
-    @property
-    def newest_cycle(self) -> dict[str, Event]:
-        """Node to the start of its workers in the newest cycle."""
-        return self.cycles[max(self.cycles)] if self.cycles else {}
-
-    @property
-    def is_cycle_over(self) -> bool:
-        """Whether the newest cycle has ended; nodes whose workers have finished wait for those of the others."""
-        ends = self.cycle_ends.get(max(self.cycles, default=-1), {})
-        if any(event.data.get("reason") != "finished" for event in ends.values()):
-            return True
-        return bool(self.cycles) and set(self.newest_cycle) <= set(ends)
-
-    def setting(self, name: str) -> Any:
-        """Return a setting of the coordinator's agent, or of another; ``None`` in a journal of an earlier version."""
-        agents = [self.agents[self.coordinator_node]] if self.coordinator_node in self.agents else []
-        agents += list(self.agents.values())
-        return next((value for event in agents if (value := event.data.get(name)) is not None), None)
-
+from outlast.wording import duration
 
 MAX_TROUBLES = 50
-
-
-@dataclass(slots=True)
-class _TroubleCase:
-    """An incident as it comes together from who reported it."""
-
-    event: Event
-    incident: dict[str, Any]
-    verdict: dict[str, Any] | None = None
-    num_reports: int = 1
-
-
-def list_troubles(events: Iterable[Event], now_ns: int) -> tuple[list[Trouble], int]:
-    """Return what went wrong, newest first, at most :data:`MAX_TROUBLES`, and how much there was.
-
-    Args:
-        events: Of one job, by wall time.
-        now_ns: Nanoseconds since the epoch, for ages.
-    """
-    cases: list[_TroubleCase] = []
-    unjudged: dict[int | None, dict[tuple[object, ...], _TroubleCase]] = {}
-    others: dict[tuple[object, ...], _TroubleCase] = {}
-    for event in events:
-        incident, verdict = event.data.get("incident"), event.data.get("verdict")
-        if event.kind not in (EventKind.INCIDENT, EventKind.VERDICT) or not isinstance(incident, dict):
-            continue
-        kind = incident.get("kind")
-        if event.kind == EventKind.VERDICT:
-            reports = unjudged.pop(event.cycle, {})
-            same = reports.get(_who(incident))
-            cases = [one for one in cases if not any(one is report for report in reports.values())]
-            at = same.event if same is not None else event
-            cases.append(_TroubleCase(at, incident, verdict, max(1, sum(one.num_reports for one in reports.values()))))
-            continue
-        key: tuple[object, ...] = _who(incident)
-        if kind in CYCLE_ENDING and verdict is None:
-            group = unjudged.setdefault(event.cycle, {})
-        else:
-            group = others
-            key = (event.cycle, kind, incident.get("iteration"), "" if kind in _MANY else incident.get("node"))
-        if key in group:
-            group[key].num_reports += 1
-        else:
-            group[key] = _TroubleCase(event, incident, verdict)
-            cases.append(group[key])
-    cases.sort(key=lambda case: case.event.wall_ns, reverse=True)
-    return [_trouble(case, now_ns) for case in cases[:MAX_TROUBLES]], len(cases)
-
-
-_MANY = {IncidentKind.SAVE_FAILED, IncidentKind.COPY_REJECTED, IncidentKind.REPLICATION_FAILED}
-"""Incidents that many ranks report of one and the same trouble."""
-
-
-def _who(incident: dict[str, Any]) -> tuple[object, ...]:
-    return incident.get("kind"), incident.get("node"), incident.get("rank")
-
-
-def _trouble(case: _TroubleCase, now_ns: int) -> Trouble:
-    event, incident, verdict = case.event, case.incident, case.verdict or {}
-    try:
-        text = convert(incident, Incident).describe()
-    except msgspec.ValidationError:  # a kind of another version
-        text = " ".join(str(part) for part in _who(incident) if part is not None)
-    reason = verdict.get("reason")
-    decision = str(reason).removeprefix(text).lstrip("; ") if reason else None
-    rung = verdict.get("rung")
-    return Trouble(
-        time=_time(event),
-        age_s=_age(event.wall_ns, now_ns),
-        cycle=event.cycle,
-        kind=str(incident.get("kind", "")),
-        node=incident.get("node") or None,
-        rank=incident.get("rank"),
-        iteration=incident.get("iteration"),
-        text=text,
-        remedy=Rung(rung).name.lower() if rung in set(Rung) else None,
-        decision=decision or None,
-        num_reports=case.num_reports,
-    )
-
-
 RECENT_S = 30.0
 """Processes on machines that cannot be seen from here are taken for alive while the newest line of the journal, or
 renewal of the run directory's owner, is younger than this."""
@@ -309,10 +52,8 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
         now_ns: Nanoseconds since the epoch, for ages.
     """
     live = evidence.live
-    job = JobEvents()
-    for event in evidence.events:
-        job.take(event)
-    newest = evidence.events[-1] if evidence.events else None
+    job = evidence.view.job(evidence.job)
+    newest = job.newest
     seen: list[tuple[str, int]] = []  # signs of life: when, for people and in nanoseconds since the epoch
     if newest is not None:
         seen.append((_time(newest), newest.wall_ns))
@@ -326,21 +67,22 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
     over = _end(job, live) if state == RunState.OVER else (None, None)
     waiting = _waiting(job, live, ladder, now_ns) if state == RunState.WAITING else None
     nodes = _nodes(evidence, job, ladder, state)
-    cycle = max(job.cycles, default=live.cycle if live is not None and live.phase == "running" else None)
-    track = job.track
+    cycle = job.newest_cycle.number if job.newest_cycle is not None else None
+    if cycle is None and live is not None and live.phase == "running":
+        cycle = live.cycle
+    farthest = job.farthest
     begun = [*job.agents.values(), *job.sessions.values()]
-    launcher = next((event.data.get("launcher") for event in job.sessions.values()), None)
-    troubles, num_troubles = list_troubles(evidence.events, now_ns)
+    incidents = [one for each in evidence.view.jobs if each.name == job.name for one in each.incidents]
     generations = _generations(evidence, job, state, ladder, now_ns)
     report = StatusReport(
         schema=SCHEMA,
         time=as_iso(now_ns),
-        sources=[*(["journal"] if evidence.events else []), *(["coordinator"] if live is not None else [])],
+        sources=[*(["journal"] if newest is not None else []), *(["coordinator"] if live is not None else [])],
         run=run,
         run_dir=evidence.run_dir or (live.run_dir if live is not None else None),
         job=evidence.job or (live.job if live is not None else ""),
-        launcher="outlast run" if job.agents or live is not None else launcher,
-        command=list(job.command),
+        launcher="outlast run" if job.agents or live is not None else job.launcher or None,
+        command=job.command,
         state=state,
         summary="",
         exit_code=over[0],
@@ -350,22 +92,22 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
         last_seen_s=min((_age(wall_ns, now_ns) for _, wall_ns in seen), default=None),
         waiting=waiting,
         cycle=cycle,
-        num_cycles=len(job.cycles) if job.cycles else 0 if live is None else live.cycle + (live.phase == "running"),
+        num_cycles=job.num_cycles or (0 if live is None else live.cycle + (live.phase == "running")),
         world_size=job.world_size,
-        iteration=None if track is None else track.iteration,
-        iteration_time=None if track is None else as_iso(track.wall_ns),
-        iteration_age_s=None if track is None else _age(track.wall_ns, now_ns),
-        rate=None if track is None else track.rate(),
+        iteration=None if farthest is None else farthest.iteration,
+        iteration_time=None if farthest is None else as_iso(farthest.wall_ns),
+        iteration_age_s=None if farthest is None else _age(farthest.wall_ns, now_ns),
+        rate=None if farthest is None else farthest.rate.value,
         nodes=nodes,
         spares=[node.name for node in nodes if node.state == NodeState.SPARE],
         excluded=[node.name for node in nodes if node.state == NodeState.EXCLUDED],
         budgets=_budgets(job, live, ladder, [one for one in generations if one.job == evidence.job]),
         generations=generations,
-        durability=_durability(job, generations, None if track is None else track.iteration),
+        durability=_durability(job, generations, None if farthest is None else farthest.iteration),
         directory=job.directory,
         local_directory=job.local_directory,
-        incidents=troubles,
-        num_incidents=num_troubles,
+        incidents=[_trouble(one, now_ns) for one in reversed(incidents[-MAX_TROUBLES:])],
+        num_incidents=len(incidents),
         problems=list(evidence.problems),
     )
     return msgspec.structs.replace(report, summary=_summary(report, evidence.unreachable))
@@ -374,7 +116,7 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
 # -- the state -------------------------------------------------------------------------------------------------
 
 
-def _state(evidence: Evidence, job: JobEvents, ladder: LadderState | None, now_ns: int) -> RunState:
+def _state(evidence: Evidence, job: JobView, ladder: LadderState | None, now_ns: int) -> RunState:
     live = evidence.live
     if live is not None:
         waits = live.lack is not None and live.lack.num_missing
@@ -382,41 +124,42 @@ def _state(evidence: Evidence, job: JobEvents, ladder: LadderState | None, now_n
         return {"over": RunState.OVER, "running": RunState.RUNNING}.get(live.phase, idle)
     if job.agents:
         processes = {one.node: alive for one, alive in evidence.living.items() if one.rank is None}
-        open_ = {node: processes.get(node) for node in job.agents if node not in job.ended}
-        has_ended = job.coordinator_node in job.ended or (not job.coordinator_node and bool(job.ended))
+        open_ = {node: processes.get(node) for node in job.agents if node not in job.ended_agents}
+        ended = job.ended_agents
+        has_ended = job.coordinator_node in ended or (not job.coordinator_node and bool(ended))
     else:
         ranks = {one.rank: alive for one, alive in evidence.living.items() if one.rank is not None}
-        open_ = {str(rank): ranks.get(rank) for rank in job.sessions if rank not in job.session_ends}
+        open_ = {str(rank): ranks.get(rank) for rank in job.sessions if job.ranks[rank].session_end is None}
         has_ended = bool(job.sessions) and not open_
     if True not in open_.values():
         if has_ended or (not open_ and bool(job.agents)):
             return RunState.OVER
         if open_ and None not in open_.values():
             return RunState.NO_PROCESS
-        signs_ns = [event.wall_ns for event in evidence.events[-1:]] + [evidence.renewed_ns]
-        if _age(max(signs_ns), now_ns) > RECENT_S:
+        seen_ns = max(evidence.renewed_ns, job.newest.wall_ns if job.newest is not None else 0)
+        if _age(seen_ns, now_ns) > RECENT_S:
             return RunState.UNKNOWN
-    if not job.agents or (job.cycles and not job.is_cycle_over):
+    if not job.agents or (job.newest_cycle is not None and not job.newest_cycle.is_over):
         return RunState.RUNNING
     return RunState.WAITING if _missing(job, ladder) > 0 else RunState.FORMING
 
 
-def _present(job: JobEvents, ladder: LadderState | None) -> set[str]:
+def _present(job: JobView, ladder: LadderState | None) -> set[str]:
     """Return the nodes that may be given a slot, as far as the journal tells."""
-    names = set(job.joined) or set(job.agents) - set(job.ended) - job.lost
+    names = set(job.joined) or set(job.agents) - set(job.ended_agents) - job.lost
     return names - job.unhealthy - set(ladder.barred if ladder is not None else ())
 
 
-def _missing(job: JobEvents, ladder: LadderState | None) -> int:
+def _missing(job: JobView, ladder: LadderState | None) -> int:
     """Return how many nodes are missing, as far as the journal tells."""
     present = len(_present(job, ladder))
     least = job.setting("min_nodes")
-    if job.cycles and least and present >= int(least):
+    if job.num_cycles and least and present >= int(least):
         return 0  # the world shrinks
     return max(0, int(job.setting("num_nodes") or 0) - present)
 
 
-def _waiting(job: JobEvents, live: LiveStatus | None, ladder: LadderState | None, now_ns: int) -> WaitingReport:
+def _waiting(job: JobView, live: LiveStatus | None, ladder: LadderState | None, now_ns: int) -> WaitingReport:
     if live is not None and live.lack is not None:
         barred = {*live.quarantined, *live.held_back}
         return WaitingReport(
@@ -435,37 +178,60 @@ def _waiting(job: JobEvents, live: LiveStatus | None, ladder: LadderState | None
     )
 
 
-def _end(job: JobEvents, live: LiveStatus | None) -> tuple[int | None, str | None]:
+def _end(job: JobView, live: LiveStatus | None) -> tuple[int | None, str | None]:
     """Return a job's exit code and the reason: those of the coordinator's node, else of the last one to end."""
     if live is not None and live.exit_code is not None:
         return live.exit_code, live.reason
-    if job.ended:
-        event = job.ended.get(job.coordinator_node) or max(job.ended.values(), key=_wall)
+    if ended := job.ended_agents:
+        event = ended.get(job.coordinator_node) or max(ended.values(), key=_wall)
         return event.data.get("exit_code"), event.data.get("reason")
-    codes = [event.data.get("exit_code") or 0 for event in job.session_ends.values()]
+    ends = (one.session_end for one in job.ranks.values())
+    codes = [event.data.get("exit_code") or 0 for event in ends if event is not None]
     return (max(codes, key=lambda code: code != 0), None) if codes else (None, None)
+
+
+def _trouble(one: IncidentView, now_ns: int) -> Trouble:
+    event, incident, verdict = one.event, one.incident, one.verdict or {}
+    try:
+        text = convert(incident, Incident).describe()
+    except msgspec.ValidationError:  # a kind of another version
+        text = " ".join(str(incident[name]) for name in ("kind", "node", "rank") if incident.get(name) is not None)
+    reason = verdict.get("reason")
+    decision = str(reason).removeprefix(text).lstrip("; ") if reason else None
+    rung = verdict.get("rung")
+    return Trouble(
+        time=_time(event),
+        age_s=_age(event.wall_ns, now_ns),
+        cycle=event.cycle,
+        kind=str(incident.get("kind", "")),
+        node=incident.get("node") or None,
+        rank=incident.get("rank"),
+        iteration=incident.get("iteration"),
+        text=text,
+        remedy=Rung(rung).name.lower() if rung in set(Rung) else None,
+        decision=decision or None,
+        num_reports=one.num_reports,
+    )
 
 
 # -- who, what for, how much -----------------------------------------------------------------------------------
 
 
-def _nodes(evidence: Evidence, job: JobEvents, ladder: LadderState | None, state: RunState) -> list[NodeReport]:
-    live, newest = evidence.live, job.newest_cycle
-    newest_number = max(job.cycles, default=-1)
-    lost_ranks = job.lost_ranks.get(newest_number, set())
+def _nodes(evidence: Evidence, job: JobView, ladder: LadderState | None, state: RunState) -> list[NodeReport]:
+    live, newest = evidence.live, job.newest_cycle or CycleView()
     alive = {one.node: runs for one, runs in evidence.living.items() if one.rank is None}
     there = {node.name: node for node in live.nodes} if live is not None else {}
     barred = {*live.quarantined, *live.held_back} if live is not None else set(ladder.barred if ladder else ())
-    names = dict.fromkeys([*newest, *job.agents, *job.joined, *there, *sorted(barred), *sorted(job.unhealthy)])
+    names = dict.fromkeys([*newest.starts, *job.agents, *job.joined, *there, *sorted(barred), *sorted(job.unhealthy)])
     if not job.agents:
         return [*_nodes_of_sessions(evidence, job, state)] or [_node_of_coordinator(*one) for one in there.items()]
     reports = []
     for name in names:
-        agent, start = job.agents.get(name), newest.get(name)
-        runs = state == RunState.RUNNING and start is not None and name not in job.cycle_ends.get(newest_number, {})
+        agent, (_, start) = job.agents.get(name), newest.starts.get(name, (0.0, None))
+        runs = state == RunState.RUNNING and start is not None and name not in newest.ends
         if (told := there.get(name)) is not None and state == RunState.RUNNING:
             runs = told.slot is not None and not told.ready
-        if name in job.ended:
+        if name in job.ended_agents:
             what = NodeState.ENDED
         elif (alive.get(name) is False or name in job.lost) and name not in there:
             what = NodeState.LOST
@@ -491,18 +257,18 @@ def _nodes(evidence: Evidence, job: JobEvents, ladder: LadderState | None, state
                 node_rank=workers.get("node_rank"),
                 ranks=ranks,
                 pids=[int(pid) for pid in workers.get("pids") or ()] if what == NodeState.TRAINING else [],
-                lost_ranks=sorted(lost_ranks.intersection(ranks)),
+                lost_ranks=sorted(set(newest.spared).intersection(ranks)),
             )
         )
     return sorted(reports, key=lambda node: (node.node_rank is None, node.node_rank or 0, node.name))
 
 
-def _nodes_of_sessions(evidence: Evidence, job: JobEvents, state: RunState) -> Iterable[NodeReport]:
+def _nodes_of_sessions(evidence: Evidence, job: JobView, state: RunState) -> Iterable[NodeReport]:
     """Yield the nodes of workers that were started by another launcher."""
     alive = {one.rank: runs for one, runs in evidence.living.items() if one.rank is not None}
-    for name in dict.fromkeys(event.node for _, event in sorted(job.sessions.items())):
-        sessions = {rank: event for rank, event in sorted(job.sessions.items()) if event.node == name}
-        open_ = {rank: event for rank, event in sessions.items() if rank not in job.session_ends}
+    for name in dict.fromkeys(event.node for event in job.sessions.values()):
+        sessions = {rank: event for rank, event in job.sessions.items() if event.node == name}
+        open_ = [rank for rank in sessions if job.ranks[rank].session_end is None]
         if not open_:
             what = NodeState.ENDED
         elif state == RunState.NO_PROCESS or all(alive.get(rank) is False for rank in open_):
@@ -531,7 +297,7 @@ def _node_of_coordinator(name: str, live: LiveNode) -> NodeReport:
     )
 
 
-def _ladder_of(evidence: Evidence, job: JobEvents) -> LadderState | None:
+def _ladder_of(evidence: Evidence, job: JobView) -> LadderState | None:
     """Return what the ladder remembers as the job goes by it; the file may still be an earlier job's."""
     ladder = evidence.ladder
     if ladder is None or ladder.job == evidence.job or (not ladder.job and ladder == LadderState()):
@@ -542,7 +308,7 @@ def _ladder_of(evidence: Evidence, job: JobEvents) -> LadderState | None:
 
 
 def _budgets(
-    job: JobEvents, live: LiveStatus | None, ladder: LadderState | None, generations: Sequence[GenerationReport]
+    job: JobView, live: LiveStatus | None, ladder: LadderState | None, generations: Sequence[GenerationReport]
 ) -> Budgets | None:
     """Return what may still be tried.
 
@@ -584,17 +350,18 @@ def _budget(used: int, limit: int | None) -> BudgetReport:
 
 
 def _generations(
-    evidence: Evidence, job: JobEvents, state: RunState, ladder: LadderState | None, now_ns: int
+    evidence: Evidence, job: JobView, state: RunState, ladder: LadderState | None, now_ns: int
 ) -> list[GenerationReport]:
     """Return the newest generation in each tier that still holds one, as far as the journal tells.
 
     What processes hold in memory ends with them: with the job, a node, or its checkpoint writer.
     """
     newest: dict[str, Event] = {}
-    for event in (*evidence.earlier, *evidence.events):
-        if event.kind == EventKind.WRITER_ENDED or _is_loss(event):
+    kinds = (EventKind.SAVE_COMMITTED, EventKind.RESTORED, EventKind.WRITER_ENDED, EventKind.INCIDENT)
+    for event in (event for each in evidence.view.jobs for _, event in each.of(*kinds)):
+        if event.kind == EventKind.WRITER_ENDED or incident_of(event).get("kind") == IncidentKind.NODE_LOST:
             newest.pop("memory", None)
-        elif event.kind in (EventKind.SAVE_COMMITTED, EventKind.RESTORED) and event.iteration is not None:
+        elif event.kind != EventKind.INCIDENT and event.iteration is not None:
             tiers = [str(tier) for tier in event.data.get("tiers") or ()]
             if event.kind == EventKind.RESTORED:  # ranks may load from different tiers, but for this one
                 tiers = ["global"] if event.data.get("tier") == "global" else []
@@ -619,7 +386,7 @@ def _generations(
 
 
 def _durability(
-    job: JobEvents, generations: Sequence[GenerationReport], iteration: int | None
+    job: JobView, generations: Sequence[GenerationReport], iteration: int | None
 ) -> DurabilityReport | None:
     """Return the newest checkpoints that survive each failure, as far as the journal has them."""
     if not generations and not (job.directory or job.local_directory):
@@ -638,11 +405,6 @@ def _durability(
         job_age_s=age_s,
         lag_iterations=None if iteration is None else max(0, iteration - (known.job or 0)),
     )
-
-
-def _is_loss(event: Event) -> bool:
-    incident = event.data.get("incident") or {}
-    return event.kind == EventKind.INCIDENT and incident.get("kind") == IncidentKind.NODE_LOST
 
 
 def _is_distrusted(event: Event, tier: str, ladder: LadderState | None) -> bool:
@@ -677,11 +439,7 @@ def _summary(report: StatusReport, unreachable: str | None) -> str:
                 f"here{asked}; ask there"
             )
         case RunState.WAITING if report.waiting is not None:
-            waiting = report.waiting
-            have = ", ".join(waiting.have[:8]) + (", ..." if len(waiting.have) > 8 else "")
-            ends = "" if waiting.gives_up_in_s is None else f"; gives up in {waiting.gives_up_in_s:.0f} s"
-            needed = count(waiting.num_needed, "node")
-            return f"waiting for {waiting.num_missing} of {needed} (have: {have or 'none'}){ends}"
+            return f"waiting for {describe_waiting(report.waiting)}"
         case RunState.RUNNING:
             where = "" if report.cycle is None else f"cycle {report.cycle}"
             told = "" if report.iteration is None else f"iteration {report.iteration}"

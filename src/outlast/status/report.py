@@ -287,8 +287,18 @@ def _entries(report: StatusReport) -> Iterator[tuple[str, str]]:
         ranks = "" if report.world_size is None else f", {count(report.world_size, 'rank')}"
         yield "cycle", f"{report.cycle}{ranks}{cycles}"
     yield from _nodes(report.nodes)
-    if report.budgets is not None:
-        budgets = report.budgets
+    yield from describe_safety(report)
+    places = [f"{tier} {place}" for tier, place in (("local", report.local_directory), ("global", report.directory))]
+    if any((report.local_directory, report.directory)):
+        yield "", "in " + ", ".join(place for place in places if not place.endswith("None"))
+    yield from describe_incidents(report, MAX_SHOWN)
+    for problem in report.problems:
+        yield "problem", problem
+
+
+def describe_safety(report: StatusReport) -> Iterator[tuple[str, str]]:
+    """Yield what may still be tried, and what is saved: labels and texts."""
+    if (budgets := report.budgets) is not None:
         progress = _budget(budgets.cycles_without_progress) if budgets.progress_known else "not known"
         yield (
             "budgets",
@@ -300,12 +310,18 @@ def _entries(report: StatusReport) -> Iterator[tuple[str, str]]:
         yield "saved", ", ".join(saved) or "nothing yet"
     if text := describe_durability(report):
         yield "durable", text
-    places = [f"{tier} {place}" for tier, place in (("local", report.local_directory), ("global", report.directory))]
-    if any((report.local_directory, report.directory)):
-        yield "", "in " + ", ".join(place for place in places if not place.endswith("None"))
-    yield from _incidents(report)
-    for problem in report.problems:
-        yield "problem", problem
+
+
+def describe_waiting(waiting: WaitingReport) -> str:
+    """Return which nodes are waited for, and for how long."""
+    have = ", ".join(waiting.have[:8]) + (", ..." if len(waiting.have) > 8 else "")
+    ends = "" if waiting.gives_up_in_s is None else f"; gives up in {waiting.gives_up_in_s:.0f} s"
+    return f"{waiting.num_missing} of {count(waiting.num_needed, 'node')} (have: {have or 'none'}){ends}"
+
+
+def count_nodes(nodes: Sequence[NodeReport]) -> str:
+    """Return how many nodes are in which state."""
+    return ", ".join(f"{number} {state}" for state, number in Counter(str(node.state) for node in nodes).items())
 
 
 def describe_durability(report: StatusReport) -> str:
@@ -334,8 +350,7 @@ def describe_durability(report: StatusReport) -> str:
 
 def _nodes(nodes: Sequence[NodeReport]) -> Iterator[tuple[str, str]]:
     if len(nodes) > 1:
-        counts = Counter(str(node.state) for node in nodes)
-        yield "nodes", ", ".join(f"{number} {state}" for state, number in counts.items())
+        yield "nodes", count_nodes(nodes)
     width = max((len(node.name) for node in nodes[:MAX_NODES]), default=0)
     for node in nodes[:MAX_NODES]:
         label = "node" if len(nodes) == 1 else ""
@@ -360,11 +375,12 @@ def _node(node: NodeReport, width: int) -> str:
     return f"{node.name:<{width}}  {', '.join(parts)}"
 
 
-def _incidents(report: StatusReport) -> Iterator[tuple[str, str]]:
+def describe_incidents(report: StatusReport, num: int) -> Iterator[tuple[str, str]]:
+    """Yield the newest incidents: labels and texts."""
     if not report.num_incidents:
         yield "incidents", "none"
         return
-    shown = report.incidents[:MAX_SHOWN]
+    shown = report.incidents[:num]
     more = "" if len(shown) == report.num_incidents else f", the newest {len(shown)}"
     yield "incidents", f"{report.num_incidents}{more}"
     for one in shown:

@@ -12,10 +12,7 @@ elsewhere the journal says how far they are.
 from __future__ import annotations
 
 import logging
-import os
-import re
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,14 +22,14 @@ import msgspec
 from outlast import clock
 from outlast.errors import ConfigError, RendezvousError
 from outlast.goodput import Ledger
-from outlast.incidents import EventKind
 from outlast.launch.protocol import LiveStatus
-from outlast.runtime.addresses import Endpoint, parse_endpoint
+from outlast.policy.goodput import IterationRate
+from outlast.policy.run_view import JobView
 from outlast.runtime.board import RankState, held_pages
 from outlast.runtime.processes import is_alive, process_state
 from outlast.runtime.run_key import find_known_keys
-from outlast.status.evidence import Evidence, ask_coordinator, ask_job, gather
-from outlast.status.facts import JobEvents, judge
+from outlast.status.evidence import Evidence, ask_coordinator, ask_job, endpoint_of, gather, may_have_coordinator
+from outlast.status.facts import judge
 from outlast.status.report import NodeReport, NodeState, RunState, StatusReport
 
 log = logging.getLogger(__name__)
@@ -48,10 +45,8 @@ ASK_AGAIN_S = 1.0
 """The coordinator is not asked more often, whatever the interval."""
 FRESH_S = 5.0
 """An answer of the coordinator that is older counts no more beside the journal."""
-RATE_WINDOW_S = 60.0
 GOODPUT_S = 30.0
 """How often the goodput is counted anew, at most."""
-_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
 
 
 class RankLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,24 +145,21 @@ class Looker:
     """
 
     def __init__(self, target: str, *, interval_s: float, key_file: str | None = None) -> None:
-        path = Path(target)
-        is_endpoint = _ENDPOINT.fullmatch(target) is not None and not os.path.lexists(path)
-        self._endpoint: Endpoint | None = parse_endpoint(target) if is_endpoint else None
+        self._endpoint = endpoint_of(target)
         self._target, self._interval_s, self._key_file = target, interval_s, key_file
-        self._run_dir = None if is_endpoint else path
+        self._run_dir = Path(target) if self._endpoint is None else None
         self._disk, self._coordinator = _AskedPlace("the run directory"), _AskedPlace("the coordinator")
         self._evidence: Evidence | None = None
         self._live: LiveStatus | None = None
         self._goodput: float | None = None
         self._lock = threading.Lock()
         """Held while a report is put together, which waits for nothing."""
-        self._samples: deque[tuple[int, int]] = deque(maxlen=4096)
+        self._board_rate = IterationRate()
         self._job = ""
         self.newest: TopReport | None = None
         """What was put together last."""
         self.error: BaseException | None = None
         """Why there is nothing to look at, or a thread ended before its time."""
-        self._taken: tuple[Evidence, JobEvents] | None = None
         self._ends, self._has_first, self._has_asked = threading.Event(), threading.Event(), threading.Event()
         self._has_read, self._has_counted = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
@@ -268,7 +260,9 @@ class Looker:
             if self._endpoint is None and evidence is None:
                 self._ends.wait(0.05)
                 continue
-            if self._endpoint is not None or (evidence is not None and _may_have_coordinator(evidence)):
+            if self._endpoint is not None or (
+                evidence is not None and may_have_coordinator(evidence.view.job(evidence.job), evidence.living)
+            ):
                 source.wanted_ns = source.wanted_ns or clock.now_ns()
                 source.begun_ns = clock.now_ns()
                 live, reason = self._ask(evidence)
@@ -335,12 +329,12 @@ class Looker:
                 return None
             evidence = Evidence(job=live.job)
         is_fresh = (now_ns - self._coordinator.answered_ns) / 1e9 < FRESH_S + self._interval_s
-        if live is not None and ((evidence.events and not is_fresh) or live.job != evidence.job):
+        if live is not None and ((evidence.view.newest is not None and not is_fresh) or live.job != evidence.job):
             live = None
         living = {one: is_alive(one.process) for one in evidence.living}
         evidence = replace(evidence, live=live, living=living, unreachable=self._coordinator.reason)
         status = judge(evidence, clock.wall_ns())
-        job = self._take_events(evidence)
+        job = evidence.view.job(evidence.job)
         pids = [one.process.pid for one, runs in living.items() if one.rank is None and runs]
         ranks = list_ranks(status, job, [page for pid in pids for page in held_pages(pid)])
         iteration = max((one.iteration for one in ranks if one.iteration is not None), default=status.iteration)
@@ -360,44 +354,20 @@ class Looker:
             status=status,
         )
 
-    def _take_events(self, evidence: Evidence) -> JobEvents:
-        """Return what the events show; it is kept until others were read."""
-        if self._taken is None or self._taken[0].events is not evidence.events:
-            job = JobEvents()
-            for event in evidence.events:
-                job.take(event)
-            self._taken = evidence, job
-        return self._taken[1]
-
     def _rate(self, status: StatusReport, ranks: Iterable[RankLine]) -> float | None:
         """Return the rate of what is read from boards; without those the journal's."""
-        now_ns, samples = clock.now_ns(), self._samples
         seen = max(
             (one.iteration for one in ranks if one.source == "board" and one.iteration is not None), default=None
         )
-        if seen is None or status.job != self._job or (samples and seen < samples[-1][1]):
-            samples.clear()
+        if seen is None or status.job != self._job:
+            self._board_rate.clear()
         self._job = status.job
         if seen is not None:
-            samples.append((now_ns, seen))
-        while len(samples) > 2 and samples[1][0] < now_ns - RATE_WINDOW_S * 1e9:
-            samples.popleft()
-        if len(samples) < 2 or (passed_s := (samples[-1][0] - samples[0][0]) / 1e9) < 2 * self._interval_s:
-            return status.rate
-        return (samples[-1][1] - samples[0][1]) / passed_s
+            self._board_rate.note(clock.now_ns(), seen)
+        return status.rate if self._board_rate.span_s < 2 * self._interval_s else self._board_rate.value
 
 
-def _may_have_coordinator(evidence: Evidence) -> bool:
-    """Return whether an agent may live that hosts the coordinator."""
-    ended: dict[str, bool] = {}
-    for event in evidence.events:
-        if event.kind in (EventKind.JOB_STARTED, EventKind.JOB_ENDED):
-            ended[event.node] = event.kind == EventKind.JOB_ENDED
-    return any(one.rank is None and not ended.get(one.node, True) and runs is not False
-               for one, runs in evidence.living.items())  # fmt: skip
-
-
-def list_ranks(status: StatusReport, job: JobEvents, seen: Sequence[RankState]) -> list[RankLine]:
+def list_ranks(status: StatusReport, job: JobView, seen: Sequence[RankState]) -> list[RankLine]:
     """Return all ranks of the newest cycle, in order.
 
     Args:
@@ -414,7 +384,7 @@ def list_ranks(status: StatusReport, job: JobEvents, seen: Sequence[RankState]) 
             if is_open and (page := pages.get(rank)) is not None:
                 lines.append(_line_of_page(page, node, now_ns))
                 continue
-            track = job.progress.get(rank)
+            track = job.ranks.get(rank)
             lines.append(
                 RankLine(
                     rank=rank,
@@ -424,7 +394,9 @@ def list_ranks(status: StatusReport, job: JobEvents, seen: Sequence[RankState]) 
                     iteration=None if track is None else track.iteration,
                     section=None,
                     section_s=None,
-                    heartbeat_age_s=None if track is None else round(max(0, now_wall_ns - track.wall_ns) / 1e9, 1),
+                    heartbeat_age_s=None
+                    if track is None or track.iteration is None
+                    else round(max(0, now_wall_ns - track.wall_ns) / 1e9, 1),
                     source="journal",
                 )
             )

@@ -11,7 +11,15 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from outlast.status.report import BudgetReport, NodeState, RunState, StatusReport, describe_durability
+from outlast.status.report import (
+    NodeState,
+    RunState,
+    StatusReport,
+    count_nodes,
+    describe_incidents,
+    describe_safety,
+    describe_waiting,
+)
 from outlast.top.look import RankLine, TopReport
 from outlast.wording import count, duration, number_ranges, one_line
 
@@ -44,7 +52,7 @@ def show(report: TopReport, *, width: int | None = None, height: int | None = No
         hint: The last line of a view that has a height.
     """
     head = list(_describe_run(report))
-    incidents = list(_list_incidents(report.status, MAX_INCIDENTS))
+    incidents = [_entry(label, text) for label, text in describe_incidents(report.status, MAX_INCIDENTS)]
     if height is None:
         num_ranks = MAX_RANKS
     else:
@@ -91,23 +99,9 @@ def _describe_run(report: TopReport) -> Iterator[Text]:
         yield _entry("no answer", f"{one.what}: no answer for {duration(one.for_s)}{why}", "yellow")
     yield from _describe_nodes(status)
     if status.waiting is not None:
-        waits = status.waiting
-        have = ", ".join(waits.have[:8]) + (", ..." if len(waits.have) > 8 else "")
-        ends = "" if waits.gives_up_in_s is None else f"; gives up in {duration(waits.gives_up_in_s)}"
-        needed = count(waits.num_needed, "node")
-        yield _entry("waits for", f"{waits.num_missing} of {needed} (have: {have or 'none'}){ends}", "yellow")
-    if (budgets := status.budgets) is not None:
-        progress = _budget(budgets.cycles_without_progress) if budgets.progress_known else "not known"
-        yield _entry(
-            "budgets",
-            f"restarts in a row {_budget(budgets.restarts_in_a_row)}, in the whole run "
-            f"{_budget(budgets.restarts_total)}; cycles without progress {progress}",
-        )
-    saved = ", ".join(f"{one.tier} {one.iteration} ({duration(one.age_s)} ago)" for one in status.generations)
-    if saved or status.directory or status.local_directory:
-        yield _entry("saved", saved or "nothing yet")
-    if text := describe_durability(status):
-        yield _entry("durable", text)
+        yield _entry("waits for", describe_waiting(status.waiting), "yellow")
+    for label, text in describe_safety(status):
+        yield _entry(label, text)
     for problem in status.problems:
         yield _entry("problem", problem, "yellow")
 
@@ -128,10 +122,8 @@ def _describe_progress(report: TopReport) -> str | None:
 def _describe_nodes(status: StatusReport) -> Iterator[Text]:
     if not status.nodes:
         return
-    counts = Counter(str(node.state) for node in status.nodes)
-    told = ", ".join(f"{number} {state}" for state, number in counts.items())
     lost = [node.name for node in status.nodes if node.state in (NodeState.LOST, NodeState.EXCLUDED)]
-    yield _entry("nodes", told, "yellow" if lost else "")
+    yield _entry("nodes", count_nodes(status.nodes), "yellow" if lost else "")
     if status.spares:
         yield _entry("spares", _name_some(status.spares))
     if lost:
@@ -140,24 +132,6 @@ def _describe_nodes(status: StatusReport) -> Iterator[Text]:
 
 def _name_some(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _budget(budget: BudgetReport) -> str:
-    return f"{budget.used} of {budget.limit}" if budget.limit is not None else f"{budget.used} (no limit)"
-
-
-def _list_incidents(status: StatusReport, num: int) -> Iterator[Text]:
-    if not status.num_incidents:
-        yield _entry("incidents", "none")
-        return
-    shown = status.incidents[:num]
-    newest = "" if len(shown) == status.num_incidents else f", the newest {len(shown)}"
-    yield _entry("incidents", f"{status.num_incidents}{newest}")
-    for one in shown:
-        decision = "" if one.decision is None else f"; {one.decision}"
-        times = "" if one.num_reports == 1 else f" (reported {one.num_reports} times)"
-        where = "" if one.cycle is None else f", cycle {one.cycle}"
-        yield _entry("", f"{duration(one.age_s)} ago{where}: {one.text}{times}{decision}")
 
 
 # -- its ranks ---------------------------------------------------------------------------------------------------

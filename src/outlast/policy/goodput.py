@@ -1,0 +1,176 @@
+"""Goodput and iterations per second: the one definition of each.
+
+*Goodput* is the productive share of the wall time since the run, or one job of it, began (:func:`goodput`). Time is
+productive from the moment in which all ranks have begun their first step until training stops, without the waits for
+saves, without the steps whose result was lost, and without what slow ranks added to the steps. :class:`ProductiveTime`
+counts such time as it passes; :mod:`outlast.goodput.ledger` places the same time on the run's time line.
+
+*Iterations per second* is the mean over the last :data:`RATE_WINDOW_S` without a step back (:class:`IterationRate`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+RATE_WINDOW_S = 60.0
+REPORTED_S = 10.0
+"""Ranks that train report more often. After so long without a report it is known that they do not train."""
+_MIN_GAP_NS = int(RATE_WINDOW_S * 1e9) // 64
+"""Samples of a rate that are closer to each other are one."""
+_SLOW_SCORE = 0.9
+"""A report before the one that names a rank counts as slowed by that rank if its score was lower than this there."""
+_MAX_POINTS = 1024
+
+
+class IterationRate:
+    """Iterations per second: the mean over the last :data:`RATE_WINDOW_S` seconds without a step back."""
+
+    __slots__ = ("_samples",)
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[int, int]] = deque()
+
+    def note(self, at_ns: int, iteration: int) -> None:
+        """Take in that an iteration was done at a monotonic time; a lower one than before drops the earlier samples."""
+        samples = self._samples
+        if samples and iteration < samples[-1][1]:
+            samples.clear()
+        if len(samples) > 1 and at_ns - samples[-2][0] < _MIN_GAP_NS:
+            samples.pop()
+        samples.append((at_ns, iteration))
+        while len(samples) > 2 and samples[1][0] < at_ns - RATE_WINDOW_S * 1e9:
+            samples.popleft()
+
+    def clear(self) -> None:
+        """Drop all samples."""
+        self._samples.clear()
+
+    @property
+    def span_s(self) -> float:
+        """Seconds between the oldest and the newest sample."""
+        return (self._samples[-1][0] - self._samples[0][0]) / 1e9 if self._samples else 0.0
+
+    @property
+    def value(self) -> float | None:
+        """The rate; ``None`` = there are too few samples."""
+        if len(self._samples) < 2:
+            return None
+        last_ns, last = self._samples[-1]
+        first_ns, first = next(one for one in self._samples if one[0] >= last_ns - RATE_WINDOW_S * 1e9)
+        if first_ns == last_ns:  # a step takes longer than the window
+            first_ns, first = self._samples[-2]
+        return (last - first) / ((last_ns - first_ns) / 1e9) if last_ns > first_ns else None
+
+
+def goodput(productive_s: float, elapsed_s: float) -> float:
+    """Return the goodput, from 0 to 1: the productive share of the time since the run, or the job, began."""
+    return min(1.0, max(0.0, productive_s / elapsed_s)) if elapsed_s > 0 else 0.0
+
+
+class ProductiveTime:
+    """Count the seconds of training whose result still counts, as it goes on."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        """The seconds so far."""
+        self.has_begun = False
+        self.has_advanced = False
+        """Whether an iteration was done since training began, or began again."""
+        self._last_s = 0.0
+        self._points: list[tuple[int, float]] = []
+        """(iteration, seconds until it was done), both growing."""
+        self._window_s = 0.0
+        """The seconds at the last report on slow ranks."""
+        self._unnamed: deque[tuple[Mapping[int, float], float, float]] = deque(maxlen=16)
+        """Scores, and the stretch of seconds that they are about, of the newest reports if these named no rank."""
+
+    def begin(self, at_s: float, iteration: int) -> None:
+        """Take in that training begins, or begins again, after an iteration: what was done beyond it is lost."""
+        while self._points and self._points[-1][0] > iteration:
+            done, self.total_s = self._points.pop()
+            before, spent_s = self._points[-1] if self._points else (iteration, self.total_s)
+            if before < iteration:
+                self.total_s = spent_s + (self.total_s - spent_s) * (iteration - before) / (done - before)
+            else:
+                self.total_s = spent_s
+        if not self._points or self._points[-1][0] < iteration:
+            self._points.append((iteration, self.total_s))
+        self.has_begun, self.has_advanced, self._last_s = True, False, at_s
+        self._window_s = self.total_s
+        self._unnamed.clear()
+
+    def advance(self, at_s: float, iteration: int, wait_s: float = 0.0) -> None:
+        """Take in that training has reached an iteration.
+
+        Args:
+            at_s: When.
+            iteration: Number of optimizer steps done.
+            wait_s: How much of the time since the last call training waited for a save.
+        """
+        if not self.has_begun:
+            return
+        self.total_s += max(0.0, at_s - self._last_s - wait_s)
+        self._last_s, self.has_advanced = max(at_s, self._last_s), True
+        if self._points[-1][0] < iteration:
+            self._points.append((iteration, self.total_s))
+        else:
+            self._points[-1] = (self._points[-1][0], self.total_s)
+        if len(self._points) > _MAX_POINTS:
+            del self._points[1:-1:2]
+
+    def take_slow_ranks(self, scores: Mapping[int, float], named: Sequence[int]) -> None:
+        """Take off what slow ranks added to the steps since the last report on them."""
+        window = self._window_s, self.total_s
+        if not (share := slow_share(scores, named)):
+            self._unnamed.append((scores, *window))
+        else:
+            self._take_off(share, *window)
+            for earlier, from_s, to_s in reversed(self._unnamed):
+                if not (share := share_before(earlier, named)):
+                    break
+                self._take_off(share, from_s, to_s)
+                named = ()
+            self._unnamed.clear()
+        self._window_s = self.total_s
+
+    def _take_off(self, share: float, from_s: float, to_s: float) -> None:
+        """Take off a share of a stretch."""
+
+        def less(seconds: float) -> float:
+            return seconds - share * max(0.0, min(seconds, to_s) - from_s)
+
+        self._points = [(iteration, less(seconds)) for iteration, seconds in self._points]
+        self.total_s = less(self.total_s)
+
+    def redo_step(self) -> None:
+        """Take in that a step is run again in place: its first run does not count."""
+        (first, begin_s), (last, end_s) = (self._points[0], self._points[-1]) if self._points else ((0, 0.0), (0, 0.0))
+        if last > first:
+            self.total_s -= (end_s - begin_s) / (last - first)
+            self._points[-1] = (last, self.total_s)
+
+    def resume(self, total_s: float) -> None:
+        """Continue from what an earlier process counted."""
+        self.total_s, self._points, self.has_begun, self._window_s = total_s, [], False, total_s
+
+
+def slow_share(scores: Mapping[int, float], named: Iterable[int]) -> float:
+    """Return the share of a step that slow ranks add: the named ones' distance from the median rank's score, 1."""
+    return max(0.0, 1.0 - min((scores[rank] for rank in named if rank in scores), default=1.0))
+
+
+def share_before(earlier: Mapping[int, float], named: Iterable[int]) -> float:
+    """Return the same of the report before one with slow ranks, if they were slow already and not named yet; where
+    that one names no rank either, the slowest rank is meant."""
+    named = tuple(named) or tuple(sorted(earlier, key=lambda rank: earlier[rank])[:1])
+    return slow_share(earlier, [rank for rank in named if earlier.get(rank, 1.0) < _SLOW_SCORE])
+
+
+def read_scores(data: Mapping[str, Any]) -> dict[int, float]:
+    """Return the relative scores in a report on slow ranks, by rank; earlier versions wrote the worst five."""
+    scores = data.get("scores")
+    if isinstance(scores, list):
+        return {rank: float(score) for rank, score in enumerate(scores) if score is not None}
+    return {int(rank): float(score) for rank, score in (data.get("worst") or {}).items()}

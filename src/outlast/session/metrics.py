@@ -1,0 +1,121 @@
+"""What a session hands to a logger of metrics, and the goodput of the run as a rank measures it.
+
+:mod:`outlast.integrations.metrics` has loggers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from outlast import clock
+from outlast.journal import JournalTail, list_files, read_ends
+from outlast.policy.goodput import ProductiveTime, goodput
+from outlast.policy.run_view import RunView
+from outlast.runtime.journal import Journal
+
+LogMetrics = Callable[[dict[str, float], int], object]
+"""Takes metrics by name, and the number of optimizer steps done."""
+_HEAD_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsRun:
+    """The run whose metrics a sink gets."""
+
+    run_id: str
+    """Names the run; the same in every job of it."""
+    iteration: int
+    """Number of optimizer steps from which training continues; metrics of later ones may come a second time."""
+    global_rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+
+@runtime_checkable
+class MetricsSink(Protocol):
+    """A ``log_metrics`` that learns where a run begins and when it ends.
+
+    Thread: that of the training loop; nothing of it may block.
+    """
+
+    def __call__(self, figures: dict[str, float], iteration: int) -> object:
+        """Take metrics by name, and the number of optimizer steps done."""
+
+    def begin_run(self, run: MetricsRun) -> object:
+        """Learn the run, once it is known from which iteration it continues; again after a restart in process."""
+
+    def end_run(self, timeout_s: float) -> object:
+        """Write what is left, and wait for that up to ``timeout_s`` seconds; 0 = do not wait."""
+
+
+class Goodput:
+    """Measure the goodput of the run (see :mod:`outlast.policy.goodput`) by the steps of this rank.
+
+    It is saved with each checkpoint. So the time of steps that were lost, and are done again, counts once, over all
+    restarts and jobs of the run.
+
+    Args:
+        journal: Tells when this session began.
+        began_wall_ns: When the run began, as far as the journal knows; ``None`` = with this session.
+    """
+
+    def __init__(self, journal: Journal, began_wall_ns: int | None) -> None:
+        self._journal = journal
+        self._began_wall_ns = min(journal.opened_wall_ns, began_wall_ns or journal.opened_wall_ns)
+        self._time = ProductiveTime()
+        self._wait_s = 0.0
+        """Waits for saves since the last step."""
+
+    @property
+    def share(self) -> float:
+        """The goodput now, from 0 to 1."""
+        session_ns = clock.now_ns() - self._journal.opened_ns
+        return goodput(self._time.total_s, (self._journal.opened_wall_ns - self._began_wall_ns + session_ns) / 1e9)
+
+    def begin(self, iteration: int) -> None:
+        """Note that the session's first step begins, after an iteration."""
+        self._time.begin(clock.now_ns() / 1e9, iteration)
+
+    def note_step(self, iteration: int) -> None:
+        """Note that an iteration was done."""
+        self._time.advance(clock.now_ns() / 1e9, iteration, self._wait_s)
+        self._wait_s = 0.0
+
+    def note_wait(self, seconds: float) -> None:
+        """Note that training waited for a save."""
+        self._wait_s += seconds
+
+    def note_slow_ranks(self, scores: Mapping[int, float], named: Sequence[int]) -> None:
+        """Note a report on slow ranks: the relative scores by rank, and the ranks that are slow."""
+        self._time.take_slow_ranks(scores, named)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next process continues from."""
+        return {"steps_s": self._time.total_s, "began_wall_ns": self._began_wall_ns}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        self._time.resume(float(state["steps_s"]))
+        self._began_wall_ns = min(self._began_wall_ns, int(state["began_wall_ns"]))
+
+
+def read_earlier(run_dir: Path, rank: int) -> tuple[Counter[str], int | None]:
+    """Return how many incidents of each kind the run had, as its agents recorded them, and when it began.
+
+    Ranks record incidents of their own too, in addition to all else that they do: their files may be large. Of this
+    rank's the begin is read, which shows when a run without agents began.
+    """
+    try:
+        files = list_files(run_dir)
+        own = [read_ends(file.path, head_bytes=_HEAD_BYTES, end_bytes=0)[0][:1] for file in files if file.rank == rank]
+    except OSError:
+        return Counter(), None
+    view = RunView(keeps_samples=False)
+    of_agents = JournalTail(run_dir).read_new(file.path for file in files if file.rank is None)
+    for event in sorted([*of_agents, *(event for first in own for event in first)], key=lambda event: event.wall_ns):
+        view.take(event)
+    return sum((job.incident_counts for job in view.jobs), Counter[str]()), view.began_ns

@@ -1,0 +1,112 @@
+"""The one view of a run: what its events show, taken in one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.incidents import Event, EventKind
+from outlast.policy.goodput import IterationRate, ProductiveTime
+from outlast.policy.run_view import RunView
+
+
+def event(kind: EventKind, at_s: float, *, job: str = "j", **fields: Any) -> Event:
+    envelope = {name: fields.pop(name) for name in ("cycle", "rank", "iteration") if name in fields}
+    time_ns = int(at_s * 1e9)
+    return Event(
+        kind=kind, wall_ns=time_ns, mono_ns=time_ns, run_id="r", job=job, node="a", proc="agent", data=fields,
+        **envelope,
+    )  # fmt: skip
+
+
+def trained(begin_s: float, cycle: int, begin: int, end: int, *, job: str = "j") -> list[Event]:
+    """Two ranks that do an iteration a second."""
+    found = [event(EventKind.CYCLE_STARTED, begin_s, job=job, cycle=cycle, ranks=[0, 1], world_size=2, master=job)]
+    for rank in (0, 1):
+        kinds = {"job": job, "cycle": cycle, "rank": rank}
+        found.append(event(EventKind.STEPS_STARTED, begin_s, iteration=begin, **kinds))
+        for iteration in range(begin + 1, end + 1):
+            found.append(event(EventKind.PROGRESS, begin_s + iteration - begin, iteration=iteration, **kinds))
+    return sorted(found, key=lambda one: one.wall_ns)
+
+
+def test_steps_that_are_done_again_count_once() -> None:
+    """Of the first cycle the four iterations count that the second one resumes from."""
+    view = RunView.of([*trained(0.0, 0, 0, 10), *trained(20.0, 1, 4, 14)])
+    (job,) = view.jobs
+    assert job.productive.total_s == pytest.approx(4 + 10)
+    assert job.goodput(30.0) == pytest.approx(14 / 30)
+    assert job.goodput(60.0) == pytest.approx(14 / 50), "silence of more than ten seconds is no training"
+
+
+def test_a_view_that_follows_a_run_knows_the_same() -> None:
+    """Without the samples it has the same ranks, rates, counts and goodput, and does not grow with the time."""
+    events = [*trained(0.0, 0, 0, 300), *trained(400.0, 1, 200, 500)]
+    whole, following = RunView.of(events), RunView(keeps_samples=False)
+    for one in events:
+        following.take(one)
+    (job,), (other,) = whole.jobs, following.jobs
+    assert (job.productive.total_s, job.counts) == (other.productive.total_s, other.counts)
+    assert [(one.iteration, one.rate.value) for one in job.ranks.values()] == [(500, 1.0)] * 2
+    assert [(one.iteration, one.rate.value) for one in other.ranks.values()] == [(500, 1.0)] * 2
+    assert len(job.of(EventKind.PROGRESS)) == 1200
+    assert len(other.of(EventKind.PROGRESS)) == 1
+
+
+def test_a_job_that_is_requeued_under_its_name_is_two() -> None:
+    """The second begins once all agents of the first have ended."""
+    events = []
+    for begin_s in (0.0, 100.0):
+        events += [event(EventKind.JOB_STARTED, begin_s), *trained(begin_s + 1, 0, 0, 5)]
+        events.append(event(EventKind.JOB_ENDED, begin_s + 10, exit_code=75))
+    view = RunView.of(events)
+    assert [(job.start_s, job.num_cycles, job.exit_code) for job in view.jobs] == [(0.0, 1, 75), (100.0, 1, 75)]
+    assert view.job("j") is view.jobs[1]
+
+
+def test_a_cycle_number_that_is_given_twice_is_two_starts() -> None:
+    """A coordinator that did not know of the cycles of its successor may do so: the master tells them apart."""
+    again = event(EventKind.CYCLE_STARTED, 50.0, cycle=0, ranks=[0], world_size=1, master="other")
+    view = RunView.of([*trained(0.0, 0, 0, 5), again, event(EventKind.PROGRESS, 52.0, cycle=0, rank=0, iteration=6)])
+    assert [(start.world_size, start.iteration) for start in view.starts] == [(2, 5), (1, 6)]
+    assert [start.trained_ns for start in view.starts] == [1_000_000_000, 52_000_000_000]
+
+
+def test_one_decision_stands_for_all_that_follow_from_its_incident() -> None:
+    """Reports of a cycle's end are one incident once it is decided about; failed saves of many ranks are one, too."""
+    events = [
+        event(EventKind.INCIDENT, rank, cycle=0, rank=rank, incident={"kind": kind, "node": "a", "rank": rank})
+        for kind in ("worker_failed", "save_failed")
+        for rank in range(4)
+    ]
+    assert [one.num_reports for one in RunView.of(events).jobs[0].incidents] == [1, 4, 1, 1, 1]
+    decided = event(EventKind.VERDICT, 9, cycle=0, incident=events[2].data["incident"], verdict={"rung": 2})
+    incidents = RunView.of([*events, decided]).jobs[0].incidents
+    assert [(one.num_reports, one.time_s) for one in incidents] == [(4, 0.0), (4, 2.0)]
+
+
+def test_slow_ranks_are_taken_off_where_they_were_slow() -> None:
+    """A report takes off its window, and windows before it in which the rank was slow already and not named."""
+    time = ProductiveTime()
+    time.begin(0.0, 0)
+    for at_s, score, named in ((10.0, 1.0, []), (20.0, 0.8, []), (30.0, 0.5, [1])):
+        time.advance(at_s, int(at_s))
+        time.take_slow_ranks({0: 1.0, 1: score}, named)
+    assert time.total_s == pytest.approx(10 + 10 * 0.8 + 10 * 0.5)
+    time.begin(40.0, 10)
+    assert time.total_s == pytest.approx(10), "what slow ranks added to lost steps is lost with them"
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 30), st.integers(0, 3)), min_size=3, max_size=300))
+def test_a_rate_is_that_of_the_newest_minute(steps: list[tuple[float, int]]) -> None:
+    """It lies between the lowest and the highest rate that was there, whatever the gaps are."""
+    rate, now_ns, iteration = IterationRate(), 0, 0
+    rate.note(now_ns, iteration)
+    for gap_s, num in steps:
+        now_ns, iteration = now_ns + int(gap_s * 1e9), iteration + num
+        rate.note(now_ns, iteration)
+    assert rate.value is not None
+    assert -1e-9 <= rate.value <= max(num / int(gap_s * 1e9) * 1e9 for gap_s, num in steps) + 1e-6
