@@ -310,7 +310,7 @@ INSIDE = {
     "bench.inprocess", "bench.measuring", "bench.rendezvous", "bench.rendezvous_crowd", "bench.results",
     "demo.show", "demo.struck_run", "runtime.injection", "simulate.costs", "simulate.failures", "chaos.copies",
     # from this process's own parent, on a socket pair or in the environment
-    "env", "inprocess.monitor_duty", "monitor.rank_guard", "session.step",
+    "checkpoint.writer_client", "env", "inprocess.monitor_duty", "monitor.hang_watch", "session.step",
     # from the ranks of the same process group or their store; what is wrong with it ends the call
     "checkpoint.lane", "checkpoint.outage", "checkpoint.places", "checkpoint.recovery", "checkpoint.tiers",
     "inprocess.rank_local_state", "inprocess.restore", "integrations.nvrx.async_calls", "integrations.nvrx.exchange",

@@ -13,6 +13,7 @@ import time
 
 import msgspec
 
+from outlast.env import read_worker
 from outlast.inprocess import protocol as m
 from outlast.inprocess.monitor_client import MonitorLink
 from outlast.inprocess.progress import Page, RankPhase
@@ -25,7 +26,7 @@ class FakeRank:
     def __init__(self, task: MonitorTask, active_world_size: int) -> None:
         self.task, self.active_world_size = task, active_world_size
         self.page = Page.create()
-        self.link = MonitorLink(task, self.page)
+        self.link = MonitorLink(task, read_worker(), self.page)
         self.traits: set[str] = set()
         self.restart_count = -1
         self.restart: p.Restart | None = None

@@ -113,7 +113,7 @@ def is_monitor(pid: int) -> bool:
     """Return whether this is a monitor process that runs."""
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and "outlast.monitor.rank_guard" in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and "outlast.runtime.agent_process" in process.cmdline()
     except psutil.NoSuchProcess:
         return False
 
@@ -157,7 +157,12 @@ class FakeRanks:
             world_size=num,
             stdin=True,
             environments=[
-                {**(environment or {}), "OUTLAST_RELAY": addresses[rank * len(addresses) // num]} for rank in range(num)
+                {
+                    **(environment or {}),
+                    "OUTLAST_RELAY": addresses[rank * len(addresses) // num],
+                    "OUTLAST_NODE": f"n{rank}",  # each has an agent process
+                }
+                for rank in range(num)
             ],
         )
         self.children = [Child(self._ranks, rank) for rank in range(num)]

@@ -648,7 +648,7 @@ class ArenaPool:
         if self._toucher is not None and self._toucher.is_alive():
             return  # it is under way
         try:
-            self._writer.start()  # here, since a process of its own dies with the thread that starts it
+            self._writer.start()
         except CheckpointError:
             return  # the save that needs it reports the error
         self._toucher = start_driver_thread(partial(self._prepare, num_bytes, device), "outlast-touch", self._stop)

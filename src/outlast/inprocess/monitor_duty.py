@@ -20,6 +20,7 @@ import os
 import selectors
 import signal
 import socket
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -312,7 +313,7 @@ class _MonitorDuty:
 
 
 def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> None:
-    """Run in the guard; see :class:`outlast.monitor.rank_guard.GuardDuty`.
+    """Run in the agent process; see :class:`outlast.runtime.agent_process.AgentDuty`.
 
     Args:
         task: A :class:`~outlast.inprocess.protocol.MonitorTask`, as JSON.
@@ -321,14 +322,17 @@ def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> No
         pidfd: Of the rank's process.
     """
     given = from_json(task, MonitorTask)
-    if given.log_path:
-        where = f"monitor rank {given.initial_rank}"
-        logs.configure(where, node=given.node, rank=given.initial_rank, path=given.log_path, least=logging.INFO)
-    elif not log.isEnabledFor(logging.DEBUG):
-        logging.getLogger("outlast.inprocess").setLevel(logging.WARNING)
+    with _logging:
+        if given.log_path:
+            logs.configure("agent", node=given.node, path=given.log_path, least=logging.INFO)
+        elif not log.isEnabledFor(logging.DEBUG):
+            logging.getLogger("outlast.inprocess").setLevel(logging.WARNING)
     if given.pid_path:
         _write_pid(Path(given.pid_path))
     _MonitorDuty(given, rank, Page(fds[0]), pidfd).run()
+
+
+_logging = threading.Lock()
 
 
 def _write_pid(path: Path) -> None:

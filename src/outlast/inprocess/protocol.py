@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from outlast.decoding import from_msgpack
+from outlast.env import clean_name
 from outlast.errors import OutlastError
 from outlast.policy.inprocess_protocol import (
     Completed,
@@ -135,7 +136,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             call=call,
             bootstrap_key=bootstrap_key,
             labels=dict(labels),
-            log_path="" if folder is None else os.path.join(folder, f"inprocess-{place.global_rank}.log"),
+            log_path="" if folder is None else os.path.join(folder, f"inprocess-{clean_name(place.node)}.log"),
             pid_path=(config.monitor_process_pidfile or "").replace("{rank}", str(place.global_rank)),
         )
 

@@ -284,7 +284,7 @@ class WrappedRank:
         )
         self._page = Page.create()
         stack.callback(self._page.close)
-        self._link = MonitorLink(task, self._page)
+        self._link = MonitorLink(task, place, self._page)
         stack.callback(self._link.close)
         stack.callback(self._interruption.uninstall)
         self._thread = MonitorThread(
