@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import select
 import socket
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import Any
 
 import msgspec
 import pytest
 
-from outlast import clock
 from outlast.inprocess.protocol import Gone, JoinRelay, MemberRecord
 from outlast.launch import protocol as m
-from outlast.launch import rank_relay
 from outlast.launch.rank_hub import ANY_CALL, RankHub
 from outlast.launch.rank_relay import RankRelay
 from outlast.policy import inprocess_protocol as p
@@ -320,22 +318,3 @@ def test_a_coordinator_whose_term_rose_is_obeyed() -> None:
             guard.recv(1)
         relay.obey(order)
         assert guard.recv(1000)
-
-
-def test_a_connection_that_names_no_rank_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of the same user cannot fill the agent with connections: their number and their time are bounded."""
-    monkeypatch.setattr(rank_relay, "_MAX_NEWCOMERS", 3)
-    with closing(RankRelay()) as relay, ExitStack() as stack:
-        strangers = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(5)]
-        for stranger in strangers:
-            stranger.settimeout(100.0)
-            stranger.connect(f"\0{relay.address}")
-        relay.serve()
-        assert [stranger.recv(1) for stranger in strangers[:2]] == [b"", b""]
-        now_s, due_s = clock.now_s(), relay.deadline_s
-        assert due_s is not None
-        assert due_s > now_s
-        monkeypatch.setattr(rank_relay.clock, "now_s", lambda: due_s + 100.0)
-        relay.serve()
-        assert [stranger.recv(1) for stranger in strangers[2:]] == [b""] * 3
-        assert relay.deadline_s is None

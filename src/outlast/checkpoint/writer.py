@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import logging
 import os
+import selectors
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,13 +31,12 @@ from outlast.checkpoint.shard import Digested, Numbers, digest_image, write_imag
 from outlast.checkpoint.vault import Image, Vault
 from outlast.errors import CheckpointError, Corrupt
 from outlast.runtime.injection import reach
-from outlast.runtime.processes import die_with_parent, ignore_group_signals, peer_user
+from outlast.runtime.listener import Acceptor
+from outlast.runtime.processes import die_with_parent, ignore_group_signals
 from outlast.runtime.wire import MessageChannel
 
 log = logging.getLogger(__name__)
 MAX_SMALL_BYTES = 1 << 27
-AGAIN_S = 1.0
-"""Between two tries to accept a connection where the system has no room for one."""
 
 
 class Calls:
@@ -296,29 +294,13 @@ def main() -> None:
     die_with_parent(args.parent)
     logs.configure(f"checkpoint writer {args.node}", node=args.node)
     writer = Writer(Vault())
-    with socket.socket(fileno=args.fd) as listening:
-        while True:
-            connection = _accept(listening)
-            if peer_user(connection) != os.getuid():  # an abstract socket has no permissions of its own
-                connection.close()
-                continue
-            threading.Thread(target=writer.serve, args=(connection,), name="outlast-serve", daemon=True).start()
 
+    def serve(connection: socket.socket) -> None:
+        threading.Thread(target=writer.serve, args=(connection,), name="outlast-serve", daemon=True).start()
 
-def _accept(listening: socket.socket) -> socket.socket:
-    """Return the next connection; without a free descriptor wait for one, since the memory tier ends with the process.
-
-    Raises:
-        OSError: The socket is unusable.
-    """
-    while True:
-        try:
-            return listening.accept()[0]
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                raise
-            log.warning("no connection can be accepted (%s); the next try is in %g s", error.strerror, AGAIN_S)
-        time.sleep(AGAIN_S)
+    with selectors.DefaultSelector() as selector:
+        # Without a free descriptor it waits for one: the memory tier ends with the process.
+        Acceptor(selector, [socket.socket(fileno=args.fd)], serve, name="the checkpoint writer").run()
 
 
 if __name__ == "__main__":

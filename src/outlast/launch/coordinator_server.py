@@ -15,7 +15,6 @@ oldest goes first. A proved agent of another run, job or command is refused with
 from __future__ import annotations
 
 import dataclasses
-import errno
 import logging
 import secrets
 import selectors
@@ -45,9 +44,10 @@ from outlast.policy.leadership import Leadership
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.files import write_optional
 from outlast.runtime.journal import Journal
+from outlast.runtime.listener import Listener
 from outlast.runtime.processes import raise_descriptor_limit
 from outlast.runtime.run_key import describe_difference
-from outlast.runtime.wire import AuthenticationFailed, BufferedChannel, SelectedChannel, encode_frame
+from outlast.runtime.wire import SelectedChannel, encode_frame
 from outlast.version import __version__
 
 log = logging.getLogger(__name__)
@@ -59,14 +59,8 @@ _MAX_NEWCOMERS = 1024
 """Connections whose agents are not known yet, beside one for each node; more than that, and the oldest is closed."""
 _MAX_HELLO_BYTES = 1 << 16
 _MAX_MESSAGE_BYTES = 1 << 24
-_ACCEPTS = 256
-"""Connections taken at once, before others are served again."""
-_WARN_S = 10.0
-"""Between two lines on strangers; they may be many."""
 _REWRITE_S = 5.0
 """Between two tries to write what a full disk did not take."""
-_FULL_S = 0.1
-"""How long nobody is accepted once there are no descriptors left."""
 AgentChannel = SelectedChannel[m.OnControl]
 
 
@@ -107,7 +101,7 @@ class CoordinatorServer:
         on_error: Callable[[BaseException], None],
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._listeners, self._settings, self._identity = listeners, settings, identity
+        self._settings, self._identity = settings, identity
         self._run_dir, self._node = identity.run_dir, node
         self._layers, self._config = layers, layers.config
         self._on_error, self._may_write = on_error, may_write
@@ -135,9 +129,17 @@ class CoordinatorServer:
         """Names this life of the coordinator."""
         self._selector = selectors.DefaultSelector()
         self._requests: Mailbox[str] = Mailbox()
-        self._max_newcomers = _MAX_NEWCOMERS + max(settings.num_slots, settings.max_nodes)  # nodes may come all at once
-        self._newcomers: dict[AgentChannel, float] = {}
-        """Connections whose agents are not known yet, oldest first, and until when they may be."""
+        self._listener: Listener[m.OnControl] = Listener(
+            self._selector,
+            listeners,
+            m.OnControl,
+            self._on_newcomer,
+            name=f"the coordinator of node {node}",
+            join_s=_JOIN_S,
+            max_newcomers=_MAX_NEWCOMERS + max(settings.num_slots, settings.max_nodes),  # nodes may come all at once
+            handshake=partial(serve_handshake, identity),
+            max_bytes=_MAX_HELLO_BYTES,
+        )
         self._agents: dict[tuple[str, str], _AgentLink] = {}
         """By node and epoch."""
         self._claimants: dict[tuple[str, str], tuple[AgentChannel, m.Hello, list[m.OnControl]]] = {}
@@ -148,8 +150,6 @@ class CoordinatorServer:
         """Whose connection ended, in that order: when they are taken for dead, and whether that is certain."""
         self._learned: LearnedTimeouts | None = None
         """What the newest cycle has taught about timeouts; ``None`` = nothing, or it was logged."""
-        self._accepts_again_s: float | None = None
-        self._warns_again_s = 0.0
         self._judged_at_s = self._next_tick_s = clock.now_s()
         self._is_closing = False
         self._successor: Endpoint | None = None
@@ -187,9 +187,6 @@ class CoordinatorServer:
 
     def _run(self) -> None:
         try:
-            for listener in self._listeners:
-                listener.setblocking(False)
-            self._accept_again()
             self._selector.register(self._requests.fileno(), selectors.EVENT_READ, self._on_request)
             while not self._is_closing:
                 self._serve_once()
@@ -197,28 +194,20 @@ class CoordinatorServer:
             log.exception("the coordinator ended on an error")
             self._on_error(error)
         finally:
-            for channel in [*self._newcomers, *(agent.channel for agent in self._agents.values())]:
-                channel.channel.drain(0.05)
-                channel.close()
-            for listener in self._listeners:
-                listener.close()
+            self._disconnect_agents()
+            self._listener.close()
             self._selector.close()
             self._requests.close()
             self.closed.set()
 
     def _serve_once(self) -> None:
         due = self._job_deadlines_s()
-        if self._newcomers:
-            due.append(next(iter(self._newcomers.values())))
-        if self._accepts_again_s is not None:
-            due.append(self._accepts_again_s)
+        if self._listener.deadline_s is not None:
+            due.append(self._listener.deadline_s)
         for key, events in self._selector.select(max(0.0, min(due) - clock.now_s()) if due else None):
             key.data(events)
         now_s = clock.now_s()
-        if self._accepts_again_s is not None and now_s >= self._accepts_again_s:
-            self._accept_again()
-        while self._newcomers and now_s >= next(iter(self._newcomers.values())):
-            self._drop_newcomer(next(iter(self._newcomers)), "it said nothing that an agent says")
+        self._listener.serve(now_s)
         if self._successor is None:
             self._serve_job(now_s)
 
@@ -253,14 +242,16 @@ class CoordinatorServer:
     def _on_request(self, _: int) -> None:
         self._is_closing |= "close" in self._requests.take_all()
         if self._successor is not None:
-            for link in list(self._newcomers):
-                self._drop_newcomer(link, "another coordinator of this job leads")
-            for agent in self._agents.values():
-                agent.channel.channel.drain(0.05)
-                agent.channel.close()
-            self._agents.clear()
+            self._listener.drop_all("another coordinator of this job leads")
+            self._disconnect_agents()
             self._suspects.clear()
             self.closed.set()
+
+    def _disconnect_agents(self) -> None:
+        for agent in self._agents.values():
+            agent.channel.channel.drain(0.05)
+            agent.channel.close()
+        self._agents.clear()
 
     def _tick(self, now_s: float) -> None:
         self._next_tick_s = now_s + self._settings.beat_interval_s
@@ -278,57 +269,6 @@ class CoordinatorServer:
 
     # -- connections -------------------------------------------------------------------------------------------
 
-    def _accept_again(self) -> None:
-        self._accepts_again_s = None
-        for listener in self._listeners:
-            self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
-
-    def _accept(self, listener: socket.socket, _: int) -> None:
-        for _number in range(_ACCEPTS):
-            try:
-                connection, _address = listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._pause_accepting(error)
-                    return
-                continue  # that one is gone again
-            handshake = serve_handshake(self._identity)
-            channel: BufferedChannel[m.OnControl] = BufferedChannel(
-                connection, m.OnControl, handshake=handshake, max_bytes=_MAX_HELLO_BYTES
-            )
-            link = AgentChannel(self._selector, channel, self._on_newcomer, self._on_lost_newcomer)
-            self._newcomers[link] = clock.now_s() + _JOIN_S
-            if len(self._newcomers) > self._max_newcomers:
-                self._drop_newcomer(next(iter(self._newcomers)), "too many connections at once")
-
-    def _pause_accepting(self, error: OSError) -> None:
-        log.warning(
-            "node %s cannot take another connection (%s): strangers are dropped; raise its limit (ulimit -n) to two "
-            "for each node of the job",
-            *(self._node, error.strerror),
-        )
-        for link in list(self._newcomers):
-            self._drop_newcomer(link, "no descriptors are left")
-        for listener in self._listeners:
-            self._selector.unregister(listener)
-        self._accepts_again_s = clock.now_s() + _FULL_S
-
-    def _drop_newcomer(self, link: AgentChannel, why: str) -> None:
-        log.debug("a connection was closed: %s", why)
-        self._newcomers.pop(link, None)
-        for who in [who for who, (claimant, _, _) in self._claimants.items() if claimant is link]:
-            del self._claimants[who]
-        link.close()
-
-    def _on_lost_newcomer(self, link: AgentChannel, error: OSError) -> None:
-        now_s = clock.now_s()
-        if isinstance(error, AuthenticationFailed) and now_s >= self._warns_again_s:
-            self._warns_again_s = now_s + _WARN_S
-            log.warning("refused a connection: %s", error)
-        self._drop_newcomer(link, str(error))
-
     def _on_newcomer(self, link: AgentChannel, came: list[m.OnControl]) -> None:
         if self._successor is not None:
             reason = f"it has yielded to the coordinator at {self._successor}"
@@ -344,7 +284,7 @@ class CoordinatorServer:
                 answer = m.Leads(job=self._settings.job, term=own.term, leads=own.leads, order=own.order)
                 self._answer(link, answer)
             case other:
-                self._drop_newcomer(link, f"it began with {type(other).__name__}")
+                self._listener.drop(link, f"it began with {type(other).__name__}")
 
     def _answer(self, link: AgentChannel, answer: m.Answer) -> None:
         """Answer what needs no connection any longer; the other side closes it, or its time runs out."""
@@ -368,7 +308,7 @@ class CoordinatorServer:
         self._answer(link, refusal)
 
     def _welcome(self, link: AgentChannel, hello: m.Hello, more: list[m.OnControl]) -> None:
-        del self._newcomers[link]
+        self._listener.admit(link)
         self._coordinator.note_term(hello.term, hello.leader == self.leader)
         who = hello.node, hello.epoch
         if (old := self._agents.pop(who, None)) is not None:
@@ -459,9 +399,9 @@ class CoordinatorServer:
             if (agent := self._agents.pop(who, None)) is not None:
                 agent.channel.close()
         for node, epoch, reason in self._coordinator.take_admissions():
-            if (claimant := self._claimants.pop((node, epoch), None)) is None:
+            link, hello, more = self._claimants.pop((node, epoch), (None, None, []))
+            if link is None or hello is None or not self._listener.is_newcomer(link):
                 continue  # its connection ended
-            link, hello, more = claimant
             if reason is None:
                 self._welcome(link, hello, more)
             else:

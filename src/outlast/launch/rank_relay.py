@@ -15,7 +15,6 @@ random token, and the kernel says whose process connects.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import secrets
@@ -32,13 +31,12 @@ from outlast.launch import protocol as m
 from outlast.launch.agent_events import Mailbox
 from outlast.launch.rank_hub import ANY_CALL
 from outlast.policy import inprocess_protocol as p
-from outlast.runtime.processes import open_pidfd, peer_user
-from outlast.runtime.wire import BufferedChannel, SelectedChannel, encode_frame
+from outlast.runtime.listener import Listener
+from outlast.runtime.processes import open_pidfd
+from outlast.runtime.wire import SelectedChannel, encode_frame
 
 log = logging.getLogger(__name__)
 _BACKLOG = 512
-_FULL_S = 0.1
-"""How long nobody is accepted once there are no descriptors left."""
 _JOIN_S = 30.0
 """How long a connection may take to name its rank: a guard does it at once, unless it is stopped."""
 _MAX_NEWCOMERS = 1024
@@ -90,16 +88,22 @@ class RankRelay:
         """Where guards connect; the name of an abstract socket, without its leading zero."""
         self._commands: Mailbox[Callable[[], None]] = Mailbox()
         self._selector = selectors.DefaultSelector()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._listener.bind(f"\0{self.address}")
-        self._listener.listen(_BACKLOG)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(f"\0{self.address}")
+        listening.listen(_BACKLOG)
+        self._listener: Listener[ToRelay] = Listener(
+            self._selector,
+            [listening],
+            ToRelay,
+            self._on_newcomer,
+            name="the relay of in-process restarts",
+            join_s=_JOIN_S,
+            max_newcomers=_MAX_NEWCOMERS,
+        )
         self._selector.register(self._commands, selectors.EVENT_READ, lambda _: None)
-        self._accepts_again_s: float | None = None
         self._links: set[GuardLink] = set()
-        """All of them: also those that have not joined, or whose cycle is over."""
-        self._newcomers: dict[GuardLink, float] = {}
-        """Until when those that have not joined may do so; the oldest is first."""
+        """All that have joined: also those whose cycle is over."""
+        self._is_closed = False
         self._term = 0
         self._cycle: int | None = None
         self._calls: dict[int, _RelayedCall] = {}
@@ -138,8 +142,7 @@ class RankRelay:
     @property
     def deadline_s(self) -> float | None:
         """When to call :meth:`serve`, whatever comes."""
-        due = [self._accepts_again_s] if self._accepts_again_s is not None else []
-        due += [*self._newcomers.values()][:1]
+        due = [self._listener.deadline_s] if self._listener.deadline_s is not None else []
         due += [rank.until_s for call in self._calls.values() for rank in call.ranks.values() if rank.until_s]
         return min(due, default=None)
 
@@ -151,11 +154,7 @@ class RankRelay:
             if self._selector.get_map().get(key.fd) is key:
                 key.data(events)
         now_s = clock.now_s()
-        if self._accepts_again_s is not None and now_s >= self._accepts_again_s:
-            self._accepts_again_s = None
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        for link in [link for link, until_s in self._newcomers.items() if now_s >= until_s]:
-            self._drop(link, TimeoutError(f"it named no rank for {_JOIN_S:g} s"))
+        self._listener.serve(now_s)
         for call in self._calls.values():
             for rank in call.ranks.values():
                 if rank.until_s is not None and now_s >= rank.until_s:
@@ -202,8 +201,9 @@ class RankRelay:
 
     def close(self) -> None:
         """Let everybody go. Idempotent."""
-        if self._listener.fileno() < 0:
+        if self._is_closed:
             return
+        self._is_closed = True
         self._use_cycle(None)
         for link in self._links:
             link.close()
@@ -214,36 +214,13 @@ class RankRelay:
 
     # -- guards ------------------------------------------------------------------------------------------------
 
-    def _accept(self, _: int) -> None:
-        while True:
-            try:
-                connection, _address = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    continue  # that one is gone again
-                log.warning("no guard can be accepted (%s); the next try is in %g s", error.strerror, _FULL_S)
-                self._selector.unregister(self._listener)
-                self._accepts_again_s = clock.now_s() + _FULL_S
-                return
-            if peer_user(connection) != os.getuid():  # an abstract socket has no permissions of its own
-                connection.close()
-                continue
-            channel: BufferedChannel[ToRelay] = BufferedChannel(connection, ToRelay)
-            link = GuardLink(self._selector, channel, self._on_newcomer, self._drop)
-            self._links.add(link)
-            self._newcomers[link] = clock.now_s() + _JOIN_S
-            if len(self._newcomers) > _MAX_NEWCOMERS:
-                self._drop(next(iter(self._newcomers)), ConnectionAbortedError("too many have not named their rank"))
-
     def _on_newcomer(self, link: GuardLink, came: list[ToRelay]) -> None:
-        del self._newcomers[link]
         join = came[0]
         if not isinstance(join, JoinRelay) or join.cycle != self._cycle:
-            log.debug("a guard was refused: it is of no rank of cycle %s", self._cycle)
-            self._drop(link)
+            self._listener.drop(link, f"it is not the monitor process of a rank of cycle {self._cycle}")
             return
+        self._listener.admit(link)
+        self._links.add(link)
         call = self._calls.get(join.call)
         if call is None:
             call = _RelayedCall(join.initial_world_size, join.limits)
@@ -314,11 +291,8 @@ class RankRelay:
             os.close(rank.pidfd)
             rank.pidfd = None
 
-    def _drop(self, link: GuardLink, error: OSError | None = None) -> None:
-        if error is not None:
-            log.debug("a guard's connection ended before it joined: %s", error)
+    def _drop(self, link: GuardLink) -> None:
         self._links.discard(link)
-        self._newcomers.pop(link, None)
         link.close()
 
     def _give(self, rank: _RelayedRank, link: GuardLink, order: p.Order, frame: bytes) -> None:

@@ -1,0 +1,232 @@
+"""Accept connections: the one loop that every listening socket of the package's event loops uses.
+
+:class:`Acceptor` hands each connection to its owner. :class:`Listener` adds newcomers: connections whose peers have not
+identified themselves yet, which are bounded in number and time.
+
+A process without free descriptors leaves connections in the kernel's backlog and tries again: a loop that did not stop
+polling the socket meanwhile would use a whole processor. Peers at an abstract Unix address are accepted from this user
+only, since such an address has no permissions. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, NoReturn, TypeVar
+
+from outlast import clock
+from outlast.runtime.processes import peer_user
+from outlast.runtime.wire import MAX_MESSAGE_BYTES, AuthenticationFailed, BufferedChannel, Handshake, SelectedChannel
+
+log = logging.getLogger(__name__)
+R = TypeVar("R")
+_ACCEPTS = 256
+"""Connections accepted at once, before others are served again."""
+_PAUSE_S = 0.1
+"""How long nothing is accepted while the system has no room for another connection."""
+_WARN_S = 10.0
+"""Between two warnings of one kind; a flood of connections must not fill the log."""
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_UNUSABLE = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
+
+
+class Acceptor:
+    """Accept connections in an event loop.
+
+    Args:
+        selector: Of the loop; what it reports with a callable as data is called with the events.
+        sockets: Bound and listening; this object owns them.
+        on_connection: Receives each connection, and owns it.
+        name: What listens, for the log.
+
+    Thread: the loop's.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        sockets: Sequence[socket.socket],
+        on_connection: Callable[[socket.socket], object],
+        *,
+        name: str,
+    ) -> None:
+        self._selector, self._sockets, self._on_connection = selector, sockets, on_connection
+        self._name = name
+        self._accepts_again_s: float | None = None
+        self._warns_again_s: dict[str, float] = {}
+        for listening in sockets:
+            listening.setblocking(False)
+        self._resume()
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When to call :meth:`serve`."""
+        return self._accepts_again_s
+
+    def serve(self, now_s: float) -> None:
+        """Do what is due. Blocks: never."""
+        if self._accepts_again_s is not None and now_s >= self._accepts_again_s:
+            self._resume()
+
+    def run(self) -> NoReturn:
+        """Accept for as long as the process lives; the loop has nothing else to do."""
+        while True:
+            wait_s = None if self.deadline_s is None else max(0.0, self.deadline_s - clock.now_s())
+            for key, events in self._selector.select(wait_s):
+                key.data(events)
+            self.serve(clock.now_s())
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        for listening in self._sockets:
+            if self._accepts_again_s is None and listening.fileno() >= 0:
+                self._selector.unregister(listening)
+            listening.close()
+        self._accepts_again_s = None
+
+    def _resume(self) -> None:
+        self._accepts_again_s = None
+        for listening in self._sockets:
+            self._selector.register(listening, selectors.EVENT_READ, partial(self._accept, listening))
+
+    def _accept(self, listening: socket.socket, _: int) -> None:
+        for _number in range(
+            _ACCEPTS if self._accepts_again_s is None else 0
+        ):  # another socket's event may have paused
+            try:
+                connection, _address = listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _UNUSABLE:
+                    raise
+                if error.errno in _EXHAUSTED:
+                    self._pause(error)
+                    return
+                continue  # the peer closed the connection before it was accepted
+            if connection.family == socket.AF_UNIX and peer_user(connection) != os.getuid():
+                connection.close()
+                continue
+            self._on_connection(connection)
+
+    def _pause(self, error: OSError) -> None:
+        self._warn(
+            "exhausted",
+            "%s cannot accept connections (%s) and retries every %g s; raise the limit of open files (ulimit -n)",
+            *(self._name, error.strerror, _PAUSE_S),
+        )
+        for listening in self._sockets:
+            self._selector.unregister(listening)
+        self._accepts_again_s = clock.now_s() + _PAUSE_S
+
+    def _warn(self, kind: str, text: str, *args: object) -> None:
+        if clock.now_s() >= self._warns_again_s.get(kind, 0.0):
+            self._warns_again_s[kind] = clock.now_s() + _WARN_S
+            log.warning(text, *args)
+
+
+class Listener(Acceptor, Generic[R]):
+    """Accept connections, and hold each as a newcomer until its owner admits it.
+
+    Args:
+        selector: Of the loop; what it reports with a callable as data is called with the events.
+        sockets: Bound and listening; this object owns them.
+        receives: Union of the messages that come.
+        on_newcomer: Receives the messages of a newcomer; calls :meth:`admit` or :meth:`drop`, or leaves the connection
+            to its time limit.
+        name: What listens, for the log.
+        join_s: How long a connection may be a newcomer.
+        max_newcomers: One more closes the oldest.
+        handshake: Makes this side's part in the proof of a key; ``None``: peers need none.
+        max_bytes: Limit of a newcomer's message.
+
+    Thread: the loop's.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        sockets: Sequence[socket.socket],
+        receives: Any,
+        on_newcomer: Callable[[SelectedChannel[R], list[R]], None],
+        *,
+        name: str,
+        join_s: float,
+        max_newcomers: int,
+        handshake: Callable[[], Handshake] | None = None,
+        max_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._receives, self._on_newcomer, self._handshake, self._max_bytes = (
+            receives,
+            on_newcomer,
+            handshake,
+            max_bytes,
+        )
+        self._join_s, self._max_newcomers = join_s, max_newcomers
+        self._newcomers: dict[SelectedChannel[R], float] = {}
+        """Until when each may be one, oldest first."""
+        super().__init__(selector, sockets, self._take, name=name)
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When to call :meth:`serve`."""
+        due = [one for one in (super().deadline_s, next(iter(self._newcomers.values()), None)) if one is not None]
+        return min(due, default=None)
+
+    def serve(self, now_s: float) -> None:
+        """Do what is due: accept again, and close newcomers whose time is over. Blocks: never."""
+        super().serve(now_s)
+        while self._newcomers and now_s >= next(iter(self._newcomers.values())):
+            self.drop(next(iter(self._newcomers)), f"its peer did not join within {self._join_s:g} s")
+
+    def is_newcomer(self, link: SelectedChannel[R]) -> bool:
+        """Return whether a connection is open and not yet admitted."""
+        return link in self._newcomers
+
+    def admit(self, link: SelectedChannel[R]) -> None:
+        """Give a newcomer to the caller, which owns it and replaces its callbacks."""
+        del self._newcomers[link]
+
+    def drop(self, link: SelectedChannel[R], why: object) -> None:
+        """Close a newcomer."""
+        log.debug("%s closed a connection: %s", self._name, why)
+        del self._newcomers[link]
+        link.close()
+
+    def drop_all(self, why: str) -> None:
+        """Close all newcomers, once what waits to be sent to them is sent. Blocks: up to 0.05 s for each."""
+        for link in list(self._newcomers):
+            link.channel.drain(0.05)
+            self.drop(link, why)
+
+    def close(self) -> None:
+        """Stop listening, and close all newcomers. Idempotent."""
+        super().close()
+        self.drop_all("it stops listening")
+
+    def _take(self, connection: socket.socket) -> None:
+        channel: BufferedChannel[R] = BufferedChannel(
+            connection,
+            self._receives,
+            handshake=None if self._handshake is None else self._handshake(),
+            max_bytes=self._max_bytes,
+        )
+        link = SelectedChannel(self._selector, channel, self._on_newcomer, self._on_broken)
+        self._newcomers[link] = clock.now_s() + self._join_s
+        if len(self._newcomers) > self._max_newcomers:
+            self.drop(next(iter(self._newcomers)), "too many connections have not joined")
+
+    def _on_broken(self, link: SelectedChannel[R], error: OSError) -> None:
+        if isinstance(error, AuthenticationFailed):
+            self._warn("refused", "%s refused a connection: %s", self._name, error)
+        self.drop(link, error)
+
+    def _pause(self, error: OSError) -> None:
+        super()._pause(error)
+        for link in [link for link in self._newcomers if not link.channel.is_authenticated]:
+            self.drop(link, "no descriptors are left, and it has not proved the key")

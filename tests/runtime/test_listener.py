@@ -1,0 +1,175 @@
+"""Accepted connections: newcomers are bounded in number and time, and a lack of descriptors passes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+
+from outlast import clock
+from outlast.runtime.listener import Listener
+from outlast.runtime.wire import BufferedChannel, Handshake, SelectedChannel, encode_frame
+
+LIMIT_S = 100.0
+Link = SelectedChannel["Name"]
+
+
+class Name(msgspec.Struct, tag=True):
+    """The first message of a peer."""
+
+    text: str
+
+
+class Server:
+    """A loop with a listener that admits every peer which sends its name."""
+
+    def __init__(self, *, key: bytes | None = None, join_s: float = LIMIT_S, max_newcomers: int = 8) -> None:
+        family = socket.AF_UNIX if key is None else socket.AF_INET
+        listening = socket.socket(family)
+        listening.bind("" if key is None else ("127.0.0.1", 0))
+        listening.listen(128)
+        self.family, self.address = family, listening.getsockname()
+        self.selector = selectors.DefaultSelector()
+        self.admitted: dict[str, Link] = {}
+        self.listener: Listener[Name] = Listener(
+            self.selector,
+            [listening],
+            Name,
+            self._admit,
+            name="the test",
+            join_s=join_s,
+            max_newcomers=max_newcomers,
+            handshake=None if key is None else partial(Handshake, key, "test", is_server=True),
+        )
+
+    def connect(self) -> socket.socket:
+        peer = socket.socket(self.family)
+        peer.settimeout(LIMIT_S)
+        peer.connect(self.address)
+        return peer
+
+    def turn(self, wait_s: float = 0.2) -> None:
+        for key, events in self.selector.select(wait_s):
+            key.data(events)
+        self.listener.serve(clock.now_s())
+
+    def talk(self, channel: BufferedChannel[Any]) -> None:
+        while True:
+            self.turn(0.01)
+            channel.receive()
+
+    def close(self) -> None:
+        self.listener.close()
+        for link in self.admitted.values():
+            link.close()
+        self.selector.close()
+
+    def _admit(self, link: Link, came: list[Name]) -> None:
+        self.listener.admit(link)
+        link.on_broken = lambda link, error: link.close()
+        self.admitted[came[0].text] = link
+
+
+@contextmanager
+def full_process() -> Iterator[None]:
+    """Let this process open no further descriptor."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as opened:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
+        try:
+            while True:
+                opened.callback(os.close, os.dup(0))
+        except OSError:
+            pass
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def is_closed(peer: socket.socket) -> bool:
+    try:
+        while peer.recv(1 << 12):
+            pass
+    except ConnectionError:
+        return True
+    return True
+
+
+def test_a_flood_of_newcomers_closes_the_oldest() -> None:
+    """One newcomer more than the limit costs the oldest its connection, and keeps no peer out."""
+    with closing(Server(max_newcomers=3)) as server, ExitStack() as stack:
+        crowd = [stack.enter_context(server.connect()) for _ in range(5)]
+        server.turn()
+        assert all(map(is_closed, crowd[:2]))
+        crowd[4].sendall(encode_frame(Name(text="the last")))
+        server.turn()
+        assert list(server.admitted) == ["the last"]
+
+
+@pytest.mark.parametrize("key", [None, b"the key"])
+def test_a_silent_newcomer_is_closed_in_time(key: bytes | None) -> None:
+    """A peer that sends nothing, or not enough to prove the key, is disconnected after ``join_s``; an admitted one
+    stays."""
+    with closing(Server(key=key, join_s=0.2)) as server, server.connect() as silent, server.connect() as known:
+        if key is None:
+            known.sendall(encode_frame(Name(text="known")))
+        else:
+            silent.sendall(b"OLw1")
+        server.turn()
+        assert server.listener.deadline_s is not None
+        while server.listener.deadline_s is not None:
+            server.turn()
+        assert is_closed(silent)
+        assert list(server.admitted) == (["known"] if key is None else [])
+
+
+def test_a_peer_without_the_key_is_refused_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A flood of connections with a wrong key does not fill the log; nothing they send is decoded."""
+    with closing(Server(key=b"the key")) as server, ExitStack() as stack:
+        for _ in range(20):
+            channel: BufferedChannel[Any] = BufferedChannel(
+                server.connect(), Name, handshake=Handshake(b"another", "test", is_server=False)
+            )
+            stack.enter_context(closing(channel))
+            channel.send(Name(text="stranger"))
+            with pytest.raises(ConnectionError):
+                server.talk(channel)
+    assert not server.admitted
+    assert [record.levelno for record in caplog.records if "refused a connection" in record.message] == [
+        logging.WARNING
+    ]
+
+
+@pytest.mark.parametrize("key", [None, b"the key"])
+def test_lack_of_descriptors_pauses_and_passes(key: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a free descriptor the loop rests, drops peers that have not proved the key and keeps those that need
+    none; once there are descriptors again, waiting connections are accepted."""
+    with closing(Server(key=key)) as server, server.connect() as early, server.connect() as late:
+        server.turn()
+        with server.connect() as third, full_process():
+            server.turn()
+            began_s, turns = time.monotonic(), 0
+            while time.monotonic() < began_s + 0.3:
+                server.turn(0.05)
+                turns += 1
+            assert turns < 30
+            (record,) = [record for record in caplog.records if "cannot accept connections" in record.message]
+            assert "ulimit" in record.message
+            third.close()
+        if key is not None:
+            assert is_closed(early)
+            return
+        late.sendall(encode_frame(Name(text="late")))
+        while not server.admitted:
+            server.turn()
