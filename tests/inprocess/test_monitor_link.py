@@ -15,7 +15,6 @@ from outlast.inprocess import protocol as m
 from outlast.inprocess.monitor_client import MonitorLink
 from outlast.inprocess.progress import Page
 from outlast.policy import inprocess_protocol as p
-from outlast.runtime.run_key import make_offer
 
 pytestmark = pytest.mark.process
 TIMEOUT_MS = 100_000
@@ -50,7 +49,7 @@ def test_address_comes_first_and_an_order_follows(link: MonitorLink) -> None:
     """A rank alone connects its monitor process to itself, is asked for the ranks, and may go."""
     (listening,) = hear(link)
     assert isinstance(listening, m.Listening)
-    link.send(m.Connect(hub=listening.address, offer=make_offer()))
+    link.send(m.Connect(addresses=(listening.address,), offer=listening.offer))
     link.send(p.RankReady(restart_count=0, store_address="127.0.0.1 1"))
     (question,) = hear(link)
     assert isinstance(question, p.Assign)

@@ -28,7 +28,7 @@ from outlast.straggler.report import publish
 
 def task(config: InProcessRestartConfig) -> MonitorTask:
     """Return what the monitor process gets."""
-    return MonitorTask.of(config, WorkerEnv(), host="h", call=0, bootstrap_key="b", labels={})
+    return MonitorTask.of(config, WorkerEnv(), host="h", call=0, labels={})
 
 
 def calls_the_function_as_it_is(_: Scene) -> None:

@@ -19,6 +19,8 @@ import socket
 import threading
 from collections.abc import Callable
 
+import msgspec
+
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.inprocess import protocol as m
@@ -184,11 +186,10 @@ class MonitorLink:
     """
 
     def __init__(self, task: MonitorTask, place: WorkerEnv, page: Page) -> None:
-        self._initial_rank, self._has_relay = task.initial_rank, bool(task.relay)
+        self._initial_rank = task.initial_rank
         self._lock = threading.Lock()
         self._record = MemberRecord()
-        self._known = m.HubCandidates(candidates=())
-        self._offer = ""
+        self._connect: m.Connect | None = None
         self._final_report: p.Left | None = None
         self._is_over = False
         self._num_starts = 1
@@ -210,7 +211,7 @@ class MonitorLink:
         """
         with self._lock:
             if isinstance(message, m.Connect):
-                self._offer = message.offer
+                self._connect = message
             else:
                 self._record.note_report(message)
             if isinstance(message, p.Left):
@@ -240,8 +241,9 @@ class MonitorLink:
                 return found
             message: m.FromMonitor = m.decode(data, m.FromMonitor)
             with self._lock:
-                if isinstance(message, m.HubCandidates):
-                    self._known = message
+                if isinstance(message, m.Coordinators):
+                    if self._connect is not None and message.addresses:
+                        self._connect = msgspec.structs.replace(self._connect, addresses=message.addresses)
                     continue
                 if isinstance(message, p.Finish | p.Abort | p.Expel):
                     self._is_over = True
@@ -255,8 +257,7 @@ class MonitorLink:
         """Have the rank watched by another process in place of one that is gone."""
         pid = self.pid
         with self._lock:
-            finds_hub = self._known.candidates or self._has_relay
-            if self._is_over or not finds_hub or self._num_starts >= _MAX_STARTS:
+            if self._is_over or self._num_starts >= _MAX_STARTS:
                 raise OutlastError(f"the agent process (pid {pid}) of rank {self._initial_rank} ended; look at its log")
             log.warning("agent process %d ended; rank %d connects to another one", pid, self._initial_rank)
             self._num_starts += 1
@@ -264,14 +265,9 @@ class MonitorLink:
                 self._duty.restart()
             except OSError as error:
                 raise OutlastError(f"the agent process is gone, and no other one can be started: {error}") from error
-            self._send(
-                m.Reconnect(
-                    offer=self._offer,
-                    known=self._known,
-                    standing=self._record.standing,
-                    final_report=self._final_report,
-                )
-            )
+            if self._connect is not None:
+                standing, final_report = self._record.standing, self._final_report
+                self._send(m.Reconnect(connect=self._connect, standing=standing, final_report=final_report))
 
     def _send(self, message: m.FromRank) -> None:
         try:
@@ -280,7 +276,7 @@ class MonitorLink:
             log.debug("the monitor process is gone: %s", error)  # receive() sees it, too
 
     def close(self) -> None:
-        """End the duty, unless other members still need its hub. Idempotent."""
+        """End the duty. Idempotent."""
         if not self._is_over:
             self.send(p.Left(reason="the rank left the wrapper"))
         self._duty.release()

@@ -6,7 +6,7 @@ turn of the loop together. The relay keeps where each rank stands, so that a coo
 all of it in one message for each call.
 
 What happens on the node it knows first. A rank whose guard left without last words is dead if its process is, which the
-relay sees at once; if it lives, it has :data:`~outlast.inprocess.hub.RECONNECT_S` to start another guard. A rank that
+relay sees at once; if it lives, it has :data:`RECONNECT_S` to start another guard. A rank that
 ended before it had a guard is named by the agent.
 
 The guards connect to an abstract Unix socket, which leaves no file behind whatever ends the agent; its name holds a
@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from outlast import clock
-from outlast.inprocess.hub import RECONNECT_S
 from outlast.inprocess.protocol import Gone, JoinRelay, MemberRecord, ToRelay
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import Mailbox
@@ -36,6 +35,9 @@ from outlast.runtime.processes import open_pidfd
 from outlast.runtime.wire import SelectedChannel, encode_frame
 
 log = logging.getLogger(__name__)
+RECONNECT_S = 5.0
+"""Seconds that a rank or a node whose link broke has to come back: time for another process to start on a machine that
+is busy. A rank whose process is seen to be gone is not waited for."""
 _BACKLOG = 512
 _JOIN_S = 30.0
 """How long a connection may take to name its rank: a guard does it at once, unless it is stopped."""
@@ -104,7 +106,8 @@ class RankRelay:
         self._links: set[GuardLink] = set()
         """All that have joined: also those whose cycle is over."""
         self._is_closed = False
-        self._term = 0
+        self.term = 0
+        """Highest of a coordinator that was reached."""
         self._cycle: int | None = None
         self._calls: dict[int, _RelayedCall] = {}
         self._lost: dict[int, p.RankFault] = {}
@@ -126,7 +129,7 @@ class RankRelay:
         """Obey another job's coordinator, whose terms begin again; what the ranks report counts no more. Thread: the
         link's."""
         self.end_cycle()
-        self._term = 0
+        self.term = 0
 
     def lose(self, rank: int) -> None:
         """Note that a rank ended without which its cycle continues; news only if it had no guard."""
@@ -168,7 +171,7 @@ class RankRelay:
             term: Of that coordinator; no earlier one is obeyed from now on.
         """
         self._run_commands()
-        self._term = max(self._term, term)
+        self.term = max(self.term, term)
         self._news.clear()  # it is in the standings
         if self._cycle is None:
             return []
@@ -184,7 +187,7 @@ class RankRelay:
     def obey(self, order: m.RankOrder) -> None:
         """Give ranks an order of the coordinator's."""
         call = self._calls.get(order.call)
-        if call is None or order.cycle != self._cycle or order.term < self._term:
+        if call is None or order.cycle != self._cycle or order.term < self.term:
             log.debug("an order of term %d to call %d of cycle %d is not obeyed", order.term, order.call, order.cycle)
             return
         if isinstance(order.order, p.Finish | p.Abort):
@@ -194,6 +197,17 @@ class RankRelay:
             for number in range(first, first + num):
                 if (rank := call.ranks.get(number)) is not None and rank.link is not None:
                     self._give(rank, rank.link, order.order, frame)
+
+    def abandon(self, reason: str) -> None:
+        """Have all ranks stop: no coordinator can be reached any more."""
+        for call in self._calls.values():
+            standings = [rank.record.standing for rank in call.ranks.values()]
+            newest = max(standings, key=lambda one: one.restart_count)
+            count = max(0, newest.restart_count)
+            call.end = p.Abort(reason=reason, restart_count=count, fault_counts=newest.fault_counts)
+            for rank in call.ranks.values():
+                if rank.link is not None and not rank.is_over:
+                    self._give(rank, rank.link, call.end, encode_frame(call.end))
 
     def _run_commands(self) -> None:
         for command in self._commands.take_all():
