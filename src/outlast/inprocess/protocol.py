@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from outlast.env import WorkerEnv
 
 
-COORDINATION = "inprocess hub"
+COORDINATION = "in-process restarts"
 """Names the connections to the coordinator in their proofs, and what their key is derived for."""
 
 
