@@ -233,7 +233,7 @@ class RankHub:
                 self._report(call, rank.initial_rank, rank.last_words, now_s)
 
     def _bury(self, reports: Iterable[tuple[int, Gone | p.Report]], now_s: float) -> None:
-        """Do without ranks that ended before a guard spoke for them, in each call that waits for them."""
+        """Do without ranks that ended before a duty reported for them, in each call that waits for them."""
         for rank, report in reports:
             if isinstance(report, Gone):
                 self._dead[rank] = report.fault
