@@ -57,7 +57,7 @@ _SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
 _AT_LOAD = ("LD_", "MALLOC_", "GLIBC_", "GOMP_", "KMP_", "MKL_", "TORCH_LOGS", "TORCH_TRACE")
 _PYTHON_THAT_MAY_DIFFER = {"PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
-_LEFT_COLD = {"outlast.health.node", "outlast.monitor.rank_guard"}
+_LEFT_COLD = {"outlast.health.node", "outlast.runtime.agent_process"}
 """What starts fast."""
 _LEFT_OUT = ("ray", "integrations")
 """Packages that import other frameworks, which read variables of the process (fsspec does), or many modules of ours."""

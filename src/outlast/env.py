@@ -49,7 +49,7 @@ RUN_KEY = "OUTLAST_RUN_KEY"
 WRITER = "OUTLAST_WRITER"
 """Address of the node's checkpoint writer (an abstract Unix socket, without its leading zero); set by an agent only."""
 RELAY = "OUTLAST_RELAY"
-"""Address of the agent's relay between the guards of wrapped functions and the coordinator (an abstract Unix socket,
+"""Address of the agent's relay between the duties of wrapped functions and the coordinator (an abstract Unix socket,
 without its leading zero); set by an agent only."""
 UNTRUSTED = "OUTLAST_UNTRUSTED"
 """JSON list of the copies that must not be loaded; set by an agent only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_a_rank_killed_at_any_stage_loses_no_committed_generation(
 WRITER_DIES = """
 from outlast.runtime.injection import Injection, armed_in_children
 halfway = Injection(point="checkpoint.file.halfway", do="kill", once=folder + "-killed")
-with armed_in_children(*[halfway] if rank == 0 else []):
+with armed_in_children(halfway):
     manager = manage()
     manager._writer.start()
 train()
@@ -104,7 +105,7 @@ def test_a_killed_writer_fails_one_save_on_all_ranks(tmp_path: Path) -> None:
     ended = start(folder, WRITER_DIES, world=2)
     for code, told in ended:
         assert code == 0, told
-        assert f"rank 0 on node {folder.name} ({folder}): the checkpoint writer is gone" in told["error"]
+        assert re.search(rf"rank . on node {folder.name} \({folder}\): the checkpoint writer is gone", told["error"])
         assert "step-2" in told["generations"]
         assert "step-1" not in told["generations"]
     loaded = start(folder, LOAD, world=2, cycle=1)

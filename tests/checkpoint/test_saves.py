@@ -83,7 +83,7 @@ import resource
 manager = manage(config={"max_consecutive_save_failures": 2, "async_save": False})
 assert manager.save(state, 1).error is None
 def limit(num_bytes):
-    resource.prlimit(manager._writer.pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+    resource.prlimit(writer_pid(), resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 limit(1000)
 first = str(manager.save(state, 2).error)
 limit(resource.RLIM_INFINITY)
@@ -112,7 +112,7 @@ def test_what_a_failed_save_wrote_is_removed(tmp_path: Path) -> None:
 import resource
 manager = manage(config={"async_save": False})
 assert manager.save(state, 1).error is None
-resource.prlimit(manager._writer.pid, resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+resource.prlimit(writer_pid(), resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
 assert manager.save(state, 2).error is not None
 tell(names=sorted(os.listdir(folder)))
 manager.close()
@@ -129,13 +129,13 @@ def test_a_stopped_writer_fails_its_save_and_is_replaced(tmp_path: Path) -> None
     script = """
 manager = manage(config={"async_save": False, "save_timeout": 5.0})
 assert manager.save(state, 1).error is None
-stopped = manager._writer.pid
+stopped = writer_pid()
 os.kill(stopped, signal.SIGSTOP)
 failed = str(manager.save(state, 2).error)
 iteration = 3
 while manager.save(state, iteration).error is not None:
     iteration += 1
-tell(failed=failed, replaced=manager._writer.pid != stopped, gone=not os.path.exists(f"/proc/{stopped}"))
+tell(failed=failed, replaced=writer_pid() != stopped, gone=not os.path.exists(f"/proc/{stopped}"))
 manager.close()
 """
     ((code, told),) = start(tmp_path / "ckpt", script)
@@ -176,7 +176,7 @@ def test_the_writer_ends_with_its_worker(tmp_path: Path) -> None:
     script = """
 manager = manage()
 manager.save(state, 1).wait(100)
-tell(writer=manager._writer.pid)
+tell(writer=writer_pid())
 kill_self()
 """
     ((code, told),) = start(tmp_path / "ckpt", script)

@@ -1,4 +1,4 @@
-"""What the checkpoint writer logs bears its owner's name; what it cannot do neither ends it nor its connection."""
+"""What the checkpoint writer logs bears its node's name; what it cannot do neither ends it nor its connection."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from outlast.errors import CheckpointError
 
 @pytest.mark.process
 def test_a_writer_says_whose_it_is(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of the writer has the form of all others, and names the node or the rank that started it."""
+    """A line of the writer has the form of all others, and names its node."""
     monkeypatch.setenv("OUTLAST_LOG", "xml")  # something that it warns of
-    with closing(WriterProcess(owner="rank 3", node="a")) as writer, closing(WriterClient(writer.address)) as client:
+    with closing(WriterProcess(node="a")) as writer, closing(WriterClient(writer.address)) as client:
         client.ask(protocol.List(), protocol.Listed, timeout_s=300.0)
     (line,) = capfd.readouterr().err.splitlines()
     assert re.match(
-        r"\d\d:\d\d:\d\d\.\d{3} WARNING \[checkpoint writer rank 3\] environment variable OUTLAST_LOG='xml'", line
+        r"\d\d:\d\d:\d\d\.\d{3} WARNING \[checkpoint writer a\] environment variable OUTLAST_LOG='xml'", line
     )
 
 

@@ -31,6 +31,7 @@ from outlast.config.sources import load_config
 from outlast.decoding import from_json, from_msgpack, msgpack_decoder, parse_json
 from outlast.errors import CheckpointError, ConfigError, OutlastError
 from outlast.inprocess import protocol as rank_messages
+from outlast.inprocess.coordinator import OnLink
 from outlast.integrations.slurm.jobs import load_requeue_state
 from outlast.journal import decode_events
 from outlast.launch import protocol as agent_messages
@@ -271,13 +272,12 @@ DECODERS: dict[str, Decoder] = {
     "requests to the checkpoint writer": Decoder(
         read_frames(writer_messages.Request), messages(writer_messages.Request), (ProtocolError,), framed
     ),
-    "messages between monitor processes": Decoder(
-        read_frames(rank_messages.OnLink), messages(rank_messages.OnLink), (ProtocolError,), framed
+    "messages between agent processes": Decoder(read_frames(OnLink), messages(OnLink), (ProtocolError,), framed
     ),
     "messages to the relay": Decoder(
         read_frames(rank_messages.ToRelay), messages(rank_messages.ToRelay), (ProtocolError,), framed
     ),
-    "messages of a rank to its monitor process": Decoder(
+    "messages of a rank to its agent process": Decoder(
         lambda data: rank_messages.decode(data, rank_messages.FromRank),
         messages(rank_messages.FromRank),
         (OutlastError,),
@@ -311,7 +311,7 @@ INSIDE = {
     "cli.soak", "testing.cluster", "runtime.injection", "simulate.benchmark_results", "simulate.failures",
     "chaos.copies",
     # from this process's own parent, on a socket pair or in the environment
-    "env", "inprocess.monitor_duty", "monitor.rank_guard", "session.step",
+    "checkpoint.writer_client", "env", "inprocess.monitor_duty", "monitor.hang_watch", "session.step",
     # from the ranks of the same process group or their store; what is wrong with it ends the call
     "checkpoint.lane", "checkpoint.places",
     "inprocess.rank_local_state", "inprocess.restore", "integrations.nvrx.async_calls", "integrations.nvrx.exchange",

@@ -13,6 +13,7 @@ import time
 
 import msgspec
 
+from outlast.env import read_worker
 from outlast.inprocess import protocol as m
 from outlast.inprocess.monitor_client import MonitorLink
 from outlast.inprocess.progress import Page, RankPhase
@@ -25,7 +26,7 @@ class FakeRank:
     def __init__(self, task: MonitorTask, active_world_size: int) -> None:
         self.task, self.active_world_size = task, active_world_size
         self.page = Page.create()
-        self.link = MonitorLink(task, self.page)
+        self.link = MonitorLink(task, read_worker(), self.page)
         self.traits: set[str] = set()
         self.restart_count = -1
         self.restart: p.Restart | None = None
@@ -63,7 +64,7 @@ class FakeRank:
     def command(self, word: str, *rest: str) -> None:
         match word:
             case "connect":
-                self.link.send(m.Connect(hub=f"{rest[0]} {rest[1]}", offer=rest[2]))
+                self.link.send(m.Connect(addresses=(f"{rest[0]} {rest[1]}",), offer=rest[2]) if rest else m.Connect())
                 self.get_ready(0)
                 self.say("connected")
             case "fault":
@@ -150,7 +151,8 @@ class FakeRank:
 if __name__ == "__main__":
     told = msgspec.json.decode(sys.argv[1], type=MonitorTask)
     own = int(os.environ["RANK"])
-    log_path = os.path.join(sys.argv[3], f"monitor-{own}.log") if sys.argv[3] else ""
+    log_path = os.path.join(sys.argv[3], "monitor.log") if sys.argv[3] else ""
     relay = os.environ.get("OUTLAST_RELAY", "")
-    task = msgspec.structs.replace(told, pid=os.getpid(), initial_rank=own, log_path=log_path, relay=relay)
+    node = os.environ["OUTLAST_NODE"]
+    task = msgspec.structs.replace(told, pid=os.getpid(), initial_rank=own, node=node, log_path=log_path, relay=relay)
     FakeRank(task, int(sys.argv[2])).run()

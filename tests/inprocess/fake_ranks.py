@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,9 @@ from outlast import clock
 from outlast.errors import DeadlineExceeded
 from outlast.inprocess.protocol import MonitorTask
 from outlast.policy.inprocess_protocol import RestartLimits
-from outlast.runtime.run_key import make_offer
 from outlast.testing import RankProcesses
 
 TIMEOUT_S = 100.0
-TOKEN = make_offer()
 TRAITS = {"dumb", "hang", "stubborn", "unready"}
 SAID = '{"what": '
 _PIDFD_GETFD = 438
@@ -113,7 +111,7 @@ def is_monitor(pid: int) -> bool:
     """Return whether this is a monitor process that runs."""
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and "outlast.monitor.rank_guard" in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and "outlast.runtime.agent_process" in process.cmdline()
     except psutil.NoSuchProcess:
         return False
 
@@ -125,30 +123,24 @@ class FakeRanks:
         num: Ranks.
         active: Of these; ``None``: all.
         log_dir: Of the monitor processes.
-        short_lived: A rank that is killed as soon as it has started its monitor process.
-        environment: Variables of a launcher.
-        num_nodes: Nodes whose relays carry to the coordinator what the ranks report; 0: a monitor process is the hub.
-            ``None``: as :attr:`default_num_nodes` is.
+        num_nodes: Nodes, each with an agent process.
+        has_launcher: The nodes' relays and the coordinator are a launcher's, in a process of its own.
         changes: Settings.
     """
-
-    default_num_nodes = 0
 
     def __init__(
         self,
         num: int,
         *,
-        num_nodes: int | None = None,
+        num_nodes: int = 2,
+        has_launcher: bool = False,
         active: int | None = None,
         log_dir: Path | None = None,
-        short_lived: int | None = None,
-        environment: Mapping[str, str] | None = None,
         **changes: Any,
     ) -> None:
-        self._short_lived = short_lived
-        num_nodes = self.default_num_nodes if num_nodes is None else num_nodes
-        self.nodes = RelayingNodes(num_nodes) if num_nodes else None
-        addresses = self.nodes.addresses if self.nodes is not None else [""]
+        self.nodes = RelayingNodes(num_nodes) if has_launcher else None
+        addresses = self.nodes.addresses if self.nodes is not None else [""] * num_nodes
+        self._homes = [rank * num_nodes // num for rank in range(num)]
         self._ranks = RankProcesses(
             Path(__file__).with_name("fake_rank.py"),
             msgspec.json.encode(monitor_task(initial_world_size=num, **changes)).decode(),
@@ -157,24 +149,21 @@ class FakeRanks:
             world_size=num,
             stdin=True,
             environments=[
-                {**(environment or {}), "OUTLAST_RELAY": addresses[rank * len(addresses) // num]} for rank in range(num)
+                {"OUTLAST_RELAY": addresses[home], "OUTLAST_NODE": f"n{home}", "GROUP_RANK": str(home)}
+                for home in self._homes
             ],
         )
         self.children = [Child(self._ranks, rank) for rank in range(num)]
-        self.hub = ""
+        self.first: dict[str, str] = {}
+        """Address and offer of the agent process that coordinates first."""
 
     def __enter__(self) -> FakeRanks:
         self._ranks.__enter__()
         try:
-            addresses = []
             for child in self.children:
                 child.wait_for("started")
-                if child.rank == self._short_lived:
-                    child.send(signal.SIGKILL)
-            for child in self.children if self.nodes is None else ():
-                is_alive = child.rank != self._short_lived
-                addresses.append(child.wait_for("Listening")["address"] if is_alive else "")
-            self.hub = addresses[0] if addresses else "relay 0"
+            if self.nodes is None:
+                self.first = self.children[0].wait_for("Listening")
         except BaseException:
             self.close()
             raise
@@ -186,9 +175,22 @@ class FakeRanks:
     def __getitem__(self, rank: int) -> Child:
         return self.children[rank]
 
-    def connect(self, *ranks: int, token: str = TOKEN) -> None:
-        for rank in ranks or set(range(len(self.children))) - {self._short_lived}:
-            self[rank].tell(f"connect {self.hub} {token}")
+    def connect(self, *ranks: int) -> None:
+        known = "" if self.nodes is not None else f" {self.first['address']} {self.first['offer']}"
+        for rank in ranks or range(len(self.children)):
+            self[rank].tell(f"connect{known}")
+
+    def on_node(self, number: int) -> list[Child]:
+        """Return the ranks of a node."""
+        return [self.children[rank] for rank, home in enumerate(self._homes) if home == number]
+
+    def kill_agent(self, node: int, *, but: tuple[int, ...] = ()) -> None:
+        """Kill a node's agent process, and wait until its ranks have another one."""
+        children = [child for child in self.on_node(node) if child.rank not in but]
+        os.kill(children[0].monitors[-1], signal.SIGKILL)
+        for child in children:
+            child.wait_for("monitor")
+        assert len({child.monitors[-1] for child in children}) == 1
 
     def go(self, restart_count: int, *, but: tuple[int, ...] = (), timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """Wait until everybody is told to enter this call; return the order."""

@@ -32,7 +32,7 @@ def finish(ranks: FakeRanks, *numbers: int) -> None:
 
 def test_a_rank_that_dies_with_its_guard_is_done_without() -> None:
     """Nobody is left to say so, and the relay sees it."""
-    with FakeRanks(4, active=3, num_nodes=2) as ranks:
+    with FakeRanks(4, active=3, has_launcher=True) as ranks:
         ranks.connect()
         ranks.go(0)
         os.kill(ranks[1].monitors[0], signal.SIGSTOP)
@@ -46,7 +46,7 @@ def test_a_rank_that_dies_with_its_guard_is_done_without() -> None:
 
 def test_a_rank_whose_guard_comes_back_disturbs_nobody() -> None:
     """Its rank starts another one, which goes on where the first one was."""
-    with FakeRanks(4, active=3, num_nodes=2) as ranks:
+    with FakeRanks(4, active=3, has_launcher=True) as ranks:
         ranks.connect()
         ranks.go(0)
         os.kill(ranks[2].monitors[0], signal.SIGKILL)
@@ -59,7 +59,7 @@ def test_a_rank_whose_guard_comes_back_disturbs_nobody() -> None:
 
 def test_what_happens_while_the_coordinator_is_away_is_not_lost() -> None:
     """A fault and a death without a coordinator: the next one restarts all for both."""
-    with FakeRanks(5, active=3, num_nodes=2) as ranks:
+    with FakeRanks(5, active=3, has_launcher=True) as ranks:
         ranks.connect()
         ranks.go(0)
         tell(ranks, "lose")
@@ -76,7 +76,7 @@ def test_what_happens_while_the_coordinator_is_away_is_not_lost() -> None:
 
 def test_a_quiet_call_goes_on_under_another_coordinator() -> None:
     """No rank is disturbed while none has a fault, and the last ones to complete are waited for."""
-    with FakeRanks(4, active=3, num_nodes=2) as ranks:
+    with FakeRanks(4, active=3, has_launcher=True) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks[0].tell("complete")
@@ -91,7 +91,7 @@ def test_a_quiet_call_goes_on_under_another_coordinator() -> None:
 
 def test_a_restart_that_forms_goes_on_under_another_coordinator() -> None:
     """Who was ready need not be asked again; who dies meanwhile is replaced in the same restart."""
-    with FakeRanks(5, active=3, num_nodes=2) as ranks:
+    with FakeRanks(5, active=3, has_launcher=True) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks[2].tell("unready")
@@ -106,7 +106,7 @@ def test_a_restart_that_forms_goes_on_under_another_coordinator() -> None:
 
 def test_an_order_to_leave_that_reached_one_node_reaches_all() -> None:
     """A coordinator that is lost in the middle of it: the next one has the others leave, too, for the same restart."""
-    with FakeRanks(4, active=4, num_nodes=2) as ranks:
+    with FakeRanks(4, active=4, has_launcher=True) as ranks:
         ranks.connect()
         ranks.go(0)
         tell(ranks, "tear")
@@ -118,7 +118,7 @@ def test_an_order_to_leave_that_reached_one_node_reaches_all() -> None:
 
 def test_go_is_given_again_where_only_one_node_went() -> None:
     """All end up in one call, with one store, in the ranks that they had."""
-    with FakeRanks(4, active=4, num_nodes=2) as ranks:
+    with FakeRanks(4, active=4, has_launcher=True) as ranks:
         tell(ranks, "tear")
         ranks.connect()
         order = ranks.go(1)
@@ -128,7 +128,7 @@ def test_go_is_given_again_where_only_one_node_went() -> None:
 
 def test_the_last_order_reaches_all() -> None:
     """Where one node was told that all have completed, the next coordinator tells the others."""
-    with FakeRanks(4, active=4, num_nodes=2) as ranks:
+    with FakeRanks(4, active=4, has_launcher=True) as ranks:
         ranks.connect()
         ranks.go(0)
         tell(ranks, "tear")
@@ -138,7 +138,7 @@ def test_the_last_order_reaches_all() -> None:
 
 def test_a_call_ends_when_the_agent_is_gone() -> None:
     """The ranks stop with the reason; so do those that begin after it."""
-    with FakeRanks(2, num_nodes=1) as ranks:
+    with FakeRanks(2, num_nodes=1, has_launcher=True) as ranks:
         ranks.connect()
         ranks.go(0)
         assert ranks.nodes is not None
@@ -150,7 +150,7 @@ def test_a_call_ends_when_the_agent_is_gone() -> None:
 
 def test_nobody_listens_but_the_agent() -> None:
     """Guards whose agent has a relay open no port."""
-    with FakeRanks(2, num_nodes=1) as ranks:
+    with FakeRanks(2, num_nodes=1, has_launcher=True) as ranks:
         ranks.connect()
         ranks.go(0)
         for pid in ranks.monitors():
@@ -163,7 +163,7 @@ def test_nobody_listens_but_the_agent() -> None:
 
 def test_garbage_at_the_relay_disturbs_nobody() -> None:
     """What connects and says nothing sensible is dropped."""
-    with FakeRanks(2, num_nodes=1) as ranks:
+    with FakeRanks(2, num_nodes=1, has_launcher=True) as ranks:
         ranks.connect()
         ranks.go(0)
         assert ranks.nodes is not None

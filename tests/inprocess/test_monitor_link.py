@@ -10,11 +10,11 @@ import psutil
 import pytest
 from fake_ranks import monitor_task
 
+from outlast.env import WorkerEnv
 from outlast.inprocess import protocol as m
 from outlast.inprocess.monitor_client import MonitorLink
 from outlast.inprocess.progress import Page
 from outlast.policy import inprocess_protocol as p
-from outlast.runtime.run_key import make_offer
 
 pytestmark = pytest.mark.process
 TIMEOUT_MS = 100_000
@@ -22,7 +22,8 @@ TIMEOUT_MS = 100_000
 
 def start(page: Page) -> MonitorLink:
     """Start a monitor process for this process."""
-    return MonitorLink(monitor_task(pid=os.getpid(), thread_interval_s=1.0, termination_grace_s=1.0), page)
+    task = monitor_task(pid=os.getpid(), thread_interval_s=1.0, termination_grace_s=1.0)
+    return MonitorLink(task, WorkerEnv(), page)
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_address_comes_first_and_an_order_follows(link: MonitorLink) -> None:
     """A rank alone connects its monitor process to itself, is asked for the ranks, and may go."""
     (listening,) = hear(link)
     assert isinstance(listening, m.Listening)
-    link.send(m.Connect(hub=listening.address, offer=make_offer()))
+    link.send(m.Connect(addresses=(listening.address,), offer=listening.offer))
     link.send(p.RankReady(restart_count=0, store_address="127.0.0.1 1"))
     (question,) = hear(link)
     assert isinstance(question, p.Assign)
@@ -70,10 +71,10 @@ def test_close_ends_the_process_and_frees_the_descriptors() -> None:
     link = start(page)
     hear(link)
     copy = os.dup(link.fileno())
-    pid = link.pid
-    link.close(timeout_s=100.0)
+    process = psutil.Process(link.pid)
+    link.close()
     os.close(copy)
-    assert not psutil.pid_exists(pid)
+    process.wait(100)
     assert len(os.listdir("/proc/self/fd")) == before
     page.close()
 

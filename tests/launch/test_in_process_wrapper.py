@@ -302,7 +302,7 @@ def test_nothing_outlives_an_agent(tmp_path: Path) -> None:
     with cluster(tmp_path, 2, nproc_per_node=3) as job:
         job.wait_for(lambda _: len(ends(tmp_path, 0)) == 2, timeout_s=300)
         names = [command(process) for process in job.processes()]
-        assert sum("outlast.monitor.rank_guard" in name for name in names) == 3
+        assert sum("outlast.runtime.agent_process" in name for name in names) == 1
         job.agent(0).kill()
         job.assert_no_orphans(within_s=60)
 
@@ -314,7 +314,7 @@ def test_a_new_cycle_finds_nothing_of_the_old_one(tmp_path: Path) -> None:
     with cluster(tmp_path, 2, "aborts:1:0:0", nproc_per_node=3) as job:
         job.wait_for(lambda _: len(ends(tmp_path, 1)) == 2, timeout_s=300)
         of_now = {started(tmp_path, 1, rank) for rank in range(3)}
-        monitors = [process for process in job.processes() if "monitor.rank_guard" in command(process)]
+        monitors = [process for process in job.processes() if "runtime.agent_process" in command(process)]
         old = [process for process in monitors if parent(process) not in of_now]
         _, alive = psutil.wait_procs(old, timeout=300)
         assert not alive

@@ -14,7 +14,7 @@ from outlast.testing import Cluster
 
 SCRIPT = Path(__file__).parent / "job_that_uses_all.py"
 PATIENCE_S = 250
-PURPOSES = ("step rounds", "replica port", "inprocess hub")
+PURPOSES = ("step rounds", "replica port", "in-process restarts")
 OFFER = re.compile(r"[0-9a-z_]+:[0-9a-f]{64}\.(?:[0-9a-f]{16})?")
 
 

@@ -74,7 +74,7 @@ class Nodes:
         )
         return m.RankStandings(
             node=self.home(ranks[0]),
-            epoch="e",
+            epoch=self.home(ranks[0]),
             cycle=0,
             call=call,
             world_size=len(self.records),
@@ -93,7 +93,7 @@ class Nodes:
         several = [reports] if self.is_batched else [{rank: report} for rank, report in reports.items()]
         for some in several:
             node = self.home(next(iter(some)))
-            self.carry(m.RankReports(node=node, epoch="e", cycle=0, call=call, reports=tuple(some.items())))
+            self.carry(m.RankReports(node=node, epoch=node, cycle=0, call=call, reports=tuple(some.items())))
 
     def carry(self, message: m.RankStandings | m.RankReports) -> None:
         sent = msgspec.structs.replace(message, node="", epoch="")  # the coordinator's side of the link fills it in
@@ -278,6 +278,49 @@ def test_another_coordinator_goes_on_from_the_standings(dies: tuple[int, ...]) -
             assert not order.ranks.keys() & set(dies)
         else:
             assert len(nodes.orders[rank]) == before[rank]
+
+
+def test_ranks_of_a_node_out_of_reach_are_resumed_without() -> None:
+    """Where no launcher ends the cycle for it, spares elsewhere take their places."""
+    nodes = Nodes(3, 4, num_spares=4)
+    nodes.join()
+    nodes.dead |= set(range(4))
+    nodes.hub.lose({"node-0"}, nodes.now_s)
+    nodes.settle()
+    order = nodes.last(4)
+    assert isinstance(order, p.Go)
+    assert order.restart_count == 1
+    assert order.ranks.keys() == set(range(4, 12))
+    assert sorted(rank for rank in order.ranks.values() if rank is not None) == list(range(8))
+
+
+def test_who_is_with_fewer_than_half_of_the_members_stops() -> None:
+    """The others may resume elsewhere; of two halves the one with the lowest rank resumes."""
+    cases = [(3, {"node-1", "node-2"}, True), (3, {"node-1"}, False), (2, {"node-0"}, True), (2, {"node-1"}, False)]
+    for num, lost, stops in cases:
+        nodes = Nodes(num, 2)
+        nodes.join()
+        nodes.hub.lose(lost, nodes.now_s)
+        nodes.settle()
+        order = nodes.last(2 if "node-0" in lost else 0)
+        assert ("cannot be reached" in getattr(order, "reason", "")) == stops
+
+
+def test_a_coordinator_that_does_not_know_the_nodes_misses_members_of_the_last_call() -> None:
+    """It waits for those of whom no node has sent anything, and resumes without them in the end."""
+    nodes = Nodes(3, 2, num_spares=2)
+    nodes.join()
+    nodes.hub = RankHub()
+    nodes.hub.keep(nodes.standings((0, 1)))
+    assert nodes.hub.missing() == {2, 3, 4, 5}
+    nodes.hub.keep(nodes.standings((4, 5)))
+    assert nodes.hub.missing() == {2, 3}
+    nodes.dead |= {2, 3}
+    nodes.hub.take_over(0, 2, None, nodes.now_s)
+    nodes.settle()
+    order = nodes.last(0)
+    assert isinstance(order, p.Go)
+    assert (order.restart_count, order.ranks) == (1, {0: 0, 1: 1, 4: 2, 5: 3})
 
 
 def test_a_coordinator_whose_term_rose_is_obeyed() -> None:

@@ -58,7 +58,7 @@ def tables() -> dict[str, list[list[str]]]:
 
 def role_of(process: psutil.Process) -> str:
     line = process.cmdline()
-    for module, role in (("outlast.checkpoint.writer", "writer"), ("outlast.monitor.rank_guard", "guard")):
+    for module, role in (("outlast.checkpoint.writer", "writer"), ("outlast.runtime.agent_process", "agent process")):
         if module in line:
             return role
     if str(SCRIPT) not in line:

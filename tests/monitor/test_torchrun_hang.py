@@ -1,4 +1,4 @@
-"""Stock torchrun, without an agent of ours: a hung rank is ended by its guard process, and torchrun restarts it."""
+"""Under stock torchrun the agent process of the node ends a hung rank, and torchrun restarts it."""
 
 import json
 import os
@@ -45,9 +45,7 @@ def test_torchrun_restarts_a_hung_rank(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in out.glob("done-*")) == ["done-0-1", "done-1-1"]
-    assert re.search(r"^\d\d:\d\d:\d\d\.\d{3} ERROR \[monitor rank 1\] rank 1 \(node", done.stderr, re.MULTILINE), (
-        done.stderr
-    )
+    assert re.search(r"^\d\d:\d\d:\d\d\.\d{3} ERROR \[agent\] rank 1 \(node", done.stderr, re.MULTILINE), done.stderr
     assert "section 'step' exceeded 0.5 s" in done.stderr
     assert "train.py" in (out / "stacks" / "cycle-0" / "rank-1.txt").read_text()
     assert not (out / "stacks" / "cycle-0" / "rank-0.txt").exists()
@@ -71,7 +69,7 @@ print("trained in cycle", cycle, flush=True)
 @pytest.mark.process
 def test_enable_ft_package_alone_is_enforced_under_torchrun(tmp_path: Path) -> None:
     """With a shorter timeout of heartbeats the hung rank is ended and torchrun restarts it; without any timeout those
-    of NVRx are in force, by a guard process, and no warning says that hangs are not noticed."""
+    of NVRx are in force, by the agent process, and no warning says that hangs are not noticed."""
     script = tmp_path / "train.py"
     script.write_text(SWITCHED_ON)
     rest = ["--standalone", "--monitor-interval=0.1", "--max-restarts=1", str(script)]

@@ -20,7 +20,6 @@ from outlast.checkpoint.replica import server
 from outlast.config import RecoveryConfig
 from outlast.errors import OutlastError
 from outlast.inprocess.rank_local_state import SharedBuffer
-from outlast.monitor import rank_guard
 from outlast.preemption.signals import SignalWatch
 from outlast.ray import keepers, replies
 from outlast.ray.replies import ActorPing, Reply, ReplyFault
@@ -107,17 +106,6 @@ def test_a_signal_that_cannot_be_handled_leaves_the_others_as_they_were() -> Non
     assert signal.getsignal(signal.SIGUSR1) == handler
     assert not set(threading.enumerate()) - threads
     assert num_open() == before
-
-
-def test_a_guard_whose_first_duty_cannot_begin_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh guard that breaks off at once is reaped, and the next duty starts another one."""
-    guard = Mock(**{"begin.side_effect": ConnectionResetError("gone")})
-    monkeypatch.setattr(rank_guard, "_guard", None)
-    monkeypatch.setattr(rank_guard, "_Guard", Mock(return_value=guard))
-    with pytest.raises(ConnectionResetError):
-        rank_guard.GuardDuty("module", rank_guard._GuardTask(pid=1, rank=0, node="n"), fds=[], rank=0, node="n")
-    guard.child.close.assert_called_once()
-    assert rank_guard._guard is None
 
 
 def test_a_replica_that_its_disk_keeps_waiting_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:

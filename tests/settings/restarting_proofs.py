@@ -25,7 +25,7 @@ from outlast.straggler import Report, StragglerDetector
 
 def task(config: InProcessRestartConfig) -> MonitorTask:
     """Return what the monitor process gets."""
-    return MonitorTask.of(config, WorkerEnv(), host="h", call=0, bootstrap_key="b", labels={})
+    return MonitorTask.of(config, WorkerEnv(), host="h", call=0, labels={})
 
 
 def calls_the_function_as_it_is(_: Scene) -> None:

@@ -17,7 +17,7 @@ from outlast.health.probing import CheckResult, Status
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch.checkups import CheckedUp, Occasion
 from outlast.launch.node_health import NodeHealth
-from outlast.monitor import rank_guard
+from outlast.monitor import hang_watch
 from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.monitor.watchdog import FILE_NAME, HangReport, LearnedTimeouts, Observation
 from outlast.policy.deadlines import Expired, Subject
@@ -46,15 +46,15 @@ def learned_from(config: FaultToleranceConfig) -> Any:
 
 
 def ends_a_hung_rank_with_the_signal(scene: Scene) -> None:
-    """The guard sends the configured signal, and SIGKILL without one."""
-    signals = rank_guard.signal
+    """The watch sends the configured signal, and SIGKILL without one."""
+    signals = hang_watch.signal
     ends, terminates = FaultToleranceConfig(), FaultToleranceConfig(rank_termination_signal="SIGTERM")
     sent = sent_to_a_hung_rank(scene, [ends, terminates], is_gone=lambda *_: True)
     assert sent == [signals.SIGKILL, signals.SIGTERM, signals.SIGCONT]
 
 
 def waits_for_the_handler_of_a_hung_rank(scene: Scene) -> None:
-    """Between that signal and SIGKILL the guard waits as long as configured."""
+    """Between that signal and SIGKILL the watch waits as long as configured."""
     waited: list[float] = []
 
     def is_gone(_: Any, timeout_s: float) -> bool:
@@ -65,29 +65,29 @@ def waits_for_the_handler_of_a_hung_rank(scene: Scene) -> None:
     configs = [FaultToleranceConfig(rank_termination_signal="SIGTERM", rank_termination_grace=one) for one in graces]
     sent = sent_to_a_hung_rank(scene, configs, is_gone=is_gone)
     assert waited == [30.0, 5.0]
-    assert sent.count(rank_guard.signal.SIGKILL) == 2
+    assert sent.count(hang_watch.signal.SIGKILL) == 2
 
 
 def sent_to_a_hung_rank(scene: Scene, configs: list[FaultToleranceConfig], is_gone: Any) -> list[int]:
-    """Return the signals that the guard sends to a rank that hangs, with each config in turn."""
+    """Return the signals that the watch sends to a rank that hangs, with each config in turn."""
     sent: list[int] = []
-    scene.patch.setattr(rank_guard, "examine", lambda *_, **__: [])
-    scene.patch.setattr(rank_guard.signal, "pidfd_send_signal", lambda _, number: sent.append(number))
-    scene.patch.setattr(rank_guard.HangWatch, "_is_gone", is_gone)
+    scene.patch.setattr(hang_watch, "examine", lambda *_, **__: [])
+    scene.patch.setattr(hang_watch.signal, "pidfd_send_signal", lambda _, number: sent.append(number))
+    scene.patch.setattr(hang_watch.HangWatch, "_is_gone", is_gone)
     late = Expired(
         subject=Subject.HEARTBEAT, local_rank=0, global_rank=0, pid=1, section=None,
         timeout_s=1, elapsed_s=2, since_ns=0, iteration=0,
     )  # fmt: skip
     for config in configs:
         board = Board.create()
-        task = rank_guard.HangWatchTask(
+        task = hang_watch.HangWatchTask(
             pid=os.getpid(),
             node="n",
             rank=0,
             config=config.to_json(),
             stacks_dir=str(scene.folder),
         )
-        rank_guard.HangWatch(task, board, worker=-1).end_worker(HangReport(expired=[late], states=[]))
+        hang_watch.HangWatch(task, board, worker=-1).end_worker(HangReport(expired=[late], states=[]))
         board.close()
     return sent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -81,3 +82,37 @@ def test_killed_rank_is_done_without(slurm: SlurmCluster, tmp_path: Path, then: 
         assert torch.allclose(trained, expected(sizes), rtol=1e-4)
     assert {line[2] for line in after} == {"0"}
     assert {line[2] for line in last if line[0] == "1"} == {"1"}
+
+
+WATCHED = """#!/usr/bin/env bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --output={folder}/output
+export MASTER_ADDR=127.0.0.1 OUTLAST_LOG_LEVEL=debug
+srun --nodes=2 --ntasks=4 --overcommit {python} {ranks}
+"""
+RANK = """
+import os, time
+from pathlib import Path
+from outlast.config import FaultToleranceConfig
+from outlast.monitor import RankMonitor
+
+monitor = RankMonitor(FaultToleranceConfig(rank_section_timeouts={"step": 600.0}))
+Path(os.environ["SLURM_PROCID"]).touch()
+while len(list(Path().glob("[0-9]"))) < 4:
+    time.sleep(0.05)
+monitor.close()
+"""
+
+
+@pytest.mark.slow
+def test_tasks_of_a_node_share_an_agent_process(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Each node has one for all its tasks, though Slurm starts each task by itself; the step ends with the tasks."""
+    (tmp_path / "rank.py").write_text(RANK)
+    script = WATCHED.format(folder=tmp_path, python=sys.executable, ranks=tmp_path / "rank.py")
+    (tmp_path / "job.sbatch").write_text(script)
+    job = slurm.call("sbatch", "--parsable", str(tmp_path / "job.sbatch"), cwd=tmp_path).strip()
+    facts = slurm.wait_for_end(job)
+    text = (tmp_path / "output").read_text(errors="replace")
+    assert facts["JobState"] == "COMPLETED", text
+    found = re.findall(r"agent process (\d+) of node (\S+) watches rank (\d)", text)
+    assert sorted(rank for _, _, rank in found) == ["0", "1", "2", "3"], text
+    assert len({pid for pid, _, _ in found}) == len({node for _, node, _ in found}) == 2, text

@@ -95,9 +95,7 @@ class CheckpointEngine:
             )
         patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
         with contextlib.ExitStack() as opened:  # nothing of it stays, whatever fails
-            self._writer = WriterClient(
-                place.writer, owner=f"rank {place.global_rank}", node=place.node, patience_s=patience_s
-            )
+            self._writer = WriterClient(place.writer, place=place, patience_s=patience_s)
             opened.callback(self._writer.close)
             self._peers = Peers(
                 place.global_rank,

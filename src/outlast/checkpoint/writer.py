@@ -1,8 +1,8 @@
 """The writer process: holds staged shards, digests and writes them, copies them to other nodes, keeps the memory tier.
 
-Started as ``python -m outlast.checkpoint.writer LISTENING_FD PARENT`` by the node's agent, for all its workers, or by a
-worker without an agent for itself. The disk, the network, their errors and this interpreter's lock are none of
-training's business; what it holds outlives the workers, and goes when its parent does. Each connection has a thread.
+Started as ``python -m outlast.checkpoint.writer LISTENING_FD PARENT NODE`` for all workers of a node, by the agent of
+``outlast run`` or by the node's agent process. The disk, the network, their errors and this interpreter's lock are none
+of training's business; what it holds outlives the workers, and goes when its parent does. Each connection has a thread.
 It imports no torch, so that it starts in a fraction of a second and takes little memory.
 """
 
@@ -283,13 +283,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write and hold checkpoints for the workers of a node.")
     parser.add_argument("fd", type=int)
     parser.add_argument("parent", type=int)
-    parser.add_argument("--owner", default="", help="whose writer this is, for the log")
-    parser.add_argument("--node", default="", help="name of the node, for the log")
+    parser.add_argument("node", help="name of the node, for the log")
     args = parser.parse_args()
     ignore_group_signals()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file size limit is an error like a full disk
     die_with_parent(args.parent)
-    logs.configure(f"checkpoint writer {args.owner}", node=args.node)
+    logs.configure(f"checkpoint writer {args.node}", node=args.node)
     writer = Writer(Vault())
 
     def serve(connection: socket.socket) -> None:

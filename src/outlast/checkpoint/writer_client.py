@@ -1,9 +1,10 @@
 """The writer process from outside: started, watched and replaced by its owner, and asked by a worker.
 
-The owner, the node's agent or a worker without one, also owns the listening socket, an abstract one that leaves no file
-behind. A writer that dies is replaced, and one that stops responding (:mod:`outlast.checkpoint.writer_pings`) is killed
-and replaced: whoever connects meanwhile waits in the socket's queue for the next one. The checkpoints that the old one
-held in memory are lost; a restore takes them from replicas on other nodes, and the next save fills the memory again.
+The owner, the agent of ``outlast run`` or the node's agent process (:func:`run_duty`), also owns the listening socket,
+an abstract one that leaves no file behind. A writer that dies is replaced, and one that stops responding
+(:mod:`outlast.checkpoint.writer_pings`) is killed and replaced: whoever connects meanwhile waits in the socket's queue
+for the next one. The checkpoints that the old one held in memory are lost; a restore takes them from replicas on other
+nodes, and the next save fills the memory again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ import msgspec
 from outlast import clock, env
 from outlast.checkpoint import protocol as f
 from outlast.checkpoint.writer_pings import SILENT_S, WriterPings, WriterSilence
+from outlast.decoding import from_json
+from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
+from outlast.runtime.agent_process import AgentDuty
 from outlast.runtime.processes import ChildProcess, describe_exit, describe_stuck
 from outlast.runtime.wire import MessageChannel
 
@@ -41,6 +45,8 @@ _END_S = 5.0
 _NAME_FREE_S = 10.0
 """Seconds in which the writer of an owner that is gone releases its name."""
 _AGAIN_S = 0.05
+_START_S = 60.0
+"""Seconds in which the agent process has started a writer."""
 
 
 class WriterProcess:
@@ -48,7 +54,6 @@ class WriterProcess:
 
     Args:
         address: Name of the socket, of one whose owner is gone; empty = the kernel draws one.
-        owner: Whose writer this is, for its log; empty = this node's.
         node: Name of this node, for its log; empty = the one that the machine knows itself by.
         on_death: Called with a line for people when a writer died by itself, or was replaced because it stopped
             responding. Thread: one of its own.
@@ -62,15 +67,12 @@ class WriterProcess:
         self,
         *,
         address: str = "",
-        owner: str = "",
         node: str = "",
         on_death: Callable[[str], None] | None = None,
         silent_s: float = SILENT_S,
     ) -> None:
         self._on_death, self._silent_s = on_death, silent_s
-        node = node or env.node_name()
-        self._whose = owner or f"node {node}"
-        self._names = ("--owner", owner or node, "--node", node)
+        self._node = node or env.node_name()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._lock = threading.Lock()
         self._closed = False
@@ -133,7 +135,7 @@ class WriterProcess:
 
     def _start(self) -> ChildProcess:
         fd = self._socket.fileno()
-        arguments = (str(fd), str(os.getpid()), *self._names)
+        arguments = (str(fd), str(os.getpid()), self._node)
         return ChildProcess("outlast.checkpoint.writer", *arguments, fds=[fd], own_session=False)
 
     def _watch(self) -> None:
@@ -181,13 +183,82 @@ class WriterProcess:
 
     def _end(self, process: ChildProcess, silence: WriterSilence | None) -> str:
         """Reap a writer that ended, or kill one that does not respond; return a line for people."""
-        name = f"the checkpoint writer of {self._whose}"
+        name = f"the checkpoint writer of node {self._node}"
         if silence is None:
             return f"{name} (pid {process.pid}) ended: {describe_exit(process.wait())}"
         what = f"{name}, {silence.process}, did not respond for {silence.silent_s:.0f} s and was killed"
         if process.close(end_s=_END_S) is None:
             what += f", but has not ended after {_END_S:g} s: {describe_stuck(process.pid)}"
         return what
+
+
+class WriterTask(msgspec.Struct, frozen=True, kw_only=True):
+    """The duty that keeps a node's writer for its workers."""
+
+    node: str
+
+
+class _SharedWriter:
+    """The writer of this agent process, as long as a worker needs it."""
+
+    def __init__(self, node: str) -> None:
+        self.num_workers = 0
+        self.outcome = b""
+        """Address of the writer, after a ``+``; else why there is none, after a ``-``."""
+        self._node = node
+        self._is_ready, self._is_over = threading.Event(), threading.Event()
+        threading.Thread(target=self._keep, name="outlast-writer-owner", daemon=True).start()
+        self._is_ready.wait()
+
+    def close(self) -> None:
+        """End the writer. Blocks: never."""
+        self._is_over.set()
+
+    def _keep(self) -> None:
+        # In one thread: a writer dies with the thread that starts it.
+        try:
+            writer = WriterProcess(node=self._node)
+        except OSError as error:
+            self.outcome = f"-{error}".encode()
+            self._is_ready.set()
+            return
+        with closing(writer):
+            self.outcome = f"+{writer.address}".encode()
+            self._is_ready.set()
+            self._is_over.wait()
+
+
+_sharing = threading.Lock()
+_shared: _SharedWriter | None = None
+
+
+def run_duty(task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> None:
+    """Keep the node's writer until a worker is gone or closes the line; see
+    :class:`~outlast.runtime.agent_process.AgentDuty`.
+
+    Args:
+        task: A :class:`WriterTask`, as JSON.
+        line: Gets :attr:`_SharedWriter.outcome`.
+        fds: None.
+        pidfd: Of the worker's process.
+    """
+    global _shared
+    with _sharing:
+        writer = _shared = _shared or _SharedWriter(from_json(task, WriterTask).node)
+        writer.num_workers += 1
+    try:
+        line.send(writer.outcome)
+        poll = select.poll()
+        poll.register(line, select.POLLIN)
+        poll.register(pidfd, select.POLLIN)
+        poll.poll()
+    finally:
+        os.close(pidfd)
+        with _sharing:
+            writer.num_workers -= 1
+            if writer.num_workers == 0:
+                _shared = None
+                writer.close()
 
 
 class WriterSilent(CheckpointError):
@@ -198,25 +269,19 @@ class WriterClient:
     """Ask a writer process.
 
     Args:
-        address: The agent's; ``None``: start one for this process, when first asked.
-        owner: Whose a process of its own is, for the log; empty = the node's.
-        node: Name of this node, for that log; empty = the one that the machine knows itself by.
+        address: That of the agent of ``outlast run``; ``None``: the node's agent process has one when first asked.
+        place: Of this worker; ``None``: as its environment has it.
         patience_s: Seconds to wait for another writer at the address, where the owner of the first one may be replaced.
 
     Thread: any; each request has a connection for itself while it runs.
     """
 
-    def __init__(
-        self,
-        address: str | None,
-        *,
-        owner: str = "",
-        node: str = "",
-        patience_s: float = 0.0,
-    ) -> None:
+    def __init__(self, address: str | None, *, place: WorkerEnv | None = None, patience_s: float = 0.0) -> None:
         self._address, self._patience_s = address, patience_s
-        self._owner, self._node = owner, node
-        self._own: WriterProcess | None = None
+        self.outlives_worker = address is not None
+        """Whether what the writer holds outlives all workers of the node."""
+        self._place = place
+        self._duty: AgentDuty | None = None
         self._idle: list[MessageChannel[f.Reply]] = []
         self._busy: set[MessageChannel[f.Reply]] = set()
         self._lock = threading.Lock()
@@ -225,27 +290,29 @@ class WriterClient:
         """The request to serve peers that a writer has granted, with the port that peers know: a writer that replaces
         it receives it first."""
 
-    @property
-    def outlives_worker(self) -> bool:
-        return self._address is not None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of a writer of our own; ``None`` when there is none."""
-        return self._own.pid if self._own is not None else None
-
     def start(self) -> None:
-        """Start a writer of our own if one is needed; it dies with the calling thread.
+        """Have the node's agent process start a writer, if that is needed and none runs.
 
         Raises:
             CheckpointError: The system starts no process.
         """
         with self._lock:
-            if self._address is None and self._own is None and not self._closed:
-                try:
-                    self._own = WriterProcess(owner=self._owner, node=self._node)
-                except OSError as error:
-                    raise CheckpointError(f"no writer process can be started: {error}") from error
+            if self.outlives_worker or self._closed or (self._duty is not None and not _is_readable(self._duty.line)):
+                return
+            try:
+                if self._duty is None:
+                    place = env.read_worker() if self._place is None else self._place
+                    self._duty = AgentDuty("outlast.checkpoint.writer_client", WriterTask(node=place.node), place)
+                else:
+                    log.warning("agent process %d ended, and the checkpoint writer with it", self._duty.pid)
+                    self._duty.restart()
+                _is_readable(self._duty.line, _START_S)
+                outcome = self._duty.line.recv(1 << 16, socket.MSG_DONTWAIT).decode()
+            except OSError as error:
+                raise CheckpointError(f"no writer process can be started: {error}") from error
+            if not outcome.startswith("+"):
+                raise CheckpointError(f"no writer process can be started: {outcome[1:] or 'the agent process ended'}")
+            self._address = outcome[1:]
 
     def ask(
         self, request: msgspec.Struct, reply: type[R], *, timeout_s: float, fd: int | None = None
@@ -303,7 +370,7 @@ class WriterClient:
         raise CheckpointError(f"the checkpoint writer answered {type(answer).__name__} to {type(request).__name__}")
 
     def close(self) -> None:
-        """End a writer of our own, whatever it does, and all waits. Idempotent. Blocks: up to 2 s. Thread: any."""
+        """End all waits, and the writer unless another worker needs it. Idempotent. Blocks: never. Thread: any."""
         with self._lock:
             self._closed = True
             for channel in self._busy:
@@ -311,9 +378,8 @@ class WriterClient:
             for channel in self._idle:
                 channel.close()
             self._idle.clear()
-            own, self._own = self._own, None
-        if own is not None:
-            own.close()
+            if self._duty is not None:
+                self._duty.release()
 
     def _serve_again(self, channel: MessageChannel[f.Reply], serve: f.Serve, timeout_s: float) -> None:
         """Have the writer at a new connection serve peers at the port that they know, if it does not yet."""
@@ -338,14 +404,12 @@ class WriterClient:
         with self._lock:
             while self._idle and not self._closed:
                 channel = self._idle.pop()
-                poll = select.poll()  # select() knows no descriptors beyond 1023
-                poll.register(channel, select.POLLIN)
-                if not poll.poll(0):
+                if not _is_readable(channel):
                     self._busy.add(channel)
                     return channel, False
                 channel.close()  # it has ended, or there is data that nobody asked for
-            address = self._address if self._own is None else self._own.address
-        end_s = clock.now_s() + (min(self._patience_s, timeout_s) if self._own is None else 0.0)
+            address = self._address
+        end_s = clock.now_s() + min(self._patience_s, timeout_s)
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -369,3 +433,9 @@ class WriterClient:
         with self._lock:
             self._busy.discard(channel)
         channel.close()
+
+
+def _is_readable(connection: socket.socket | MessageChannel[f.Reply], timeout_s: float = 0.0) -> bool:
+    poll = select.poll()  # select() knows no descriptors beyond 1023
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1e3))

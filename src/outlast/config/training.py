@@ -59,13 +59,14 @@ class InProcessRestartConfig(Settings):
 
     hard_timeout: float = 90.0
     """Longest time in seconds without progress where the main thread cannot be interrupted, as when it holds the GIL
-    or is stopped; then the rank is ended by its monitor process."""
+    or is stopped; then the rank is ended by its node's agent process."""
 
     heartbeat_interval: float = 30.0
-    """Seconds between two signs of life of a monitor process; under ``outlast run`` the agents give them."""
+    """Seconds between two heartbeats of an agent process; under ``outlast run`` its agents give them."""
 
     heartbeat_timeout: float = 60.0
-    """Seconds without one after which a monitor process and its rank count as lost; not under ``outlast run``."""
+    """Seconds without one after which an agent process and the ranks of its node count as lost; not under ``outlast
+    run``."""
 
     barrier_timeout: float = 120.0
     """Longest time in seconds that the ranks wait for one of them to come back from the function; then it is ended,
@@ -82,17 +83,18 @@ class InProcessRestartConfig(Settings):
     no limit."""
 
     monitor_process_logdir: str | None = None
-    """Folder for the logs of the monitor processes, a file each; none = they write to their rank's standard error."""
+    """Folder for the logs of the agent processes, a file for each node; none = they write to the standard error of the
+    rank that started them."""
 
     monitor_process_pidfile: str | None = None
-    """Absolute path of a file to which each rank's monitor process writes its process id, and which stays; ``{rank}``
-    in it is the rank that the process was started as. none = no file."""
+    """Absolute path of a file to which the agent process that watches a rank writes its process id, and which stays;
+    ``{rank}`` in it is the rank that the process was started as. none = no file."""
 
     monitor_thread_interval: float = 1.0
     """Longest time in seconds between two looks of a rank's monitor thread."""
 
     monitor_process_interval: float = 1.0
-    """Longest time in seconds between two looks of a rank's monitor process."""
+    """Longest time in seconds between two looks of the agent process at a rank."""
 
     progress_watchdog_interval: float = 1.0
     """Longest time in seconds between two looks at the main thread's progress."""

@@ -19,13 +19,16 @@ import socket
 import threading
 from collections.abc import Callable
 
+import msgspec
+
+from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.inprocess import protocol as m
 from outlast.inprocess.progress import MainThreadProgress, Page, RankPhase
 from outlast.inprocess.protocol import MemberRecord, MonitorTask
-from outlast.monitor.rank_guard import GuardDuty
 from outlast.policy import inprocess_protocol as p
 from outlast.runtime import connections
+from outlast.runtime.agent_process import AgentDuty
 from outlast.runtime.interruption import SignalInterruption
 
 log = logging.getLogger(__name__)
@@ -167,12 +170,13 @@ _MAX_STARTS = 3
 
 
 class MonitorLink:
-    """A rank's end of the duty that its guard process has for it.
+    """A rank's end of the duty that its node's agent process has for it.
 
-    One that is killed is replaced by another one, which joins the hub (wherever that is then) in its place.
+    An agent process that is killed is replaced by another one, which joins the hub in its place, wherever that is then.
 
     Args:
         task: What the duty has to do.
+        place: Of this rank.
         page: The page that it watches; stays the caller's.
 
     Raises:
@@ -181,18 +185,15 @@ class MonitorLink:
     Thread: :meth:`send` from any, :meth:`receive` from one, :meth:`close` when :meth:`receive` is called no more.
     """
 
-    def __init__(self, task: MonitorTask, page: Page) -> None:
-        self._initial_rank, self._has_relay = task.initial_rank, bool(task.relay)
+    def __init__(self, task: MonitorTask, place: WorkerEnv, page: Page) -> None:
+        self._initial_rank = task.initial_rank
         self._lock = threading.Lock()
         self._record = MemberRecord()
-        self._known = m.HubCandidates(candidates=())
-        self._offer = ""
+        self._connect: m.Connect | None = None
         self._final_report: p.Left | None = None
         self._is_over = False
         self._num_starts = 1
-        self._duty = GuardDuty(
-            "outlast.inprocess.monitor_duty", task, fds=[page.fd], rank=task.initial_rank, node=task.node
-        )
+        self._duty = AgentDuty("outlast.inprocess.monitor_duty", task, place, fds=[page.fd])
 
     @property
     def pid(self) -> int:
@@ -210,7 +211,7 @@ class MonitorLink:
         """
         with self._lock:
             if isinstance(message, m.Connect):
-                self._offer = message.offer
+                self._connect = message
             else:
                 self._record.note_report(message)
             if isinstance(message, p.Left):
@@ -240,8 +241,9 @@ class MonitorLink:
                 return found
             message: m.FromMonitor = m.decode(data, m.FromMonitor)
             with self._lock:
-                if isinstance(message, m.HubCandidates):
-                    self._known = message
+                if isinstance(message, m.Coordinators):
+                    if self._connect is not None and message.addresses:
+                        self._connect = msgspec.structs.replace(self._connect, addresses=message.addresses)
                     continue
                 if isinstance(message, p.Finish | p.Abort | p.Expel):
                     self._is_over = True
@@ -253,28 +255,19 @@ class MonitorLink:
 
     def _replace(self) -> None:
         """Have the rank watched by another process in place of one that is gone."""
-        pid, exit_code = self.pid, self._duty.exit_code()
+        pid = self.pid
         with self._lock:
-            finds_hub = self._known.candidates or self._has_relay
-            if self._is_over or not finds_hub or self._num_starts >= _MAX_STARTS:
-                raise OutlastError(
-                    f"the monitor process (pid {pid}) of rank {self._initial_rank} ended with {exit_code}; "
-                    "its log says why"
-                )
-            log.warning("the monitor process (pid %d) ended with code %s; a new one is started", pid, exit_code)
+            if self._is_over or self._num_starts >= _MAX_STARTS:
+                raise OutlastError(f"the agent process (pid {pid}) of rank {self._initial_rank} ended; look at its log")
+            log.warning("agent process %d ended; rank %d connects to another one", pid, self._initial_rank)
             self._num_starts += 1
             try:
                 self._duty.restart()
             except OSError as error:
-                raise OutlastError(f"the monitor process is gone, and no other one can be started: {error}") from error
-            self._send(
-                m.Reconnect(
-                    offer=self._offer,
-                    known=self._known,
-                    standing=self._record.standing,
-                    final_report=self._final_report,
-                )
-            )
+                raise OutlastError(f"the agent process is gone, and no other one can be started: {error}") from error
+            if self._connect is not None:
+                standing, final_report = self._record.standing, self._final_report
+                self._send(m.Reconnect(connect=self._connect, standing=standing, final_report=final_report))
 
     def _send(self, message: m.FromRank) -> None:
         try:
@@ -282,11 +275,8 @@ class MonitorLink:
         except OSError as error:
             log.debug("the monitor process is gone: %s", error)  # receive() sees it, too
 
-    def close(self, timeout_s: float = 1.0) -> None:
-        """Close the connection to the monitor process: it ends, unless other members still need its hub; idempotent.
-
-        Blocks: up to ``timeout_s``, while it ends.
-        """
+    def close(self) -> None:
+        """End the duty. Idempotent."""
         if not self._is_over:
             self.send(p.Left(reason="the rank left the wrapper"))
-        self._duty.release(timeout_s)
+        self._duty.release()

@@ -1,16 +1,15 @@
-"""The duty of a rank's guard in a wrapped function: watch the rank from outside, and report for it.
+"""The duty of a rank's agent process in a wrapped function: watch the rank from outside, and report for it.
 
-A rank's :class:`~outlast.inprocess.monitor_client.MonitorLink` starts it in the guard process
-(:mod:`outlast.monitor.rank_guard`). It carries the rank's reports to the hub and the hub's orders to the rank
-(:mod:`outlast.inprocess.relay_client` under ``outlast run``, else :mod:`outlast.inprocess.hub_client`), reports what
-the rank cannot (that it is gone, that its main thread makes no progress), and ends a rank that is stuck. Without an
-agent one of these guards hosts the hub, beside all that.
+A rank's :class:`~outlast.inprocess.monitor_client.MonitorLink` begins it (:mod:`outlast.runtime.agent_process`). The
+duty carries the rank's reports to the coordinator and its orders to the rank
+(:mod:`outlast.inprocess.relay_client`), reports what the rank cannot (that it is gone, that its main thread makes no
+progress), and ends a rank that is stuck.
 
 Before a hang is reported, the rank's stack is read: a rank that waits for others is a victim of the hang, not the
 cause.
 
-It ends with its rank, however that one ends, unless its hub is still needed. It is an event loop in one thread, waits
-for deadlines, and imports no torch.
+The duty ends with its rank, however that one ends. It is an event loop in one thread, waits for deadlines, and imports
+no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import os
 import selectors
 import signal
 import socket
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,8 +28,7 @@ import msgspec
 from outlast import clock, logs
 from outlast.decoding import from_json
 from outlast.inprocess import protocol as m
-from outlast.inprocess.bootstrap import start_proxy
-from outlast.inprocess.hub_client import HubClient
+from outlast.inprocess.agent_link import AgentLink, close_link, open_link
 from outlast.inprocess.progress import Page, RankWatch
 from outlast.inprocess.protocol import MonitorTask
 from outlast.inprocess.relay_client import RelayClient
@@ -37,14 +36,12 @@ from outlast.monitor import stacks
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_protocol import WAITS
 from outlast.runtime import files
-from outlast.runtime.processes import ChildProcess, send_signal
+from outlast.runtime.processes import send_signal
 
 log = logging.getLogger(__name__)
 
 _CLOSED_S = 1.0
 """Seconds between the end of the rank's socket and the end of its process; later, it left the wrapper and lives."""
-_LATE_S = 0.5
-"""Seconds that this process may be late before it discounts the pause from the silence of others."""
 
 
 def read_stack_position(pid: int, timeout_s: float = 0.1) -> tuple[str, bool | None] | None:
@@ -66,9 +63,10 @@ class _MonitorDuty:
         rank: The socket to the rank; this object owns it.
         page: The rank's page; this object owns it.
         pidfd: Of the rank's process; this object owns it.
+        link: To the coordinator; ``None``: the agent of ``outlast run`` has it.
     """
 
-    def __init__(self, task: MonitorTask, rank: socket.socket, page: Page, pidfd: int) -> None:
+    def __init__(self, task: MonitorTask, rank: socket.socket, page: Page, pidfd: int, link: AgentLink | None) -> None:
         self._task, self._rank, self._page, self._pidfd = task, rank, page, pidfd
         self._selector = selectors.DefaultSelector()
         self._watch = RankWatch(page, task)
@@ -78,51 +76,37 @@ class _MonitorDuty:
         self._kill_s: float | None = None
         self._stuck: p.RankFault | None = None
         self._self_report: p.RankFault | None = None
-        self._connect: m.Connect | None = None
-        self._is_ready = False
-        self._proxy: ChildProcess | None = None
-        self._is_asking = False
-        self._looked_s = clock.now_s()
-        self._hub: HubClient | RelayClient
-        if task.relay:
-            self._hub = RelayClient(self._selector, task, on_order=self._on_order)
-        else:
-            self._hub = HubClient(self._selector, task, on_order=self._on_order, on_candidates=self._send_to_rank)
+        self._link, self._known = link, m.Coordinators(addresses=())
+        relay = task.relay if link is None else link.relay_address
+        self._hub = RelayClient(self._selector, task, relay, on_order=self._on_order)
         rank.setblocking(False)
         self._selector.register(rank, selectors.EVENT_READ, self._on_rank)
         self._selector.register(pidfd, selectors.EVENT_READ, self._on_death)
 
     def run(self) -> None:
-        """Serve until neither the rank nor another member needs it."""
-        if not self._task.relay:
-            self._send_to_rank(m.Listening(address=self._hub.address))
+        """Serve until the rank does not need it any more."""
+        if self._link is not None:
+            self._send_to_rank(m.Listening(address=self._link.address, offer=self._link.offer))
         try:
-            while not self._is_done:
+            while not (self._rank_is_gone and self._hub.is_over):
                 due_s = self._look()
                 for key, events in self._selector.select(max(0.0, due_s - clock.now_s())):
                     # Not what an event before this one has closed; its number may be another's by now.
                     if self._selector.get_map().get(key.fd) is key:
                         key.data(events)
         finally:
-            if self._proxy is not None:
-                self._proxy.close()
             self._hub.close()
             self._rank.close()
             os.close(self._pidfd)
             self._selector.close()
             self._page.close()
 
-    @property
-    def _is_done(self) -> bool:
-        return self._rank_is_gone and not self._is_asking and self._hub.is_done
-
     def _look(self) -> float:
         """Do what is due, and return when to look again."""
         now_s = clock.now_s()
-        if now_s > self._looked_s + self._task.process_interval_s + _LATE_S:
-            log.info("this process did not run for a while")
-            self._hub.discount_pause()
-        self._looked_s = now_s
+        if self._link is not None and self._link.known is not self._known:
+            self._known = self._link.known
+            self._send_to_rank(self._known)
         due = [now_s + self._task.process_interval_s]
         if not self._rank_is_gone:
             due += self._look_at_rank(now_s)
@@ -180,15 +164,16 @@ class _MonitorDuty:
         message: m.FromRank = m.decode(data, m.FromRank)
         match message:
             case m.Connect() as order:
-                self._connect = order
-                self._hub.connect(order)
+                if self._link is not None:
+                    self._link.connect(order, is_new=False)
+                self._hub.connect()
             case m.Reconnect() as known:
                 if known.final_report is not None:
                     self._note_left()
-                self._is_ready = True  # or the next hub knows it
+                if self._link is not None:
+                    self._link.connect(known.connect, is_new=True)
                 self._hub.reconnect(known)
             case report:
-                self._is_ready |= isinstance(report, p.RankReady)
                 if isinstance(report, p.Left):
                     self._note_left()
                 if self._stuck is None:  # else it is being ended, and must not take part in the next call
@@ -218,33 +203,7 @@ class _MonitorDuty:
         for watched in (self._pidfd, self._rank):
             with suppress(KeyError):  # the socket ended before
                 self._selector.unregister(watched)
-        if self._has_bootstrapped or isinstance(final_report, p.Left):
-            return self._hub.end(final_report)
-        proxy = self._proxy = start_proxy(
-            self._task.bootstrap_key, self._hub.address, self._connect, self._task.limits.barrier_timeout_s
-        )
-        self._is_asking = True
-
-        def resume(_: int) -> None:
-            self._is_asking = False
-            self._selector.unregister(proxy.channel)
-            try:
-                answer = proxy.channel.receive()
-            except OSError as error:
-                log.warning("the hub cannot be located: %s", error)
-                answer = None
-            if answer is not None and self._connect is None:
-                self._hub.connect(answer)
-            self._hub.end(final_report)
-
-        self._selector.register(proxy.channel, selectors.EVENT_READ, resume)
-        return None
-
-    @property
-    def _has_bootstrapped(self) -> bool:
-        """Whether the rank knows where the hub is and, if it is with initial rank 0, has published it."""
-        knows = self._connect is not None and self._task.initial_rank != 0
-        return self._is_ready or knows or not self._task.bootstrap_key
+        self._hub.end(final_report)
 
     def _on_order(self, order: p.Order) -> None:
         """Pass an order to the rank."""
@@ -312,7 +271,7 @@ class _MonitorDuty:
 
 
 def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> None:
-    """Run in the guard; see :class:`outlast.monitor.rank_guard.GuardDuty`.
+    """Run in the agent process; see :class:`outlast.runtime.agent_process.AgentDuty`.
 
     Args:
         task: A :class:`~outlast.inprocess.protocol.MonitorTask`, as JSON.
@@ -321,14 +280,22 @@ def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> No
         pidfd: Of the rank's process.
     """
     given = from_json(task, MonitorTask)
-    if given.log_path:
-        where = f"monitor rank {given.initial_rank}"
-        logs.configure(where, node=given.node, rank=given.initial_rank, path=given.log_path, least=logging.INFO)
-    elif not log.isEnabledFor(logging.DEBUG):
-        logging.getLogger("outlast.inprocess").setLevel(logging.WARNING)
+    with _logging:
+        if given.log_path:
+            logs.configure("agent", node=given.node, path=given.log_path, least=logging.INFO)
+        elif not log.isEnabledFor(logging.DEBUG):
+            logging.getLogger("outlast.inprocess").setLevel(logging.WARNING)
     if given.pid_path:
         _write_pid(Path(given.pid_path))
-    _MonitorDuty(given, rank, Page(fds[0]), pidfd).run()
+    link = None if given.relay else open_link(given)
+    try:
+        _MonitorDuty(given, rank, Page(fds[0]), pidfd, link).run()
+    finally:
+        if link is not None:
+            close_link(given)
+
+
+_logging = threading.Lock()
 
 
 def _write_pid(path: Path) -> None:

@@ -1,18 +1,17 @@
-"""Messages between ranks, their monitor processes and the hub; msgpack, never pickle.
+"""Messages between ranks, their node's agent process and the coordinator; msgpack, never pickle.
 
-* When a guard begins the duty: :class:`MonitorTask`.
-* Between a rank and its monitor process: a ``SOCK_SEQPACKET`` pair, one message a packet. The rank sends
-  :class:`Connect` once, then what it reports (:data:`~outlast.policy.inprocess_protocol.Report`); it receives
-  :class:`Listening` first, then orders, and in between who could host the hub (:class:`HubCandidates`), so that it
-  can start another monitor process where its first one is gone (:class:`Reconnect`).
-* Under ``outlast run`` the coordinator is the hub: between a monitor process and its agent's relay
-  (:mod:`outlast.launch.rank_relay`) a Unix socket, on which a :class:`JoinRelay` comes first, then reports (and
-  :class:`Gone`) one way and orders the other.
-* Elsewhere between monitor processes and the hub: a :data:`HubChannel`, after the proof of the group's key; a
-  :class:`HubLink` is its place in an event loop.
+* When the agent process begins the duty for a rank: :class:`MonitorTask`.
+* Between a rank and its duty: packets. The rank sends :class:`Connect` once, then what it reports
+  (:data:`~outlast.policy.inprocess_protocol.Report`); it receives :class:`Listening` first, then orders, and in between
+  which agent processes may coordinate (:class:`Coordinators`), so that another agent process can take the place of one
+  that is gone (:class:`Reconnect`). Under ``outlast run``, whose coordinator it is, the rank gets only orders.
+* Between a duty and its node's relay (:mod:`outlast.launch.rank_relay`) a Unix socket, on which a :class:`JoinRelay`
+  comes first, then reports (and :class:`Gone`) one way and orders the other.
+* Between nodes and the coordinator: under ``outlast run`` :mod:`outlast.launch.protocol`, elsewhere
+  :data:`outlast.inprocess.coordinator.OnLink`.
 
-A :class:`MemberRecord` remembers what a member was ordered and reported, so that a new hub or monitor process can
-resume from it. Nothing here imports torch.
+A :class:`MemberRecord` remembers what a member was ordered and reported, so that a new coordinator or duty can resume
+from it. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from outlast.decoding import from_msgpack
+from outlast.env import clean_name
 from outlast.errors import OutlastError
 from outlast.policy.inprocess_protocol import (
     Completed,
     Go,
-    HubCandidate,
     Left,
     MemberStanding,
     Order,
@@ -38,15 +37,14 @@ from outlast.policy.inprocess_protocol import (
     Restart,
     RestartLimits,
 )
-from outlast.runtime.wire import BufferedChannel, SelectedChannel
 
 if TYPE_CHECKING:
     from outlast.config.training import InProcessRestartConfig
     from outlast.env import WorkerEnv
 
 
-HUB = "inprocess hub"
-"""Names the connections to the hub in their proofs, and what their key is derived for."""
+COORDINATION = "in-process restarts"
+"""Names the connections to the coordinator in their proofs, and what their key is derived for."""
 
 
 class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -58,7 +56,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     initial_world_size: int
     node: str
     host: str
-    """Address of this machine at which monitor processes of other machines reach this one."""
+    """Address of this machine at which agent processes of other machines reach this one."""
     limits: RestartLimits
     soft_timeout_s: float
     """Seconds without progress of the main thread while the interpreter is free."""
@@ -70,17 +68,15 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Longest time between two looks of the monitor process."""
     heartbeat_interval_s: float
     heartbeat_timeout_s: float
-    """Of the link to the hub."""
+    """Of the connection to the coordinator; under ``outlast run`` its agents have their own."""
     termination_grace_s: float
     """Seconds between SIGTERM and SIGKILL for a rank that is ended while its main thread still runs."""
     relay: str = ""
-    """Address of the agent's relay, over which the coordinator is the hub; empty: one of the monitor processes is."""
+    """Address of the relay of ``outlast run``'s agent; empty: the agent process has one."""
     cycle: int = 0
     """The launcher's cycle."""
     call: int = 0
     """Which of the process's calls of a wrapped function it is, from 0."""
-    bootstrap_key: str = ""
-    """Of the bootstrap by which the ranks learn where the hub is; empty: it has no proxy if the rank dies."""
     labels: dict[str, str] = {}
     """What this rank reports of its place beyond its node, for those who assign ranks."""
     log_path: str = ""
@@ -96,7 +92,6 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         *,
         host: str,
         call: int,
-        bootstrap_key: str,
         labels: Mapping[str, str],
     ) -> MonitorTask:
         """Return what the monitor duty for this very process has to do.
@@ -106,7 +101,6 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             place: This process's place at its start.
             host: Address of this machine.
             call: Which of the process's calls of a wrapped function it is, from 0.
-            bootstrap_key: Key of the bootstrap; empty: there is none.
             labels: What this rank reports of its place.
         """
         folder = config.monitor_process_logdir
@@ -133,9 +127,8 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             relay=place.relay or "",
             cycle=place.cycle,
             call=call,
-            bootstrap_key=bootstrap_key,
             labels=dict(labels),
-            log_path="" if folder is None else os.path.join(folder, f"inprocess-{place.global_rank}.log"),
+            log_path="" if folder is None else os.path.join(folder, f"inprocess-{clean_name(place.node)}.log"),
             pid_path=(config.monitor_process_pidfile or "").replace("{rank}", str(place.global_rank)),
         )
 
@@ -144,100 +137,40 @@ MAX_PACKET_BYTES = 1 << 20
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """The monitor process runs, and could host the hub at this address."""
+    """The duty runs, and its agent process could coordinate."""
 
     address: str
     """``host port``."""
+    offer: str
+    """From which the agent processes derive their key; see :func:`outlast.runtime.run_key.make_offer`."""
 
 
-class MemberPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a living member's process is."""
+class Coordinators(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Which agent processes may coordinate, in this order; the first one does."""
 
-    node: str
-    space: str
-    """Names the machine and the name space in which ``pid`` means something."""
-    pid: int
-    address: str
-    """``host port`` where its monitor process listens."""
-    labels: dict[str, str] = {}
-    """What the rank reports of its place beyond its node."""
-
-
-class HubCandidates(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Who may host the hub, in this order; the first one does. Also the answer to a :class:`JoinHub`."""
-
-    candidates: tuple[HubCandidate, ...]
-    version: int = 0
-    """Of the members; 0: no one but a candidate gets them, and only after the first :class:`Go`."""
-    base: int = 0
-    """The version that ``members`` and ``lost`` change; 0: these are all members."""
-    members: dict[int, MemberPlace] = {}
-    """Living members by initial rank: all, or those whose place is new."""
-    lost: tuple[int, ...] = ()
-    """Members of the version before that belong to the group no more."""
-
-    def follow(self, known: HubCandidates) -> HubCandidates | None:
-        """Return it with all members, from what was known before; ``None``: changes between the two are missing."""
-        if self.base == 0:
-            return self
-        if self.base != known.version:
-            return None
-        lost = frozenset(self.lost)
-        members = {rank: place for rank, place in known.members.items() if rank not in lost}
-        return msgspec.structs.replace(self, base=0, lost=(), members={**members, **self.members})
-
-
-class WantMembers(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """A candidate missed a change of the members and needs them all."""
+    addresses: tuple[str, ...]
+    """Each ``host port``."""
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
-    """Join the hub; the process that gets its own address hosts it."""
+    """Join the coordinator; the agent process whose address comes first is it."""
 
-    hub: str
-    """``host port``."""
-    offer: str
-    """From which this group of monitor processes derives its key; see :func:`outlast.runtime.run_key.make_offer`."""
+    addresses: tuple[str, ...] = ()
+    """As in :class:`Coordinators`; empty: it is that of ``outlast run``."""
+    offer: str = ""
 
 
 class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """JoinHub the hub in place of a monitor process that is gone."""
+    """Join the coordinator in place of an agent process that is gone."""
 
-    offer: str
-    known: HubCandidates
+    connect: Connect
     standing: MemberStanding
     final_report: Left | None = None
-    """What may not have reached the hub."""
-
-
-class JoinHub(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """First message on a link: who comes."""
-
-    initial_rank: int
-    initial_world_size: int
-    place: MemberPlace
-    """Of the rank's process."""
-    life: str
-    """Names the monitor process."""
-    wants: str = ""
-    """Life of the monitor process that it expects there; empty: any."""
-    standing: MemberStanding = MemberStanding()
-
-
-class NotHub(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """The answer of a monitor process that hosts no hub (yet)."""
-
-    life: str
-    candidates: tuple[HubCandidate, ...] = ()
-    """As far as it knows."""
-
-
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """A sign of life."""
+    """What may not have reached the coordinator."""
 
 
 class JoinRelay(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """First message to an agent's relay: for which rank a monitor process speaks."""
+    """First message to a relay: for which rank a duty reports."""
 
     cycle: int
     call: int
@@ -257,9 +190,8 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True)
 
 
 FromRank = Connect | Reconnect | Report
-FromMonitor = Listening | HubCandidates | Order
+FromMonitor = Listening | Coordinators | Order
 ToRelay = JoinRelay | Gone | Report
-OnLink = JoinHub | NotHub | HubCandidates | WantMembers | Beat | Gone | Report | Order
 
 
 def encode(message: FromRank | FromMonitor) -> bytes:
@@ -279,14 +211,6 @@ def decode(packet: bytes, kind: Any) -> Any:
         raise OutlastError(f"unreadable message between a rank and its monitor process: {error}") from error
 
 
-HubChannel = BufferedChannel[OnLink]
-"""A connection between a monitor process and the hub."""
-
-
-HubLink = SelectedChannel[OnLink]
-"""A member's or a hub's channel in its process's loop."""
-
-
 class MemberRecord:
     """Note orders and reports, from which follows where the member stands.
 
@@ -298,7 +222,7 @@ class MemberRecord:
         self.standing = MemberStanding() if standing is None else standing
 
     def reports(self) -> tuple[Report, ...]:
-        """Return what the rank reported that may still matter; a hub may get it twice."""
+        """Return what the rank reported that may still matter; a coordinator may get it twice."""
         standing = self.standing
         completed = (Completed(restart_count=standing.completed, exit_code=standing.exit_code),)
         ready = () if standing.ready is None else (standing.ready,)

@@ -279,12 +279,11 @@ class WrappedRank:
             place,
             host=self._host,
             call=self._reporter.call,
-            bootstrap_key="" if self._bootstrap is None else self._bootstrap.key,
             labels=labels_of(self._plugins.rank_assignment),
         )
         self._page = Page.create()
         stack.callback(self._page.close)
-        self._link = MonitorLink(task, self._page)
+        self._link = MonitorLink(task, place, self._page)
         stack.callback(self._link.close)
         stack.callback(self._interruption.uninstall)
         self._thread = MonitorThread(
@@ -308,12 +307,12 @@ class WrappedRank:
 
     def _join(self) -> None:
         if self._bootstrap is None:
-            self._link.send(m.Connect(hub=self._place.relay or "", offer=""))
+            self._link.send(m.Connect())
         else:
             listening = self._next(self._config.barrier_timeout)
             if not isinstance(listening, m.Listening):
                 raise OutlastError(f"the monitor process did not start: {listening!r}")
-            self._bootstrap.run(listening.address, self._link.send)
+            self._link.send(self._bootstrap.run(listening))
         self._get_ready(0)
 
     def _end_bootstrap(self) -> None:

@@ -1,8 +1,8 @@
-"""A monitor process's way to the hub under ``outlast run``: one Unix socket to the relay of its node's agent.
+"""A duty's way to the coordinator of in-process restarts: one Unix socket to the relay of its node.
 
-The agent carries reports to the coordinator, which is the hub, and orders back; see :mod:`outlast.launch.rank_relay`.
-So this process listens nowhere and looks for nobody. Where the agent is gone its workers are about to be, too; the rank
-is ordered to stop. Nothing here imports torch.
+The relay's owner, the agent of ``outlast run`` or an :class:`~outlast.inprocess.agent_link.AgentLink`, carries reports
+to the coordinator, and orders back; see :mod:`outlast.launch.rank_relay`. Where the relay is gone the rank is ordered
+to stop. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,40 +26,32 @@ RelayLink = SelectedChannel[p.Order]
 
 
 class RelayClient:
-    """Report to the coordinator by way of the agent, and receive its orders. Part of an event loop; close() may block.
+    """Report to the coordinator, and receive its orders. Part of an event loop; close() may block.
 
     Args:
         selector: Of the process's loop; what it reports with a callable as data is called with the events.
         task: What the process has to do.
+        relay: Address of the relay, the name of an abstract socket without its leading zero.
         on_order: Gets the orders to the rank.
-
-    The methods are those of :class:`outlast.inprocess.hub_client.HubClient`.
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, task: m.MonitorTask, *, on_order: Callable[[p.Order], None]
+        self, selector: selectors.BaseSelector, task: m.MonitorTask, relay: str, *, on_order: Callable[[p.Order], None]
     ) -> None:
-        self._selector, self._task, self._on_order = selector, task, on_order
+        self._selector, self._task, self._relay, self._on_order = selector, task, relay, on_order
         self._record = m.MemberRecord()
         self._link: RelayLink | None = None
         self._give_up_s: float | None = None
         """Until when the first order has to come."""
         self.is_over = False
         """There are no more orders for the rank, or the rank has no more reports."""
-        self.address = ""
-        """This process listens nowhere."""
 
     @property
     def restart_count(self) -> int:
         """The call that the rank was ordered to enter last; 0 before."""
         return max(0, self._record.standing.restart_count)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether nobody needs this process any more, once its rank is gone."""
-        return self.is_over
-
-    def connect(self, _: m.Connect) -> None:
+    def connect(self) -> None:
         """Join for the first time."""
         # The hub waits as long for those that do not come, and again for the one that is asked for the ranks.
         self._give_up_s = clock.now_s() + 2 * self._task.limits.barrier_timeout_s + _FINAL_REPORT_S
@@ -78,7 +70,7 @@ class RelayClient:
         self._send(report)
 
     def end(self, final_report: m.Gone | p.Left) -> None:
-        """Report that the rank is gone; :attr:`is_done` then."""
+        """Report that the rank is gone; :attr:`is_over` then."""
         if self.is_over:
             return
         if self._link is None:
@@ -96,9 +88,6 @@ class RelayClient:
             return now_s + _QUIET_S
         return self._give_up_s
 
-    def discount_pause(self) -> None:
-        """This process did not run for a while: nobody's silence counts here."""
-
     def close(self) -> None:
         """Close everything.
 
@@ -111,7 +100,7 @@ class RelayClient:
     def _join(self) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.connect(f"\0{self._task.relay}")
+            connection.connect(f"\0{self._relay}")
         except OSError as error:
             connection.close()
             self._stop(f"the agent of this node cannot be reached: {error.strerror}")

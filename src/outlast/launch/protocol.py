@@ -284,7 +284,7 @@ class RankReports(FromNode, frozen=True, kw_only=True, tag="rr", rename=_SHORT):
 
     cycle: int
     call: int
-    """-1: any; they ended and no guard of theirs was seen."""
+    """-1: any; they ended before they had a duty."""
     reports: tuple[tuple[int, Gone | p.Report], ...]
     """By initial rank."""
 

@@ -1,20 +1,21 @@
 """The coordinator as the hub of restarts inside the processes: what ranks report goes in, orders to them come out.
 
-All decisions about a call of a wrapped function are :mod:`outlast.policy.inprocess_restart`'s, as in the hub that a
-monitor process hosts where there is no agent of ours (:mod:`outlast.inprocess.hub`). Here no links are kept and nobody
-is found silent: each node's relay (:mod:`outlast.launch.rank_relay`) says who came, who is gone and what the rest
-report, and a node that is lost ends the cycle. An order goes to each node once.
+All decisions about a call of a wrapped function are :mod:`outlast.policy.inprocess_restart`'s. Each node's relay
+(:mod:`outlast.launch.rank_relay`) reports which ranks came, which are gone and what the rest report. An order goes to
+each node once. Under ``outlast run`` a node that is lost ends the cycle; elsewhere
+(:mod:`outlast.inprocess.coordinator`) the others resume without it, if they can reach most of the members.
 
 What is known here is soft state. A coordinator that takes over a running cycle resumes from the standings that the
 relays send it; a relay that reaches the same one again sends them, too, and gets what it missed.
 
-No I/O happens here; part of :class:`outlast.launch.coordinator.Coordinator`.
+No I/O happens here; part of :class:`outlast.launch.coordinator.Coordinator`, and elsewhere of
+:class:`outlast.inprocess.coordinator.RankCoordinator`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -41,6 +42,10 @@ class _RankCall:
     state: restart.RestartState
     homes: dict[int, Life] = field(default_factory=dict)
     """Where the ranks are that have come, by initial rank."""
+    members: frozenset[int] = frozenset()
+    """Of the last order to go; empty: there was none."""
+    out_of_reach: frozenset[int] = frozenset()
+    """Those of them whose node is, and that may live."""
 
 
 class RankHub:
@@ -95,32 +100,82 @@ class RankHub:
                 if rank in call.homes:
                     self._report(call, rank, report, now_s)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the last order of every call was given."""
+        return all(call.state.end is not None for call in self._calls.values())
+
+    def is_home(self, life: str) -> bool:
+        """Return whether a life of an agent has ranks without which their call does not end in order."""
+        calls = [call for call in self._calls.values() if call.state.end is None]
+        return any(
+            home[1] == life and rank in call.state.members for call in calls for rank, home in call.homes.items()
+        )
+
+    def is_waiting(self) -> bool:
+        """Return whether ranks are expected that have not come yet."""
+        calls = [call for call in self._calls.values() if call.state.end is None]
+        return any(not member.is_here for call in calls for member in call.state.members.values())
+
+    def lose(self, lives: Container[str], now_s: float) -> None:
+        """Resume without the ranks of agents that are out of reach."""
+        for call in self._calls.values():
+            self._lose(call, [rank for rank, home in call.homes.items() if home[1] in lives], now_s)
+
+    def _lose(self, call: _RankCall, ranks: Iterable[int], now_s: float) -> None:
+        """Resume a call without ranks that may live; stop it where those are most: they may resume without these."""
+        lost = [rank for rank in ranks if rank in call.state.members]
+        call.out_of_reach |= call.members.intersection(lost)
+        num_lost, num_all = len(call.out_of_reach), len(call.members)
+        # Of two halves the one with the lowest rank resumes.
+        if 2 * num_lost > num_all or (lost and 2 * num_lost == num_all and min(call.members) in call.out_of_reach):
+            text = f"ranks {sorted(call.out_of_reach)} cannot be reached and may continue elsewhere"
+            return self._advance(call, restart.Isolated(reason=text, at_s=now_s))
+        for rank in lost:
+            count = max(0, call.state.restart_count)
+            fault = p.RankFault(initial_rank=rank, restart_count=count, kind=p.RankFaultKind.LINK_LOST)
+            self._report(call, rank, Gone(fault=fault), now_s)
+        return None
+
     # -- taking over -------------------------------------------------------------------------------------------
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether anything was kept."""
+        return bool(self._kept)
+
+    def missing(self) -> frozenset[int]:
+        """Return the members of the newest call's last order to go that no kept message is about."""
+        standings = [one for one in self._kept if isinstance(one, m.RankStandings)]
+        known = {rank.initial_rank: rank for one in _newest_call(standings) for rank in one.ranks}
+        newest = max((rank.standing for rank in known.values()), key=lambda one: one.restart_count, default=None)
+        return frozenset(() if newest is None else newest.ranks).difference(known)
 
     def keep(self, message: m.RankStandings | m.RankReports) -> None:
         """Keep what is reported until it is known whether the cycle goes on."""
         self._kept.append(message)
 
-    def take_over(self, cycle: int, term: int, holders: Iterable[str], now_s: float) -> None:
+    def take_over(self, cycle: int, term: int, holders: Iterable[str] | None, now_s: float) -> None:
         """Go on where the coordinator before this one was: all nodes of the cycle have sent what they know.
 
         Args:
             cycle: Number of the cycle.
             term: Of this coordinator.
-            holders: Its nodes.
+            holders: Its nodes; ``None``: not known: members of which nothing was sent are out of reach.
             now_s: Monotonic seconds.
         """
-        names = frozenset(holders)
-        kept = [one for one in self._kept if one.node in names and one.cycle == cycle]
+        names = None if holders is None else frozenset(holders)
+        kept = [one for one in self._kept if one.cycle == cycle and (names is None or one.node in names)]
+        missing = self.missing() if names is None else frozenset[int]()
         self.begin(cycle, term)
         standings = [one for one in kept if isinstance(one, m.RankStandings)]
         for number in sorted({one.call for one in standings}):
-            self._resume([one for one in standings if one.call == number], now_s)
+            self._resume([one for one in standings if one.call == number], missing, now_s)
         for message in kept:
             if isinstance(message, m.RankReports):
                 self.take(message, now_s)
 
-    def _resume(self, standings: list[m.RankStandings], now_s: float) -> None:
+    def _resume(self, standings: list[m.RankStandings], missing: frozenset[int], now_s: float) -> None:
         """Go on with a call."""
         first = standings[0]
         ranks = {rank.initial_rank: (rank, one.node) for one in standings for rank in one.ranks}
@@ -131,14 +186,17 @@ class RankHub:
             phase = restart.RestartPhase.FINISHED if isinstance(end, p.Finish) else restart.RestartPhase.ABORTED
             state = msgspec.structs.replace(state, phase=phase, restart_count=end.restart_count, end=end)
         elif living:
-            nodes = {number: node for number, (_, node) in ranks.items()}
+            nodes = {number: node for number, (_, node) in ranks.items()} | dict.fromkeys(missing, "")
             state = restart.take_over(living, nodes, first.world_size, now_s)
         call = self._calls[first.call] = _RankCall(first.call, first.limits, state)
+        newest = max((standing for standing in living.values()), key=lambda one: one.restart_count, default=None)
+        call.members = frozenset(() if newest is None else newest.ranks)
         log.info("took over call %d of the ranks: %s, restart %d", call.number, state.phase, state.restart_count)
         for one in standings:  # all first: who is gone is missed by those that are here
             self._seat(call, one, now_s, ends=False)
         for one in standings:
             self._part(call, one, now_s)
+        self._lose(call, missing, now_s)
 
     # -- a call ------------------------------------------------------------------------------------------------
 
@@ -175,7 +233,7 @@ class RankHub:
                 self._report(call, rank.initial_rank, rank.last_words, now_s)
 
     def _bury(self, reports: Iterable[tuple[int, Gone | p.Report]], now_s: float) -> None:
-        """Do without ranks that ended before a guard spoke for them, in each call that waits for them."""
+        """Do without ranks that ended before a duty reported for them, in each call that waits for them."""
         for rank, report in reports:
             if isinstance(report, Gone):
                 self._dead[rank] = report.fault
@@ -198,6 +256,8 @@ class RankHub:
         call.state, actions = restart.advance(before, event, call.limits)
         if (call.state.restart_count, call.state.phase) != (before.restart_count, before.phase):
             log.debug("call %d of the ranks: %s, restart %d", call.number, call.state.phase, call.state.restart_count)
+            if call.state.phase == restart.RestartPhase.RUNNING:
+                call.members, call.out_of_reach = frozenset(call.state.members), frozenset()
         for action in actions:
             self._send(call, action)
 
@@ -217,6 +277,11 @@ class RankHub:
                 term=self.term, cycle=self._cycle, call=call.number, runs=tuple(some), order=action.order
             )
             self.out.append((node, epoch, order))
+
+
+def _newest_call(standings: Sequence[m.RankStandings]) -> list[m.RankStandings]:
+    number = max((one.call for one in standings), default=0)
+    return [one for one in standings if one.call == number]
 
 
 def _deadline_s(call: _RankCall) -> float | None:

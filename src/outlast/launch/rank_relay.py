@@ -1,16 +1,15 @@
-"""The relay of a node: it carries what the guards of its ranks report to the coordinator, and orders back to them.
+"""The relay of a node: it carries what the duties of its ranks report to the coordinator, and orders back to them.
 
-It forwards, it does not decide. The coordinator is the hub of restarts inside the processes
-(:mod:`outlast.launch.rank_hub`); the agent's one connection carries the messages of all ranks of the node, those of a
-turn of the loop together. The relay keeps where each rank stands, so that a coordinator that has just taken over gets
-all of it in one message for each call.
+It forwards, it does not decide. The coordinator's part is :mod:`outlast.launch.rank_hub`; one connection of the node
+carries the messages of all its ranks, those of a turn of the loop together. The relay keeps where each rank stands, so
+that a coordinator that has just taken over gets all of it in one message for each call.
 
-What happens on the node it knows first. A rank whose guard left without last words is dead if its process is, which the
-relay sees at once; if it lives, it has :data:`~outlast.inprocess.hub.RECONNECT_S` to start another guard. A rank that
-ended before it had a guard is named by the agent.
+The relay detects first what happens on its node. A rank whose duty (:mod:`outlast.inprocess.monitor_duty`) ended
+without a final report is dead if its process is, which the relay sees at once; if it lives, it has :data:`RECONNECT_S`
+to begin another duty. A rank that ended before it had one is reported by the agent of ``outlast run``.
 
-The guards connect to an abstract Unix socket, which leaves no file behind whatever ends the agent; its name holds a
-random token, and the kernel says whose process connects.
+The duties connect to an abstract Unix socket, which leaves no file behind whatever ends its owner; its name holds a
+random token, and the kernel reports which user's process connects.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from outlast import clock
-from outlast.inprocess.hub import RECONNECT_S
 from outlast.inprocess.protocol import Gone, JoinRelay, MemberRecord, ToRelay
 from outlast.launch import protocol as m
 from outlast.launch.rank_hub import ANY_CALL
@@ -36,13 +34,16 @@ from outlast.runtime.processes import open_pidfd
 from outlast.runtime.wire import SelectedChannel, encode_frame
 
 log = logging.getLogger(__name__)
+RECONNECT_S = 5.0
+"""Seconds that a rank or a node whose link broke has to come back: time for another process to start on a machine that
+is busy. A rank whose process is seen to be gone is not waited for."""
 _BACKLOG = 512
 _JOIN_S = 30.0
-"""How long a connection may take to name its rank: a guard does it at once, unless it is stopped."""
+"""How long a connection may take to name its rank: a duty does it at once, unless its process is stopped."""
 _MAX_NEWCOMERS = 1024
 """Connections that have not named their rank; one more closes the oldest."""
 
-GuardLink = SelectedChannel[ToRelay]
+DutyLink = SelectedChannel[ToRelay]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,13 +52,13 @@ class _RelayedRank:
 
     join: JoinRelay
     record: MemberRecord
-    link: GuardLink | None
-    """``None``: its guard is away."""
+    link: DutyLink | None
+    """``None``: its duty is away."""
     last_words: Gone | p.Left | None = None
     is_over: bool = False
     """It has the last order for it."""
     until_s: float | None = None
-    """How long another guard is waited for."""
+    """How long another duty is waited for."""
     pidfd: int | None = None
 
 
@@ -72,7 +73,7 @@ class _RelayedCall:
 
 
 class RankRelay:
-    """Serve the guards of this node.
+    """Serve the duties of this node.
 
     A part of the loop of the agent's link (:class:`outlast.launch.coordinator_client.ControlLink`): that waits until
     :meth:`fileno` is readable or :attr:`deadline_s` has come, and then calls :meth:`serve`.
@@ -85,7 +86,7 @@ class RankRelay:
 
     def __init__(self) -> None:
         self.address = f"outlast-relay-{secrets.token_hex(16)}"
-        """Where guards connect; the name of an abstract socket, without its leading zero."""
+        """Where duties connect; the name of an abstract socket, without its leading zero."""
         self._commands: Mailbox[Callable[[], None]] = Mailbox()
         self._selector = selectors.DefaultSelector()
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -101,14 +102,15 @@ class RankRelay:
             max_newcomers=_MAX_NEWCOMERS,
         )
         self._selector.register(self._commands, selectors.EVENT_READ, lambda _: None)
-        self._links: set[GuardLink] = set()
+        self._links: set[DutyLink] = set()
         """All that have joined: also those whose cycle is over."""
         self._is_closed = False
-        self._term = 0
+        self.term = 0
+        """Highest of a coordinator that was reached."""
         self._cycle: int | None = None
         self._calls: dict[int, _RelayedCall] = {}
         self._lost: dict[int, p.RankFault] = {}
-        """Ranks that ended in this cycle before they had a guard."""
+        """Ranks that ended in this cycle before they had a duty."""
         self._news: list[tuple[int, m.KnownRank | tuple[int, Gone | p.Report]]] = []
         """What the coordinator does not know yet: the call, and who came to it or what is reported."""
 
@@ -126,10 +128,10 @@ class RankRelay:
         """Obey another job's coordinator, whose terms begin again; what the ranks report counts no more. Thread: the
         link's."""
         self.end_cycle()
-        self._term = 0
+        self.term = 0
 
     def lose(self, rank: int) -> None:
-        """Note that a rank ended without which its cycle continues; news only if it had no guard."""
+        """Note that a rank ended without which its cycle continues; reported only if it had no duty."""
         fault = p.RankFault(initial_rank=rank, restart_count=0, kind=p.RankFaultKind.DIED)
         self._commands.put(partial(self._lose, fault))
 
@@ -147,8 +149,8 @@ class RankRelay:
         return min(due, default=None)
 
     def serve(self) -> list[m.RankStandings | m.RankReports]:
-        """Take in what guards report; return what the coordinator has to know. Blocks: never."""
-        self._run_commands()  # first: a worker's guard connects after its cycle has begun
+        """Take in what duties report; return what the coordinator has to know. Blocks: never."""
+        self._run_commands()  # first: a worker's duty connects after its cycle has begun
         for key, events in self._selector.select(0):
             # Not what an event before this one has closed; its number may be another's by now.
             if self._selector.get_map().get(key.fd) is key:
@@ -168,7 +170,7 @@ class RankRelay:
             term: Of that coordinator; no earlier one is obeyed from now on.
         """
         self._run_commands()
-        self._term = max(self._term, term)
+        self.term = max(self.term, term)
         self._news.clear()  # it is in the standings
         if self._cycle is None:
             return []
@@ -184,7 +186,7 @@ class RankRelay:
     def obey(self, order: m.RankOrder) -> None:
         """Give ranks an order of the coordinator's."""
         call = self._calls.get(order.call)
-        if call is None or order.cycle != self._cycle or order.term < self._term:
+        if call is None or order.cycle != self._cycle or order.term < self.term:
             log.debug("an order of term %d to call %d of cycle %d is not obeyed", order.term, order.call, order.cycle)
             return
         if isinstance(order.order, p.Finish | p.Abort):
@@ -194,6 +196,17 @@ class RankRelay:
             for number in range(first, first + num):
                 if (rank := call.ranks.get(number)) is not None and rank.link is not None:
                     self._give(rank, rank.link, order.order, frame)
+
+    def abandon(self, reason: str) -> None:
+        """Have all ranks stop: no coordinator can be reached any more."""
+        for call in self._calls.values():
+            standings = [rank.record.standing for rank in call.ranks.values()]
+            newest = max(standings, key=lambda one: one.restart_count)
+            count = max(0, newest.restart_count)
+            call.end = p.Abort(reason=reason, restart_count=count, fault_counts=newest.fault_counts)
+            for rank in call.ranks.values():
+                if rank.link is not None and not rank.is_over:
+                    self._give(rank, rank.link, call.end, encode_frame(call.end))
 
     def _run_commands(self) -> None:
         for command in self._commands.take_all():
@@ -212,9 +225,9 @@ class RankRelay:
         self._commands.close()
         self._selector.close()
 
-    # -- guards ------------------------------------------------------------------------------------------------
+    # -- duties ------------------------------------------------------------------------------------------------
 
-    def _on_newcomer(self, link: GuardLink, came: list[ToRelay]) -> None:
+    def _on_newcomer(self, link: DutyLink, came: list[ToRelay]) -> None:
         join = came[0]
         if not isinstance(join, JoinRelay) or join.cycle != self._cycle:
             self._listener.drop(link, f"it is not the monitor process of a rank of cycle {self._cycle}")
@@ -241,7 +254,7 @@ class RankRelay:
         if came[1:]:
             self._on_messages(rank, link, came[1:])
 
-    def _on_messages(self, rank: _RelayedRank, link: GuardLink, came: list[ToRelay]) -> None:
+    def _on_messages(self, rank: _RelayedRank, link: DutyLink, came: list[ToRelay]) -> None:
         if rank.link is not link or rank.join.cycle != self._cycle:
             return
         for message in came:
@@ -255,27 +268,27 @@ class RankRelay:
             if not rank.is_over:
                 self._news.append((rank.join.call, (rank.join.initial_rank, message)))
 
-    def _on_broken(self, rank: _RelayedRank, link: GuardLink, error: OSError) -> None:
+    def _on_broken(self, rank: _RelayedRank, link: DutyLink, error: OSError) -> None:
         self._drop(link)
         if rank.link is not link:
             return
         rank.link = None
         if rank.last_words is not None or rank.is_over:
             return
-        log.info("the guard of rank %d is gone: %s", rank.join.initial_rank, error)
+        log.info("the duty of rank %d is gone: %s", rank.join.initial_rank, error)
         rank.until_s = clock.now_s() + RECONNECT_S
         try:
             rank.pidfd = open_pidfd(rank.join.pid)
         except ProcessLookupError:
             self._give_up(rank, p.RankFaultKind.DIED)
         except OSError as failure:  # such as too many open files: its time ends, whether it is dead or not
-            log.warning("rank %d cannot be watched while it has no guard: %s", rank.join.initial_rank, failure)
+            log.warning("rank %d cannot be watched while it has no duty: %s", rank.join.initial_rank, failure)
         else:
             see_death = partial(self._give_up, rank, p.RankFaultKind.DIED)
             self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda _: see_death())
 
     def _give_up(self, rank: _RelayedRank, kind: p.RankFaultKind) -> None:
-        """Report that a rank without a guard is gone, or counts as gone."""
+        """Report that a rank without a duty is gone, or counts as gone."""
         self._end_absence(rank)
         join = rank.join
         restart_count = max(0, rank.record.standing.restart_count)
@@ -291,11 +304,11 @@ class RankRelay:
             os.close(rank.pidfd)
             rank.pidfd = None
 
-    def _drop(self, link: GuardLink) -> None:
+    def _drop(self, link: DutyLink) -> None:
         self._links.discard(link)
         link.close()
 
-    def _give(self, rank: _RelayedRank, link: GuardLink, order: p.Order, frame: bytes) -> None:
+    def _give(self, rank: _RelayedRank, link: DutyLink, order: p.Order, frame: bytes) -> None:
         """Give a rank an order, unless it has that: one may cross the standings that are sent to ask for it."""
         standing, number = rank.record.standing, rank.join.initial_rank
         if isinstance(order, p.Go) and standing.restart_count >= order.restart_count:
@@ -313,7 +326,7 @@ class RankRelay:
         for call in self._calls.values():
             for rank in call.ranks.values():
                 self._end_absence(rank)
-                rank.is_over = True  # its guard's connection stays: its end would make the rank abort
+                rank.is_over = True  # its duty's connection stays: its end would make the rank abort
         self._cycle, self._calls, self._lost = cycle, {}, {}
         self._news.clear()
 
@@ -322,7 +335,7 @@ class RankRelay:
         if self._cycle is None or any(
             number in call.ranks and not call.ranks[number].is_over for call in self._calls.values()
         ):
-            return  # its guard reports why, or its connection ends
+            return  # its duty reports why, or its connection ends
         self._lost[number] = fault
         self._news.append((ANY_CALL, (number, Gone(fault=fault))))
 

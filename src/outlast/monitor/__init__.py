@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 __all__ = ["RankMonitor", "SectionTimer"]
 
-# On first use: the guard process and the zygote import single modules of this package, and no more.
+# On first use: the agent process and the zygote import single modules of this package, and no more.
 __getattr__, __dir__ = lazy_names(__name__, {"outlast.monitor.rank_monitor": __all__})

@@ -191,7 +191,7 @@ def address(token: int, local_rank: int) -> bytes:
 
 
 class Responder:
-    """A thread that answers examiners, and watches a child process on the side.
+    """A thread that answers examiners, and watches the line to this rank's watch on the side.
 
     It is a daemon thread, since a script need not close its monitor; it blocks in one poll and never spins.
 
@@ -199,8 +199,8 @@ class Responder:
         token: The board's.
         local_rank: This rank.
         record: Called with every new count of collectives.
-        child: A descriptor that becomes readable when a child ends (a pidfd); -1 = there is none.
-        on_child_end: Called once, from the thread, when it does.
+        line: A descriptor that becomes readable when the watch ends; -1 = there is none.
+        on_line_end: Called from the thread when it does; returns whether the line has another watch now.
 
     Raises:
         OSError: Another process answers for this rank of this board already.
@@ -212,13 +212,12 @@ class Responder:
         local_rank: int,
         *,
         record: Callable[[int], None],
-        child: int = -1,
-        on_child_end: Callable[[], None] | None = None,
+        line: int = -1,
+        on_line_end: Callable[[], bool] = lambda: False,
     ) -> None:
         self._local_rank = local_rank
         self._record = record
-        self._child = child
-        self._on_child_end = on_child_end
+        self._line, self._on_line_end = line, on_line_end
         self._socket = DatagramSocket(address(token, local_rank), QUESTION.size + 1)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="outlast-responder", daemon=True)
@@ -242,18 +241,16 @@ class Responder:
     def _run(self) -> None:
         try:
             poll = select.poll()
-            for descriptor in (self._socket.fileno(), self._wake, self._child):
+            for descriptor in (self._socket.fileno(), self._wake, self._line):
                 if descriptor >= 0:
                     poll.register(descriptor, select.POLLIN)
             while True:
                 ready = {descriptor for descriptor, _ in poll.poll()}
                 if self._wake in ready:
                     return
-                if self._child in ready:
-                    poll.unregister(self._child)
-                    self._child = -1
-                    if self._on_child_end is not None:
-                        self._on_child_end()
+                if self._line in ready and not self._on_line_end():
+                    poll.unregister(self._line)
+                    self._line = -1
                 if self._socket.fileno() in ready:
                     self._answer()
         except Exception:

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -22,10 +23,11 @@ from outlast.env import WorkerEnv, read_worker
 from outlast.errors import OutlastError
 from outlast.monitor import stacks
 from outlast.monitor.examination import Responder
-from outlast.monitor.rank_guard import GuardDuty, HangWatchTask
+from outlast.monitor.hang_watch import HangWatchTask
 from outlast.monitor.watchdog import MERGE_S, LearnedTimeouts, observe
 from outlast.policy.deadlines import STANDARD, STEP, Learned, Timeouts, override
 from outlast.policy.inprocess_protocol import InProcessState
+from outlast.runtime.agent_process import AgentDuty
 from outlast.runtime.board import Board, EndRequest, RankState, agent_address
 from outlast.runtime.files import write_optional
 
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 _open_monitor: RankMonitor | None = None
+_MAX_WATCHES = 3
+"""Agent processes of a rank one after the other; then something else is wrong."""
 _ALL_DURATIONS = 1 << 62
 """Number of first durations that are not measured, for sections of which none is."""
 
@@ -83,8 +87,8 @@ class SectionTimer:
 class RankMonitor:
     """Tell the node's watchdog what this worker is doing.
 
-    It attaches to the board of the node's agent (``outlast run``). Without an agent, and with a timeout to
-    enforce, it has a guard process that ends this worker when it hangs.
+    It attaches to the board of the agent of ``outlast run``. Elsewhere, and with a timeout to enforce, the node's
+    agent process, which the first rank of the node starts, ends this worker when it hangs.
 
     Args:
         config: Timeouts and the like. Under an agent what that was given comes before it, field by field, and the agent
@@ -131,7 +135,8 @@ class RankMonitor:
         self._sections: dict[str, SectionTimer] = {}
         self._warned: set[str] = set()
         self._level = logging.INFO if self.env.is_first else logging.DEBUG
-        self._watch: GuardDuty | None = None
+        self._watch: AgentDuty | None = None
+        self._num_watches = 0
         self._closed = False
         self._last_state: RankState
         stacks.register()
@@ -158,24 +163,24 @@ class RankMonitor:
         log.debug("%s uses %s", self._who(), self._timeouts.describe())
         if self.env.board is not None:
             self._wake_agent()
-            child = -1
+            line = -1
         else:
-            child = self._start_watch()
-        self._responder = self._respond(child)
+            line = self._start_watch()
+        self._responder = self._respond(line)
         _open_monitor = self
         atexit.register(self.close)
         if replaced is not None and replaced._on_replaced is not None:
             replaced._on_replaced(self)
 
-    def _respond(self, child: int) -> Responder:
+    def _respond(self, line: int) -> Responder:
         local_rank = self._page.local_rank
         try:
             responder = Responder(
                 self._board.token,
                 local_rank,
                 record=self._page.set_collectives,
-                child=child,
-                on_child_end=self._on_watch_end,
+                line=line,
+                on_line_end=self._replace_watch,
             )
         except OSError as error:
             raise OutlastError(
@@ -274,7 +279,7 @@ class RankMonitor:
     def finish(self) -> None:
         """Record that this rank is done: nothing is enforced on it any more; idempotent.
 
-        Without an agent, what the cycle taught about timeouts is saved (with an agent, that does it).
+        Elsewhere than under ``outlast run``, whose agent does it, what the cycle taught about timeouts is saved.
         """
         if self._closed or os.getpid() != self.pid or self._read_state().finished:
             return
@@ -298,7 +303,7 @@ class RankMonitor:
             self._wake_agent()
 
     def close(self) -> None:
-        """Stop being watched: end the responder and the guard's watch; idempotent, and called at exit.
+        """Stop being watched: end the responder and the watch; idempotent, and called at exit.
 
         Later heartbeats and sections do no harm and have no effect. Blocks: a few milliseconds.
         """
@@ -329,15 +334,16 @@ class RankMonitor:
         if self.env.board is not None:
             self._wake_agent()
         elif self._watch is not None:
-            self._watch.line.send(b"\1")
-        elif (child := self._start_watch()) >= 0:
+            with suppress(OSError):  # it is gone, and the next one looks at the board
+                self._watch.line.send(b"\1")
+        elif (line := self._start_watch()) >= 0:
             self._responder.stop()
-            self._responder = self._respond(child)
+            self._responder = self._respond(line)
 
-    # -- without an agent ----------------------------------------------------------------------------------
+    # -- the agent process -----------------------------------------------------------------------------------
 
     def _start_watch(self) -> int:
-        """Have the guard watch, if there is something to enforce; return what is readable at its end, or -1."""
+        """Be watched, if there is something to enforce; return what is readable at the watch's end, or -1."""
         timeouts = self._timeouts if self._calculated is None else override(self._timeouts, self._calculated)
         if timeouts.smallest_s() is None:
             off = self.config.given.get("enable_ft_package") is False
@@ -347,8 +353,8 @@ class RankMonitor:
         folder = None if self._run_dir is None else str(self._run_dir / "stacks" / f"cycle-{self.env.cycle}")
         counts_in = LearnedTimeouts.counts_in(self._configured, self._run_dir)
         try:
-            self._watch = GuardDuty(
-                "outlast.monitor.rank_guard",
+            self._watch = AgentDuty(
+                "outlast.monitor.hang_watch",
                 HangWatchTask(
                     pid=self.pid,
                     rank=self.env.global_rank,
@@ -359,33 +365,50 @@ class RankMonitor:
                     configured=self._configured.to_json(),
                     learned_in=None if self._learned_in is None else str(self._learned_in),
                     counts_in=None if counts_in is None else str(counts_in),
+                    is_first=self.env.global_rank == 0,
                 ),
+                self.env,
                 fds=[self._board.fd],
-                rank=self.env.global_rank,
-                node=self.env.node,
             )
         except OSError as error:
-            log.warning("%s is not watched: %s", self._who(), error)
+            is_first = self.env.local_rank == 0  # it is the same on all ranks of the node
+            log.log(
+                logging.WARNING if is_first else logging.DEBUG,
+                "%s: no agent process can be started, so hangs are not detected: %s",
+                *(self._who(), error),
+            )
             return -1
+        self._num_watches = 1
         log.log(
             self._level,
-            "no agent of outlast runs here: guard process %d watches %s and ends it with %s "
-            "when it hangs, so that its launcher restarts it",
-            self._watch.pid,
-            self._who(),
-            self.config.rank_termination_signal,
+            "agent process %d of node %s watches %s and ends it with %s when it hangs, for its launcher to restart it",
+            *(self._watch.pid, self.env.node, self._who(), self.config.rank_termination_signal),
         )
         return self._watch.line.fileno()
 
-    def _on_watch_end(self) -> None:
-        """Log that nobody watches any more, and reap the guard if it is gone (from the responder's thread)."""
+    def _replace_watch(self) -> bool:
+        """Be watched by another agent process in place of one that is gone; return whether that works.
+
+        Thread: the responder's.
+        """
         assert self._watch is not None
-        code = self._watch.exit_code()
-        if not self._closed:
-            why = "its watch failed; its log says why" if code is None else f"exit code {code}"
-            log.warning(
-                "guard process %d ended (%s): hangs of %s are no longer noticed", self._watch.pid, why, self._who()
-            )
+        if self._closed:
+            return False
+        pid, why = self._watch.pid, f"{self._num_watches} have ended"
+        if self._num_watches < _MAX_WATCHES:
+            self._num_watches += 1
+            try:
+                self._watch.restart()
+            except OSError as error:
+                why = str(error)
+            else:
+                log.warning("agent process %d ended: agent process %d watches %s", pid, self._watch.pid, self._who())
+                return True
+        log.warning(
+            "agent process %d ended, and no other is started (%s): hangs of %s are not detected any more",
+            *(pid, why, self._who()),
+        )
+        return False
 
     @property
     def _cycle(self) -> str:

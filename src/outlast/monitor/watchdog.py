@@ -54,6 +54,7 @@ class Watchdog:
         node: Name of the node.
         on_hang: Called from the watchdog's thread.
         on_error: Called from the watchdog's thread with what ended it: nothing is watched any more.
+        level: Of the log line that describes what is enforced.
         clock: Monotonic time.
     """
 
@@ -65,6 +66,7 @@ class Watchdog:
         node: str,
         on_hang: Callable[[HangReport], None],
         on_error: Callable[[BaseException], None] | None = None,
+        level: int = logging.INFO,
         clock: Clock = MONOTONIC,
     ) -> None:
         self._board = board
@@ -73,6 +75,7 @@ class Watchdog:
         self._node = node
         self._on_hang = on_hang
         self._on_error = on_error
+        self._level = level
         self._clock = clock
         self._hanging = False
         self._wake_ns: int | None = None
@@ -83,7 +86,7 @@ class Watchdog:
     def start(self) -> None:
         """Log what is enforced, and start watching."""
         if self._has_timeouts:
-            self._log(self._timeouts.describe())
+            self._log(self._timeouts.describe(), self._level)
         else:
             log.debug("the ranks are watched as soon as the script calls outlast.init() or makes a RankMonitor")
         self._thread.start()
@@ -94,7 +97,7 @@ class Watchdog:
         self._log(description, logging.DEBUG)
         self._wake.set()
 
-    def _log(self, description: str, level: int = logging.INFO) -> None:
+    def _log(self, description: str, level: int) -> None:
         num = self._board.num_ranks
         log.log(level, "node %s watches %d %s: %s", self._node, num, "rank" if num == 1 else "ranks", description)
 

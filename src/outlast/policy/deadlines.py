@@ -111,7 +111,7 @@ class Timeouts:
         Args:
             config: The settings, with what was learned.
             configured: The same without.
-            has_agent: An agent of ``outlast run`` watches; else the rank's own guard process does.
+            has_agent: An agent of ``outlast run`` watches; else the node's agent process does.
         """
         names = (name for name in FIELD_OF_SETTING if configured.given.get(name))
         alone = not has_agent and configured.given.get("enable_ft_package") is True and not any(names)

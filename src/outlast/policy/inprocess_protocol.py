@@ -378,15 +378,4 @@ class MemberStanding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return _ranks_of(self.runs)
 
 
-class HubCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A monitor process that may host the hub."""
-
-    initial_rank: int
-    node: str
-    address: str
-    """``host port``."""
-    life: str
-    """Names the process: a rank may have another one later."""
-
-
 Order = Restart | Assign | Go | Finish | Abort | Expel

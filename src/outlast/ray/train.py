@@ -232,7 +232,7 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Have the workers watched, and send them their place.
 
-        The workers of a machine that could not be watched get no board, and start guard processes.
+        The workers of a machine that could not be watched get no board, and start an agent process.
 
         Blocks: up to a minute, while watches start; usually they have by now.
         """

@@ -48,7 +48,7 @@ _MAGIC = b"OLw1"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _SIGNATURE_BYTES = 16
-_PACKET_BUFFER_BYTES = 1 << 20
+PACKET_BUFFER_BYTES = 1 << 20
 _RECEIVE_BYTES = 1 << 18
 _CLOEXEC = socket.MSG_CMSG_CLOEXEC
 _MAX_WAITING_BYTES = 1 << 26
@@ -79,7 +79,7 @@ def socket_pair(*, packets: bool = False) -> tuple[socket.socket, socket.socket]
     """
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if packets else socket.SOCK_STREAM)
     for end in pair:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET_BUFFER_BYTES)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET_BUFFER_BYTES)
     return pair
 
 

@@ -365,7 +365,7 @@ class RankMonitorClient:
 
     Where it differs: sections need no entry in a config (one without a timeout is measured); a timeout that was
     calculated is at least 10 s, and never shortens a configured one; and a client without ``outlast run`` is watched by
-    a guard process of its rank.
+    the agent process of its node.
 
     Thread: that of the training loop; heartbeats from any thread.
     """

@@ -1,4 +1,4 @@
-"""The guard process: without an agent of ours a hung worker is ended all the same, and nothing is left behind."""
+"""The agent process of ranks without ``outlast run``: a hung rank is ended all the same, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.testing import RankProcesses
 
 pytestmark = [pytest.mark.process, pytest.mark.cold]
 PATIENCE_S = 100.0
-SIDE = "guard process: "
+SIDE = "agent process: "
 
 WORKER = """
 import logging, os, signal, sys, time
@@ -31,7 +31,7 @@ config = FaultToleranceConfig(
 monitor = PlacedRankMonitor(WorkerEnv(global_rank=3, cycle=1, node="n"), config, run_dir)
 assert "torch" not in sys.modules
 monitor.set_iteration(6)
-print("guard process:", monitor._watch.pid, flush=True)
+print("agent process:", monitor._watch.pid, flush=True)
 sys.stdin.readline()
 with monitor.section("step"):
     if what == "sleep":
@@ -49,7 +49,7 @@ print("over", flush=True)
 
 
 class Worker(RankProcesses):
-    """A worker without an agent, and its guard process."""
+    """A rank without ``outlast run``, and its node's agent process."""
 
     def __init__(self, what: str, folder: Path, ending: str = "SIGKILL") -> None:
         arguments = what, str(folder / "run"), ending
@@ -99,7 +99,7 @@ def test_hung_worker_is_ended_and_explained(start, tmp_path, what, state):
     assert worker.side_is_over()
     log = worker.output(0)
     pid = worker.pid(0)
-    assert f"no agent of outlast runs here: guard process {worker.side} watches rank 3 (node n, pid {pid}" in log
+    assert f"agent process {worker.side} of node n watches rank 3 (node n, pid {pid}" in log
     assert "node n watches 1 rank: section timeouts: step 0.5 s" in log
     assert f"rank 3 (node n, pid {pid}): section 'step' exceeded 0.5 s" in log
     assert f"rank 3 (pid {pid}) is ended with SIGKILL" in log
@@ -115,7 +115,7 @@ def test_chosen_signal_ends_even_a_stopped_worker(start):
 
 
 def test_healthy_worker_outlives_its_watch(start):
-    """A worker that ends in order is not touched, and its guard process ends with it."""
+    """A worker that ends in order is not touched, and the agent process ends with it."""
     worker = start("none")
     assert worker.end() == 0
     assert worker.side_is_over()
@@ -124,26 +124,29 @@ def test_healthy_worker_outlives_its_watch(start):
 
 
 def test_killed_worker_leaves_nothing_behind(start):
-    """After a SIGKILL of the worker the guard process is gone by itself, and so is the board."""
+    """After a SIGKILL of the worker the agent process is gone by itself, and so is the board."""
     worker = start("serve")
     worker.kill(0)
     assert worker.end() == -signal.SIGKILL
     assert worker.side_is_over()
 
 
-def test_lost_guard_is_noticed(start):
-    """When the guard process is killed the worker says so in one warning, leaves no zombie, and goes on."""
+def test_a_killed_agent_process_is_replaced(start):
+    """The rank is watched by another agent process, twice; then one warning reports that it is not watched any more."""
     worker = start("serve")
+    for _ in range(2):
+        os.kill(worker.side, signal.SIGKILL)
+        line = worker.next_line(0, PATIENCE_S, containing=f"agent process {worker.side} ended: agent process ")
+        worker.side = int(line.partition("ended: agent process ")[2].split()[0])
     os.kill(worker.side, signal.SIGKILL)
-    assert "WARNING" in worker.next_line(0, PATIENCE_S, containing=f"guard process {worker.side} ended (exit code -9)")
-    assert not Path(f"/proc/{worker.side}").exists()
+    assert "WARNING" in worker.next_line(0, PATIENCE_S, containing="hangs of rank 3 (node n")
     worker.end_input(0)
     assert worker.end() == 0
-    assert worker.output(0).count("WARNING") == 1
+    assert worker.output(0).count("WARNING") == 3
 
 
-def test_closed_monitor_ends_its_guard(start):
-    """close() ends the guard process at once, while the worker goes on."""
+def test_closed_monitor_ends_the_agent_process(start):
+    """close() ends the agent process, while the worker goes on."""
     worker = start("close")
     assert worker.side_is_over()
     worker.end_input(0)

@@ -1,0 +1,451 @@
+"""A node's part in the coordination of a call of a wrapped function, where no agent of ``outlast run`` has it.
+
+The agent process of each node has one :class:`AgentLink` for a call: the relay to which the duties of the node's ranks
+report (:class:`outlast.launch.rank_relay.RankRelay`), and one connection to the coordinator, which is a part of one of
+the agent processes (:class:`outlast.inprocess.coordinator.RankCoordinator`). Any process may die, the coordinator's
+too:
+
+* The ranks of a node whose agent process is killed start another one, which listens at the same address.
+* Those that lost the coordinator go through the list of agent processes that may follow, in its order. One of the list
+  coordinates where every one before it is gone, or is new; a new one coordinates where only new ones are left. One that
+  does not coordinate (yet) is asked again. The relays of all nodes send the next coordinator where their ranks stand.
+* A coordinator that does not respond is given up after the heartbeats' timeout, or soon where one of the node's ranks
+  reports a fault.
+
+While there is no coordinator nothing is lost: the relay keeps where its ranks stand. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import selectors
+import socket
+import threading
+from dataclasses import dataclass
+
+from outlast import clock
+from outlast.errors import OutlastError
+from outlast.inprocess import protocol as m
+from outlast.inprocess.coordinator import (
+    Beat,
+    JoinCoordinator,
+    NodeChannel,
+    NodeLink,
+    NotCoordinator,
+    OnLink,
+    RankCoordinator,
+    Welcome,
+)
+from outlast.launch.protocol import RankOrder, RankReports
+from outlast.launch.rank_relay import RECONNECT_S, RankRelay
+from outlast.policy.inprocess_protocol import RankFault
+from outlast.runtime.addresses import listen_at
+from outlast.runtime.listener import Listener
+from outlast.runtime.run_key import accept_offer, make_offer
+from outlast.runtime.wire import MAX_MESSAGE_BYTES, Handshake
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 5.0
+"""Seconds in which the coordinator has to show a heartbeat when it is needed."""
+_LATE_S = 0.5
+"""Seconds that this process may be late before it discounts the pause from the silence of others."""
+_JOIN_S = 5.0
+"""Seconds that a new connection has to prove the key and to join."""
+_MAX_JOIN_BYTES = 1 << 16
+_MAX_NEWCOMERS = 256
+_BACKLOG = 1024
+_ATTEMPT_S = 1.0
+"""Seconds that an agent process has to answer."""
+_PAUSE_S = 0.01
+_FLUSH_S = 1.0
+
+
+@dataclass(slots=True)
+class _Search:
+    """Which agent process is asked for the coordinator, until one takes this node in or this one has to coordinate."""
+
+    end_s: float
+    at: int = -1
+    is_preceded: bool = False
+    """An agent process that was asked in this round has more right to coordinate than this one."""
+    link: NodeLink | None = None
+    """To the one that is asked; ``None``: the next round is waited for."""
+    deadline_s: float = 0.0
+    """When the attempt has taken too long, or the next round is due."""
+    error: str = "no agent process was asked"
+
+
+class AgentLink:
+    """Relay for the ranks of this node in one call; find the coordinator, or be it.
+
+    Args:
+        task: Of the node's first rank that came.
+
+    Raises:
+        OSError: The system gives no socket.
+
+    Thread: owns one; the methods and properties may be used by any.
+    """
+
+    def __init__(self, task: m.MonitorTask) -> None:
+        self._task = task
+        self._selector = selectors.DefaultSelector()
+        self._relay = RankRelay()
+        self.relay_address = self._relay.address
+        """Where the duties of the node's ranks report."""
+        self._relay.begin_cycle(task.cycle)
+        self._selector.register(self._relay, selectors.EVENT_READ, lambda _: None)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wake))
+        self._orders: queue.SimpleQueue[m.Connect] = queue.SimpleQueue()
+        self._is_new = False
+        self.offer = make_offer()
+        """From which all derive their key where this agent process coordinates first."""
+        self._key = accept_offer(self.offer, m.COORDINATION)
+        self._has_begun = False
+        self._listeners: list[Listener[OnLink]] = []
+        self._own_addresses: set[str] = set()
+        self.address = self._listen(0)
+        """``host port`` where this agent process listens."""
+        self._own = JoinCoordinator(node=task.node, life=secrets.token_hex(8), address=self.address)
+        self.known = m.Coordinators(addresses=())
+        """Which agent processes may coordinate, in this order; the first one does."""
+        self._search: _Search | None = None
+        self._link: NodeLink | None = None
+        self._answer_s: float | None = None
+        self._next_beat_s = 0.0
+        self._was_silent = False
+        self._coordinator: RankCoordinator | None = None
+        self._looked_s = clock.now_s()
+        self._is_needed = True
+        self._thread = threading.Thread(target=self._run, name="outlast-agent-link", daemon=True)
+        self._thread.start()
+
+    def connect(self, order: m.Connect, *, is_new: bool) -> None:
+        """Connect to the coordinator, unless that was ordered before. Blocks: never.
+
+        Args:
+            order: Where it is.
+            is_new: This agent process was started in place of one that was killed.
+        """
+        self._is_new |= is_new
+        self._orders.put(order)
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """End once no other node needs the coordinator here. Blocks: until then."""
+        self._is_needed = False
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                due_s = self._look(clock.now_s())
+                is_serving = self._coordinator is not None and self._coordinator.serves_others()
+                if not self._is_needed and not is_serving:
+                    for _ in range(3):  # what its ranks reported last: a connection is accepted, and then read
+                        self._report()
+                    break
+                for key, events in self._selector.select(max(0.0, due_s - clock.now_s())):
+                    # Not what an event before this one has closed; its number may be another's by now.
+                    if self._selector.get_map().get(key.fd) is key:
+                        key.data(events)
+        except Exception:
+            log.exception("the link to the coordinator of in-process restarts failed")
+            self._relay.abandon("the agent process of this node failed; look at its log")
+        finally:
+            if self._search is not None and self._search.link is not None:
+                self._search.link.close()
+            if self._link is not None:
+                self._link.channel.drain(_FLUSH_S)
+                self._link.close()
+            if self._coordinator is not None:
+                self._coordinator.look(clock.now_s())
+                self._coordinator.close()
+            for listener in self._listeners:
+                listener.close()
+            self._relay.close()
+
+    def _look(self, now_s: float) -> float:
+        """Do what is due, and return when to look again."""
+        if now_s > self._looked_s + self._task.process_interval_s + _LATE_S:
+            log.info("this process did not run for a while")
+            if self._link is not None:
+                self._link.channel.received_ns = clock.now_ns()
+            if self._coordinator is not None:
+                self._coordinator.discount_pause()
+        self._looked_s = now_s
+        while not self._orders.empty():
+            self._begin(self._orders.get())
+        self._report()
+        due = [now_s + self._task.process_interval_s]
+        if self._link is not None and self._coordinator is None:
+            due.append(self._look_at_link(now_s, self._link))
+        if self._search is not None and now_s >= self._search.deadline_s:
+            if self._search.link is None:
+                self._ask_next(self._search)
+            else:
+                self._skip(self._search, "it does not answer")
+        if self._search is not None:
+            due.append(self._search.deadline_s)
+        if self._coordinator is not None:
+            self._coordinator.look(now_s)
+            due.append(self._coordinator.deadline_s)
+        for listener in self._listeners:
+            listener.serve(now_s)
+        later = [listener.deadline_s for listener in self._listeners] + [self._relay.deadline_s]
+        return min([*due, *(one for one in later if one is not None)])
+
+    def _report(self) -> None:
+        """Send the coordinator what the relay has for it; without one the relay keeps it."""
+        for message in self._relay.serve():
+            if self._link is not None:
+                self._link.send(message)
+            if isinstance(message, RankReports) and any(isinstance(one, RankFault) for _, one in message.reports):
+                self._demand_answer()
+
+    def _begin(self, order: m.Connect) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self._key = accept_offer(order.offer, m.COORDINATION)
+        self.known = m.Coordinators(addresses=order.addresses)
+        # In place of an agent process that was killed: the others look for it there.
+        for address in order.addresses:
+            host, _, port = address.rpartition(" ")
+            if host == self._task.host and address not in self._own_addresses:
+                self._listen(int(port))
+        self._find(self._task.limits.barrier_timeout_s)
+
+    # -- the connection to the coordinator ---------------------------------------------------------------------
+
+    def _use_link(self, link: NodeLink, term: int, came: list[OnLink]) -> None:
+        """The coordinator was found: use this connection, on which these messages came already."""
+        self._search, self._was_silent = None, False
+        self._link, self._answer_s = link, None
+        self._next_beat_s = clock.now_s() + self._task.heartbeat_interval_s
+        link.on_messages, link.on_broken = self._on_messages, self._on_broken
+        for message in self._relay.introduce(term):
+            link.send(message)
+        self._on_messages(link, came)
+
+    def _on_messages(self, _: NodeLink, came: list[OnLink]) -> None:
+        for message in came:
+            match message:
+                case RankOrder():
+                    self._relay.obey(message)
+                case Welcome(addresses=addresses):
+                    self.known = m.Coordinators(addresses=addresses)
+                case Beat():
+                    pass  # the channel has noted when it came
+                case other:
+                    log.warning("unexpected message from the coordinator: %s", type(other).__name__)
+
+    def _on_broken(self, link: NodeLink, error: OSError) -> None:
+        if self._link is link:
+            self._lose_link(str(error))
+
+    def _lose_link(self, error: str, *, was_silent: bool = False) -> None:
+        """The coordinator cannot be reached over this connection: look for it elsewhere."""
+        assert self._link is not None
+        log.info("node %s: the connection to the coordinator of in-process restarts broke: %s", self._task.node, error)
+        self._link.close()
+        self._link = None
+        if self._coordinator is not None or not self._is_needed:
+            return
+        self._was_silent |= was_silent
+        self._find(self._task.heartbeat_timeout_s + _ANSWER_S)
+
+    def _demand_answer(self) -> None:
+        """The coordinator has to show soon that it lives: it is needed, or another node lost it."""
+        if self._link is not None and self._answer_s is None:
+            self._answer_s = clock.now_s() + _ANSWER_S
+            self._link.send(Beat())
+
+    def _look_at_link(self, now_s: float, link: NodeLink) -> float:
+        """Send a heartbeat if it is due, and give up a coordinator that is silent."""
+        received_s = link.channel.received_ns / 1e9
+        if self._answer_s is not None and received_s > self._answer_s - _ANSWER_S:
+            self._answer_s = None
+        due_s = received_s + self._task.heartbeat_timeout_s
+        if self._answer_s is not None:
+            due_s = min(due_s, self._answer_s)
+        if now_s >= due_s:
+            self._lose_link(f"no heartbeat for {now_s - received_s:.1f} s", was_silent=True)
+            return now_s
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + self._task.heartbeat_interval_s
+            link.send(Beat())
+        return min(due_s, self._next_beat_s)
+
+    # -- where the coordinator is ------------------------------------------------------------------------------
+
+    def _find(self, timeout_s: float) -> None:
+        """Look for the coordinator."""
+        self._search = _Search(clock.now_s() + timeout_s)
+        self._ask_next(self._search)
+
+    def _ask_next(self, search: _Search) -> None:
+        addresses = self.known.addresses
+        while True:
+            search.at += 1
+            if search.at >= len(addresses):
+                if self._is_new and not search.is_preceded and self._own_addresses.intersection(addresses):
+                    return self._coordinate()
+                search.at, search.is_preceded = -1, False
+                now_s = clock.now_s()
+                if now_s >= search.end_s:
+                    self._search = None
+                    log.warning("node %s: no coordinator can be reached: %s", self._task.node, search.error)
+                    return self._relay.abandon(f"no coordinator of in-process restarts can be reached ({search.error})")
+                search.deadline_s = min(now_s + _PAUSE_S, search.end_s)
+                return None
+            address = addresses[search.at]
+            if address in self._own_addresses:
+                if not self._is_new and not search.is_preceded:
+                    return self._coordinate()
+                continue
+            try:
+                channel = self._call(address)
+            except (OSError, OutlastError) as error:
+                search.error = f"{address}: {error}"
+                continue
+            search.deadline_s = clock.now_s() + _ATTEMPT_S
+            search.link = NodeLink(self._selector, channel, self._on_answer, self._on_no_answer)
+            return None
+
+    def _on_answer(self, link: NodeLink, came: list[OnLink]) -> None:
+        assert self._search is not None
+        match came[0]:
+            case Welcome() as welcome:
+                self._use_link(link, welcome.term, came)
+            case NotCoordinator(is_new=is_new):
+                is_before = not self._own_addresses.intersection(self.known.addresses[: self._search.at])
+                self._search.is_preceded |= is_before if is_new == self._is_new else self._is_new
+                self._skip(self._search, "it does not coordinate")
+            case other:
+                self._skip(self._search, f"it answered {type(other).__name__}")
+
+    def _on_no_answer(self, _: NodeLink, error: OSError) -> None:
+        assert self._search is not None
+        self._skip(self._search, str(error))
+
+    def _skip(self, search: _Search, error: str) -> None:
+        """Ask the next agent process, after this one did not answer as the coordinator."""
+        assert search.link is not None
+        search.error = f"{self.known.addresses[search.at]}: {error}"
+        search.link.close()
+        search.link = None
+        self._ask_next(search)
+
+    def _coordinate(self) -> None:
+        """Be the coordinator, and join it."""
+        log.info("node %s: this agent process coordinates in-process restarts from now on", self._task.node)
+        silent_s = self._task.heartbeat_timeout_s if self._was_silent else 0.0  # others have not noticed it yet
+        self._coordinator = RankCoordinator(
+            self._selector, self._task, self._own, term=self._relay.term + 1, patience_s=RECONNECT_S + silent_s
+        )
+        here, there = socket.socketpair()
+        self._search = _Search(clock.now_s() + _ATTEMPT_S, deadline_s=clock.now_s() + _ATTEMPT_S)
+        self._search.link = NodeLink(self._selector, NodeChannel(here, OnLink), self._on_answer, self._on_no_answer)
+        self._coordinator.adopt(NodeChannel(there, OnLink), self._own)
+
+    def _call(self, address: str) -> NodeChannel:
+        """Return a connection on which this node joins as soon as it is there. Blocks: never.
+
+        Args:
+            address: ``host port``; the host is a number.
+
+        Raises:
+            OSError: No process listens there.
+            OutlastError: The address is none.
+        """
+        host, _, port = address.rpartition(" ")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise OutlastError(f"{address!r} is not an address; write 'host port'")
+        family, kind, protocol, _, number = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        connection = socket.socket(family, kind, protocol)
+        connection.setblocking(False)
+        try:
+            connection.connect(number)
+        except BlockingIOError:
+            pass
+        except BaseException:
+            connection.close()
+            raise
+        channel = NodeChannel(connection, OnLink, handshake=Handshake(self._key, m.COORDINATION, is_server=False))
+        channel.send(self._own)  # it waits for the proof
+        return channel
+
+    # -- who connects to this process --------------------------------------------------------------------------
+
+    def _listen(self, port: int) -> str:
+        """Listen at a port, 0 = a free one, unless another process does; return the address."""
+        listening = listen_at(self._task.host, backlog=_BACKLOG, port=port)
+        address = f"{self._task.host} {listening.getsockname()[1]}"
+        if port and listening.getsockname()[1] != port:
+            listening.close()  # the port is another's, and this one is free
+            return address
+        listener: Listener[OnLink] = Listener(
+            self._selector,
+            [listening],
+            OnLink,
+            self._on_newcomer,
+            name="the coordination of in-process restarts",
+            join_s=_JOIN_S,
+            max_newcomers=_MAX_NEWCOMERS,
+            handshake=lambda: Handshake(self._key, m.COORDINATION, is_server=True),
+            max_bytes=_MAX_JOIN_BYTES,
+        )
+        self._listeners.append(listener)
+        self._own_addresses.add(address)
+        return address
+
+    def _on_newcomer(self, link: NodeLink, came: list[OnLink]) -> None:
+        listener = next(one for one in self._listeners if one.is_newcomer(link))
+        join = came[0]
+        if not isinstance(join, JoinCoordinator):
+            return listener.drop(link, f"it sent {type(join).__name__}")
+        if not self._has_begun:  # the ranks' store has this one's address, and no rank here has reported so yet
+            self._begin(m.Connect(addresses=(self.address,), offer=self.offer))
+        if self._coordinator is None:
+            link.send(NotCoordinator(is_new=self._is_new))
+            link.channel.drain(0.05)
+            if listener.is_newcomer(link):
+                listener.drop(link, "this agent process does not coordinate")
+            return self._demand_answer()  # that node lost the coordinator: perhaps this one has, too
+        listener.admit(link)
+        channel = link.release()
+        channel.max_bytes = MAX_MESSAGE_BYTES
+        return self._coordinator.adopt(channel, join)
+
+
+_lock = threading.Lock()
+_links: dict[int, tuple[AgentLink, int]] = {}
+"""By call: the link, and how many ranks of this node use it."""
+
+
+def open_link(task: m.MonitorTask) -> AgentLink:
+    """Return the link of this agent process for a call; each use needs a :func:`close_link`."""
+    with _lock:
+        link, num = _links.get(task.call, (None, 0))
+        link = AgentLink(task) if link is None else link
+        _links[task.call] = link, num + 1
+        return link
+
+
+def close_link(task: m.MonitorTask) -> None:
+    """End a use of a call's link. Blocks: the last one, while another node needs the coordinator here."""
+    with _lock:
+        link, num = _links.pop(task.call)
+        if num > 1:
+            _links[task.call] = link, num - 1
+            return
+    link.close()

@@ -1,0 +1,167 @@
+"""The duty of a :class:`~outlast.monitor.RankMonitor` in the node's agent process: end the rank when it hangs.
+
+Used where no agent of ``outlast run`` watches the rank: under ``torchrun``, ``srun`` or ``python``. The duty watches
+the rank's board; when the rank hangs it keeps the stacks and ends the rank, so that its launcher starts it again. See
+:mod:`outlast.runtime.agent_process`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+
+from outlast.config.launching import FaultToleranceConfig
+from outlast.decoding import from_json
+from outlast.monitor.examination import examine
+from outlast.monitor.watchdog import MERGE_S, HangReport, LearnedTimeouts, Watchdog, enforceable, observe
+from outlast.policy.culprit import Position, find_culprit, is_hang_explained
+from outlast.policy.deadlines import Observation, Timeouts
+from outlast.runtime.board import Board
+from outlast.runtime.files import write_optional
+from outlast.runtime.processes import send_signal
+
+log = logging.getLogger(__name__)
+
+
+class HangWatchTask(msgspec.Struct, frozen=True, kw_only=True):
+    """The duty of a :class:`~outlast.monitor.RankMonitor`."""
+
+    pid: int
+    """The worker."""
+    rank: int
+    """Its global rank."""
+    node: str
+    config: str
+    """The fault tolerance settings in force, as JSON."""
+    stacks_dir: str | None
+    """Where stacks of a hung worker go; ``None`` = a new folder for temporary files."""
+    cycle: str = ""
+    """Names the job and cycle, for what is learned about timeouts."""
+    configured: str = "{}"
+    """The settings without learned timeouts, as JSON."""
+    learned_in: str | None = None
+    """Folder of the learned timeouts; ``None`` = none are learned."""
+    counts_in: str | None = None
+    """Folder in which hangs at calculated timeouts are counted; ``None`` = they are not."""
+    is_first: bool = True
+    """The log describes what is enforced: all ranks of a job enforce the same, so one line is enough."""
+
+
+class HangWatch:
+    """End one worker when it hangs.
+
+    Args:
+        task: What to do.
+        board: The worker's board; this object owns it.
+        worker: A pidfd: the pid may be another process by the time of the signal.
+    """
+
+    def __init__(self, task: HangWatchTask, board: Board, worker: int) -> None:
+        self._task, self._board, self._worker = task, board, worker
+        self._config = FaultToleranceConfig.from_json(task.config)
+        configured = FaultToleranceConfig.from_json(task.configured)
+        self._timeouts = Timeouts.of_rank(self._config, configured=configured, has_agent=False)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def _enforceable(self) -> Timeouts | None:
+        """Return what is to be enforced; ``None`` while it changes: a message that it has changed is still to come."""
+        text = self._board.timeouts(0)
+        return (
+            None
+            if text is None
+            else enforceable(self._timeouts, text, rank=self._task.rank, folder=self._task.counts_in)
+        )
+
+    def run(self, line: socket.socket) -> None:
+        """Watch until the worker is gone, or has closed the line."""
+        watchdog = Watchdog(
+            self._board,
+            self._enforceable() or self._timeouts,
+            node=self._task.node,
+            on_hang=self.end_worker,
+            on_error=lambda _: os.eventfd_write(self._wake, 1),
+            level=logging.INFO if self._task.is_first else logging.DEBUG,
+        )
+        watchdog.start()
+        poll = select.poll()
+        for watched in (self._worker, self._wake, line):
+            poll.register(watched, select.POLLIN)
+        while {fd for fd, _ in poll.poll()} == {line.fileno()} and line.recv(1):  # it says that they have changed
+            if (timeouts := self._enforceable()) is not None:
+                watchdog.enforce(timeouts, f"calculated: {timeouts.describe()}")
+        if watchdog.stop():
+            self._board.close()
+            os.close(self._wake)
+
+    def end_worker(self, report: HangReport) -> None:
+        """Keep the stacks of a hung worker, and end it."""
+        folder = self._task.stacks_dir or tempfile.mkdtemp(prefix="outlast-stacks-")
+        positions = examine(self._board, node=self._task.node, stacks_dir=folder, expired=report.expired)
+        rank = report.expired[0].global_rank
+        if positions:
+            log.error("%s; stacks in %s", find_culprit(positions).reason, folder)
+        self._doubt_timeouts(report, positions)
+        wanted = signal.Signals[self._config.rank_termination_signal]
+        log.error("rank %d (pid %d) is ended with %s", rank, self._task.pid, wanted.name)
+        self._send(wanted)
+        if wanted != signal.SIGKILL:
+            self._send(signal.SIGCONT)  # a stopped process handles nothing else
+            grace_s = self._config.rank_termination_grace
+            if not self._is_gone(grace_s):
+                log.error(
+                    "rank %d (pid %d) still runs %g s after %s: sending SIGKILL",
+                    *(rank, self._task.pid, grace_s, wanted.name),
+                )
+                self._send(signal.SIGKILL)
+
+    def _doubt_timeouts(self, report: HangReport, positions: Sequence[Position]) -> None:
+        """Record that timeouts were exceeded: a learned one may be too short, unless this rank's position explains it.
+
+        A rank that waits in a collective waits for another one, which its own duty judges.
+        """
+        is_explained = is_hang_explained(positions) or any(one.waits_in_collective for one in positions)
+        late = [msgspec.structs.replace(one, is_explained=is_explained) for one in report.expired]
+        folder, seen = self._task.learned_in, observe(report.states)
+        if folder is None:  # hangs at timeouts that the script calculated are counted all the same
+            late = [one for one in late if one.is_calculated and not one.is_explained]
+            folder, seen = self._task.counts_in, Observation()
+        if folder is None or not late:
+            return
+        config, cycle = FaultToleranceConfig.from_json(self._task.configured), self._task.cycle
+        update = partial(LearnedTimeouts.update, folder, seen, cycle=cycle, config=config, faulted=late)
+        write_optional("learned timeouts", folder, update, timeout_s=MERGE_S)
+
+    def _send(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # it ended by itself meanwhile
+            send_signal(self._worker, self._task.pid, number)
+
+    def _is_gone(self, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._worker, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1e3))
+
+
+def run_duty(task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> None:
+    """Watch a worker's board; see :class:`~outlast.runtime.agent_process.AgentDuty`.
+
+    Args:
+        task: A :class:`HangWatchTask`, as JSON.
+        line: Closed by the worker when it is not to be watched any more.
+        fds: The worker's board.
+        pidfd: Of the worker's process.
+    """
+    board = Board.open(f"/proc/self/fd/{fds[0]}")
+    os.close(fds[0])
+    try:
+        HangWatch(from_json(task, HangWatchTask), board, pidfd).run(line)
+    finally:
+        os.close(pidfd)
