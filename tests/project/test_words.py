@@ -1,0 +1,87 @@
+"""User-visible text is standard English: no word of the list in ``words.txt`` is printed or generated."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import outlast
+from outlast.cli.main import cli
+
+PACKAGE = Path(outlast.__file__).parent
+DOCS = PACKAGE.parents[1] / "docs"
+ENTRIES = [
+    line.split("\t")
+    for line in Path(__file__).with_name("words.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+WORDS = [(re.compile(rf"\b(?:{words})\b", re.IGNORECASE), instead) for words, instead in ENTRIES]
+QUOTED = re.compile(r"`[^`]*`|<[^>]*>|'[^' ]*'")
+"""Names in code, of options and of files are not prose."""
+
+
+def find_words(text: str) -> list[str]:
+    """Return the listed words in a text, each with the standard term."""
+    prose = QUOTED.sub("``", text)
+    return [f"{found[0]!r} -> {instead}" for words, instead in WORDS for found in words.finditer(prose)]
+
+
+def docstrings(tree: ast.Module) -> set[int]:
+    """Return the identities of the nodes that are docstrings: readers of the code see them, users do not."""
+    return {
+        id(statement.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for statement in node.body
+        if isinstance(statement, ast.Expr)
+    }
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the sentences in a module's code: messages of logs and errors, and help texts."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    hidden = docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
+            if id(node) not in hidden:
+                yield node.lineno, node.value
+
+
+def commands(command: click.Command, path: str = "outlast") -> Iterator[tuple[str, click.Command]]:
+    """Yield every command with its full name."""
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from commands(found, f"{path} {name}")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_messages_use_standard_terms(path: Path) -> None:
+    """No log message, error or help text in the code has a word of the list."""
+    found = [f"line {line}: {word} in {text!r}" for line, text in messages(path) for word in find_words(text)]
+    assert not found, "\n".join(found)
+
+
+def test_help_uses_standard_terms() -> None:
+    """The help of no command has a word of the list."""
+    found = []
+    for name, command in commands(cli):
+        text = command.get_help(click.Context(command, info_name=name))
+        found += [f"{name} --help: {word}" for word in find_words(text)]
+    assert not found, "\n".join(found)
+
+
+def test_generated_tables_use_standard_terms() -> None:
+    """The tables that the documentation generates from the code have no word of the list."""
+    tables = runpy.run_path(str(DOCS / "generate.py"))["TABLES"]
+    found = [f"table {name}: {word}" for name, make in tables.items() for word in find_words(make())]
+    assert not found, "\n".join(found)
