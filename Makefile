@@ -8,12 +8,13 @@ CODE := src tests examples docs benchmarks
 PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup slurm chromium wheel soak test test-torch test-faults test-outage test-gpu bench-gpu lint types collected unit docs demo demo-ray bench bench-peers bench-results format clean
+.PHONY: help setup slurm chromium wheel soak test test-all test-torch test-faults test-outage test-gpu bench-gpu lint types collected unit docs demo demo-ray bench bench-peers bench-results format clean
 
 help:
 	@echo "make demo    train through slow, hung and killed ranks, lost nodes and a preemption, and prove the result"
 	@echo "make demo-ray    train actors on Ray through killed, stopped and raising ones, and prove the result"
 	@echo "make test    lint, types, docs, tests: some ten minutes on two cores"
+	@echo "make test-all    make test, and the tests marked extended: long runs of adapters, Ray, Slurm, outages, benchmarks"
 	@echo "make test-faults    the long campaigns of faults that make test runs samples of: before a release"
 	@echo "make test-outage MINUTES=15    training while its directory, or its object store, hangs for so long"
 	@echo "make soak    ten minutes of training under a fault every five seconds, and the proof that nothing changed"
@@ -87,6 +88,11 @@ types: setup
 # Eight processes run tests beside each other on two cores: most of the time a test waits.
 unit: setup slurm chromium collected
 	$(BIN)/python -m pytest -n 8 --dist loadscope --no-loadscope-reorder --durations=10
+
+# What `make test` leaves out, too: the tests marked `extended`.
+test-all: setup slurm chromium lint types docs collected
+	$(BIN)/python -m pytest -m 'not campaign and not gpu and not overlay' -n 8 --dist loadscope --no-loadscope-reorder \
+	  --durations=10
 
 # Twelve minutes: two nodes and two spares train under 120 faults of all kinds, and end bit-identical.
 soak: setup

@@ -100,7 +100,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Count the tests that are marked as slow, and note those that are not and were."""
     global _num_slow
     if report.when == "call":
-        is_marked = "slow" in report.keywords or "campaign" in report.keywords
+        is_marked = bool({"slow", "campaign", "extended"} & {*report.keywords})
         _num_slow += is_marked
         if report.duration > SLOW_S and not is_marked:
             _too_long[report.nodeid] = report.duration

@@ -48,9 +48,9 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     hidden = docstrings(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
-            if id(node) not in hidden:
-                yield node.lineno, node.value
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in hidden
+        if is_text and " " in node.value.strip():
+            yield node.lineno, node.value
 
 
 def commands(command: click.Command, path: str = "outlast") -> Iterator[tuple[str, click.Command]]:
