@@ -13,6 +13,7 @@ import enum
 import inspect
 import json
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -283,6 +284,16 @@ def figure_text(name: str) -> str:
     return NOT_MEASURED if bar is None else show_figure(bar.value, bar.unit)
 
 
+def time_constants_table() -> str:
+    """Return every constant of the package that is a duration."""
+    time_constants = runpy.run_path(str(DOCS / "time_constants.py"))["time_constants"]
+    rows = [
+        [f"`{one.module}`", f"`{one.name}`", one.value, _text(one.text) or "-"]
+        for one in time_constants(DOCS.parent / "src" / "outlast")
+    ]
+    return _table(["module", "constant", "seconds", "meaning"], rows)
+
+
 CONFIGS: dict[str, type] = {
     "config": Config,
     "checkpoint": CheckpointConfig,
@@ -325,6 +336,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "top": lambda: fields_table(look.TopReport),
     "top-rank": lambda: fields_table(look.RankLine),
     "top-unanswered": lambda: fields_table(look.Unanswered),
+    "time-constants": time_constants_table,
     "agent-metrics": agent_metrics_table,
     "rungs": lambda: words_table(Rung, "name", value="rung"),
 }

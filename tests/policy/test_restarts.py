@@ -483,7 +483,7 @@ def lead_through_everything(num: int, end: Callable[[str], None]) -> None:
 
 
 def test_an_event_costs_the_same_among_many_members() -> None:
-    """However many members join, report, fail, come back and complete, the work for an event does not grow with them."""
+    """The work for an event (join, report, fault, completion) does not grow with the number of members."""
     few, many = 80, 640
     base, found = count_lines(few), count_lines(many)
     for what in base:
