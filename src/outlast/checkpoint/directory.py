@@ -57,7 +57,7 @@ _GENERATION = re.compile(r"step-(\d+)")
 MAX_TRIES = 3
 """To be the first in a directory where others try, too."""
 NAMELESS_S = 1.0
-"""A generation that is replaced has no name for the time between two renames."""
+"""How long a reader waits for a checkpoint that is being replaced: it has no name between two renames."""
 _LOOK_S = 0.01
 _REMEDY = "give it a directory of its own"
 

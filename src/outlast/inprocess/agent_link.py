@@ -54,12 +54,12 @@ _ANSWER_S = 5.0
 _LATE_S = 0.5
 """Seconds that this process may be late before it discounts the pause from the silence of others."""
 _JOIN_S = 5.0
-"""Seconds that a new connection has to prove the key and to join."""
+"""Time limit for a new connection to authenticate and join."""
 _MAX_JOIN_BYTES = 1 << 16
 _MAX_NEWCOMERS = 256
 _BACKLOG = 1024
 _ATTEMPT_S = 1.0
-"""Seconds that an agent process has to answer."""
+"""Time limit for the response of an agent process."""
 _PAUSE_S = 0.01
 _FLUSH_S = 1.0
 

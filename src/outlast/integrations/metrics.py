@@ -50,9 +50,9 @@ log = logging.getLogger(__name__)
 MAX_QUEUED = 1024
 """Records (the figures of a step, or of a save) that wait for a sink; further ones are dropped."""
 RETRY_S = 30.0
-"""A sink that could not be opened is tried again after so long; one whose writes fail for so long is opened anew."""
+"""A sink that could not be opened is retried after this time; a sink whose writes fail for this long is reopened."""
 EXIT_S = 0.5
-"""How long the end of the process waits for sinks that nobody waited for, as after an exception."""
+"""How long the exit of the process waits for sinks that were not closed, for example after an exception."""
 CLOSING_S = 10.0
 """How long a sink waits for an earlier one of its kind that is still closing."""
 _TEXTFILE_S = 5.0

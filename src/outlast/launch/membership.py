@@ -442,7 +442,7 @@ class Quorum:
 
 
 _HOST_MISSING_S = 1.0
-"""How long the lost coordinator's own node may take to come back, if all others have come."""
+"""How long the node of the lost coordinator may take to rejoin once all other nodes have joined."""
 
 
 @dataclass(slots=True)

@@ -74,11 +74,11 @@ _BRIEF_GOODBYE_S = 0.2
 _PROTECTION_AFTER_S = 5.0
 """When the line on a run's protection is logged if no session has reported by then."""
 _PLAIN_AFTER_S = 60.0
-"""A script that has shown no sign of life by then may well have no session."""
+"""A script that has sent no heartbeat by then probably has no session."""
 REAP_S = 30.0
 """How long a killed worker may take to be gone: one that takes longer sits in the kernel, in a driver or on a disk."""
 _REPORT_S = 2.0
-"""How long a worker's datagram may take after it wrote on the board, and its end after its peers saw it."""
+"""How long a worker's datagram may take after its write to the heartbeat memory, and its exit after its peers detect it."""
 
 
 class AgentState(StrEnum):

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _RESOLVE_AGAIN_S, _RESOLVE_REMIND_S = 1.0, 10.0
-"""How often hosts that are not known are looked up again, and how often the log says so."""
+"""How often unknown host names are looked up again, and how often that is logged."""
 _SILENT_S = 12.0
 """How long what listens at the only endpoint may be silent: the run's first agent may be stopped, or very busy."""
 

@@ -271,11 +271,11 @@ class Responder:
 
 
 ANSWER_S = 1.0
-"""Seconds that a rank has to answer; on a machine that swaps or has too few cores a healthy one takes its time."""
+"""Time limit for a rank's response; on a machine that swaps or has too few cores a healthy rank is slow."""
 DUMP_S = 2.0
 """Seconds that a rank has to write its stacks."""
 BOOKS_S = 2.0
-"""Seconds that a rank has to say which collective it waits in, where no rank of the node is stopped or silent."""
+"""Time limit for a rank to report which collective it waits in, where no rank of the node is stopped or silent."""
 _LOOK_S = 0.003
 _MAX_ANSWER = 1 << 16
 _books_decoder = json_decoder(Books)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 STEP = "step"
 """The section that is not enforced in a cycle's first iterations."""
 DEFAULT_HEARTBEAT_S = 1800.0
-"""Timeout of heartbeats under an agent, where the rank has a session and nobody sets one, nor a longer one for where it
-is."""
+"""Default timeout of heartbeats under an agent, for a rank with a session, unless a longer timeout applies to its
+section."""
 HEARTBEAT_WITHOUT_AGENT_S = 300.0
 """The same without an agent, where ``enable_ft_package`` is set and no timeout is: that of NVRx and Megatron-Bridge."""
 

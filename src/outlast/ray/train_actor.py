@@ -73,7 +73,7 @@ _CONNECT_S = 1.0
 """Of connecting to the store: between two tries the wait can be interrupted."""
 _LOOK_S = 0.01
 _BOTH_WAYS_S = 0.2
-"""Seconds after which connections are shut down both ways, for what does not notice the end of its reading."""
+"""Seconds after which connections are shut down both ways, for what does not detect the end of its reading."""
 _SAVES_S = 0.1
 """Seconds after which saves are given up that the working thread waits for."""
 _STORE_TIMEOUT_S = 60.0

@@ -24,7 +24,7 @@ from outlast.ray.replies import ActorPing, ReplyFault, await_replies, describe_e
 
 log = logging.getLogger(__name__)
 _AFTER_DUE_S = 0.02
-"""An actor is asked so long after a timeout of its own was due."""
+"""An actor is queried this long after one of its timeouts was due."""
 _SHORTEST_S = 0.05
 """Between two questions to one actor."""
 

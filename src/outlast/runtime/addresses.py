@@ -22,7 +22,7 @@ _ELSEWHERE: dict[int, str] = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "200
 """Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""
 _DISCARD_PORT = 9
 _AGAIN_S = 0.3
-"""Between two questions to a name server that asks to be asked again; there are four."""
+"""Between two of the four queries to a name server that responds with a temporary failure."""
 
 Addresses = list[tuple[int, tuple[str, int]]]
 """Family and address."""

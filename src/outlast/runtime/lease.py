@@ -36,9 +36,9 @@ FOLDER = "owner"
 RENEW_S = 2.0
 """Between two renewals on a file system."""
 MAX_POLL_S = 2.0
-"""Between two looks of somebody who waits."""
+"""Longest time between two reads by a process that waits for a lease."""
 SAY_S = 10.0
-"""Between two lines of somebody who waits."""
+"""Time between two log lines of a process that waits for a lease."""
 RELEASE_S = 2.0
 RECORD_BYTES = 1024
 """A record is filled up to a multiple of it, so that a renewal never changes the file's length."""

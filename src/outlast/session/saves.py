@@ -49,7 +49,7 @@ NEAR_TIERS = ("memory", "local", "replica")
 MIN_TIMED_STEPS = 3
 """Steps to time before the first automatic save, which measures what one costs."""
 WAIT_SLICE_S = 1.0
-"""A long wait for a commit is made of waits of this length, each in a section of its own."""
+"""A long wait for a commit is divided into waits of this length, each in a separate section."""
 REPORT_S = 60.0
 """A wait for a commit is reported at most this often."""
 STEP_WEIGHT = 0.1

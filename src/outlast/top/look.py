@@ -40,13 +40,13 @@ FIRST_S, SCREEN_S = 60.0, 3.0
 ASKED_S, READ_S, COUNTED_S = 5.0, 5.0, 2.0
 """How long ``--once`` waits for the coordinator, then for the run directory, and then for the goodput."""
 UNANSWERED_S = 3.0
-"""What has not answered for so long is named."""
+"""A source that has not responded for this long is listed."""
 ASK_AGAIN_S = 1.0
-"""The coordinator is not asked more often, whatever the interval."""
+"""Shortest time between two queries to the coordinator, whatever the interval."""
 FRESH_S = 5.0
-"""An answer of the coordinator that is older counts no more beside the journal."""
+"""An older response of the coordinator is not used; the journal is."""
 GOODPUT_S = 30.0
-"""How often the goodput is counted anew, at most."""
+"""Shortest time between two computations of the goodput."""
 
 
 class RankLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ NUM_FILES_AT_ONCE = 3
 STALE_S = 10.0
 """A save for which the directory took longer than this to respond gives its turn to a newer one, if there is one."""
 ANSWER_S = 5.0
-"""The writer has this much longer to answer than it has to write: it is not to be taken for dead."""
+"""The time limit for the writer's response, beyond that for its writes: a slow writer is not taken for dead."""
 
 
 class Inventoried(RankAnswer, frozen=True, kw_only=True):

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 3600.0
 """Seconds after which a call that still runs counts as failed."""
 _MARGIN_S = 60.0
-"""Seconds beyond that within which the other ranks have said so."""
+"""Seconds beyond that for the other ranks to report the same."""
 _GIVEN_UP = "is given up, and what it wrote is not committed"
 _SIGTERM_TIMEOUT_S = 30.0
 MAX_FAILURES = 3
