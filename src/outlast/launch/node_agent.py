@@ -78,7 +78,7 @@ _PLAIN_AFTER_S = 60.0
 REAP_S = 30.0
 """How long a killed worker may take to be gone: one that takes longer sits in the kernel, in a driver or on a disk."""
 _REPORT_S = 2.0
-"""How long a worker's datagram may take after its write to the heartbeat memory, and its exit after its peers detect it."""
+"""How long a worker's datagram may take after its write to the heartbeat memory, and its exit after peers see it."""
 
 
 class AgentState(StrEnum):

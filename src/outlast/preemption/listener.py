@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _NOT_YET = frozenset({"", "none", "false", "0", "null"})
 _MOST_BYTES = 4096
 _CLOCK_ERROR_S = 2.0
-"""Times of processes and files may differ by this much; a file that is hardly older than the job counts as a preemption notice."""
+"""Times of processes and files may differ by this much: a file hardly older than the job is a preemption notice."""
 
 
 @dataclass(frozen=True, slots=True)
