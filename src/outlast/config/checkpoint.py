@@ -200,7 +200,8 @@ class CheckpointConfig(Settings):
             kind != "global",
             "non_persistent_ckpt_type='global' is not supported: non-persistent checkpoints stay on their ranks' "
             "nodes; to save more often to the global tier, write "
-            f"save_interval={self.non_persistent_save_interval}, and save_retain_interval={self.save_interval} for those to keep",
+            f"save_interval={self.non_persistent_save_interval}, and save_retain_interval={self.save_interval} for "
+            "those to keep",
         )
         require(
             kind in (None, "local", "in_memory"),

@@ -25,7 +25,7 @@ _FOR_A_PERSON = {
 _FOR_ANOTHER_TRY = {
     ExitReason.RESUME_TO_DISAMBIGUATE: "an invalid result to disambiguate",
     ExitReason.STRAGGLER: "a slow node",
-    ExitReason.UNHEALTHY_NODE: "a node that is not fit to train",
+    ExitReason.UNHEALTHY_NODE: "a node that is unhealthy",
 }
 
 
