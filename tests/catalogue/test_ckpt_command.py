@@ -68,7 +68,7 @@ def test_verify_says_all_is_right(tmp_path: Path, outlast: Command) -> None:
     two_nodes(tmp_path, 100)
     code, out, err = outlast("ckpt", "verify", tmp_path)
     assert code == 0
-    assert "every byte of 1 generation is right" in out
+    assert "every byte of 1 checkpoint is correct" in out
     assert err == ""
 
 
@@ -117,7 +117,7 @@ def test_prune_says_what_it_cannot_delete(tmp_path: Path, outlast: Command) -> N
     (tmp_path / "step-1.doomed").write_bytes(b"in the way")
     code, _, err = outlast("ckpt", "prune", tmp_path, "--keep", 1, "--suspect-window", 0)
     assert code == 1
-    assert "generation 1" in err
+    assert "checkpoint 1" in err
     assert sorted(path.name for path in tmp_path.glob("step-?")) == ["step-1", "step-3", "step-4"]
 
 
@@ -126,7 +126,7 @@ def test_prune_says_what_it_cannot_delete(tmp_path: Path, outlast: Command) -> N
     [
         (("ls",), "missing argument 'DIR...'"),
         (("ls", "/nowhere/at/all"), "does not exist"),
-        (("verify", "{place}", "--iteration", "7"), "there is no generation 7"),
+        (("verify", "{place}", "--iteration", "7"), "--iteration=7: no such checkpoint in"),
         (("verify", "{place}", "--threads", "0"), "--threads"),
         (("prune", "{place}"), "--keep"),
         (("prune", "{place}", "--keep", "0"), "--keep"),

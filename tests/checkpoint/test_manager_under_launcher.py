@@ -83,7 +83,7 @@ def test_what_led_to_an_invalid_result_is_skipped_without_a_session(tmp_path: Pa
     assert begins == [("0", "0", "None"), ("1", "2", "memory"), ("2", "2", "global")], text
     assert "ended with [12.0, 12.0, 12.0]" in text
     verdicts = [event.data["verdict"]["reason"] for event in cluster.events() if event.kind == EventKind.VERDICT]
-    assert any("generation 2 (memory tier" in reason and "is distrusted" in reason for reason in verdicts), verdicts
+    assert any("checkpoint 2 (memory tier" in reason and "is excluded" in reason for reason in verdicts), verdicts
 
 
 TWO = """

@@ -87,7 +87,7 @@ BAD = [
         "save_interval=-1 must be a number of iterations",
     ),
     ("c.toml", "[checkpoint]\nsave_interval = 3\n", ":1", "neither directory nor local_directory is set"),
-    ("c.toml", "checkpoint = 3\n", ":1", "3 is not a section with keys of its own"),
+    ("c.toml", "checkpoint = 3\n", ":1", "3 is not a section; write keys and values below its name"),
     ("c.json", '{"seed": 1, "seed": 2}', "", "key 'seed' is given twice"),
     ("c.yaml", "seed: 1\nseed: 2\n", ":1", "key 'seed' is given twice"),
     ("c.toml", "seed = 1\nseed = 2\n", ":2", "not valid TOML"),

@@ -34,7 +34,7 @@ def test_fit_node(settings: Path) -> None:
     """A fit node is said to be, with exit code 0, and a run's tiers are what is looked at."""
     code, output = run("--config", str(settings))
     assert code == 0, output
-    assert output.splitlines()[-1].endswith("is fit to train")
+    assert output.splitlines()[-1].endswith("is healthy")
     assert "/dev/shm/outlast-doctor" in output
 
 
@@ -57,7 +57,7 @@ def test_unfit_node(
     code, output = run("--config", str(settings), *arguments)
     assert code == 1
     assert named in output
-    assert "sick is not fit to train: " in output
+    assert "sick is unhealthy: " in output
 
 
 def test_json(settings: Path) -> None:

@@ -328,7 +328,7 @@ def test_silent_loss_of_the_coordinating_node() -> None:
 
 
 def test_a_coordinator_that_loses_most_members_stops_the_rest() -> None:
-    """Most may go on elsewhere, so those here must not; nobody restarts for it."""
+    """Most may still train elsewhere, so those here must not; nobody restarts for it."""
     with FakeRanks(5, num_nodes=3) as ranks:
         ranks.connect()
         ranks.go(0)

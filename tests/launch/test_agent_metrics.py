@@ -291,7 +291,7 @@ def test_port_that_is_taken_is_one_line_and_two(tmp_path: Path) -> None:
     assert line.startswith(
         f"outlast: nothing can listen at 127.0.0.1:{port} for --metrics-port (Address already in use)"
     )
-    assert line.endswith("give each agent of a machine a port of its own, or 0 for a free one")
+    assert line.endswith("give each agent of a machine a different port, or 0 for a free one")
     assert "it ran" not in ended.stdout + ended.stderr
     assert not (tmp_path / "run").exists()
 
@@ -300,12 +300,12 @@ def test_port_that_is_taken_is_one_line_and_two(tmp_path: Path) -> None:
 
 
 def test_wrong_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that is no port, a name instead of an address, an address without a port, a missing package."""
+    """A number that is not a valid port, a name instead of an address, an address without a port, a missing package."""
     script = tmp_path / "train.py"
     script.touch()
     for words, message in {
-        ("--metrics-port=65536",): "--metrics-port=65536 is no port; write a number from 1 to 65535, or 0",
-        ("--metrics-port=-1",): "--metrics-port=-1 is no port",
+        ("--metrics-port=65536",): "--metrics-port=65536 is not a valid port; write a number from 1 to 65535, or 0",
+        ("--metrics-port=-1",): "--metrics-port=-1 is not a valid port",
         ("--metrics-port=x",): "--metrics-port: 'x' does not fit; write a whole number",
         ("--metrics-port=0", "--metrics-address=here"): "--metrics-address=here is no IP address",
         ("--metrics-address=127.0.0.1",): "--metrics-address has no effect without --metrics-port",
@@ -316,7 +316,7 @@ def test_wrong_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConfigError, match=re.escape(message)):
             parse_options([f"--run-dir={tmp_path / 'run'}", *words, str(script)])
     monkeypatch.setenv("OUTLAST_METRICS_PORT", "many")
-    with pytest.raises(ConfigError, match="OUTLAST_METRICS_PORT=many is no port"):
+    with pytest.raises(ConfigError, match="OUTLAST_METRICS_PORT=many is not a valid port"):
         parse_options([f"--run-dir={tmp_path / 'run'}", str(script)])
     monkeypatch.delenv("OUTLAST_METRICS_PORT")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)

@@ -251,7 +251,7 @@ def test_silent_coordinator_is_left(make: Callable[..., SomeAgent]) -> None:
             assert (said.node, said.run_id, said.command) == ("b", "run", "aa")
             channel.send(m.Welcome(job="job", host="a", leader="x", term=4, version=__version__))
             agent.wait_for(LinkUp)
-            assert "gave no answer" in agent.wait_for(LinkDown).error
+            assert "did not respond" in agent.wait_for(LinkDown).error
             kinds = {type(message) for message in drain(channel)}
             assert m.Moving in kinds
         again, _ = listener.accept()

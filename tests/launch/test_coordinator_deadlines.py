@@ -241,7 +241,7 @@ def test_first_cycle_that_some_took_and_never_all_ends_the_job(durable: int | No
     job.join("c")
     job.pass_time(60)
     assert job.coordinator.stop is None
-    assert not job.running, "the third may go on elsewhere: no second world begins"
+    assert not job.running, "the third may still train elsewhere: no second world begins"
     job.pass_time(10)
     stop = job.coordinator.stop
     assert stop is not None

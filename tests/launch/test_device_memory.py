@@ -234,7 +234,7 @@ def test_memory_that_stays_is_waited_for_once(
         assert one.memory.is_awaited
         one.wait()
         assert not one.memory.is_awaited
-        assert caplog.text.count("GPU memory has not come back") == num_warnings
+        assert caplog.text.count("GPU memory was not released") == num_warnings
     assert "GPU-1 has 2.50 GiB more in use than before the workers; the next ones start nevertheless" in caplog.text
     assert "GPU-1 has 0.50 GiB more" in caplog.text
     assert "GPU-0" not in caplog.text
@@ -434,7 +434,7 @@ def test_a_restart_waits_for_memory_that_comes_back_late(victim: str, nvml: Path
         lay_use(nvml, BEFORE)
         assert run.process.wait(300) == 0, run.process.tail()
         assert run.in_use_at_start(1) == BEFORE
-        assert "the GPU memory of the workers before came back after" in run.process.output()
+        assert "the GPU memory of the previous workers was released after" in run.process.output()
     starts = [event.data for event in read(tmp_path / "run") if event.kind == EventKind.CYCLE_STARTED]
     assert "gpu_memory_wait_s" not in starts[0]
     assert starts[1]["gpu_memory_wait_s"] > 1
@@ -447,7 +447,7 @@ def test_a_restart_does_not_wait_forever(nvml: Path, tmp_path: Path) -> None:
     with launched(tmp_path, nvml, "--ft-gpu-memory-reclaim-timeout=1", num_faults=2) as run:
         assert run.process.wait(300) == 0, run.process.tail()
         assert [run.in_use_at_start(cycle) for cycle in range(3)] == [BEFORE, 3 * GIB, 3 * GIB]
-        assert run.process.output().count("GPU memory has not come back in") == 1
+        assert run.process.output().count("GPU memory was not released within") == 1
 
 
 @pytest.mark.process

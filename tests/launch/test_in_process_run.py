@@ -124,7 +124,7 @@ finish((0, 2))
         assert (incident["kind"], incident["rank"], incident["exit_code"]) == ("worker_died", 1, -9)
         assert [data["incident"]["rank"] for data in data_of(job, EventKind.INCIDENT)] == [1]
         assert [data.get("spared", False) for data in data_of(job, EventKind.WORKER_EXITED)].count(True) == 1
-        assert "1 restart in process, 1 rank lost and done without), exit code 0" in job.agent(0).output()
+        assert "1 restart in process, 1 rank lost and not replaced), exit code 0" in job.agent(0).output()
         ladder = json.loads((tmp_path / "run" / "ladder.json").read_text())
         assert (ladder["restarts_total"], ladder["finished"]) == (1, True)
 

@@ -73,7 +73,7 @@ def test_within_the_window_the_next_cycle_is_told_what_not_to_load(nproc: int, t
     assert (incident.evidence["generation"], incident.evidence["tier"]) == (120, "replica")
     verdict = next(event for event in cluster.events() if event.kind == EventKind.VERDICT)
     assert verdict.data["incident"]["exit_code"] == 17
-    assert "is distrusted" in verdict.data["verdict"]["reason"]
+    assert "is excluded" in verdict.data["verdict"]["reason"]
     text = (tmp_path / "run" / "ladder.json").read_text()
     for fact in ('"generation": 120', '"attempt": "job-0-aa.1"', '"tier": "replica"', '"why": "an invalid result at'):
         assert fact in text

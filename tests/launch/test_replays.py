@@ -192,7 +192,7 @@ def test_soon_after_a_near_load_the_copy_is_distrusted_first(tmp_path: Path) -> 
         assert len(set(nodes.runners())) == 1
         verdict = nodes.verdicts()[0]["verdict"]
         assert "replay" not in verdict
-        assert "generation 5 (replica tier" in verdict["reason"]
+        assert "checkpoint 5 (replica tier" in verdict["reason"]
         assert json.loads((tmp_path / "run" / "ladder.json").read_text())["distrusted"][0]["attempt"] == "job-0-aa.1"
 
 

@@ -37,7 +37,7 @@ WRONG = [
     ("run —nproc-per-node=2 train.py", "'—nproc-per-node=2' does not exist", "only looks like '-'"),
     ("run -m train.py", "-m takes a module's name", "write train, without .py"),
     ("run -m nosuch.train", "there is no module 'nosuch'", "check its name"),
-    ("run --no-python train.py", "'train.py' is no program", "check its path and mode"),
+    ("run --no-python train.py", "'train.py' is not an executable program", "check its path and mode"),
     ("run --no-python --module train.py", "--no-python and --module contradict", "leave one out"),
     # options that are none
     ("run --bogus train.py", "unknown option --bogus", "outlast run --help"),
@@ -86,7 +86,7 @@ WRONG = [
     ("run --nnodes=2 --rdzv-endpoint=:29400 train.py", "--rdzv-endpoint=':29400' names no host", "host:port"),
     ("run --nnodes=2 --rdzv-endpoint=host:0 train.py", "port 0 is another on each node", "29400"),
     ("run --nnodes=2 --master-addr= train.py", "--master-addr is empty", "give it a value"),
-    ("run --nnodes=2 --node-rank=5 train.py", "--node-rank=5 is no rank of 2 nodes", "from 0 to 1"),
+    ("run --nnodes=2 --node-rank=5 train.py", "--node-rank=5 is not a rank of 2 nodes", "from 0 to 1"),
     ("run --rdzv-backend=etcd train.py", "--rdzv-backend=etcd", "leave the option out"),
     ("run --rdzv-conf=join_timeout train.py", "--rdzv-conf: 'join_timeout'", "join_timeout=600"),
     ("run --rdzv-conf=join_timeout=x train.py", "join_timeout='x' is no number", "join_timeout=600"),

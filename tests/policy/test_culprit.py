@@ -71,7 +71,7 @@ def inside(rank: int, op: str = "ALLREDUCE", seq: int = 7, *, shape: str = "", g
 
 def test_an_exceeded_timeout_tells_ranks_apart_only_in_other_sections():
     """Of ranks in the same sections one exceeds the timeout first, by chance; in other sections it is evidence."""
-    assert "nothing tells ranks 1, 2, 4 apart" in nobody(waiting(1), waiting(4, expired=True), waiting(2))
+    assert "ranks 1, 2, 4 are indistinguishable" in nobody(waiting(1), waiting(4, expired=True), waiting(2))
     late = waiting(4, expired=True, sections=("evaluation",))
     assert find_culprit([waiting(1), late, waiting(2)]).position == late
 
@@ -79,7 +79,7 @@ def test_an_exceeded_timeout_tells_ranks_apart_only_in_other_sections():
 def test_equal_slowness_is_nobodys():
     """All ranks compute for too long, at the same line: nobody is named, and the line is."""
     slow = [waiting(rank, waits_in_collective=False, stack_line="line 9", expired=rank == 0) for rank in range(4)]
-    assert nobody(*slow) == "nothing tells ranks 0, 1, 2, 3 apart; all are at line 9"
+    assert nobody(*slow) == "ranks 0, 1, 2, 3 are indistinguishable; all are at line 9"
 
 
 def test_ranks_in_different_collectives_are_told_and_nobody_is_named():
@@ -154,7 +154,7 @@ def test_the_rank_that_has_not_come_is_named_with_the_collective():
 def test_sums_over_other_groups_tell_nothing():
     """A rank in fewer groups has entered fewer collectives, and is not behind for that."""
     first = waiting(0, collectives=20, groups={"0": 10, "pp": 10})
-    assert "nothing tells ranks 0, 1 apart" in nobody(first, waiting(1, collectives=10, groups={"0": 10}))
+    assert "ranks 0, 1 are indistinguishable" in nobody(first, waiting(1, collectives=10, groups={"0": 10}))
 
 
 def test_a_node_whose_ranks_all_stand_still_is_told_from_the_others():
@@ -162,7 +162,7 @@ def test_a_node_whose_ranks_all_stand_still_is_told_from_the_others():
     stopped = [waiting(rank, node="b", process_state="T", responsive=False) for rank in (2, 3)]
     culprit = find_culprit([waiting(0), waiting(1), *stopped])
     assert (culprit.position, culprit.node) == (None, "b")
-    assert "nothing tells ranks 2, 3 apart" in culprit.reason
+    assert "ranks 2, 3 are indistinguishable" in culprit.reason
     assert "stopped" in culprit.reason
 
 

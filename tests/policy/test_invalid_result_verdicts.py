@@ -55,7 +55,7 @@ def test_the_replica_nan_loop_ends_in_two_cycles() -> None:
     assert [verdict.rung for verdict in verdicts] == [Rung.RESTART_WORKERS, Rung.STOP]
     assert verdicts[0].replay is None
     assert verdicts[0].hold_back == ()
-    assert "generation 120 (replica tier" in verdicts[0].reason
+    assert "checkpoint 120 (replica tier" in verdicts[0].reason
     assert verdicts[1].exit_code == ExitReason.FINISHED
     assert [(one.generation, one.tier) for one in state.distrusted] == [(120, "replica")]
 
@@ -221,7 +221,7 @@ def test_replicas_without_a_majority_blame_nobody() -> None:
     assert [verdict.rung for verdict in verdicts] == [Rung.RESTART_WORKERS, Rung.RESTART_WORKERS, Rung.STOP]
     for verdict in verdicts[:2]:
         assert (verdict.replay, verdict.hold_back, verdict.quarantine) == (None, (), ())
-        assert "replicas differ at iteration 127: culprit unknown" in verdict.reason
+        assert "replicas differ at iteration 127: root cause unknown" in verdict.reason
         assert "no diagnosis" not in verdict.reason
     assert state.node_faults == {}
 

@@ -175,7 +175,7 @@ def test_invalid_result_soon_after_a_load_distrusts_and_restarts() -> None:
     before = LadderState(best_durable=120)
     state, verdict = decide(before, invalid(1, 127, 120, "replica", durable=125), Limits())
     assert verdict.rung == Rung.RESTART_WORKERS
-    assert "7 iterations after it was loaded, generation 120 (replica tier, attempt job-0-aa.120)" in verdict.reason
+    assert "7 iterations after it was loaded, checkpoint 120 (replica tier, attempt job-0-aa.120)" in verdict.reason
     assert "another copy (restart 1 of 3 without progress)" in verdict.reason
     (one,) = state.distrusted
     assert (one.generation, one.attempt, one.tier, one.cycle) == (120, "job-0-aa.120", "replica", "job-1")
@@ -474,7 +474,7 @@ def test_the_last_restart_after_the_same_failure_loads_another_copy(limits: Limi
     assert (excluded.generation, excluded.attempt, excluded.is_last_resort) == (20, "job-0-aa.0", True)
     reason = steps[at][1].history[-1].reason
     assert "the same failure at the same iteration after the same copy was loaded" in reason
-    assert "node-local copies of generation 20 are excluded" in reason
+    assert "node-local copies of checkpoint 20 are excluded" in reason
     assert [rung for rung, _ in steps[: at + 2]] == [Rung.RESTART_WORKERS] * (at + 1) + [Rung.STOP]
 
 

@@ -95,7 +95,7 @@ def test_what_a_script_may_still_report_is_unknown() -> None:
             100,
             10,
             False,
-            "checkpoints every 100 iterations and every 10 iterations to the near tiers to memory + /c; "
+            "checkpoints every 100 iterations and every 10 iterations to the node-local tiers to memory + /c; "
             "preemption no (outlast.init() was not called in the main thread)",
         ),
     ],

@@ -74,7 +74,7 @@ def test_replicas_that_differ_are_described_without_a_value() -> None:
         finding=Finding.SPLIT, rank=0, iteration=24, what="model.w", message="replicas differ at iteration 24"
     )
     assert split.describe() == (
-        "replicas differ at iteration 24: culprit unknown, as no majority shows which replica is bad"
+        "replicas differ at iteration 24: root cause unknown, as no majority shows which replica is bad"
     )
 
 

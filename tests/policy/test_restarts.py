@@ -345,7 +345,7 @@ def test_dead_stay_dead() -> None:
 
 
 def test_isolated_hub_stops_its_members() -> None:
-    """Where most members may go on elsewhere, those here stop."""
+    """Where most members may still train elsewhere, those here stop."""
     hub = running(3, 3)
     assert isinstance(only(hub.on(Isolated(reason="alone", at_s=0.0)))[1], o.Abort)
 

@@ -293,11 +293,11 @@ def test_a_timing_that_is_no_duration_is_said_and_left_out(bad: float) -> None:
     ranks.append(RankTimings(rank=3, num_steps=10, sections=(broken,)))
     findings = judge(Streaks(), ranks, CONFIG)[1]
     assert findings.relative == dict.fromkeys(range(4), 1.0)
-    assert findings.notes == ("rank 3: 2 of 10 times of 'forward' are no durations (NaN, negative): left out",)
+    assert findings.notes == ("rank 3: 2 of 10 times of 'forward' are invalid (NaN, negative) and left out",)
     nothing = RankTimings(rank=3, num_steps=10, sections=(summarise("forward", [bad] * 5),))
     findings = judge(Streaks(), [*ranks[:3], nothing], CONFIG)[1]
     assert 3 not in findings.relative
-    assert findings.notes == ("rank 3: 5 of 5 times of 'forward' are no durations (NaN, negative): left out",)
+    assert findings.notes == ("rank 3: 5 of 5 times of 'forward' are invalid (NaN, negative) and left out",)
 
 
 def test_a_median_that_is_nan_is_said() -> None:
@@ -305,7 +305,7 @@ def test_a_median_that_is_nan_is_said() -> None:
     ranks = [tell(rank, {"forward": 0.01}) for rank in range(3)]
     nan = Timing(name="forward", count=10, median_s=math.nan, total_s=math.nan)
     findings = judge(Streaks(), [*ranks, RankTimings(rank=3, num_steps=10, sections=(nan,))], CONFIG)[1]
-    assert findings.notes == ("rank 3: all times of 'forward' are no durations (NaN, negative): left out",)
+    assert findings.notes == ("rank 3: all times of 'forward' are invalid (NaN, negative) and left out",)
     assert findings.relative == dict.fromkeys(range(3), 1.0)
 
 

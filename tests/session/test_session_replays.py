@@ -242,7 +242,7 @@ def test_two_replicas_that_differ_go_back(tmp_path: Path, calm: str) -> None:
     first, *_ = played.diagnoses
     assert (first.finding, first.rejected_ranks, first.iteration) == ("split", (0, 1), 6)
     assert "replicas differ at iteration 6" in played.verdicts[0]["reason"]
-    assert "culprit unknown" in played.verdicts[0]["reason"]
+    assert "root cause unknown" in played.verdicts[0]["reason"]
     assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 1] == [4, 4]
 
 

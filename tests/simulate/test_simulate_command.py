@@ -137,7 +137,7 @@ def test_a_sweep_gives_an_option_several_values(run: Any, sweep: str, values: li
     [
         (["--days", "0"], "--days=0 must be above 0"),
         (["--hours", "-1"], "--hours=-1 must be above 0"),
-        (["--days", "1", "--hours", "2"], "--days and --hours say the same"),
+        (["--days", "1", "--hours", "2"], "--days and --hours set the same duration"),
         (["--days", "many"], "--days=many is not a number"),
         (["--days", "nan"], "--days=nan is not a number"),
         (["--days", "inf"], "--days=inf must be above 0"),
@@ -149,7 +149,7 @@ def test_a_sweep_gives_an_option_several_values(run: Any, sweep: str, values: li
         (["--spares", "-1"], "--spares=-1 must be 0 or more"),
         (["--step", "0"], "--step=0 must be above 0"),
         (["--mttf", "0"], "--mttf=0 must be above 0"),
-        (["--mttf", "8000", "--failure-every", "60"], "say the same"),
+        (["--mttf", "8000", "--failure-every", "60"], "set the same rate"),
         (["--shares", "process=0.5"], "must sum to 1, and sum to 0.5"),
         (["--shares", "proces=1"], "did you mean 'process'?"),
         (["--shares", "process"], "must be a kind and a number"),

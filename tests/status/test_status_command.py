@@ -126,7 +126,7 @@ def test_run_is_told_from_its_first_second_to_its_violent_end(tmp_path: Path, ou
     assert ("memory", 4) not in saved_in(told)
     code, out, err = outlast("status", cluster.endpoint)
     assert (code, out) == (2, "")
-    assert err.startswith(f"outlast: nobody answers at {cluster.endpoint} (connection refused)")
+    assert err.startswith(f"outlast: no coordinator responds at {cluster.endpoint} (connection refused)")
 
 
 @pytest.mark.process
@@ -156,9 +156,9 @@ def test_what_cannot_be_told_is_one_line_and_two(tmp_path: Path, outlast: Comman
     for target, words in {
         tmp_path / "missing": "there is no ",
         tmp_path: "is not a run directory",
-        f"127.0.0.1:{free_port()}": "nobody answers at",
+        f"127.0.0.1:{free_port()}": "no coordinator responds at",
         "no-such-host.invalid:29400": "the host no-such-host.invalid is not known here",
-        f"localhost:{store.port}": "did not answer within 2 s; it is another program, or the first agent hangs",
+        f"localhost:{store.port}": "did not respond within 2 s; it is another program, or the first agent hangs",
         "localhost:99999": "address='localhost:99999': '99999' is not a port",
         "localhost:0": "'localhost:0' is not an address; write host:port",
     }.items():

@@ -79,10 +79,10 @@ def test_job_on_other_machines_is_alive_while_its_journal_is_young_and_unknown_l
     story = running()
     renewed_ns = round((story.now_s + 890) * 1e9)
     assert story.judge(alive=None, after_s=900, renewed_ns=renewed_ns).state == RunState.RUNNING, "its owner says so"
-    report = running().judge(alive=None, after_s=900, unreachable="nobody answers at a:29400 (no route)")
+    report = running().judge(alive=None, after_s=900, unreachable="no coordinator responds at a:29400 (no route)")
     assert report.state == RunState.UNKNOWN
     assert "host-a, host-b" in report.summary
-    assert "nobody answers at a:29400" in report.summary
+    assert "no coordinator responds at a:29400" in report.summary
 
 
 def test_first_node_alone_is_waited_for_others() -> None:

@@ -103,7 +103,7 @@ def test_a_live_run_a_stopped_coordinator_and_the_end(tmp_path: Path) -> None:
         try:
             code, out, err = look_at(run_dir, "--once")
             assert (code, err) == (0, "")
-            assert re.search(r"^no answer  the coordinator: no answer for \d+ s: .* did not answer", out, re.MULTILINE)
+            assert re.search(r"^no answer  the coordinator: no answer for \d+ s: .* did not respond", out, re.MULTILINE)
             assert re.search(r"^ +1  node-\d +\d+  stopped ", out, re.MULTILINE)
             code, out, err = look_at(cluster.endpoint, "--once")
             assert (code, out, err.count("\n")) == (2, "", 1)
@@ -331,7 +331,7 @@ def test_mistakes_are_one_line_and_two(tmp_path: Path) -> None:
     for words, message in {
         (str(tmp_path / "missing"),): "there is no ",
         (str(tmp_path),): "is not a run directory",
-        ("127.0.0.1:1", "--once"): "nobody answers at 127.0.0.1:1",
+        ("127.0.0.1:1", "--once"): "no coordinator responds at 127.0.0.1:1",
         (str(tmp_path), "--interval=0"): "is not in the range",
         (str(tmp_path), "--interval=x"): "is not a number",
         ("--once",): "missing argument",

@@ -161,9 +161,9 @@ def test_others_are_counted_by_state() -> None:
 
 def test_what_does_not_answer_is_named_with_its_time(tmp_path: Path) -> None:
     """Who, for how long, and why."""
-    silent = [Unanswered(what="the coordinator", for_s=12.0, reason="nobody answers at a:1")]
+    silent = [Unanswered(what="the coordinator", for_s=12.0, reason="no coordinator responds at a:1")]
     text = plain(show(make_report(make_status(tmp_path), [make_line(0)], unanswered=silent)))
-    assert "no answer  the coordinator: no answer for 12 s: nobody answers at a:1" in text.splitlines()
+    assert "no answer  the coordinator: no answer for 12 s: no coordinator responds at a:1" in text.splitlines()
 
 
 def test_a_run_that_waits_says_for_what(tmp_path: Path) -> None:

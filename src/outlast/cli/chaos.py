@@ -34,7 +34,7 @@ _WIDTH = 120
 
 @click.group("chaos", cls=CommandGroup)
 def chaos() -> None:
-    """Plan faults, run a script under them, and prove that a training survives all kinds of them.
+    """Plan faults, run a script under them, and verify that training survives all kinds of them.
 
     Examples:
       outlast chaos plan --seed 7 --kinds kill,stop,kill_agent --minutes 10 --ranks 4 -o faults.toml
@@ -79,7 +79,9 @@ def plan(seed: int, kinds: str, every: float, minutes: float, ranks: int, output
 
 @chaos.command("run", cls=Command, context_settings={"allow_interspersed_args": False})
 @click.argument("plan_file", metavar="PLAN", shell_complete=complete_file)
-@click.option("--nodes", type=click.IntRange(min=1), help="Start this many agents here, each a node of its own.")
+@click.option(
+    "--nodes", type=click.IntRange(min=1), help="Start this many agents on this machine, each as a separate node."
+)
 @click.option("--spares", type=click.IntRange(min=0), default=0, help="More agents, which wait for a slot.")
 @click.option("--netns", is_flag=True, help="Give each agent its own network namespace; needs root.")
 @json_option

@@ -63,11 +63,11 @@ def ckpt() -> None:
 @_directories
 @json_option
 def list_generations(directories: tuple[str, ...], as_json: bool) -> int:
-    """List generations: where their parts lie, and whether they can be loaded.
+    """List checkpoints: where their parts are stored, and whether they can be loaded.
 
-    The check is quick: manifests, sizes and headers. What `verify` does reads every byte.
+    The check is quick: manifests, sizes and headers. `verify` reads every byte.
 
-    Exit code 0: listed, whatever its state; 1: a directory cannot be read; 2: bad input.
+    Exit code 0: listed, whatever the state; 1: a directory cannot be read; 2: bad input.
 
     Examples:
       outlast ckpt ls /nvme/run
@@ -90,18 +90,18 @@ def list_generations(directories: tuple[str, ...], as_json: bool) -> int:
     "iterations",
     type=click.IntRange(min=0),
     multiple=True,
-    help="Only this generation; may be given several times.",
+    help="Verify only this checkpoint; may be given several times.",
 )
 @click.option(
     "--threads", type=click.IntRange(1, 256), default=8, show_default=True, help="Parts that are read at once."
 )
 @json_option
 def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: int, as_json: bool) -> int:
-    """Read every byte of every generation and compare it with its digest.
+    """Read every byte of every checkpoint and compare it with its digest.
 
-    Copies of other nodes' ranks are read too. What is wrong is named: the file, the tensors, the 8 MiB chunk.
+    Copies of other nodes' ranks are read too. For each error the report has the file, the tensors, the 8 MiB chunk.
 
-    Exit code 0: every byte is right; 1: something is bad, cannot be read, or there is no generation; 2: bad input.
+    Exit code 0: every byte is correct; 1: a checkpoint is bad, cannot be read, or none exists; 2: bad input.
 
     Examples:
       outlast ckpt verify /nvme/run
@@ -116,7 +116,9 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
     chosen = [[found for found in one.found if not iterations or found.entry.iteration in iterations] for one in looked]
     lacking = set(iterations) - {found.entry.iteration for places in chosen for found in places}
     if lacking and not code:
-        raise ConfigError(f"there is no generation {min(lacking)} in {', '.join(directories)}")
+        raise ConfigError(
+            f"--iteration={min(lacking)}: no such checkpoint in {', '.join(directories)}; see outlast ckpt ls"
+        )
     places, num_bytes_read = [], 0
     total = sum(file.num_bytes for one in chosen for found in one for file in found.files)
     with ending_on_signals(), _reading_progress() as progress:
@@ -124,7 +126,7 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
         for one, founds in zip(looked, chosen, strict=True):
             entries = []
             for found in founds:
-                progress.update(task, description=f"generation {found.entry.iteration}")
+                progress.update(task, description=f"checkpoint {found.entry.iteration}")
                 verified = read_all(found, num_threads=threads, on_read=partial(progress.advance, task))
                 entries.append(verified.entry)
                 num_bytes_read += verified.num_bytes_read
@@ -142,25 +144,27 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
     return int(ExitReason.FINISHED if ok else ExitReason.FAILED)
 
 
-@ckpt.command("prune", short_help="Delete old generations and what failed saves left.")
+@ckpt.command("prune", short_help="Delete old checkpoints and the remains of failed saves.")
 @_directories
-@click.option("--keep", type=click.IntRange(min=1), help="Newest valid generations to keep; without it none goes.")
+@click.option(
+    "--keep", type=click.IntRange(min=1), help="Newest valid checkpoints to keep; without it no valid one is deleted."
+)
 @click.option(
     "--retain-interval",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Keep every generation whose iteration is a multiple of it; 0 = none.",
+    help="Keep every checkpoint whose iteration is a multiple of this; 0 = none.",
 )
 @click.option(
     "--suspect-window",
     type=click.IntRange(min=0),
     default=20,
     show_default=True,
-    help="Keep one generation that is more than this many iterations older than the newest.",
+    help="Keep one checkpoint that is more than this many iterations older than the newest.",
 )
 @click.option("--suspect", "suspects", is_flag=True, help="Delete saves for diagnosis.")
-@click.option("--leftovers", is_flag=True, help="Delete failed attempts that nobody can be using.")
+@click.option("--leftovers", is_flag=True, help="Delete failed attempts that no process can be using.")
 @click.option(
     "--older-than",
     "older_than_h",
@@ -168,10 +172,12 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
     type=click.FloatRange(min=0),
     default=24.0,
     show_default=True,
-    help="Age from which a leftover of another job is taken for abandoned.",
+    help="Age from which a leftover of another job counts as abandoned.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would go, and delete nothing.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask. Without a terminal nothing is asked either.")
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
+@click.option(
+    "--yes", "-y", is_flag=True, help="Delete without confirmation; this is the default where there is no terminal."
+)
 @json_option
 def prune(
     directories: tuple[str, ...],
@@ -185,12 +191,12 @@ def prune(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Delete old generations, saves for diagnosis, and what failed saves left.
+    """Delete old checkpoints, saves for diagnosis, and the remains of failed saves.
 
-    Only valid generations that are not abandoned count as kept, by the quick check of `ls`. The newest of them is never
-    deleted, nor what is newer than it, nor what cannot be read or is another program's. Name all directories of the
-    run: whether a generation is abandoned is judged by all of them. A leftover goes when its owner is known to be gone,
-    or by its age.
+    Only checkpoints that the quick check of `ls` finds valid and that are not abandoned count towards --keep. The
+    newest of them is never deleted, nor anything newer, unreadable or written by another program. Give all directories
+    of the run: together they show whether a checkpoint is abandoned. A leftover is deleted once its owner is known to
+    have exited, or by its age.
 
     Exit code 0: done; 1: something could not be deleted, or a directory cannot be read; 2: bad input.
 
@@ -243,7 +249,7 @@ def _carry_out(looked: DirectoryListing, plan: Plan, *, dry_run: bool) -> dict[s
             report[kind].append(name)
             num_bytes += one.entry.num_bytes
         except (OSError, CheckpointError) as error:
-            errors.append(f"{name if kind == 'leftovers' else f'generation {name}'}: {error}")
+            errors.append(f"{name if kind == 'leftovers' else f'checkpoint {name}'}: {error}")
     for line in errors:
         echo(f"outlast: {looked.entry.path}: {line}", err=True)
     return {"path": looked.entry.path, **report, "num_bytes": num_bytes, "errors": errors}
@@ -303,14 +309,15 @@ def render_verified(places: Sequence[ListedPlace], num_bytes_read: int) -> Itera
     num_generations = len(generations)
     num_bad = sum(not entry.valid or bool(entry.problems) for entry in generations)
     if not num_generations:
-        yield "[red]there is no generation[/red]"
+        yield "[red]there is no checkpoint[/red]"
     elif num_bad:
-        bad = f"{num_bad} of {count(num_generations, 'generation')} with bad or missing parts"
+        bad = f"{num_bad} of {count(num_generations, 'checkpoint')} with bad or missing parts"
         yield f"[red]{bad}[/red], {_size(num_bytes_read)} read"
     elif any(place.problems for place in places):
-        yield f"[yellow]the generations are right, not all beside them[/yellow], {_size(num_bytes_read)} read"
+        right = "the checkpoints are correct, but their directories have other problems"
+        yield f"[yellow]{right}[/yellow], {_size(num_bytes_read)} read"
     else:
-        right = f"every byte of {count(num_generations, 'generation')} is right"
+        right = f"every byte of {count(num_generations, 'checkpoint')} is correct"
         yield f"[green]{right}[/green], {_size(num_bytes_read)} read"
     unverified = [name for entry in generations for name in entry.unverified]
     if unverified:
@@ -330,7 +337,7 @@ def render_plan(place: ListedPlace, plan: Plan, *, is_done: bool) -> Iterator[st
         kind = "valid" if entry.valid else "not valid"
         if entry.suspect or entry.abandoned is not None:
             kind = "saved for diagnosis" if entry.suspect else "abandoned"
-        yield f"  generation {entry.iteration}, {kind}, {_size(entry.num_bytes)}"
+        yield f"  checkpoint {entry.iteration}, {kind}, {_size(entry.num_bytes)}"
     for remains in plan.remains:
         yield f"  {escape(remains.entry.name)}, {_size(remains.entry.num_bytes)}"
 
@@ -345,11 +352,11 @@ def _render_place(place: ListedPlace, *, word: str) -> Iterator[Table | str]:
     for problem in place.problems:
         yield f"  [yellow]{escape(str(problem))}[/yellow]"
     if not place.generations:
-        yield "  no generation"
+        yield "  no checkpoint"
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("  generation", "state", "size", "ranks", "from", "finite", "attempt"):
-        is_number = name in ("  generation", "size", "from")
+    for name in ("  checkpoint", "state", "size", "ranks", "from", "finite", "attempt"):
+        is_number = name in ("  checkpoint", "size", "from")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
     if place.tier == "local":
         table.add_column("where (+ copies of other nodes' ranks)", overflow="fold")

@@ -61,13 +61,13 @@ def doctor(
     timeout: float | None,
     as_json: bool,
 ) -> int:
-    """Say whether this node is fit to train.
+    """Check whether this node is healthy enough to train.
 
     Each tier is written to and read back, and has room; shared memory, memory, descriptors, clock and network are
     looked at; CPU and GPUs multiply matrices of which every bit of the product is known; GPU memory is tested and the
-    driver is asked for faults. Checks that hang or crash are answered for.
+    driver is queried for faults. A check that hangs or crashes is stopped and reported.
 
-    Exit code 0: fit; 1: a check failed, gave no answer, or could not be made; 2: bad input.
+    Exit code 0: healthy; 1: a check failed, timed out, or could not run; 2: bad input.
 
     Examples:
       outlast doctor
@@ -101,8 +101,8 @@ def doctor(
         print_json({"schema": SCHEMA, "node": node, "ok": not failed, "checks": results})
     else:
         open_console(width=160).print(_table(results))
-        verdict = f"{node} is not fit to train: {len(failed)} of {len(results)} checks failed"
-        echo(verdict if failed else f"{node} is fit to train")
+        verdict = f"{node} is unhealthy: {len(failed)} of {len(results)} checks failed"
+        echo(verdict if failed else f"{node} is healthy")
     return int(ExitReason.FAILED if failed else ExitReason.FINISHED)
 
 

@@ -30,10 +30,10 @@ def report(
     """Show what happened in a run, and what each incident cost; write a page and a trace of it.
 
     The page is one file that needs no network: open it in a browser. The trace is for ui.perfetto.dev. Both replace
-    those of an earlier call. RUN_DIR is read alone; of a run that goes on the account reaches up to now. --json writes
-    no files, unless --html or --trace names them.
+    those of an earlier call. Only RUN_DIR is read. The report of a run that is under way ends at the present. --json
+    writes no files, unless --html or --trace names them.
 
-    Exit code 0: it could be told, whatever became of the run; 2: there is no such run directory, or a file that was
+    Exit code 0: shown, whatever the result of the run; 2: there is no such run directory, or a file that was
     named cannot be written.
 
     Examples:

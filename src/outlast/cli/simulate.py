@@ -82,7 +82,7 @@ _FAILURES = (
         "--restart-stopped",
         "restart_stopped_s",
         "HOURS|never",
-        "Until somebody starts a run again that the ladder stopped; default 1.",
+        "Until a run that the recovery policy stopped is started again; default 1.",
         factor=3600.0,
         word="never",
     ),
@@ -93,7 +93,7 @@ _SAVES = (
         "--interval",
         "interval_s",
         "SECONDS|auto",
-        "Training between saves to the near tiers; 0 = none go there; default auto, Young's optimum.",
+        "Training between saves to the node-local tiers; 0 = no such saves; default auto, Young's optimum.",
         word="auto",
     ),
     _Setting("--interval-iterations", "interval_iterations", "N", "The same in iterations.", is_whole=True),
@@ -105,7 +105,9 @@ _SAVES = (
     ),
 )
 _COSTS = (
-    _Setting("--save-stall", "save_stall_s", "SECONDS", "Training waits in a save to the near tiers; default 0.07."),
+    _Setting(
+        "--save-stall", "save_stall_s", "SECONDS", "Training waits in a save to the node-local tiers; default 0.07."
+    ),
     _Setting("--save", "save_s", "SECONDS", "From there until it is committed; default 0.36."),
     _Setting("--global-save-stall", "global_save_stall_s", "SECONDS", "In a save to all tiers; default 0.07."),
     _Setting("--global-save", "global_save_s", "SECONDS", "From there until it is committed globally; default 60."),
@@ -113,9 +115,9 @@ _COSTS = (
     _Setting("--load-local", "load_local_s", "SECONDS", "From its disk; default 0.11."),
     _Setting("--load-replica", "load_replica_s", "SECONDS", "From another node; default 1."),
     _Setting("--load-global", "load_global_s", "SECONDS", "From the global tier; default 60."),
-    _Setting("--detection", "detection_s", "SECONDS", "Until a dead worker is noticed; default 0.012."),
-    _Setting("--hang-timeout", "hang_timeout_s", "SECONDS", "Until a hang is noticed; default 300."),
-    _Setting("--node-timeout", "node_timeout_s", "SECONDS", "Until a lost node is noticed; default 5."),
+    _Setting("--detection", "detection_s", "SECONDS", "Until a dead worker is detected; default 0.012."),
+    _Setting("--hang-timeout", "hang_timeout_s", "SECONDS", "Until a hang is detected; default 300."),
+    _Setting("--node-timeout", "node_timeout_s", "SECONDS", "Until a lost node is detected; default 5."),
     _Setting("--restart", "restart_s", "SECONDS", "Until the workers run again; default 0.09."),
     _Setting("--rendezvous", "rendezvous_s", "SECONDS", "Until the nodes have met; default 0.00017 for each node."),
     _Setting("--start-up", "start_up_s", "SECONDS", "Imports, groups, compilation, first step; default 60."),
@@ -300,7 +302,7 @@ def _make_scenario(
     if trace is not None:
         drawn = [setting.flag for setting in texts if setting.flag in ("--mttf", "--failure-every", "--weibull")]
         for flag in [*drawn, *(["--shares"] if shares is not None else [])]:
-            raise ConfigError(f"{flag} says how failures are drawn, and --trace that they are not; leave one out")
+            raise ConfigError(f"{flag} is for failures drawn at random, and --trace for recorded ones; leave one out")
     values = {setting.field: setting.parse(text) for setting, text in texts.items()}
     written = {setting.field: f"{setting.flag}={text}" for setting, text in texts.items()}
     costs = read_costs(map(Path, cost_files))
@@ -326,10 +328,10 @@ def _refuse_twice(texts: Mapping[_Setting, str]) -> None:
     """Refuse options that say the same thing."""
     durations = [setting.flag for setting in texts if setting.flag in _DURATIONS]
     if len(durations) > 1:
-        raise ConfigError(f"{' and '.join(durations)} say the same; leave one out")
+        raise ConfigError(f"{' and '.join(durations)} set the same duration; leave one out")
     flags = {setting.flag for setting in texts}
     if {"--mttf", "--failure-every"} <= flags:
-        raise ConfigError("--mttf and --failure-every say the same, of a rank and of the world; leave one out")
+        raise ConfigError("--mttf and --failure-every set the same rate, of a rank and of the world; leave one out")
 
 
 def _parse_shares(text: str) -> dict[str, float]:

@@ -53,7 +53,7 @@ _SHM = Path("/dev/shm")
 @click.option("--keep", metavar="DIR", shell_complete=complete_folder, help="Keep everything in this new folder.")
 @json_option
 def soak(minutes: float, seed: int, every: float, kinds: str | None, keep: str | None, as_json: bool) -> int:
-    """Train a small GPT under faults of all kinds; prove that the result is the same.
+    """Train a small GPT under faults of all kinds; verify that the result is the same.
 
     Two nodes of two ranks and two spares train on this machine: first undisturbed, then under the faults. The
     weights, the optimizer's state and all losses must be bit-identical, each fault must have been injected, no process

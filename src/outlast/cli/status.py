@@ -48,12 +48,12 @@ _WATCH_S = 2.0
     help="The run's secret, where it comes from a file; default OUTLAST_RUN_KEY, or run.key of the run directory.",
 )
 def status(target: str, as_json: bool, watch_s: float | None, key_file: str | None) -> int:
-    """Say how a run is: who runs where, how far it is, what went wrong, what it waits for, what may still be tried.
+    """Show the state of a run: its ranks and nodes, its progress, its incidents, and the restarts that are left.
 
-    RUN_DIR is a run directory; what lies there is enough during a run, after it, and after a power cut. HOST:PORT is
-    the --rdzv-endpoint of a run that is under way: its coordinator is asked. Nothing is ever written.
+    RUN_DIR is a run directory; its files are enough during a run, after it, and after a power cut. HOST:PORT is the
+    --rdzv-endpoint of a run that is under way: the state is queried from its coordinator. Nothing is ever written.
 
-    Exit code 0: it could be told, whatever the state; 2: there is no such run directory, or no coordinator answers.
+    Exit code 0: shown, whatever the state; 2: there is no such run directory, or no coordinator responds.
 
     Examples:
       outlast status runs/my-run

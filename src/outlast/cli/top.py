@@ -41,11 +41,12 @@ def top(target: str, interval_s: float, once: bool, as_json: bool, key_file: str
 
     RUN_DIR is a run directory, HOST:PORT the --rdzv-endpoint of a run that is under way. In a terminal the view fills
     it, until q (or Ctrl-C). Elsewhere one view is printed below the other; with --json one object a line, with --once
-    as well one object. It goes on when the run restarts, when another job continues it, and when nobody answers.
+    as well one object. The view continues when the run restarts, when another job resumes the run, and when no
+    coordinator responds.
 
     What a rank does at this moment is read from the memory of its node: on this machine, as the user of the job.
 
-    Exit code 0: ended with q, or after --once; 2: there is no such run directory, or no coordinator answers.
+    Exit code 0: ended with q, or after --once; 2: there is no such run directory, or no coordinator responds.
 
     Examples:
       outlast top runs/my-run
@@ -122,7 +123,7 @@ def _show_live(looker: Looker, target: str, interval_s: float) -> None:
     def paint(width: int, height: int) -> list[Text]:
         looker.check()
         if (report := looker.newest) is None:
-            return [Text(f"{target} has not answered yet"), Text(HINT, style="dim")]
+            return [Text(f"no response from {target} yet"), Text(HINT, style="dim")]
         return show(report, width=width, height=height, hint=HINT)
 
     TopScreen(open_console(width=80), paint, interval_s=interval_s).run()

@@ -276,7 +276,9 @@ class _Reader:
             elif value is None or is_none(value):
                 arguments[name] = None
             else:
-                raise ConfigError(f"{self.place(here, here)}: {shown(value)} is not a section with keys of its own")
+                raise ConfigError(
+                    f"{self.place(here, here)}: {shown(value)} is not a section; write keys and values below its name"
+                )
         for field in fields.values():
             if _is_required(field) and field.name not in arguments:
                 raise ConfigError(f"{self.place(path, path)}: key {field.name!r} is missing; give it")

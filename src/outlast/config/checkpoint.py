@@ -160,7 +160,7 @@ class CheckpointConfig(Settings):
             require_utf8(name, value)
         require(
             self.directory is not None or self.local_directory is not None,
-            "neither directory nor local_directory is set; name a folder for the run's generations",
+            "neither directory nor local_directory is set; name a folder for the run's checkpoints",
         )
         require(
             self.local_directory is None or "://" not in self.local_directory,
@@ -168,7 +168,7 @@ class CheckpointConfig(Settings):
         )
         require(
             self.local_directory is None or self.local_directory != self.directory,
-            f"local_directory and directory are both {self.directory!r}; give the local tier a folder of its own",
+            f"local_directory and directory are both {self.directory!r}; give each tier a different folder",
         )
         for name in ("save_interval", "non_persistent_save_interval"):
             value = getattr(self, name)
@@ -198,13 +198,14 @@ class CheckpointConfig(Settings):
         )
         require(
             kind != "global",
-            "non_persistent_ckpt_type='global' is not supported: non-persistent generations stay near their ranks; to "
-            f"save more often to the global tier, write save_interval={self.non_persistent_save_interval}, and "
-            f"save_retain_interval={self.save_interval} for those to keep",
+            "non_persistent_ckpt_type='global' is not supported: non-persistent checkpoints stay on their ranks' "
+            "nodes; to save more often to the global tier, write "
+            f"save_interval={self.non_persistent_save_interval}, and save_retain_interval={self.save_interval} for "
+            "those to keep",
         )
         require(
             kind in (None, "local", "in_memory"),
-            f"non_persistent_ckpt_type={kind!r} must be local or in_memory; leave it out to use all near tiers",
+            f"non_persistent_ckpt_type={kind!r} must be local or in_memory; leave it out to use all node-local tiers",
         )
         require(
             kind != "local" or self.local_directory is not None,
@@ -216,8 +217,8 @@ class CheckpointConfig(Settings):
         )
         require(
             self.ckpt_format == "torch_dist",
-            f"ckpt_format={self.ckpt_format!r} is not supported: generations are written in the format of torch."
-            "distributed.checkpoint, beside training and for any number of ranks; leave it out, or write torch_dist",
+            f"ckpt_format={self.ckpt_format!r} is not supported: checkpoints are written in the format of torch."
+            "distributed.checkpoint, during training and for any number of ranks; leave it out, or write torch_dist",
         )
 
     def _check_replication(self) -> None:
@@ -229,7 +230,7 @@ class CheckpointConfig(Settings):
         )
         require(
             self.replication_parity == 0 or self.replication_factor == 2,
-            f"replication_factor={self.replication_factor} asks for copies and replication_parity="
+            f"replication_factor={self.replication_factor} is for copies, and replication_parity="
             f"{self.replication_parity} for parity; leave one of them out",
         )
         require(

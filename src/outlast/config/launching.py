@@ -106,7 +106,7 @@ class FaultToleranceConfig(Settings):
     """Smallest number of nodes that the script can train with once spares are spent; none = never shrink."""
 
     node_heartbeat_timeout: float = 5.0
-    """Seconds without a sign of life after which a node counts as lost."""
+    """Seconds without a heartbeat after which a node counts as lost."""
 
     shutdown_grace: float = 60.0
     """Seconds that workers get to save after SIGTERM or Ctrl-C reached their agent; 0 = none."""
@@ -343,7 +343,7 @@ class PreemptionConfig(Settings):
         require(
             not self.preempt_time or self.poll_interval < self.preempt_time,
             f"poll_interval={self.poll_interval} must be below preempt_time={self.preempt_time}: the end of the time "
-            "limit would be noticed too late",
+            "limit would be detected too late",
         )
         url = self.notice_url
         require(

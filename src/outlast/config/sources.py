@@ -110,7 +110,9 @@ def _translate(
             continue
         given, foreign = ours.pop(section), []
         if not isinstance(given, Mapping):
-            raise ConfigError(f"{place((section,))}: {section}: {shown(given)} is not a section with keys of its own")
+            raise ConfigError(
+                f"{place((section,))}: {section}: {shown(given)} is not a section; write keys and values below its name"
+            )
         for key, value in given.items():
             name = str(key).replace("-", "_")
             if name not in known:

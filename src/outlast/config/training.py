@@ -16,8 +16,8 @@ from outlast.config.base import (
 _SMALLER = (
     ("soft_timeout", "hard_timeout", "a rank is interrupted before it is ended"),
     ("hard_timeout", "barrier_timeout", "the others wait until a stuck rank has been ended"),
-    ("heartbeat_interval", "heartbeat_timeout", "a sign of life is due before it is missed"),
-    ("heartbeat_timeout", "barrier_timeout", "a lost node is noticed before the others stop waiting for it"),
+    ("heartbeat_interval", "heartbeat_timeout", "a rank must send a heartbeat before its timeout passes"),
+    ("heartbeat_timeout", "barrier_timeout", "a lost node is detected before the others stop waiting for it"),
     ("monitor_process_interval", "heartbeat_timeout", "a monitor process looks before its silence counts"),
     ("monitor_process_interval", "soft_timeout", "a monitor process looks before a timeout has passed"),
     ("monitor_process_interval", "barrier_timeout", "a monitor process looks before the others stop waiting"),
@@ -189,7 +189,7 @@ class RecoveryConfig(Settings):
         require(
             self.ping_interval < self.ping_timeout,
             f"ping_interval={self.ping_interval} must be below ping_timeout={self.ping_timeout}: "
-            "an answer is due before it is missed",
+            "a response must be possible before the timeout passes",
         )
 
 
@@ -273,8 +273,8 @@ class RerunStateMachineConfig(Settings):
         )
         require(
             validates or self.error_injection_rate == 0,
-            f"error_injection_rate={self.error_injection_rate}, but rerun_mode={self.rerun_mode!r} would not notice; "
-            "use 'validate_results'",
+            f"error_injection_rate={self.error_injection_rate}, but rerun_mode={self.rerun_mode!r} would not detect "
+            "the injected errors; use 'validate_results'",
         )
         require(
             self.error_injection_rate == 0 or self.check_for_nan_in_loss,

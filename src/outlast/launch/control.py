@@ -80,7 +80,7 @@ class Introduction:
         """
         fingerprint, source, run_id, run_dir = _INTRODUCTION.unpack(data)
         if source >= len(_SOURCES):
-            raise ProtocolError("what answers is no coordinator of this version of outlast")
+            raise ProtocolError("the program at this address is not a coordinator of this version of outlast")
         return cls(fingerprint, _SOURCES[source], run_id.rstrip(b"\0"), run_dir.rstrip(b"\0"))
 
     def encode(self) -> bytes:
@@ -120,7 +120,7 @@ def join_handshake(run_id: str | None, key: RunKey | None) -> Handshake:
         their_id = theirs.run_id.decode(errors="replace")
         if run_id is not None and theirs.run_id != _shorten(run_id):
             raise WrongRun(
-                f"it belongs to run {their_id!r}, and this is run {run_id!r}; give each run an endpoint of its own, or "
+                f"it belongs to run {their_id!r}, and this is run {run_id!r}; give each run a separate endpoint, or "
                 "all agents of one run the same --rdzv-id"
             )
         own = key
@@ -187,11 +187,11 @@ def ask(
             return answer
         except TimeoutError:
             raise RendezvousError(
-                f"{endpoint} accepts connections and did not answer within {timeout_s:g} s; it is another program, or "
-                "the first agent hangs"
+                f"{endpoint} accepts connections, but did not respond within {timeout_s:g} s; it is another program, "
+                "or the first agent hangs"
             ) from None
         except AuthenticationFailed as error:
-            raise RendezvousError(f"the coordinator at {endpoint} does not answer: {error}") from None
+            raise RendezvousError(f"the coordinator at {endpoint} cannot be used: {error}") from None
         except OSError:
             raise RendezvousError(
                 f"what listens at {endpoint} is not a coordinator of outlast; give the --rdzv-endpoint of the run"
@@ -217,10 +217,10 @@ def connect(endpoint: Endpoint, *, timeout_s: float) -> socket.socket:
         )
     found = connect_to(addresses, timeout_s)
     if isinstance(found, OSError):
-        why = "no answer" if isinstance(found, TimeoutError) else found.strerror or str(found)
+        why = "timed out" if isinstance(found, TimeoutError) else found.strerror or str(found)
         raise Nobody(
-            f"nobody answers at {endpoint} ({why[:1].lower()}{why[1:]}); the job is over, its first agent is gone, or "
-            "the address is another one",
+            f"no coordinator responds at {endpoint} ({why[:1].lower()}{why[1:]}); the job is over, its first agent "
+            "has exited, or the address is wrong",
             is_refused=found.errno == errno.ECONNREFUSED,
         )
     return found
@@ -256,13 +256,13 @@ def connect_to(addresses: Sequence[tuple[int, tuple[str, int]]], timeout_s: floa
 class Occupant(Enum):
     """What is at an endpoint."""
 
-    COORDINATOR = "a coordinator answers"
-    NOBODY = "nobody listens there yet"
+    COORDINATOR = "a coordinator responds"
+    NOBODY = "no process listens there yet"
     UNREACHABLE = "it cannot be reached"
     UNKNOWN = "there is no such host"
-    LEAVING = "a coordinator of this run answers there, and ends"
-    FOREIGN = "another program answers there"
-    SILENT = "a program listens there and does not answer"
+    LEAVING = "a coordinator of this run listens there and is shutting down"
+    FOREIGN = "another program listens there"
+    SILENT = "a program listens there and does not respond"
 
 
 _RESOLVE_S, _CONNECT_S, _ANSWER_S = 3.0, 1.0, 2.0

@@ -337,7 +337,7 @@ class ControlLink:
             if silent_s > self._silence_s and clock.now_s() - now_s < self._silence_s / 2:
                 channel.send(m.Moving())
                 self._silent = self.endpoint
-                raise _LinkOver(f"the coordinator at {self.endpoint} gave no answer for {silent_s:.1f} s")
+                raise _LinkOver(f"the coordinator at {self.endpoint} did not respond for {silent_s:.1f} s")
 
     def _on_messages(self, _: SelectedChannel[m.OnAgent], came: list[m.OnAgent]) -> None:
         self._news += came
@@ -485,7 +485,7 @@ class ControlLink:
                     raise ConnectionAbortedError("the link is closed")
                 last_ns = max(last_ns, channel.received_ns)
                 if clock.now_ns() - last_ns > answer_s * 1e9:
-                    raise TimeoutError(f"it did not answer within {answer_s:g} s")
+                    raise TimeoutError(f"it did not respond within {answer_s:g} s")
                 for key, events in selector.select(_PAUSE_S):
                     key.data(events)
                 if self._errors:
@@ -499,7 +499,7 @@ class ControlLink:
                 raise _HandedOver(first.reason, parse_endpoint(first.successor))
             raise WrongRun(first.reason) if first.job is None else _JobOver(first.reason, leads=first.leads)
         if not isinstance(first, m.Welcome):
-            raise ConnectionAbortedError(f"it answered {type(first).__name__}")
+            raise ConnectionAbortedError(f"unexpected response {type(first).__name__}")
         difference = describe_difference(first.version, whose="the coordinator", own="the agent")
         if difference is not None:
             raise WrongRun(difference)

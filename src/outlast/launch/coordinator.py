@@ -278,7 +278,7 @@ class Coordinator:
             self.nodes.refuse_claim(node)
         for node in silent:
             silent_s = now_s - node.beat_at_s
-            why = f"no sign of life for {silent_s:.1f} s"
+            why = f"no heartbeat for {silent_s:.1f} s"
             if unheard_s.get(node.name, silent_s) < timeout_s / 2:
                 why = f"its agent's main loop has not run for {silent_s:.1f} s"
             self._lose(node, why, now_s)
@@ -403,7 +403,10 @@ class Coordinator:
             place is not None and place.num_slots > self.settings.num_slots for place in (message.place, message.ran)
         ):
             # A world may shrink and never grows: two agents of one command cannot differ in it.
-            log.warning("node %s reports a place in a larger world than this job's: it begins anew", message.node)
+            log.warning(
+                "node %s reports a place in a larger world than this job's: the node starts from the beginning",
+                message.node,
+            )
             message = msgspec.structs.replace(message, place=None, ran=None)
         node = self.nodes.by_name.get(message.node)
         if node is not None and node.epoch != message.epoch:
@@ -444,7 +447,9 @@ class Coordinator:
             self.nodes.mark(node, ready=False)
             self.nodes.send(
                 node,
-                m.CycleOver(cycle=message.place.cycle if message.place else -1, reason="it came back too late"),
+                m.CycleOver(
+                    cycle=message.place.cycle if message.place else -1, reason="its agent reconnected too late"
+                ),
             )
 
     def _replace_older(self, node: Node, message: m.Register) -> Node | None:
@@ -892,7 +897,7 @@ class Coordinator:
         is_durable = self.state.best_durable is not None or highest_durable(facts) is not None
         if self._quorum.is_lost and is_durable:
             rung, code = Rung.REQUEUE_JOB, ExitReason.PREEMPTED
-            reason += "; there is a saved state to go on from"
+            reason += "; a saved checkpoint exists to resume from"
         verdict = Verdict(rung=rung, reason=reason, exit_code=code)
         self._record(EventKind.VERDICT, {"verdict": verdict})
         self._stop_job(code, reason, now_s)

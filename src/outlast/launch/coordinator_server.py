@@ -224,7 +224,7 @@ class CoordinatorServer:
         while self._suspects and now_s >= next(iter(self._suspects.values()))[0]:
             who = next(iter(self._suspects))
             _, is_known = self._suspects.pop(who)
-            reason = "its agent's connection ended and did not come back"
+            reason = "its agent's connection ended and was not reestablished"
             self._handle(m.Dead(node=who[0], epoch=who[1], reason=reason, is_known=is_known))
         ranks_due_s = self._coordinator.ranks_deadline_s
         if ranks_due_s is not None and now_s >= ranks_due_s:
@@ -353,7 +353,7 @@ class CoordinatorServer:
                     agent.count = message.count
                     link.send(message)
                 case m.Moving():
-                    reason = "its agent had no answer for long and went to another coordinator"
+                    reason = "its agent received no response for too long and connected to another coordinator"
                     self._handle(m.Dead(node=who[0], epoch=who[1], reason=reason, is_known=False))
                 case m.Hello() | m.AskStatus() | m.AskLeadership():
                     self._on_broken(who, link, ConnectionAbortedError(f"it sent {type(message).__name__}"))

@@ -592,7 +592,7 @@ class Cycle:
         if requested == EndRequest.STOP:
             return self._describe_exit(worker, ExitReason.NO_PROGRESS)
         incident = self._describe_exit(worker, worker.exit_code or 1)
-        summary = f"rank {worker.global_rank} asked that its node is replaced"
+        summary = f"rank {worker.global_rank} requested a replacement of its node"
         evidence = {**incident.evidence, "summary": summary}
         return msgspec.structs.replace(incident, kind=IncidentKind.NODE_UNHEALTHY, evidence=evidence)
 

@@ -158,13 +158,13 @@ class MemoryReclaim:
             self._closed.wait(min(self._config.gpu_memory_poll_interval, left_s))
         if held and timeout_s:
             log.warning(
-                "GPU memory has not come back in %.1f s: %s more in use than before the workers; the next ones start "
-                "nevertheless (--ft-gpu-memory-reclaim-timeout, --ft-gpu-memory-tolerance-mb)",
+                "GPU memory was not released within %.1f s: %s more in use than before the workers; the next workers "
+                "start nevertheless (--ft-gpu-memory-reclaim-timeout, --ft-gpu-memory-tolerance-mb)",
                 waited_s,
                 ", ".join(f"{gpu} has {num_bytes / 2**30:.2f} GiB" for gpu, num_bytes in held.items()),
             )
         elif timeout_s and waited_s > _NOTICEABLE_S:
-            log.info("the GPU memory of the workers before came back after %.1f s", waited_s)
+            log.info("the GPU memory of the previous workers was released after %.1f s", waited_s)
         by_others = {gpu: num if gpu in held else min(num, before.get(gpu, num)) for gpu, num in used.items()}
         return {**before, **by_others}, waited_s
 

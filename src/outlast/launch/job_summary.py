@@ -26,5 +26,5 @@ def describe_job(run_dir: str | os.PathLike[str], job: str) -> str:
     if ledger.num_in_process:
         parts.append(f"{count(ledger.num_in_process, 'restart')} in process")
     if ledger.num_spared:
-        parts.append(f"{count(ledger.num_spared, 'rank')} lost and done without")
+        parts.append(f"{count(ledger.num_spared, 'rank')} lost and not replaced")
     return ", ".join(parts)

@@ -640,8 +640,8 @@ class Forming:
         )
         if self._lacks_quorum:
             reason = (
-                f"waiting for most nodes of the last cycle, which may go on elsewhere (have: {names or 'none'}); gives "
-                f"up in {left_s:.0f} s"
+                f"waiting for most nodes of the last cycle, which may still train elsewhere (have: {names or 'none'}); "
+                f"gives up in {left_s:.0f} s"
             )
         for node in self.nodes:
             if node.ready:
@@ -738,7 +738,7 @@ class Forming:
         if self._lacks_quorum:
             return (
                 f"most nodes of the last cycle stayed away for {timeout_s:.0f} s (--rdzv-conf join_timeout=...) and "
-                "may go on elsewhere"
+                "may still train elsewhere"
             )
         return (
             f"{self.missing} of {len(self.nodes.slots)} slots stayed empty for {timeout_s:.0f} s "

@@ -75,7 +75,7 @@ class MetricsEndpoint:
         except OSError as error:
             raise ConfigError(
                 f"nothing can listen at {where} for --metrics-port ({error.strerror or error}); give each agent of a "
-                "machine a port of its own, or 0 for a free one"
+                "machine a different port, or 0 for a free one"
             ) from None
         self.url = f"http://{Endpoint(where.host, self._server.server_port)}/metrics"
         """Where it is."""

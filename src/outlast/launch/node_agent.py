@@ -351,7 +351,7 @@ class NodeAgent(SimpleElasticAgent):
         """Log every ten seconds that the coordinator is not found yet."""
 
         def remind() -> None:
-            problem = self._client.link.problem or "no answer yet"
+            problem = self._client.link.problem or "no response yet"
             log.info("waiting for the coordinator: %s; gives up in %.0f s", problem, max(0.0, left_s - REMIND_S))
             self._wait_for_link(left_s - REMIND_S)
 
@@ -859,7 +859,7 @@ class NodeAgent(SimpleElasticAgent):
         self._journal.write(EventKind.JOB_ENDED, exit_code=stop.exit_code, reason=stop.reason)
 
     def _give_up_on_link(self) -> None:
-        reason = f"the coordinator gave no answer for {self.options.join_timeout_s:.0f} s (--rdzv-conf join_timeout=)"
+        reason = f"the coordinator did not respond for {self.options.join_timeout_s:.0f} s (--rdzv-conf join_timeout=)"
         code = ExitReason.FAILED
         if self._client.has_saved:
             code, reason = ExitReason.PREEMPTED, f"{reason}; a saved checkpoint exists"

@@ -73,7 +73,7 @@ METRICS = {
         ("cycles_started_total", "Cycles that this node has started in this job.", ""),
         ("world_size", "Ranks of that cycle; 0 while none runs here.", ""),
         ("num_nodes", "Nodes of that cycle; 0 while none runs here.", ""),
-        ("spares", "Nodes that waited for a slot, as this node was told last.", ""),
+        ("spares", "Nodes that waited for a slot, as the coordinator last reported.", ""),
         ("node_iteration", "Optimizer steps done: the most of this node's ranks.", ""),
         ("iterations_per_second", f"Mean of the last {RATE_WINDOW_S:g} s without a step back; 0 if none.", ""),
         ("durable_iteration", "Highest iteration that a rank of this node knows to survive the end of the job.", ""),
@@ -129,7 +129,7 @@ METRICS = {
         ("job_exit_code", "Exit code of the job, once it has ended on this node; see --metrics-linger.", "reason"),
         ("steps_rerun_total", "Steps that ranks of this node ran again in place.", ""),
         ("incidents_total", "Incidents that this node's processes reported.", "kind"),
-        ("committed_iteration", "Newest generation that a rank of this node committed, by tier.", "tier"),
+        ("committed_iteration", "Newest checkpoint that a rank of this node committed, by tier.", "tier"),
         ("committed_timestamp_seconds", "When that was, in seconds since the epoch.", "tier"),
         ("saves_total", "Saves that ranks of this node began.", ""),
         (

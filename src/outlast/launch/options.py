@@ -158,7 +158,7 @@ def check_values(argv: Sequence[str]) -> Checked:
         require(value is None or value < math.inf, f"{name(attribute)}={value} has no end; write a number of seconds")
     require(
         args.rdzv_backend in _BACKENDS,
-        f"{name('rdzv_backend')}={args.rdzv_backend}: outlast run brings a rendezvous of its own; leave the option out",
+        f"{name('rdzv_backend')}={args.rdzv_backend}: outlast run has its own rendezvous; leave the option out",
     )
     require(
         fewest is None or fewest <= num_slots,
@@ -166,7 +166,7 @@ def check_values(argv: Sequence[str]) -> Checked:
     )
     _check_nproc(args.nproc_per_node, name("nproc_per_node"))
     port = args.metrics_port
-    require(port is None or 0 <= port < 65536, f"{name('metrics_port')}={port} is no port; {_A_PORT}")
+    require(port is None or 0 <= port < 65536, f"{name('metrics_port')}={port} is not a valid port; {_A_PORT}")
     _check_streams(command)
     require(
         not (args.no_python and args.module),
@@ -183,8 +183,8 @@ def check_values(argv: Sequence[str]) -> Checked:
     )
     require(
         alone or args.node_rank is None or 0 <= args.node_rank < max_nodes,
-        f"{name('node_rank')}={args.node_rank} is no rank of {count(max_nodes, 'node')}; write a number from 0 to "
-        f"{max_nodes - 1}, or leave it out",
+        f"{name('node_rank')}={args.node_rank} is not a rank of {count(max_nodes, 'node')}; write a number from 0 "
+        f"to {max_nodes - 1}, or leave it out",
     )
     timeouts, any_command, ignored = _parse_conf(args.rdzv_conf, name("rdzv_conf"))
     return Checked(
@@ -321,7 +321,7 @@ def _metrics_endpoint(command: RunCommand) -> Endpoint | None:
     if port is None and given_port is not None:
         source = env.METRICS_PORT
         port = int(given_port) if given_port.isdecimal() else -1
-        require(0 <= port < 65536, f"{source}={given_port} is no port; {_A_PORT}")
+        require(0 <= port < 65536, f"{source}={given_port} is not a valid port; {_A_PORT}")
     if port is None:
         for attribute, is_given in (
             ("metrics_address", args.metrics_address is not None),
@@ -335,7 +335,9 @@ def _metrics_endpoint(command: RunCommand) -> Endpoint | None:
     try:
         ipaddress.ip_address(address)
     except ValueError:
-        raise ConfigError(f"{where}={address} is no IP address; write 127.0.0.1, or that of an interface") from None
+        raise ConfigError(
+            f"{where}={address} is not an IP address; write 127.0.0.1, or the address of an interface"
+        ) from None
     require(
         importlib.util.find_spec("prometheus_client") is not None,
         f"{source} needs prometheus-client, which is not installed: pip install 'outlast[prometheus]'",
@@ -360,13 +362,13 @@ def _check_streams(command: RunCommand) -> None:
         text = getattr(args, attribute)
         require(
             _STREAMS.fullmatch(text) is not None,
-            f"{name(attribute)}={text!r} is no choice of streams; write 0 (none), 1 (stdout), 2 (stderr), 3 (both), or "
-            "one for each local rank, such as 0:3,1:2",
+            f"{name(attribute)}={text!r} is not a choice of streams; write 0 (none), 1 (stdout), 2 (stderr), 3 (both), "
+            "or one for each local rank, such as 0:3,1:2",
         )
     ranks = args.local_ranks_filter
     require(
         not ranks or all(rank.strip().isdigit() for rank in ranks.split(",")),
-        f"{name('local_ranks_filter')}={ranks!r} is no list of local ranks; write for example 0,1",
+        f"{name('local_ranks_filter')}={ranks!r} is not a list of local ranks; write numbers, such as 0,1",
     )
 
 
@@ -376,7 +378,7 @@ def _check_plugins(command: RunCommand) -> None:
     handlers = find_event_handlers()
     require(
         not handlers or args.event_log_handler in handlers,
-        f"{name('event_log_handler')}={args.event_log_handler} is no handler of torch's; write console or null",
+        f"{name('event_log_handler')}={args.event_log_handler} is not an event handler of torch; write console or null",
     )
     if args.logs_specs is not None:
         from importlib.metadata import entry_points
@@ -393,7 +395,7 @@ def _check_script(command: RunCommand) -> None:
     if args.no_python:
         require(
             shutil.which(script) is not None,
-            f"{script!r} is no program that can be run; check its path and mode",
+            f"{script!r} is not an executable program; check its path and mode",
         )
     elif args.module:
         module, top = command.name("module"), script.partition(".")[0]
@@ -468,7 +470,9 @@ def _parse_conf(text: str, option: str) -> tuple[dict[str, float], bool, str | N
         try:
             values[name] = float(value)
         except ValueError:
-            raise ConfigError(f"{option}: {name}={value!r} is no number of seconds; write {name}=600, say") from None
+            raise ConfigError(
+                f"{option}: {name}={value!r} is not a number of seconds; write for example {name}=600"
+            ) from None
         require(values[name] > 0, f"{option}: {name}={value} must be above 0 seconds")
     known = "join_timeout, resolve_timeout and any_command"
     ignored = f"{option}: {', '.join(others)}: without effect; outlast's rendezvous knows {known}"

@@ -318,12 +318,12 @@ def _find_unknown(endpoints: Sequence[Endpoint], identity: JobIdentity, *, has_m
             while found is Occupant.SILENT and is_only and clock.now_s() < until_s:
                 found, why = probe(endpoint, identity.run_id, identity.key)
         except WrongRun as error:
-            raise ConfigError(f"--rdzv-endpoint={endpoint}: a coordinator answers there, and {error}") from None
+            raise ConfigError(f"--rdzv-endpoint={endpoint}: a coordinator listens there, and {error}") from None
         if found is Occupant.UNKNOWN:
             unknown.append(f"{endpoint.host!r} ({why})")
         elif found is Occupant.FOREIGN or (found is Occupant.SILENT and is_only):
             raise ConfigError(
-                f"--rdzv-endpoint={endpoint}: {found.value}, no agent of a run; name a free port, or end that program"
+                f"--rdzv-endpoint={endpoint}: {found.value}, not an agent of a run; give a free port, or stop it"
             )
     return unknown if len(unknown) == len(endpoints) and not has_more else []
 
@@ -405,7 +405,9 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
     try:
         get_logging_handler(args.event_log_handler)
     except KeyError:  # torch would find out once the job is over
-        raise ValueError(f"--event-log-handler={args.event_log_handler} is no handler; write console or null") from None
+        raise ValueError(
+            f"--event-log-handler={args.event_log_handler} is not an event handler of torch; write console or null"
+        ) from None
     # What torch's event log asks of a rendezvous handler; the agents meet through the coordinator.
     names = SimpleNamespace(get_backend=lambda: "outlast", get_run_id=lambda: options.run_id)
     newer: dict[str, Any] = {"virtual_local_rank": True} if args.virtual_local_rank else {}  # not a field in torch 2.8
@@ -567,7 +569,7 @@ def may_write(lease: Lease) -> bool:
         log.debug("what the run has learned is not written: %s", error)
         return False
     except OSError as error:  # whoever writes will report it
-        log.debug("the run directory does not answer: %s", error)
+        log.debug("the run directory does not respond: %s", error)
     return True
 
 

@@ -202,7 +202,7 @@ class LauncherSettings:
     """Resume from checkpoints that another run saved, in this launch; as checkpoint.resume_from_other_run."""
 
     preload: str = _option(_RUN, "MODULE,...", default="")
-    """Modules that are imported before the workers are forked, beside torch."""
+    """Modules that are imported before the workers are forked, in addition to torch."""
 
     no_warm_start: bool = _option(_RUN)
     """Start workers as fresh interpreters instead of forking them from a process that has imported torch."""
@@ -219,8 +219,8 @@ class LauncherSettings:
     else the one towards --rdzv-endpoint."""
 
     port_range: str | None = _option(_NODES, "LOW-HIGH")
-    """Ports at which the processes of this node listen, beside the one of --rdzv-endpoint; default OUTLAST_PORT_RANGE,
-    else any."""
+    """Ports at which the processes of this node listen, in addition to the port of --rdzv-endpoint; default
+    OUTLAST_PORT_RANGE, else any."""
 
     max_restarts_total: int | None = _option(_RESTARTS, "N")
     """Restarts in the whole run, with or without progress; default no limit."""
@@ -229,7 +229,7 @@ class LauncherSettings:
     """Seconds between SIGTERM and SIGKILL for the survivors of a failed cycle; default 0: SIGKILL at once."""
 
     workers_stop_timeout: float = _option(_RESTARTS, "SECONDS", default=15.0)
-    """Seconds between SIGTERM and SIGKILL at an orderly end that is no preemption; default 15."""
+    """Seconds between SIGTERM and SIGKILL at an orderly end other than a preemption; default 15."""
 
     no_health_check: bool = _option(_HEALTH)
     """Check this node neither before it joins nor later."""
@@ -239,8 +239,8 @@ class LauncherSettings:
     OUTLAST_LOG_LEVEL, else info."""
 
     metrics_port: int | None = _option(_OUTPUT, "PORT")
-    """Show Prometheus this node's figures at this port, over HTTP; 0: a free one, which the log names; default
-    OUTLAST_METRICS_PORT, else not at all."""
+    """Export this node's metrics for Prometheus at this port, over HTTP; 0: a free port, which the log reports; default
+    OUTLAST_METRICS_PORT, else no export."""
 
     metrics_address: str | None = _option(_OUTPUT, "ADDRESS")
     """IP address at which --metrics-port listens; default OUTLAST_METRICS_ADDRESS, else 127.0.0.1, which other machines

@@ -222,7 +222,7 @@ def describe_notice(noticed: Mapping[str, int]) -> str:
         noticed: Nodes whose agents received one, and its number; others only followed.
     """
     if not noticed:
-        return "the workers received a notice"  # from the scheduler itself, or a file
+        return "the workers received a preemption notice"  # from the scheduler itself, or a file
     names = sorted(noticed)
     which = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     known = {one.value: one.name for one in signal.Signals}

@@ -71,7 +71,7 @@ class NodeWorkers:
             self._num_clearing -= 1
         elif event is None:
             log.error(
-                "the zygote (pid %d), which starts the workers, died, and so did they; starting a new one",
+                "the fork server (pid %d), which starts the workers, died, and the workers with it; starting a new one",
                 self._zygote.pid,
             )
             self._zygote.close()

@@ -209,9 +209,9 @@ def _name(ranks: list[Position]) -> str:
 
 
 def _describe_alike(suspects: list[Position], reasons: list[str]) -> str:
-    text = f"nothing tells ranks {_ranks(suspects)} apart"
+    text = f"ranks {_ranks(suspects)} are indistinguishable"
     if reasons:
-        text += f", of each of which is known: {'; '.join(reasons)}"
+        text += f"; for each of them: {'; '.join(reasons)}"
     lines = {one.stack_line for one in suspects}
     if len(lines) == 1 and None not in lines:
         text += f"; all are at {lines.pop()}"
@@ -253,7 +253,7 @@ def _by_process(ranks: list[Position]) -> tuple[list[Position], str]:
     gone = kept[0].process_state in ("Z", "X")
     reason = {
         _STOPPED: "its process is gone" if gone else f"its process is stopped (state {kept[0].process_state})",
-        _UNRESPONSIVE: "its interpreter does not answer (a C call that holds the GIL)",
+        _UNRESPONSIVE: "its interpreter does not respond (a C call that holds the GIL)",
         _BUSY: "it has not come to the collective that the others wait in",
         _UNKNOWN: "it is not seen to wait in a collective, unlike the others",
         _WAITING: "",

@@ -739,7 +739,7 @@ def describe_saves(
         often = [f"every {interval} iterations" if interval != "auto" else "at automatic intervals"] if interval else []
         if near_interval:
             near = "at automatic intervals" if near_interval == "auto" else f"every {near_interval} iterations"
-            often.append(f"{near} to the near tiers")
+            often.append(f"{near} to the node-local tiers")
         saves = f"checkpoints {' and '.join(often)} to {' + '.join(tiers)}"
     if not is_told:
         leaving = "preemption no (outlast.init() was not called in the main thread)"

@@ -806,7 +806,7 @@ def _judge(
     if excluded is not None:
         reason = (
             f"{what}; this is the same failure at the same iteration after the same copy was loaded: the node-local "
-            f"copies of generation {excluded.generation} are excluded, {action}; the workers load another copy "
+            f"copies of checkpoint {excluded.generation} are excluded, {action}; the workers load another copy "
             f"({count_of_restart(state, limits)}){wait}"
         )
         return Verdict(rung=rung, reason=reason, quarantine=quarantine, delay_s=delay_s)
@@ -978,7 +978,7 @@ def judge_slow_rank(state: LadderState, end: CycleEnd, limits: Limits) -> Verdic
         if state.progress_known and state.cycles_without_progress >= limits.max_no_progress_cycles:
             code = ExitReason.NO_PROGRESS
     elif not node:
-        why = "stopping, as nobody said which node is to be replaced"
+        why = "stopping, as it is not known which node to replace"
     elif end.num_spares == 0:
         why = f"stopping, as no spare waits for the slot of node {node}"
     else:

@@ -302,7 +302,7 @@ def hold_back(given: Assignment, *, place: Place, spares: Sequence[int]) -> Assi
     if given.target is not None and len(chosen) < given.target:
         raise RestartAbort(
             f"spares of the topology leave {len(chosen)} of {len(given.living)} ranks, but active_world_size="
-            f"{given.target}; hold fewer back, or ask for fewer active ranks",
+            f"{given.target}; hold fewer spares back, or lower active_world_size",
             iteration=given.iteration,
         )
     return given.with_order(chosen, given.target)

@@ -238,21 +238,23 @@ def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distruste
     """
     known = [one for one in known if not one.is_last_resort]
     if load is None or iteration is None:
-        why = f"{len(known)} copies being distrusted already" if known else "so no copy can be at fault"
+        why = f"{len(known)} copies are excluded already" if known else "so no copy can be at fault"
         return Judgement(distrusted=None, reason=f"nothing was loaded, {why}")
     since = iteration - load.generation
-    what = f"generation {load.generation} ({load.tier} tier, attempt {load.attempt})"
+    what = f"checkpoint {load.generation} ({load.tier} tier, attempt {load.attempt})"
     if not 0 <= since <= load.suspect_window:
         where = f"{count(since, 'iteration')} after {what} was loaded"
         return Judgement(distrusted=None, reason=f"{where}, beyond the suspect window of {load.suspect_window}")
     is_global = load.tier == _GLOBAL
     if any(one.attempt == load.attempt and (one.tier == _GLOBAL or not is_global) for one in known):
-        return Judgement(distrusted=None, reason=f"{what} is distrusted already and was loaded all the same")
+        return Judgement(distrusted=None, reason=f"{what} is excluded already and was loaded nevertheless")
     pending = [one for one in known if not one.settled]
     if is_global and any(one.tier == _GLOBAL for one in pending):
-        return Judgement(distrusted=None, reason=f"{what} is the second one from the global tier to give one")
+        return Judgement(
+            distrusted=None, reason=f"{what} is the second one from the global tier that led to an invalid result"
+        )
     if len(pending) >= MAX_OPEN:
-        return Judgement(distrusted=None, reason=f"{len(pending)} other copies gave one before {what}")
+        return Judgement(distrusted=None, reason=f"{len(pending)} other copies led to an invalid result before {what}")
     distance = f"{since} iteration{'' if since == 1 else 's'} after it was loaded"
     why = f"an invalid result at iteration {iteration}, {distance} from the {load.tier} tier in cycle {load.cycle}"
     distrusted = Distrusted(
@@ -266,7 +268,7 @@ def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distruste
     )
     scope = "it" if is_global else "its copies in memory, local tier and replicas"
     return Judgement(
-        distrusted=distrusted, reason=f"{distance}, {what} is distrusted: {scope}, and what descends from it"
+        distrusted=distrusted, reason=f"{distance}, {what} is excluded: {scope}, and all that descends from it"
     )
 
 
@@ -468,7 +470,7 @@ def _plan_at(iteration: int, holdings: Sequence[InPlaceHolding]) -> InPlacePlan 
         givers = [rank, *(other for other in range(len(holdings)) if other != rank)]
         giver = next((one for one in givers if iteration in holdings[one].own.get(rank, ())), None)
         if giver is None:
-            return f"nobody has the random numbers and the like of rank {rank} at iteration {iteration}"
+            return f"no rank has the per-rank state (such as random numbers) of rank {rank} at iteration {iteration}"
         own_from[rank] = giver
         sources = [
             other
@@ -486,7 +488,7 @@ def _plan_at(iteration: int, holdings: Sequence[InPlaceHolding]) -> InPlacePlan 
             digests[rank] = holdings[sources[0]].digest
     origins = {one.has_loaded for one in holdings if one.iteration == iteration}
     if len(origins) > 1:
-        return "the ranks go back to different generations"
+        return "the ranks would resume from different checkpoints"
     return InPlacePlan(
         iteration=iteration,
         part_from=part_from,

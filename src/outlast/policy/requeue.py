@@ -25,7 +25,7 @@ _FOR_A_PERSON = {
 _FOR_ANOTHER_TRY = {
     ExitReason.RESUME_TO_DISAMBIGUATE: "an invalid result to disambiguate",
     ExitReason.STRAGGLER: "a slow node",
-    ExitReason.UNHEALTHY_NODE: "a node that is not fit to train",
+    ExitReason.UNHEALTHY_NODE: "a node that is unhealthy",
 }
 
 
@@ -94,7 +94,7 @@ def rule(state: RequeueState, end: JobEnd, *, num_job_retries_on_failure: int) -
         if stopped_with in _FOR_A_PERSON:
             return _keep(state, f"{_FOR_A_PERSON[ExitReason(stopped_with)]} (exit code {stopped_with})")
     if code == ExitReason.PREEMPTED:
-        return Ruling(requeue=True, reason="shutdown requested, with a saved generation to resume from", state=state)
+        return Ruling(requeue=True, reason="shutdown requested, with a saved checkpoint to resume from", state=state)
     if code in TOLD_TO_LEAVE:
         return Ruling(requeue=True, reason=f"shutdown requested by {TOLD_TO_LEAVE[code]}", state=state)
     what = _FOR_ANOTHER_TRY[ExitReason(code)] if code in _FOR_ANOTHER_TRY else "a failure"

@@ -77,7 +77,7 @@ _MEANING = {
     Finding.UNDECIDED: "undecided",
     Finding.REPEATED: "the run stops, so that people can look at the data and at the ranks named, and go back",
     Finding.SLOW: "all ranks leave, so that its node can be replaced",
-    Finding.SPLIT: "culprit unknown, as no majority shows which replica is bad",
+    Finding.SPLIT: "root cause unknown, as no majority shows which replica is bad",
 }
 
 

@@ -125,7 +125,7 @@ def remarks(ranks: Sequence[RankTimings]) -> Iterator[str]:
         for timing in (*owner.sections, *owner.kernels):
             if timing.num_invalid or not math.isfinite(timing.median_s):
                 many = f"{timing.num_invalid} of {timing.num_invalid + timing.count}" if timing.num_invalid else "all"
-                yield f"rank {owner.rank}: {many} times of {timing.name!r} are no durations (NaN, negative): left out"
+                yield f"rank {owner.rank}: {many} times of {timing.name!r} are invalid (NaN, negative) and left out"
         if not owner.num_steps and not owner.has_times:
             yield f"rank {owner.rank} timed nothing: it cannot be compared"
     for role, members in _by_role(ranks).items():

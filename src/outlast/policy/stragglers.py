@@ -393,7 +393,7 @@ def _why_nobody(
         worst = max(unsure, key=lambda one: (one.z, one.excess_s))
         return (
             f"rank {worst.rank} takes {worst.ratio:.2f} times as long in {worst.name!r}, but the others differ too "
-            f"much among themselves to say that it is slow ({worst.z:.1f} of {Z_LIMIT:g} standard deviations)"
+            f"much among themselves for this to count as slow ({worst.z:.1f} of {Z_LIMIT:g} standard deviations)"
         )
     share = share_compared(ranks, findings.measured)
     where = "" if share is None else f" in what was compared, {share:.0%} of a step"
