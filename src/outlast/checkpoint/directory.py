@@ -503,8 +503,8 @@ class GenerationFolder(ClaimedPlace):
     def generations(self) -> list[int]:
         for iteration, name in self.wait_for_names().items():
             log.warning(
-                "%s/step-%d is skipped until a run that saves there resumes: its replacement was interrupted before the "
-                "final rename; it is stored in %s",
+                "%s/step-%d is skipped until a run that saves there resumes: its replacement was interrupted before "
+                "the final rename; it is stored in %s",
                 self.url,
                 iteration,
                 name,

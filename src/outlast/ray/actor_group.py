@@ -460,8 +460,8 @@ class ActorGroup:
         if ends_call(self._known, [self._current.iteration]):
             known, self._known = self._known, self._current.iteration
             raise RolledBack(
-                f"{call.method!r} was not started: when actors left a drained node, the newest checkpoint that all could "
-                f"load was {self._known}, not {known}; continue with the data from there",
+                f"{call.method!r} was not started: when actors left a drained node, the newest checkpoint that all "
+                f"could load was {self._known}, not {known}; continue with the data from there",
                 iteration=self._known,
             )
         while True:

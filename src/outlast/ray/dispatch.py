@@ -303,7 +303,8 @@ class MeshDispatch(Dispatch):
         """Return a parcel for each data shard, the same for all if there is no batch."""
         if not -mesh.pp <= self._result_stage < mesh.pp:
             raise ConfigError(
-                f"invalid result_stage={self._result_stage}: a mesh with pp={mesh.pp} has stages {-mesh.pp} to {mesh.pp - 1}"
+                f"invalid result_stage={self._result_stage}: a mesh with pp={mesh.pp} has the stages "
+                f"{-mesh.pp} to {mesh.pp - 1}"
             )
         arguments = tuple(args), dict(kwargs)
         own_weights = kwargs.get("weights") if takes_weights else None
