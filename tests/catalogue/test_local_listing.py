@@ -285,9 +285,9 @@ def test_an_empty_folder_is_empty(tmp_path: Path) -> None:
     ("below", "says"),
     [
         ("nowhere", "does not exist"),
-        ("node0/step-5", "is one generation"),
-        ("node0/step-5/manifest.json", "is not a folder"),
-        ("node0/suspect", "holds saves for diagnosis"),
+        ("node0/step-5", "is a single checkpoint"),
+        ("node0/step-5/manifest.json", "is not a directory"),
+        ("node0/suspect", "contains saves for diagnosis"),
     ],
 )
 def test_the_wrong_folder_is_refused(tmp_path: Path, below: str, says: str) -> None:

@@ -141,5 +141,5 @@ def test_a_folder_that_one_rank_cannot_read_is_not_taken_for_empty(tmp_path: Pat
         ended = start(tmp_path / "ckpt", LOSE_A_FOLDER, world=2, nodes={"one": one, "two": two})
     (code, told), (other_code, other_told) = ended
     assert (code, other_code) == (0, 0), ended
-    assert told["error"].split(" holds generations")[1] == other_told["error"].split(" holds generations")[1]
+    assert told["error"].split(" contains checkpoints")[1] == other_told["error"].split(" contains checkpoints")[1]
     assert str(tmp_path / "ckpt" / "two") in told["error"]

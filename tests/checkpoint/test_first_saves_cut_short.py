@@ -85,15 +85,15 @@ def replace(nodes: dict[str, WriterProcess], name: str) -> None:
 def test_a_first_save_in_one_ranks_memory_only_lets_the_run_begin_anew(
     tmp_path: Path, nodes: dict[str, WriterProcess]
 ) -> None:
-    """Rank 1 is killed before its writer prepares the first generation: the run begins anew, warns, saves, and that
-    generation is loaded in the next cycle."""
+    """Rank 1 is killed before its writer prepares the first checkpoint: training starts from the beginning, warns and
+    saves, and that checkpoint is loaded in the next cycle."""
     config: dict[str, Any] = {"local_directory": None, "directory": str(tmp_path / "global"), "replication": False}
     cut = "EARLIER, DYING, BEFORE, REACHED = False, 1, 'PreparePart', 'PreparePart'"
     run(tmp_path / "ckpt", cut + CUT_SHORT, nodes, 0, **config)
     first = run(tmp_path / "ckpt", LOAD, nodes, 1, **config)
     assert [told["loaded"] for told in first] == [None, None]
-    assert any("the run begins anew" in text for text in first[0]["warnings"])
-    assert not any("the run begins anew" in text for text in first[1]["warnings"])
+    assert any("training starts from the beginning" in text for text in first[0]["warnings"])
+    assert not any("training starts from the beginning" in text for text in first[1]["warnings"])
     assert [told["loaded"] for told in run(tmp_path / "ckpt", LOAD, nodes, 2, **config)] == [1, 1]
 
 
@@ -134,7 +134,7 @@ def test_a_node_lost_before_anything_was_durable_lets_the_run_begin_anew(
     replace(nodes, "two")
     told = run(tmp_path / "ckpt", LOAD, nodes, 1, **config)
     assert [one["loaded"] for one in told] == [None, None]
-    assert any("the run begins anew" in text and "rank 1" in text for text in told[0]["warnings"])
+    assert any("training starts from the beginning" in text and "rank 1" in text for text in told[0]["warnings"])
 
 
 @pytest.mark.slow

@@ -70,10 +70,10 @@ def test_a_newer_generation_with_nan_is_passed_over_and_named(tmp_path: Path, ca
     assert [(one.generation, one.kind) for one in restored.rejected] == [(4, "NotFinite"), (3, "NotFinite")]
     told = "\n".join(_warnings(caplog))
     assert "skipped: generation 4" in told
-    assert "generation 1 holds none; if they belong there, set prefer_finite=false" in told
+    assert "checkpoint 1 contains none; if they are expected, set prefer_finite=false" in told
     restored, iteration = _load(tmp_path, prefer_finite=False)
     assert (iteration, restored.finite, restored.rejected) == (4, False, [])
-    assert "generation 4, holds numbers that are infinite or NaN" in "\n".join(_warnings(caplog))
+    assert "the loaded checkpoint 4 contains numbers that are infinite or NaN" in "\n".join(_warnings(caplog))
 
 
 def test_a_state_that_always_holds_infinities_is_loaded_as_ever(

@@ -76,7 +76,7 @@ def test_the_second_of_two_runs_in_one_directory_is_refused_at_once(tmp_path: Pa
     assert "\n" not in line
     assert str(folder) in line
     assert all(run in line for run in runs)
-    assert line.endswith("give it a directory of its own")
+    assert line.endswith("give it a separate directory")
     assert _load(config) == (2, 2.0)
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "owner", "run.json", "step-1", "step-2"]
 

@@ -172,8 +172,8 @@ def test_a_generation_that_lost_its_name_is_named_until_it_is_put_back(
     (tmp_path / "step-9").rename(tmp_path / "step-9.aside-job-0-ab12cd34.2")
     directory = GlobalDirectory.open(tmp_path)
     assert directory.generations() == [8]
-    assert "step-9 has no name, as its replacement was cut short" in caplog.text
-    with pytest.raises(Incomplete, match=r"lies in step-9\.aside-job-0-ab12cd34\.2 until"):
+    assert "step-9 is skipped until a run that saves there resumes" in caplog.text
+    with pytest.raises(Incomplete, match=r"is stored in step-9\.aside-job-0-ab12cd34\.2 until"):
         VerifiedReader(tmp_path / "step-9")
     with pytest.raises(Incomplete, match="there is no manifest"):
         VerifiedReader(tmp_path / "step-7")

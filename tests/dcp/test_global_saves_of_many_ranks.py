@@ -146,7 +146,7 @@ def test_a_rank_that_does_not_take_part_is_named(tmp_path: Path, silent: int) ->
             lane._timeout_s = 30.0  # the others, in threads of one process, need much of it on a busy machine
         errors = lanes.save(_flats(1.0), 20, leave_out=[silent])
         assert {type(error) for error in errors} == {PeerSilent}
-        assert {f"no answer (has/{silent})" in str(error) for error in errors} == {True}
+        assert {f"no response (has/{silent})" in str(error) for error in errors} == {True}
         assert lanes.directory.generations() == [10]
 
 
@@ -172,7 +172,7 @@ def test_a_rank_that_writes_too_long_is_named(tmp_path: Path, rank: int) -> None
 
         lanes._note = noted  # type: ignore[method-assign]
         errors = lanes.save(_flats(), 10)
-        assert {f"no answer (wrote/{rank})" in str(error) for error in errors} == {True}
+        assert {f"no response (wrote/{rank})" in str(error) for error in errors} == {True}
         assert lanes.directory.generations() == []
 
 

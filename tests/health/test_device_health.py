@@ -184,7 +184,7 @@ def test_memory_in_use_is_read_of_every_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_nvml_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing library or driver is a reason, not a failure of the GPU."""
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
-    assert read_nvml("GPU-1") == "NVML is not asked: nvidia-ml-py is not installed"
+    assert read_nvml("GPU-1") == "NVML is unavailable: nvidia-ml-py is not installed"
 
     def no_driver() -> None:
         raise NVMLError("Driver Not Loaded")

@@ -30,7 +30,7 @@ def test_all_alive(tmp_path: Path) -> None:
     with run(tmp_path, "alive", 20) as ranks:
         assert ranks.wait(timeout_s=300) == [0, 0, 0]
     for rank in range(3):
-        assert [one[:2] for one in found(tmp_path, rank)] == [["ok", "all 3 ranks answer"]] * 4
+        assert [one[:2] for one in found(tmp_path, rank)] == [["ok", "all 3 ranks responded"]] * 4
 
 
 def test_gone_rank(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_wrong_answer(tmp_path: Path) -> None:
     for rank in (0, 2):
         assert found(tmp_path, rank)[1][:3] == [
             "failed",
-            "rank 1 answered with a wrong number",
+            "rank 1 responded with a wrong number",
             {"wrong_ranks": [1]},
         ]
 

@@ -67,8 +67,8 @@ def test_journals_that_cannot_be_written_stop_nobody(tmp_path: Path) -> None:
     assert codes == [0], output
     assert output.count("trained") == 2, output
     for proc in procs:
-        assert f"4711-node-0-{proc}.jsonl: the disk has not answered" in output, output
-        assert f"4711-node-0-{proc}.jsonl: the disk does not answer" in output, output
+        assert f"4711-node-0-{proc}.jsonl: the disk has not responded" in output, output
+        assert f"4711-node-0-{proc}.jsonl: the disk does not respond" in output, output
     assert len(list((tmp_path / "saved" / "global").glob("*20*"))) >= 1
 
 

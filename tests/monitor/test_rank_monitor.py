@@ -216,7 +216,7 @@ def test_examiner_gets_an_answer_and_the_stack(monitor, board, tmp_path):
 def test_wrong_board_is_an_error_at_once(tmp_path):
     """A path that is no board, or a rank that it does not have, ends the script with a clear line."""
     (tmp_path / "x").write_text("x" * 8192)
-    with pytest.raises(OutlastError, match="is not a board"):
+    with pytest.raises(OutlastError, match="is not a heartbeat memory file"):
         PlacedRankMonitor(WorkerEnv(board=str(tmp_path / "x")))
 
 

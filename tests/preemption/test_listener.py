@@ -79,7 +79,7 @@ def test_a_source_that_fails_is_said_once_and_asked_on(caplog: pytest.LogCapture
     """A metadata server that is away for a while neither stops the run nor fills the log."""
     with ShutdownListener((), sources=[Broken()], poll_interval_s=0.01) as listener:
         assert listener.wait(60)
-    assert caplog.text.count("does not answer and is tried again") == 1
+    assert caplog.text.count("failed and is polled again") == 1
 
 
 def test_what_asks_twice_is_no_second_signal() -> None:
@@ -257,7 +257,7 @@ def test_an_address_gives_notice_by_its_answer(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(OSError, match="500"):
             source.poll()
         told = source.poll()
-    assert told == NoticeReceived(f"{url.partition('?')[0]} says 'TRUE'")
+    assert told == NoticeReceived(f"{url.partition('?')[0]} reports 'TRUE'")
     assert set(headers) == {"Google"}
     with pytest.raises(ConfigError, match="http"):
         NoticeURL("file:///etc/passwd")

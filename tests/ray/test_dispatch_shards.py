@@ -76,7 +76,7 @@ def test_results_may_come_from_another_stage() -> None:
     for mesh in meshes():
         wanted = {rank: rank for rank in range(mesh.size) if first.wants_result(mesh.place(rank))}
         assert first.collect(mesh, wanted) == [mesh.ranks(tp=0, cp=0, pp=0, dp=dp)[0] for dp in range(mesh.dp)]
-    with pytest.raises(ConfigError, match="result_stage=2 is no stage of a mesh with pp=2"):
+    with pytest.raises(ConfigError, match="invalid result_stage=2: a mesh with pp=2 has the stages -2 to 1"):
         MeshDispatch(result_stage=2).split(Mesh(pp=2), (), {}, takes_weights=False)
 
 

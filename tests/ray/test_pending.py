@@ -64,7 +64,7 @@ def test_a_death_is_told_in_few_words() -> None:
     )
     assert describe_error(error) == "its worker process has died (SYSTEM_ERROR)"
     assert describe_error(ValueError("one\ntwo")) == "ValueError: one two"
-    assert describe_error(None) == "no answer"
+    assert describe_error(None) == "no response"
 
 
 def test_a_report_says_who_why_and_what_was_kept() -> None:

@@ -90,7 +90,7 @@ def test_a_small_part_is_read_whole_or_refused(node) -> None:
 
 def test_a_part_that_is_not_there_is_named(node, hold: Callable[[bytes], int]) -> None:
     """The error says which node lacks what."""
-    with pytest.raises(ReplicaError, match=r"node other: it does not hold the shard of rank 3 of generation 120"):
+    with pytest.raises(ReplicaError, match=r"node other: it does not hold the shard of rank 3 of checkpoint 120"):
         fetch(node.target, KEY, COPY, hold(bytes(10)), 10, timeout_s=10)
 
 

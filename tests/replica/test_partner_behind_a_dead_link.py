@@ -108,6 +108,6 @@ def test_a_partner_whose_packets_are_dropped_is_left_out(
     assert (lost.chunks, lost.is_new) == (None, True)
     assert f"node partner ({THEIRS}" in str(lost.error)
     assert (skipped.chunks, skipped.is_new) == (None, False)
-    assert "left out until it answers again" in str(skipped.error)
+    assert "skipped until it responds again" in str(skipped.error)
     assert last.chunks == digests_of(data)
     assert os.pread(into, len(data), 0) == data

@@ -66,7 +66,7 @@ def test_a_partner_whose_disk_hangs_is_left_out_until_it_responds(
         ping(node.target, KEY, timeout_s=LONG_S)
     with pytest.raises(ReplicaError, match=r"the memory has not responded for .*; it takes no replica"):
         client.push(node.target, KEY, CopyKey(2, "a", 0), fd, range(1), 5, timeout_s=LONG_S)
-    assert "left out until it answers again" in str(replicate(LONG_S).error)
+    assert "skipped until it responds again" in str(replicate(LONG_S).error)
     responds.set()
     assert _replicate_until_taken(lambda: replicate(LONG_S)).chunks
     with node.memory.change:

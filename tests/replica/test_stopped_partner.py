@@ -68,9 +68,9 @@ def test_a_stopped_partner_is_left_out_until_it_answers(start, hold: Callable[[b
     (stopped,) = replicator.replicate(NEWER, fd, len(data), (target,), timeout_s=0.3)
     (skipped,) = replicator.replicate(NEWER, fd, len(data), (target,), timeout_s=3600)
     assert (stopped.chunks, stopped.is_new) == (None, True)
-    assert stopped.error == f"node partner (127.0.0.1:{target.port}): the other side did not answer in time"
+    assert stopped.error == f"node partner (127.0.0.1:{target.port}): the peer did not respond in time"
     assert (skipped.chunks, skipped.is_new) == (None, False)
-    assert "left out until it answers again" in str(skipped.error)
+    assert "skipped until it responds again" in str(skipped.error)
 
     partner.resume(0)
     last = replicate_until_taken(lambda: replicator.replicate(NEWEST, fd, len(data), (target,), timeout_s=LONG_S)[0])
@@ -120,6 +120,6 @@ def test_a_fetch_from_a_stopped_partner_ends(start, hold: Callable[[bytes], int]
     """It raises after its time without progress instead of waiting for ever."""
     partner, target = start()
     partner.stop(0)
-    with pytest.raises(ReplicaError, match=r"node partner .* the other side did not answer in time"):
+    with pytest.raises(ReplicaError, match=r"node partner .* the peer did not respond in time"):
         fetch(target, KEY, EARLIER, hold(bytes(10)), 10, timeout_s=0.3)
     partner.resume(0)

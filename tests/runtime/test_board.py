@@ -258,7 +258,7 @@ def test_finished_rank_says_so(board, page):
     ("content", "message"),
     [
         (b"", "has 0 bytes"),
-        (b"x" * 8192, "is not a board"),
+        (b"x" * 8192, "is not a heartbeat memory file"),
         (layout.MAGIC.to_bytes(8, "little") + (99).to_bytes(8, "little") + bytes(8), "has format 99"),
         (struct.pack("=3q", layout.MAGIC, layout.VERSION, 7), "7 ranks"),
     ],
@@ -275,7 +275,7 @@ def test_missing_board_and_rank_are_named(board, tmp_path):
     """A board that is not there and a rank that it does not have are errors that say so."""
     with pytest.raises(OutlastError, match="cannot be opened"):
         Board.open(str(tmp_path / "gone"))
-    with pytest.raises(OutlastError, match="none of number 2"):
+    with pytest.raises(OutlastError, match="not local rank 2"):
         board.read(2)
 
 

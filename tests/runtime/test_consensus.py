@@ -128,7 +128,7 @@ except PeerLost as error:
 """
     with _start(body, 2) as ranks:
         assert ranks.wait(PATIENCE_S, ranks=[1]) == [5], ranks.tails()
-        assert "lost: a peer left" in ranks.output(1)
+        assert "lost: a peer exited" in ranks.output(1)
 
 
 @pytest.mark.process

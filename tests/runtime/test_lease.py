@@ -151,7 +151,7 @@ def test_an_owner_on_another_machine_is_watched(
     with caplog.at_level("INFO", logger="outlast"):
         lease(tmp_path, _own("near")).acquire()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert "waiting until it has shown no sign of life for" in caplog.messages[0]
+    assert "waiting until it has sent no heartbeat for" in caplog.messages[0]
     assert "is taken over from run far" in caplog.messages[1]
 
 

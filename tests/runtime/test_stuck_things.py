@@ -40,9 +40,9 @@ def test_work_on_a_hung_disk_is_left_and_nothing_more_is_tried_there_meanwhile(t
     """What takes too long is left to end by itself; until it has, the next one there is not even begun, and other file
     systems are used as before."""
     go_on, begun = threading.Event(), Mock()
-    with pytest.raises(TimeoutError, match="does not answer"):
+    with pytest.raises(TimeoutError, match="does not respond"):
         files.in_time(tmp_path / "missing" / "file", go_on.wait, 0.01)
-    with pytest.raises(TimeoutError, match="does not answer"):
+    with pytest.raises(TimeoutError, match="does not respond"):
         files.in_time(tmp_path, begun)
     begun.assert_not_called()
     assert files.in_time("/proc/self/status", lambda: 5) == 5
@@ -120,7 +120,7 @@ def test_a_replica_that_its_disk_keeps_waiting_ends_the_request(monkeypatch: pyt
         go_on.wait()
         return late
 
-    with pytest.raises(TimeoutError, match="has not answered"):
+    with pytest.raises(TimeoutError, match="has not responded"):
         service._patiently(work, server._drop_later)
     assert channel.send.call_count == 3
     go_on.set()

@@ -72,7 +72,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_goes_on_after_it(tmp_
         (line,) = [line for line in "".join(outputs).splitlines() if "is in use by" in line]
         assert f"{tmp_path}/ckpt is in use by run run-" in line
         assert f"(pid {first.pid(0)} on " in line
-        assert line.endswith("or give it a directory of its own")
+        assert line.endswith("or give it a separate directory")
         assert "Traceback" not in "".join(outputs)
         assert _content(tmp_path) == before
         assert first.running(0)
@@ -94,8 +94,8 @@ def test_an_owner_that_was_stopped_and_taken_over_writes_nothing_more(tmp_path: 
         first.stop(0)
         code, output = _train(tmp_path, '{"total": 6, "machine": "far"}')
         assert code == 0, output
-        assert "cannot be asked from here; waiting until it has shown no sign of life" in output
-        assert "which has shown no sign of life" in output
+        assert "cannot be queried from this node; waiting until it has sent no heartbeat" in output
+        assert "which has stopped sending heartbeats" in output
         assert "loaded iteration 3" in output
         saved = _content(tmp_path)
         (tmp_path / "go").touch()

@@ -91,6 +91,6 @@ def test_wrong_answer_is_something_else(tmp_path: Path) -> None:
     """A rank that answers wrongly is not taken for a silent one: the error and the incident say so, and who it is."""
     for said in run(tmp_path, "wrong", timeout_s=60).values():
         assert "FOUND UnhealthyRank rank=2 iteration=4: " in said
-        assert "rank 2 answered with a wrong number" in said
+        assert "rank 2 responded with a wrong number" in said
         assert "group works" in said
     assert incidents(tmp_path) == [(IncidentKind.WRONG_ANSWER, 2, [2])]

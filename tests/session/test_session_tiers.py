@@ -114,7 +114,7 @@ def test_a_distrusted_generation_is_passed_over_and_without_another_the_run_stop
     }
     code, output = _train(tmp_path, 8, settings, OUTLAST_UNTRUSTED=msgspec.json.encode([bad[4], bad[8]]).decode())
     assert code == ExitReason.FAILED_VALIDATION, output
-    assert "no trusted generation is left" in output
+    assert "no usable checkpoint is left" in output
     code, output = _train(tmp_path, 6, settings, OUTLAST_UNTRUSTED=msgspec.json.encode([bad[8]]).decode())
     assert code == 0, output
     assert "at 6 6.0 True" in output

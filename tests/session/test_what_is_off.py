@@ -43,7 +43,7 @@ def test_fully_parallel_is_said_to_mean_atomic(tmp_path: Path, caplog: pytest.Lo
             config = CheckpointConfig(local_directory=str(tmp_path), non_persistent_local_ckpt_algo=algo)
             CheckpointManager(config).close()
     (said,) = [record.getMessage() for record in caplog.records if "fully_parallel" in record.getMessage()]
-    assert "understood as atomic: each rank's local file holds all of its own state" in said
+    assert "treated as atomic: each rank's local file contains the complete state of that rank" in said
 
 
 def test_a_session_whose_trainer_saves_continues_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

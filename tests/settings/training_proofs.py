@@ -319,7 +319,7 @@ def uses_its_timeouts(scene: Scene) -> None:
     config = FaultToleranceConfig(enable_ft_package=False, rank_heartbeat_timeout=3.0, max_node_faults=1)
     with scene.session(Config(fault_tolerance=config, run_dir=str(scene.folder))) as run:
         assert run.fault_tolerance.rank_heartbeat_timeout == 3.0
-    assert "a hung rank is not noticed (fault_tolerance.enable_ft_package is off)" in scene.log.text
+    assert "a hung rank is not detected (fault_tolerance.enable_ft_package is off)" in scene.log.text
     assert "without effect here: fault_tolerance.max_node_faults (start the script with outlast run)" in scene.log.text
 
 

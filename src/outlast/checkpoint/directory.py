@@ -59,7 +59,7 @@ MAX_TRIES = 3
 NAMELESS_S = 1.0
 """How long a reader waits for a checkpoint that is being replaced: it has no name between two renames."""
 _LOOK_S = 0.01
-_REMEDY = "give it a directory of its own"
+_REMEDY = "give it a separate directory"
 
 
 class DirectoryRefused(Untrusted):
@@ -503,8 +503,8 @@ class GenerationFolder(ClaimedPlace):
     def generations(self) -> list[int]:
         for iteration, name in self.wait_for_names().items():
             log.warning(
-                "%s/step-%d has no name, as its replacement was cut short: it is left out until a run that saves there "
-                "resumes; it lies in %s",
+                "%s/step-%d is skipped until a run that saves there resumes: its replacement was interrupted before "
+                "the final rename; it is stored in %s",
                 self.url,
                 iteration,
                 name,

@@ -416,7 +416,9 @@ class Lane(ABC):
                     if self._store.check([self._store_key(name)]):
                         return name
             if is_late and not is_reported:
-                text = f"iteration {save.iteration}: no answer ({names[0]}) after {self._timeout_s:g} s (save_timeout)"
+                text = (
+                    f"iteration {save.iteration}: no response ({names[0]}) after {self._timeout_s:g} s (save_timeout)"
+                )
                 silence = self._error(save, f"{text}; see the log of that rank", PeerSilent)
                 if is_limited:
                     raise silence
@@ -603,7 +605,7 @@ class Lane(ABC):
         removed = [generation for generation in removed if generation not in foreign]
         self._claim.retire(removed)
         for generation in removed:
-            log.debug("removed generation %d from %s", generation, place.url)
+            log.debug("removed checkpoint %d from %s", generation, place.url)
 
 
 class RetryingLane(Lane):

@@ -545,7 +545,7 @@ class CheckpointEngine:
             # be loaded in its place.
             newest = max(self._places.generations, default="unknown")
             raise CheckpointError(
-                f"there are generations (newest: {newest}) that this training did not load; call load_latest() first, "
+                f"there are checkpoints (newest: {newest}) that this training did not load; call load_latest() first, "
                 "or give an empty directory"
             )
         if not suspect:

@@ -211,7 +211,7 @@ class CopyKey(msgspec.Struct, frozen=True, order=True):
     part: str = SHARD_PART
 
     def __str__(self) -> str:
-        return f"{self.part or 'the shard'} of rank {self.rank} of generation {self.iteration} ({self.attempt})"
+        return f"{self.part or 'the shard'} of rank {self.rank} of checkpoint {self.iteration} ({self.attempt})"
 
     @property
     def generation(self) -> tuple[int, str]:

@@ -246,8 +246,8 @@ class NearLane(Lane):
             named = [f"rank {rank} in {', '.join(names)}" for rank, names in sorted(infinite.items())]
             more = f"; and {len(named) - MAX_NAMED} more ranks" if len(named) > MAX_NAMED else ""
             log.warning(
-                "iteration %d is saved with numbers that are infinite or NaN: %s%s; a load takes an older generation "
-                "without them where there is one, unless prefer_finite is off",
+                "iteration %d is saved with numbers that are infinite or NaN: %s%s; a load uses an older checkpoint "
+                "without them if there is one, unless prefer_finite is off",
                 iteration,
                 "; ".join(named[:MAX_NAMED]),
                 more,

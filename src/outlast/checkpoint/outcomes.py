@@ -321,8 +321,8 @@ class Outcomes:
         log.log(self._level, "loaded iteration %d in %s; tiers by rank: %s", restored.iteration, took, tiers)
         if not restored.finite and self._place.global_rank == 0:
             log.warning(
-                "what was loaded, generation %d, holds numbers that are infinite or NaN: there is no older one without "
-                "them, or prefer_finite is off; unless they belong there, training resumes from a broken state",
+                "the loaded checkpoint %d contains numbers that are infinite or NaN: there is no older one without "
+                "them, or prefer_finite is off; unless they are expected, training resumes from a broken state",
                 restored.generation,
             )
         self._write(

@@ -131,7 +131,7 @@ class Peers:
                 "rank that exited"
             ) from error
         if self._group is None or self._group.is_cut:
-            raise PeerLost("this rank left while the ranks agreed on a checkpoint; its log says why")
+            raise PeerLost("this rank left its process group while the ranks agreed on a checkpoint; see its log")
         return found
 
     def store(self) -> Any:
@@ -1063,8 +1063,8 @@ def warn_of_copies(config: CheckpointConfig, places: Places) -> None:
     """Log why there are fewer copies than the settings suggest, or others. On rank 0."""
     if config.non_persistent_local_ckpt_algo == "fully_parallel" and places.local is not None:
         log.info(
-            "non_persistent_local_ckpt_algo=fully_parallel is understood as atomic: each rank's local file holds all "
-            "of its own state, so that a lost node takes no other rank's along"
+            "non_persistent_local_ckpt_algo=fully_parallel is treated as atomic: each rank's local file contains "
+            "the complete state of that rank, so that a lost node does not cost other ranks their state"
         )
     if config.replication is False or (places.local is None and not places.memory):
         return

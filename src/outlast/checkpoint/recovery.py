@@ -209,8 +209,8 @@ class CheckpointRecovery:
                 raise _nothing_left(self._places, rejected)
             if self._peers.rank == 0:
                 log.warning(
-                    "the run begins anew: nothing was ever committed to a directory, and what was saved in memory is "
-                    "not whole: %s",
+                    "training starts from the beginning: no checkpoint was ever committed to a directory, and those in "
+                    "memory are incomplete: %s",
                     _reasons(rejected),
                 )
             break
@@ -585,8 +585,8 @@ def _not_finite(
             tier=str(left.copies[0].tier),
             rank=0,
             file=f"step-{generation}/manifest.json",
-            reason=f"holds numbers that are infinite or NaN, and generation {point.generation} holds none; "
-            "if they belong there, set prefer_finite=false",
+            reason=f"contains numbers that are infinite or NaN, and checkpoint {point.generation} contains none; "
+            "if they are expected, set prefer_finite=false",
             kind=NotFinite.__name__,
         )
 
@@ -619,6 +619,6 @@ def _nothing_left(places: Places, rejected: list[Rejection]) -> CheckpointError:
         if one
     )
     return kind(
-        f"{where or 'memory'} holds generations, but none that all ranks can load: {_reasons(rejected)}. "
+        f"{where or 'memory'} contains checkpoints, but none that all ranks can load: {_reasons(rejected)}. "
         "Repair or move them away; to start from scratch, give an empty directory"
     )

@@ -304,7 +304,7 @@ class CopyProver:
         if missing := [other for other in group if other != rank and other not in members]:
             raise Incomplete(f"rank {missing[0]}'s shard or parity is missing")
         if len(group) < 2:
-            raise Incomplete("it shares a parity with nobody")
+            raise Incomplete("its parity group has no other rank")
         holders = {other: targets[members[other]] for other in group if other != rank}
         holders[rank] = Target(node="", host="", port=0)
         parities = tuple(ParityMember(other, manifest.shards[other].num_bytes, holders[other]) for other in group)

@@ -390,7 +390,7 @@ def _remedy(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"save a plain tensor instead: dequantize it, or convert its {value.dtype} elements"
     if is_stateful(value):
-        return "save its state_dict(), or give it a name of its own in a dict of the state"
+        return "save its state_dict(), or make it a separate entry of a dict of the state"
     if type(value) in (dict, collections.OrderedDict):
         return "save a dict whose keys are texts or numbers instead"
     kinds: tuple[tuple[Any, str], ...] = (

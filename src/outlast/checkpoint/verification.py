@@ -631,8 +631,8 @@ class VerifiedFiles:
             is_right, problem = False, f"cannot be read ({error})"
         if not is_right:
             log.warning(
-                "%s/%s %s: outlast does not need it, but torch.distributed.checkpoint cannot read this generation "
-                "without VerifiedReader",
+                "%s/%s %s: outlast does not need this file, but torch.distributed.checkpoint cannot read the "
+                "checkpoint without VerifiedReader",
                 self.directory.url,
                 name,
                 problem,

@@ -254,7 +254,7 @@ class Writer:
         elif request.target is not None:
             chunks = fetch(request.target, self._key(), key, fd, num_bytes, timeout_s=timeout_s)
         else:
-            raise HoldingsError("the request names nobody to fetch from")
+            raise HoldingsError("the fetch request has no source node")
         if chunks == request.chunks:  # else it would be kept as the part once the ranks have that from elsewhere
             self._vault.stage(fd, key, num_bytes)
         return f.Fetched(chunks=chunks)

@@ -367,7 +367,9 @@ class WriterClient:
             os.close(out)
         if isinstance(answer, f.WriterRefusal):
             raise CheckpointError(answer.error)
-        raise CheckpointError(f"the checkpoint writer answered {type(answer).__name__} to {type(request).__name__}")
+        raise CheckpointError(
+            f"the checkpoint writer sent {type(answer).__name__} in response to {type(request).__name__}"
+        )
 
     def close(self) -> None:
         """End all waits, and the writer unless another worker needs it. Idempotent. Blocks: never. Thread: any."""

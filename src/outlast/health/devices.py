@@ -56,7 +56,7 @@ _BAD_XIDS = {
     92: "many single-bit memory errors",
     94: "contained memory error",
     95: "uncontained memory error",
-    119: "GSP does not answer",
+    119: "GSP RPC timeout",
     120: "GSP error",
 }
 """XIDs of the hardware; those that an application can cause (13, 31, 43, ...) do not count."""
@@ -360,7 +360,7 @@ def _ask_nvml(read: Callable[[Any], T]) -> T | str:
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
-        return "NVML is not asked: nvidia-ml-py is not installed"
+        return "NVML is unavailable: nvidia-ml-py is not installed"
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

@@ -132,7 +132,7 @@ class DiskCheck(Check, frozen=True, kw_only=True):
             facts = _room(os.statvfs(folder))
             return failed(f"{folder} is full ({error.strerror}): {facts['free_bytes']} bytes free", **facts)
         if written != data:
-            return failed(f"{folder} gives back other bytes than were written")
+            return failed(f"{folder} returned different bytes than were written")
         space = os.statvfs(folder)
         facts = {**_room(space), "free_files": space.f_favail}
         free = facts["free_bytes"]
@@ -163,7 +163,7 @@ class StoreCheck(Check, frozen=True, kw_only=True):
                 files.rm_file(name)
         except Exception as error:  # noqa: BLE001 - every store has exceptions of its own
             return failed(f"cannot be written ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
-        return ok("writable") if found == data else failed("gives back other bytes than were written")
+        return ok("writable") if found == data else failed("returned different bytes than were written")
 
 
 class SharedMemoryCheck(Check, frozen=True, kw_only=True):

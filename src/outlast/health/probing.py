@@ -142,7 +142,7 @@ class Prober:
             outcome: CheckOutcome | None = child.channel.receive(within_s=started_s + timeout_s - now_s())
         except TimeoutError:
             self._drop()
-            return CheckOutcome(status=Status.TIMED_OUT, reason=f"no answer in {timeout_s:g} s")
+            return CheckOutcome(status=Status.TIMED_OUT, reason=f"no response in {timeout_s:g} s")
         except ConnectionError:
             outcome = None
         if outcome is None:

@@ -127,7 +127,9 @@ class _Exchange:
             judge = threading.Thread(target=self._give_up, args=(timeout_s,), name="outlast-group-judge", daemon=True)
             judge.start()
             if not self._done.wait(_MARGIN_S):
-                self._settle(CheckOutcome(status=Status.TIMED_OUT, reason="neither the ranks nor their store answer"))
+                self._settle(
+                    CheckOutcome(status=Status.TIMED_OUT, reason="neither the ranks nor their TCPStore responded")
+                )
             self._group.cut()
         with self._lock:
             assert self._outcome is not None
@@ -160,13 +162,13 @@ class _Exchange:
     def _compare(self, theirs: list[torch.Tensor]) -> CheckOutcome:
         wrong = [rank for rank, number in enumerate(theirs) if int(number) != self._expected[rank]]
         if wrong:
-            reason = f"{_ranks(wrong)} answered with a wrong number"
+            reason = f"{_ranks(wrong)} responded with a wrong number"
             return failed(reason, wrong_ranks=wrong)
         count = len(self._expected)
-        return ok("alone" if count == 1 else f"all {count} ranks answer")
+        return ok("alone" if count == 1 else f"all {count} ranks responded")
 
     def _give_up(self, timeout_s: float) -> None:
-        self._settle(self._find(Status.TIMED_OUT, f"no answer in {timeout_s:g} s"))
+        self._settle(self._find(Status.TIMED_OUT, f"no response in {timeout_s:g} s"))
 
     def _find(self, status: Status, why: str) -> CheckOutcome:
         """Return the finding of the first rank that knew, which is this one unless another was faster."""
@@ -178,7 +180,9 @@ class _Exchange:
             finding = store.compare_set(f"{self._key}/finding", "", mine).decode()
         except RuntimeError as error:
             text = " ".join(str(error).split())[:200]
-            return CheckOutcome(status=status, reason=f"{why}; the ranks' store cannot be asked who it is ({text})")
+            return CheckOutcome(
+                status=status, reason=f"{why}; the ranks' TCPStore cannot be queried for the absent ranks ({text})"
+            )
         first, ranks, reason = finding.split("|", 2)
         known = [int(rank) for rank in ranks.split(",") if rank]
         return CheckOutcome(status=Status(first), reason=reason, facts={"absent_ranks": known})

@@ -150,7 +150,7 @@ class NoticeURL:
 
     def __init__(self, url: str, *, header: str | None = None, timeout_s: float = 2.0) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is no address to ask for a notice; it must begin with http:// or https://")
+            raise ConfigError(f"invalid URL of a preemption source {url!r}: it must begin with http:// or https://")
         name, _, value = (header or "").partition(":")
         self._request = urllib.request.Request(url, headers={name.strip(): value.strip()} if header else {})
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -172,10 +172,10 @@ class NoticeURL:
                 return None
             raise
         except http.client.HTTPException as error:
-            raise OSError(f"no answer that can be read: {error!r}") from error
+            raise OSError(f"unreadable response: {error!r}") from error
         if status != 200 or text.lower() in _NOT_YET:
             return None
-        return NoticeReceived(f"{self._request.full_url.partition('?')[0]} says {text.splitlines()[0][:200]!r}")
+        return NoticeReceived(f"{self._request.full_url.partition('?')[0]} reports {text.splitlines()[0][:200]!r}")
 
 
 def load_source(where: str) -> NoticeSource:
@@ -512,7 +512,7 @@ class ShutdownListener:
                     received = None
                     if source.name not in failed:
                         failed.add(source.name)
-                        log.warning("the notice source %r does not answer and is tried again: %s", source.name, error)
+                        log.warning("preemption source %r failed and is polled again: %s", source.name, error)
                 if received is not None:
                     silent.remove(source)
                     self.request(received.reason, source=source.name, left_s=received.left_s)

@@ -158,9 +158,9 @@ class SignalWatch:
                         self._on_signal(number, seen_ns)
         except OSError:
             if not self._closed:
-                log.exception("signals are not noticed any more")
+                log.exception("signal handling stopped")
         except BaseException:
-            log.exception("signals are not noticed any more: a callback failed")
+            log.exception("signal handling stopped: a callback failed")
             raise
 
     def _forward(self, numbers: bytes) -> None:

@@ -460,8 +460,8 @@ class ActorGroup:
         if ends_call(self._known, [self._current.iteration]):
             known, self._known = self._known, self._current.iteration
             raise RolledBack(
-                f"{call.method!r} was not begun: when actors left a drained node, the newest generation that all could "
-                f"load was {self._known}, not {known}: continue with the data from there",
+                f"{call.method!r} was not started: when actors left a drained node, the newest checkpoint that all "
+                f"could load was {self._known}, not {known}; continue with the data from there",
                 iteration=self._known,
             )
         while True:
@@ -486,8 +486,8 @@ class ActorGroup:
                 ) from cause
             if ends_call(begun_at, [report.iteration]):
                 raise RolledBack(
-                    f"{call.method!r} began at iteration {begun_at} and was interrupted; the newest generation that "
-                    f"all actors can load is {report.iteration}: continue with the data from there",
+                    f"{call.method!r} began at iteration {begun_at} and was interrupted; the newest checkpoint that "
+                    f"all actors can load is {report.iteration}; continue with the data from there",
                     iteration=report.iteration,
                 )
 
@@ -616,7 +616,7 @@ def _describe(gathered: Gathered) -> str:
     for rank, one in gathered.failed.items():
         ranks.setdefault(one.summary, []).append(rank)
     failed = [f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))} failed: {why}" for why, who in ranks.items()]
-    return "; ".join(lost + failed) or "answers were lost"
+    return "; ".join(lost + failed) or "responses were lost"
 
 
 _READ = frozenset(

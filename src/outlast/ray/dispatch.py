@@ -302,7 +302,10 @@ class MeshDispatch(Dispatch):
     ) -> Sequence[Parcel]:
         """Return a parcel for each data shard, the same for all if there is no batch."""
         if not -mesh.pp <= self._result_stage < mesh.pp:
-            raise ConfigError(f"result_stage={self._result_stage} is no stage of a mesh with pp={mesh.pp}")
+            raise ConfigError(
+                f"invalid result_stage={self._result_stage}: a mesh with pp={mesh.pp} has the stages "
+                f"{-mesh.pp} to {mesh.pp - 1}"
+            )
         arguments = tuple(args), dict(kwargs)
         own_weights = kwargs.get("weights") if takes_weights else None
         fields = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)

@@ -115,7 +115,7 @@ class NodeKeepers:
                 silent_s = clock.now_s() - kept.ping.asked_s
                 if not kept.has_started or silent_s < SILENT_S:
                     continue
-                reply = Reply(fault=ReplyFault.LATE, error=TimeoutError(f"no answer for {silent_s:.0f} s"))
+                reply = Reply(fault=ReplyFault.LATE, error=TimeoutError(f"no response for {silent_s:.0f} s"))
             if self._lose(node_id, reply):
                 self._start(node_id)
         lost, self._lost = self._lost, []

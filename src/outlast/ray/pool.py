@@ -96,7 +96,7 @@ class DrainNotices:
             try:
                 found: dict[str, int] = ask()
             except Exception as error:  # noqa: BLE001 - whatever Ray raises where it is shut down or cannot be reached
-                log.debug("Ray does not answer which nodes it drains: %s", error)
+                log.debug("cannot query Ray for the nodes that it drains: %s", error)
                 continue
             known = self.nodes
             self.nodes = {

@@ -71,7 +71,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
         if self.loaded:
             loaded = f"rank{'s' * (len(self.loaded) > 1)} {', '.join(map(str, self.loaded))} loaded"
         return (
-            f"{who or 'nobody was lost'} -> ranks kept: {kept}; replaced: {replaced}; {loaded}; "
+            f"{who or 'no rank was lost'} -> ranks kept: {kept}; replaced: {replaced}; {loaded}; "
             f"iteration {self.iteration}; {self.total_s:.3f} s ({phases})"
         )
 
@@ -192,7 +192,7 @@ class Recovery:
                 elif reply.fault == ReplyFault.RAISED:
                     gathered.lose(rank, actor, LossKind.STUCK, f"aborting raised {describe_error(reply.error)}")
                 elif is_over:
-                    text = f"no answer within {limit_s:g} s when it was to leave the call"
+                    text = f"no response within {limit_s:g} s to the request to leave the call"
                     gathered.lose(rank, actor, LossKind.SILENT, text)
                 else:
                     continue  # cannot be reached, or its reply was lost: try again

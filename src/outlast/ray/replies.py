@@ -124,7 +124,7 @@ class ActorPing:
 def describe_error(error: BaseException | None) -> str:
     """Return an error in one line: of Ray's report on a dead actor only the reason."""
     if error is None:
-        return "no answer"
+        return "no response"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, exceptions.RayError):
         for line in lines:

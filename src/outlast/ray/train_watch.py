@@ -246,7 +246,10 @@ class TrainWatch:
                 timeout_s = 2 * (_ASK_S + self._config.rank_termination_grace)
                 ray.get(self._judge.judge.remote(attempt, first), timeout=timeout_s)
             except ray.exceptions.RayError as error:
-                log.warning("the watch that decides for this run does not answer: %s", describe_error(error))
+                log.warning(
+                    "the monitor actor that decides for this run does not respond; the one on this node decides: %s",
+                    describe_error(error),
+                )
             else:
                 return
         self.judge(attempt, first)

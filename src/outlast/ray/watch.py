@@ -146,7 +146,7 @@ class Watch:
                 break
             if clock.now_s() - begun_s >= timeout_s:
                 for rank, one in waiting.items():
-                    text = f"no answer within {timeout_s:g} s"
+                    text = f"no response within {timeout_s:g} s"
                     gathered.lose(rank, one.actor, LossKind.STUCK, text, timeout_s)
                 break
         return gathered
@@ -194,10 +194,10 @@ class Watch:
                 log.debug("rank %d: its status is unavailable: %s", rank, describe_error(reply.error))
                 one.ping.note_failure()
             if silent_s >= self._config.ping_timeout:
-                text = f"no answer for {silent_s:.1f} s"
+                text = f"no response for {silent_s:.1f} s"
                 gathered.lose(rank, one.actor, LossKind.SILENT, text, now_s - one.alive_s)
             elif now_s >= self._silent_s(one):
-                text = f"a timeout is exceeded, and no answer for {silent_s:.1f} s"
+                text = f"a timeout is exceeded, and no response for {silent_s:.1f} s"
                 exceeded[rank] = (text, one.open_s + now_s - one.alive_s)
         if exceeded and gathered.is_whole:
             self._find_culprit(waiting, exceeded, gathered)

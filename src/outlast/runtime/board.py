@@ -258,7 +258,7 @@ class RankPage:
             self._warn_once(
                 "foreign",
                 f"section {self._name(index)!r} is opened by thread {threading.current_thread().name!r}, "
-                "not by the one that attached to the board: sections of other threads are not watched",
+                "not by the thread that attached to the heartbeat memory: sections of other threads are not monitored",
             )
             return
         now = now_ns()
@@ -559,22 +559,22 @@ class Board:
         try:
             fd = os.open(path, (os.O_RDWR if is_written else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as error:
-            raise OutlastError(f"heartbeat board {path} cannot be opened: {error}") from error
+            raise OutlastError(f"heartbeat memory {path} cannot be opened: {error}") from error
         try:
             size = os.fstat(fd).st_size
             header = os.pread(fd, 24, 0)
             if len(header) < 24:
-                raise OutlastError(f"heartbeat board {path} is not a board: it has {size} bytes")
+                raise OutlastError(f"{path} is not a heartbeat memory file: it has {size} bytes")
             magic, version, num_ranks = struct.unpack("=3q", header)
             if magic != MAGIC:
-                raise OutlastError(f"heartbeat board {path} is not a board: its first bytes are {header[:8]!r}")
+                raise OutlastError(f"{path} is not a heartbeat memory file: its first bytes are {header[:8]!r}")
             if version != VERSION:
                 raise OutlastError(
-                    f"heartbeat board {path} has format {version}, this outlast reads {VERSION}; "
+                    f"heartbeat memory {path} has format {version}, but this outlast reads {VERSION}; "
                     "agent and workers must use the same outlast"
                 )
             if num_ranks < 1 or size != PAGE_BYTES * (num_ranks + 1):
-                raise OutlastError(f"heartbeat board {path} has {size} bytes, which does not fit {num_ranks} ranks")
+                raise OutlastError(f"heartbeat memory {path} has {size} bytes, which does not fit {num_ranks} ranks")
             return cls(path, fd, num_ranks, is_written=is_written)
         finally:
             os.close(fd)
@@ -591,7 +591,9 @@ class Board:
             OutlastError: The board has no such rank.
         """
         if not 0 <= local_rank < self.num_ranks:
-            raise OutlastError(f"heartbeat board {self.path} has {self.num_ranks} ranks, none of number {local_rank}")
+            raise OutlastError(
+                f"heartbeat memory {self.path} has {self.num_ranks} ranks, but not local rank {local_rank}"
+            )
         return self._words[PAGE_WORDS * (local_rank + 1) : PAGE_WORDS * (local_rank + 2)]
 
     def rank(self, local_rank: int) -> RankPage:

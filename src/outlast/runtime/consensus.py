@@ -127,10 +127,10 @@ class Dissemination:
                     )
                 values = list(map(max, values, received.values))
         except OSError as error:
-            why = "it did not come in time" if isinstance(error, TimeoutError) else str(error)
+            why = "timed out" if isinstance(error, TimeoutError) else str(error)
             raise PeerLost(
-                f"a peer left or did not reach this step within {self._timeout_s:g} s ({why}); "
-                "its own log or the launcher's report says why"
+                f"a peer exited or did not reach this step within {self._timeout_s:g} s ({why}); "
+                "see the peer's log or the launcher's report"
             ) from error
         finally:
             self.waited_s += (clock.now_ns() - begin_ns) / 1e9
@@ -179,7 +179,7 @@ def connect_peers(timeout_s: float) -> tuple[list[socket.socket], list[socket.so
     try:
         name = f"outlast/dissemination/{store.add(f'outlast/dissemination/made-by/{rank}', 1)}"
     except (RuntimeError, OSError) as error:
-        raise RendezvousError(f"the ranks' store does not answer ({error}); see the log of rank 0") from error
+        raise RendezvousError(f"the ranks' TCPStore does not respond ({error}); see the log of rank 0") from error
 
     def look() -> None:
         if store.check([f"{name}/failed"]):
@@ -305,8 +305,8 @@ class Consensus(Dissemination):
     """
 
     def __init__(self, questions: Sequence[str], *, world_size: int = 1, timeout_s: float = 1800.0) -> None:
-        assert questions, "ask at least one question"
-        assert len(set(questions)) == len(questions), "a question is asked twice"
+        assert questions, "give at least one question"
+        assert len(set(questions)) == len(questions), "a question is given twice"
         self.questions = tuple(questions)
         to, of = connect_peers(timeout_s) if world_size > 1 else ([], [])
         super().__init__(to, of, timeout_s=timeout_s)

@@ -136,13 +136,13 @@ def in_time(path: str | os.PathLike[str], work: Callable[[], T], timeout_s: floa
     where = _mount_point(path)
     if (earlier := _overdue.get(where)) is not None:
         if not earlier.done():
-            raise TimeoutError(f"the disk at {where} does not answer")
+            raise TimeoutError(f"the disk at {where} does not respond")
         _overdue.pop(where, None)
     outcome = begin(work)
     wait((outcome,), DISK_S if timeout_s is None else timeout_s)
     if not outcome.done():
         _overdue[where] = outcome
-        raise TimeoutError(f"the disk at {where} does not answer")
+        raise TimeoutError(f"the disk at {where} does not respond")
     return outcome.result()
 
 

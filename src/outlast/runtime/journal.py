@@ -182,12 +182,14 @@ class _JournalWriter(QueuedWriter):
         """Write a line, or leave it to be written once the disk answers."""
         wait_s = PATIENCE_S if patience_s < 0 else patience_s
         if not self.append(line, wait_s):
-            log.warning("journal %s: the disk has not answered for %g s; events wait in memory", self._path, wait_s)
+            log.warning(
+                "journal %s: the disk has not responded for %g s; events are buffered in memory", self._path, wait_s
+            )
 
     def finish(self) -> None:
         """Write what is left, and close the file; a hung disk gets two seconds for it. Idempotent."""
         if not self.close(_CLOSE_S):
-            text = "journal %s: the disk does not answer; %d events are not written"
+            text = "journal %s: the disk does not respond; %d events were not written"
             log.warning(text, self._path, len(self._lines) + self._num_untold)
 
     def _put(self, line: bytes) -> None:

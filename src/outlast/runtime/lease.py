@@ -334,8 +334,8 @@ class Lease:
             if is_due:
                 said_s = clock.now_s()
                 log.warning(
-                    "%s was last used by %s, which cannot be asked from here; waiting until it has shown no sign of "
-                    "life for %.0f s (%.0f s so far)",
+                    "%s was last used by %s, which cannot be queried from this node; waiting until it has sent no "
+                    "heartbeat for %.0f s (%.0f s so far)",
                     *(self._records.url, newest.owner.describe(), newest.owner.expires_s, silence.silent_s),
                 )
             self._stop.wait(min(MAX_POLL_S, self._records.renew_s / 4))
@@ -395,7 +395,7 @@ class Lease:
         self._number = number
         is_job = before is not None and self._own.is_of_job(before)
         if before is not None and not before.released and not is_job:
-            why = "has shown no sign of life" if silence.silent_s >= before.expires_s else "has ended"
+            why = "has stopped sending heartbeats" if silence.silent_s >= before.expires_s else "has ended"
             log.info("%s is taken over from %s, which %s", self._records.url, before.describe(), why)
         # Who wakes up finds its record gone; that of who has ended in order says who had the directory before.
         kept = newest.number if before is not None and before.released else number

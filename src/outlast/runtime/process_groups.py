@@ -69,7 +69,7 @@ class Group:
             PeerLost: It was closed by this rank.
         """
         if self.process_group is None:
-            raise PeerLost("this rank has left the group; its log says why")
+            raise PeerLost("this rank has left the process group; see its log")
         return self.process_group
 
     @property

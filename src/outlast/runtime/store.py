@@ -68,7 +68,7 @@ def connect(endpoint: Endpoint, *, timeout_s: float, call_timeout_s: float) -> T
         store = _torch_store(endpoint, timeout_s, is_master=False)
     except (OSError, DistError, RuntimeError) as error:
         raise RendezvousError(
-            f"no store answers at {endpoint} ({error}); is the process that hosts it running?"
+            f"the TCPStore at {endpoint} does not respond ({error}); check that the process that hosts it is running"
         ) from error
     store.set_timeout(datetime.timedelta(seconds=call_timeout_s))
     return store

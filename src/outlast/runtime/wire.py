@@ -684,5 +684,5 @@ def _end_s(within_s: float | None) -> float | None:
 def _left_s(end_s: float) -> float:
     left_s = end_s - clock.now_s()
     if left_s <= 0:
-        raise TimeoutError("the other side did not answer in time")
+        raise TimeoutError("the peer did not respond in time")
     return left_s

@@ -29,11 +29,11 @@ from outlast.runtime.forked_worker import Preloaded, become_worker, free_groups_
 from outlast.runtime.processes import GROUP_SIGNALS, ChildProcess, channel_to_parent, ignore_group_signals
 from outlast.runtime.wire import MessageChannel, ProtocolError
 
-_MAIN = """
+_MAIN = f"""
 import sys
 if not sys.flags.safe_path:
-    del sys.path[0]  # the working directory: what lies there is the script's, not ours to import
-from outlast.runtime.zygote import main
+    del sys.path[0]  # the working directory: its modules belong to the script
+from {__name__} import main
 main(sys.argv[1])
 """
 _END_S = 2.0

@@ -145,7 +145,7 @@ class SaveSchedule:
             log.info(
                 "a save to %s every %s: it costs %.3g s of training, a step takes %.3g s, "
                 "and a failure that needs it is expected every %.3g h",
-                "all tiers" if kind == DueSave.ALL else "the near tiers",
+                "all tiers" if kind == DueSave.ALL else "the node-local tiers",
                 count(number, "iteration"),
                 cost_s,
                 self._step_s,

@@ -141,7 +141,7 @@ class _Phase(Enum):
     BETWEEN = "call begin_step() first"
     STEPPING = "call end_step() first"
     STOPPING = "all ranks agreed to stop: call finish(state) or leave(state)"
-    OVER = "the loop has ended; a process that trains on starts a session of its own with outlast.init()"
+    OVER = "the loop has ended; to continue training in this process, start a new session with outlast.init()"
 
 
 class Session:
@@ -413,7 +413,7 @@ class Session:
                     self._leave_unsaved()
                 if all(one.is_last_resort for one in decode_distrusted(self._place.untrusted)):
                     raise
-                self._log(logging.ERROR, "no trusted generation is left: %s", error)
+                self._log(logging.ERROR, "no usable checkpoint is left: %s", error)
                 self._exit(ExitReason.FAILED_VALIDATION)
             if restored_iteration:
                 self._iteration = restored_iteration
@@ -714,7 +714,7 @@ class Session:
 
         Collective: all ranks, in the same step.
         """
-        self._log(logging.ERROR, "iteration %d: rolling back to the newest generation", self._iteration)
+        self._log(logging.ERROR, "iteration %d: rolling back to the newest checkpoint", self._iteration)
         self._exit(ExitReason.RESUME_TO_DISAMBIGUATE)
 
     def save(self, state: Mapping[str, Any], *, suspect: bool = False) -> SaveHandle:

@@ -362,7 +362,7 @@ def look_into_store(url: str) -> DirectoryListing:
     directory = GlobalDirectory.open(url)
     sizes = directory.sizes("")
     if not sizes and directory.is_remote:
-        raise ConfigError(f"there is nothing at {url}; name a directory that holds generations")
+        raise ConfigError(f"{url} is empty or does not exist; give a directory that contains checkpoints")
     owner = owner_of(directory)
     run = None if owner is None else owner.run
     folders: dict[tuple[bool, int], dict[str, int]] = {}
@@ -513,11 +513,11 @@ def _look_into(name: str) -> DirectoryListing:
     if not path.exists():
         raise ConfigError(f"{name} does not exist; check the path")
     if not path.is_dir():
-        raise ConfigError(f"{name} is not a folder; name the one that holds the generations")
+        raise ConfigError(f"{name} is not a directory; give the directory that contains the checkpoints")
     if (path / MANIFEST).is_file():
-        raise ConfigError(f"{name} is one generation; name the folder that it lies in: {path.parent}")
+        raise ConfigError(f"{name} is a single checkpoint; give its parent directory: {path.parent}")
     if path.name == SUSPECT and find_node_folders(path.parent) == [path.parent]:
-        raise ConfigError(f"{name} holds saves for diagnosis; name the folder that it lies in: {path.parent}")
+        raise ConfigError(f"{name} contains saves for diagnosis; give its parent directory: {path.parent}")
     if _is_store(path):
         return look_into_store(os.fspath(path))
     return look_into_folders(path, find_node_folders(path))

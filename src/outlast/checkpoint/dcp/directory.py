@@ -140,8 +140,8 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
         except Incomplete:
             if (aside := self.wait_for_names().get(iteration)) is not None:
                 raise Incomplete(
-                    f"it has no name, as its replacement was cut short; it lies in {aside} until a run that saves "
-                    "there resumes"
+                    f"its replacement was interrupted before the final rename; it is stored in {aside} until a run "
+                    "that saves there resumes"
                 ) from None
             if not self.generation(iteration).exists():
                 raise
@@ -248,7 +248,9 @@ class ObjectDirectory(GlobalDirectory):
             self._store.replace(index, metadata, index_version)
         except CheckpointError as error:
             log.warning(
-                "generation %d is committed, but without what other readers read: %s", manifest.iteration, error
+                "checkpoint %d is committed, but without the metadata that other readers need: %s",
+                manifest.iteration,
+                error,
             )
         # What an earlier attempt at this iteration had committed belongs to nothing now; another's upload may continue.
         self._remove(folder, (replaced or set()) - {file.name for file in manifest.files})

@@ -140,7 +140,7 @@ class GlobalLane(RetryingLane):
             return items, Inventoried(iteration=save.iteration, inventory=root)
         except Exception as error:  # whatever it is: the others wait for this rank's answer
             if not isinstance(error, CheckpointError) and not self._stop.is_set():
-                log.exception("what iteration %d consists of cannot be told", save.iteration)
+                log.exception("cannot determine the contents of iteration %d", save.iteration)
             answer = Inventoried.of(error, self._text_of(error), iteration=save.iteration)
             return None, answer
 

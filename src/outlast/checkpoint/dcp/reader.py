@@ -249,7 +249,7 @@ class VerifiedReader(StorageReader):
         directory = GlobalDirectory.open(parent or slash or ".")
         number = folder.removeprefix("step-")
         if not number.isdecimal():
-            raise CheckpointError(f"{checkpoint_id} does not end in step-<n>; name the folder of one generation")
+            raise CheckpointError(f"{checkpoint_id} does not end in step-<n>; give the directory of one checkpoint")
         if self._manifest is None or self._manifest.iteration != int(number):
             self._manifest = directory.manifest(int(number))
         self._files = VerifiedFiles(directory, self._manifest, folder)

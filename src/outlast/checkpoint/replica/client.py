@@ -471,7 +471,7 @@ class Replicator:
         with self._lock:
             known = self._failed.get(target)
         if known is not None:
-            return CopyOutcome(target.node, None, f"left out until it answers again, since: {known.reason}", False)
+            return CopyOutcome(target.node, None, f"skipped until it responds again: {known.reason}", False)
         try:
             chunks = push_to(target)
         except ReplicaError as error:
@@ -505,8 +505,8 @@ class Replicator:
                 try:
                     ping(target, self._key, timeout_s=PROBE_TIMEOUT_S)
                 except ReplicaError as error:
-                    log.debug("still no answer: %s", error)
+                    log.debug("still no response: %s", error)
                     continue
                 with self._lock:
                     self._failed.pop(target, None)
-                log.warning("node %s answers again and takes copies", target.node)
+                log.warning("node %s responds again and receives copies", target.node)

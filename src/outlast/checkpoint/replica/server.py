@@ -203,7 +203,7 @@ class Service:
                 leave(future)
             raise
         leave(future)
-        raise TimeoutError(f"the disk has not answered for {MAX_WORK_S:g} s")
+        raise TimeoutError(f"the disk has not responded for {MAX_WORK_S:g} s")
 
     @property
     def _place(self) -> str:
