@@ -169,7 +169,7 @@ def test_reader_without_rights_reads_what_is_open(open_folder: Path) -> None:
     (open_folder / "journal").chmod(0o700)
     os.seteuid(NOBODY)
     try:
-        with pytest.raises(ConfigError, match=r"cannot be read \(Permission denied\); ask as the user who runs"):
+        with pytest.raises(ConfigError, match=r"cannot be read \(Permission denied\); run this as the user who runs"):
             look(open_folder)
     finally:
         os.seteuid(0)

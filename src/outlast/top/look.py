@@ -184,8 +184,8 @@ class Looker:
         """
         if not self._has_first.wait(FIRST_S if for_all else SCREEN_S) and for_all:
             raise ConfigError(
-                f"{self._target} did not answer within {FIRST_S:g} s; its disk may hang: look from another machine, or "
-                "give HOST:PORT of its --rdzv-endpoint"
+                f"{self._target} did not respond within {FIRST_S:g} s; its disk may hang: run this on another machine, or "
+                "specify HOST:PORT of its --rdzv-endpoint"
             )
         self.check()
         if for_all:
@@ -269,7 +269,7 @@ class Looker:
                 if live is not None:
                     self._live, source.answered_ns = live, clock.now_ns()
                 elif self._endpoint is not None and self.newest is None:
-                    self._refuse(ConfigError(reason or "no coordinator answers"))
+                    self._refuse(ConfigError(reason or "no coordinator responds"))
                     return
                 source.reason, source.begun_ns = reason, 0
             else:
