@@ -298,7 +298,7 @@ def test_a_hung_run_directory_is_named_and_ends_no_view(
         second.start()
         stack.callback(second.close, 60.0)
         stack.callback(answers.set)  # first of all
-        with pytest.raises(ConfigError, match=r"did not respond within 0\.2 s; its disk may hang: run this on another"):
+        with pytest.raises(ConfigError, match=r"did not respond within 0\.2 s; its disk may hang: use another machine"):
             second.wait_for_first(for_all=True)
         assert not second.close(0.1)
 

@@ -218,7 +218,7 @@ def _read_journal(run_dir: Path) -> tuple[DrawnFault, ...]:
     view = RunView.of(journal.read(run_dir))
     if view.newest is None:
         raise ConfigError(
-            f"{run_dir} is not a run directory: it has no journal with events; specify a run directory or a file of failures"
+            f"{run_dir} is not a run directory: it has no journal with events; specify a run directory or a file"
         )
     ending = [
         (one.time_s, one.verdict, incident)
