@@ -188,7 +188,7 @@ def test_what_is_no_run_directory_is_told_in_one_line(tmp_path: Path) -> None:
         "file": "is a file, not a run directory; give the --run-dir",
         "other": "is not a run directory, since it has no journal; give the --run-dir",
         "runs": f"holds 1 run directory; name one, such as {tmp_path / 'runs' / 'one'}",
-        "empty": "is empty: no job has begun",
+        "empty": "is empty: no job has started",
         "noise": "holds no event; the job has not begun yet, or its files are damaged",
     }.items():
         with pytest.raises(ConfigError) as raised:
