@@ -39,7 +39,7 @@ NOISE_PCT = 20.0
 _NUM_SHOWN = 4
 """Runs whose values are shown side by side."""
 _PEERS = ("nvidia-resiliency-ext", "ray", "torch-checkpointing")
-"""Packages that some benchmarks measure beside outlast, where they are installed."""
+"""Packages with which some benchmarks compare outlast, where they are installed."""
 
 
 def read_folder(folder: Path) -> dict[str, BenchResult]:
@@ -74,7 +74,7 @@ def describe_measurement(machine: Mapping[str, Any]) -> str:
     )
     if "gpu" in machine:
         text += f"; {machine['gpu']}"
-    return "; beside it ".join([text, ", ".join(peers)] if peers else [text])
+    return "; compared with ".join([text, ", ".join(peers)] if peers else [text])
 
 
 def describe_machine() -> dict[str, Any]:

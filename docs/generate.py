@@ -68,7 +68,7 @@ COMPARED = {
     "ray.ray_recover_vs_train": "Ray, a training actor is killed: until all have finished a step",
     "heartbeat.heartbeat_us": "one heartbeat",
 }
-"""What the comparison shows: figures that were measured beside a peer's, in turns within one run."""
+"""What the comparison shows: results of outlast and of a peer, measured in turns within one run."""
 
 HEADLINES = ("restart.restart_vs_torchrun_4", "save.stall_vs_dcp_async", "ray.ray_recover_vs_train")
 """The same for the README: three."""
@@ -98,7 +98,7 @@ def options_table() -> str:
 
 
 def agent_metrics_table() -> str:
-    """Return what an agent shows Prometheus."""
+    """Return the metrics that an agent serves for Prometheus."""
     rows = [
         [f"`outlast_{one.name}`", ", ".join(f"`{label}`" for label in one.labels) or "-", _text(one.help)]
         for one in METRICS.values()
@@ -225,10 +225,10 @@ def find_bar(results: Mapping[str, BenchResult], name: str) -> Bar | None:
 
 
 def comparison_table(names: Iterable[str], *, states_origin: bool = False) -> str:
-    """Return figures beside the peers', those that were measured; a ratio is shown as the two figures it comes from.
+    """Return measured results compared with the peers'; a ratio is shown as the two values that it is computed from.
 
     Args:
-        names: The figures, as ``BENCH.BAR``.
+        names: The results, as ``BENCH.BAR``.
         states_origin: Add when and on what machine the results were measured.
     """
     results = read_folder(RESULTS)
@@ -243,7 +243,7 @@ def comparison_table(names: Iterable[str], *, states_origin: bool = False) -> st
         machines.append(describe_measurement(results[name.partition(".")[0]].machine))
     if not rows:
         return "No result is committed yet; `make bench` measures them on your machine.\n"
-    table = _table(["what", "outlast", "beside it", "which is"], rows)
+    table = _table(["measurement", "outlast", "peer", "name of the peer"], rows)
     return table + f"\nMeasured {' and '.join(dict.fromkeys(machines))}.\n" if states_origin else table
 
 
@@ -264,7 +264,7 @@ def all_figures_table() -> str:
             )
     if not rows:
         return "No result is committed yet.\n"
-    return _table(["benchmark", "figure", "value", "bar", "beside it"], rows)
+    return _table(["benchmark", "result", "value", "bar", "peer"], rows)
 
 
 def machines_text() -> str:
@@ -338,12 +338,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "top-unanswered": lambda: fields_table(look.Unanswered),
     "time-constants": time_constants_table,
     "agent-metrics": agent_metrics_table,
-    "rungs": lambda: words_table(Rung, "name", value="rung"),
+    "recovery-levels": lambda: words_table(Rung, "name", value="level"),
 }
 
 
 def render(text: str) -> str:
-    """Return a page with its tables and figures made anew."""
+    """Return a page with current tables and results."""
     text = PLACE.sub(lambda found: found[1] + TABLES[found["name"]]() + found[3], text)
     return FIGURE.sub(lambda found: found[1] + figure_text(f"{found['bench']}.{found['bar']}") + found[4], text)
 

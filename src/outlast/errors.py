@@ -8,15 +8,15 @@ The whole tree::
     +-- PeerLost                             another rank or node is gone
     +-- DeadlineExceeded (also a TimeoutError)
     +-- CheckpointError
-    |   +-- Incomplete                       a generation lacks a part
+    |   +-- Incomplete                       a checkpoint lacks a part
     |   +-- Corrupt                          bytes differ from their digests
     |   +-- Untrusted                        whole, but of another run, rank or topology
     |   +-- Mismatch                         whole and trusted, but does not fit the live state
-    |   +-- Unavailable                      a directory or store cannot be read or written
+    |   +-- Unavailable                      a directory or object store cannot be read or written
     +-- NotFinite                            a loss or a gradient is NaN or infinite
     +-- UnhealthyRank                        a rank must not take part any longer
     +-- RestartAbort                         the ranks cannot be restarted in process
-    +-- BudgetExhausted                      the ladder has no remedy left; exit code 93
+    +-- BudgetExhausted                      the recovery policy has no action left; exit code 93
     +-- SparesExhausted                      no node, or actor, is left to take a slot
     +-- ActorFailed                          a call on a group of actors failed permanently
     +-- RolledBack                           a group of actors went back to another iteration
@@ -54,28 +54,29 @@ __all__ = [
 
 
 class ExitReason(IntEnum):
-    """Say why a worker or the launcher ended; the value is the process's exit code."""
+    """The reason why a worker or the launcher ended; the value is the process's exit code."""
 
     FINISHED = 0
-    """The run is done. Nothing re-queues a finished run."""
+    """The run is complete. A finished run is never re-queued."""
     FAILED = 1
-    """A failure that no other reason names; the ladder decides."""
+    """A failure without a more specific exit code; the recovery policy decides."""
     BAD_INPUT = 2
-    """The command line, a config or the script is wrong: nothing was started, or all ranks failed alike before the
-    first step, in a way that a restart cannot mend. Never re-queued."""
+    """The command line, a config or the script is wrong: nothing was started, or all ranks failed in the same way
+    before the first step, so that a restart cannot help. Never re-queued."""
     RESUME_TO_DISAMBIGUATE = 16
     """An invalid result must be run again elsewhere before it can be judged."""
     FAILED_VALIDATION = 17
-    """An invalid result was judged; the diagnosis is in the journal."""
+    """An invalid result was attributed to its cause; the diagnosis is in the journal."""
     STRAGGLER = 18
-    """A slow rank was named and all ranks left, state saved where there is where to; a spare takes its node's slot."""
+    """A straggler was identified and all ranks exited, with their state saved if there is a checkpoint directory; a
+    spare takes its node's slot."""
     UNHEALTHY_NODE = 19
     """This node failed its health check and did not join; the others continue without it."""
     PREEMPTED = 75
-    """Shutdown requested; there is a saved state to resume from. Charged to no failure budget."""
+    """Shutdown requested; there is a saved state to resume from. Does not count against the restart budget."""
     NO_PROGRESS = 93
-    """The restart budget is spent without progress, a script failed twice in the same way without a session or before
-    its first step, or a run or checkpoint directory is another run's. Never re-queued."""
+    """The restart budget is used up without progress, a script failed twice in the same way without a session or before
+    its first step, or a run or checkpoint directory belongs to another run. Never re-queued."""
 
 
 class OutlastError(Exception):
@@ -119,15 +120,15 @@ class DeadlineExceeded(OutlastError, TimeoutError):
 
 
 class CheckpointError(OutlastError):
-    """A generation could not be saved or loaded."""
+    """A checkpoint could not be saved or loaded."""
 
 
 class Incomplete(CheckpointError):
-    """A generation lacks a manifest, a shard, or bytes of a shard."""
+    """A checkpoint lacks a manifest, a shard, or bytes of a shard."""
 
 
 class Corrupt(CheckpointError):
-    """Bytes of a generation differ from the digests recorded for them."""
+    """Bytes of a checkpoint differ from the digests recorded for them."""
 
 
 class Untrusted(CheckpointError):
@@ -135,11 +136,11 @@ class Untrusted(CheckpointError):
 
 
 class Mismatch(CheckpointError):
-    """A generation is whole and trusted, but does not fit the state that it is to be loaded into."""
+    """A checkpoint is whole and trusted, but does not fit the state that it is to be loaded into."""
 
 
 class Unavailable(CheckpointError):
-    """A checkpoint directory or store cannot be read or written."""
+    """A checkpoint directory or object store cannot be read or written."""
 
 
 class NotFinite(OutlastError):
@@ -177,7 +178,7 @@ class RestartAbort(OutlastError):
 
 
 class BudgetExhausted(OutlastError):
-    """Every remedy that could help was used up."""
+    """No recovery action that could help is left."""
 
 
 class SparesExhausted(OutlastError):

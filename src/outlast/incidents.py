@@ -1,6 +1,6 @@
-"""Incidents, verdicts, and the journal's events: one schema for everything that happened.
+"""Incidents, decisions, and the journal's events: one schema for everything that happened.
 
-An *incident* is one observed trouble; a *verdict* is what the policy decided about it; an *event* is one line
+An *incident* is one observed problem; a *verdict* is the recovery policy's decision; an *event* is one line
 of the journal. All are plain msgspec structs, written as JSON, and carry facts, never live objects.
 """
 
@@ -18,54 +18,55 @@ __all__ = ["CYCLE_ENDING", "Cause", "Event", "EventKind", "Incident", "IncidentK
 
 
 class Rung(IntEnum):
-    """The ladder's rungs, cheapest first."""
+    """The recovery levels, cheapest first."""
 
     RERUN_STEP = 0
-    """Re-run the step in place."""
+    """Run the step again in place."""
     RESTART_IN_PROCESS = 1
     """Rebuild the process groups in the same processes."""
     RESTART_WORKERS = 2
-    """Replace the processes, keep the nodes."""
+    """Start new worker processes on the same nodes."""
     REPLACE_NODE = 3
-    """Give a bad or lost node's slot to another node."""
+    """Move the slot of a faulty or lost node to a spare."""
     REQUEUE_JOB = 4
-    """Leave the rest to the scheduler."""
+    """End the job so that the scheduler requeues it."""
     STOP = 5
-    """Stop, with a diagnosis."""
+    """Stop the job, with a diagnosis."""
 
 
 class IncidentKind(StrEnum):
-    """What kind of trouble was seen."""
+    """The kind of an incident."""
 
     WORKER_DIED = "worker_died"
     """A worker was ended by a signal."""
     WORKER_FAILED = "worker_failed"
     """A worker ended by itself with an exit code other than 0."""
     WORKER_HUNG = "worker_hung"
-    """A worker gave no sign of life within a timeout."""
+    """A worker sent no heartbeat within a timeout."""
     NODE_LOST = "node_lost"
-    """A node's agent is gone, or cannot be reached any more."""
+    """The agent of a node exited or cannot be reached any more."""
     CANNOT_START = "cannot_start"
     """A node could not start its workers."""
     NODE_UNHEALTHY = "node_unhealthy"
     """A node failed its health check; the evidence holds the checks that failed."""
     WRONG_ANSWER = "wrong_answer"
-    """A rank answered wrongly when all ranks were asked whether they are there."""
+    """A rank returned a wrong result in the check that all ranks of the process group respond."""
     SAVE_FAILED = "save_failed"
-    """A generation could not be made durable; the earlier ones stay."""
+    """A checkpoint could not be made durable; the earlier ones stay."""
     COPY_REJECTED = "copy_rejected"
     """A stored copy failed its verification and was skipped."""
     REPLICATION_FAILED = "replication_failed"
-    """A partner took no copy, or not the right one; generations count without it until it does again."""
+    """A partner node did not store a correct copy; checkpoints are committed without its copy until it does again."""
     WRITER_LOST = "writer_lost"
-    """The process that kept a node's checkpoint writer died; another one takes its place, with empty memory."""
+    """The checkpoint writer process of a node died; another one replaces it, with empty memory."""
     COPY_UNTRUSTED = "copy_untrusted"
-    """A copy led to invalid results soon after it was loaded, and is not loaded again, nor is what descends from it;
-    or the same failure followed each load of it."""
+    """A copy led to invalid results soon after it was loaded, or the same failure followed each load of it; it is not
+    loaded again, nor are checkpoints based on it."""
     INVALID_RESULT = "invalid_result"
     """A result of a step was rejected; the evidence holds the diagnosis."""
     STRAGGLER = "straggler"
-    """A rank is slower than the others, or than it was, for several windows in a row; the evidence names in what."""
+    """A rank is slower than the others, or than it was, for several consecutive windows; the evidence lists the slow
+    operations."""
 
 
 CYCLE_ENDING = frozenset(
@@ -107,7 +108,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One observed trouble: kind, who, where, evidence."""
+    """One observed problem: kind, rank or node, position, evidence."""
 
     kind: IncidentKind
     job: str = ""
@@ -122,9 +123,9 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     exit_code: int | None = None
     """Exit code of the process; negative: the signal that ended it."""
     detected_after_s: float | None = None
-    """Seconds from the cause to its detection, where the cause's time is known to us."""
+    """Seconds from the cause to its detection, where the cause's time is known."""
     evidence: dict[str, Any] = {}
-    """Facts for the reader: the stack line, the last sign of life, the error's text. ``cause`` (a :class:`Cause`) and
+    """Facts for the reader: the stack line, the last heartbeat, the error's text. ``cause`` (a :class:`Cause`) and
     ``output`` (the last lines that the worker printed) are what it recorded; ``file`` is where all of it is kept."""
 
     @property
@@ -154,12 +155,12 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             IncidentKind.NODE_LOST: "is lost",
             IncidentKind.CANNOT_START: "could not start its workers",
             IncidentKind.NODE_UNHEALTHY: "is unhealthy",
-            IncidentKind.WRONG_ANSWER: "answered wrongly",
+            IncidentKind.WRONG_ANSWER: "returned a wrong result in the check of the process group",
             IncidentKind.SAVE_FAILED: "could not save",
             IncidentKind.COPY_REJECTED: "rejected a stored copy",
             IncidentKind.REPLICATION_FAILED: "could not copy its shard to another node",
             IncidentKind.WRITER_LOST: "lost its checkpoint writer",
-            IncidentKind.COPY_UNTRUSTED: "loaded a copy that proved bad",
+            IncidentKind.COPY_UNTRUSTED: "loaded a copy that led to invalid results",
             IncidentKind.INVALID_RESULT: "computed an invalid result",
             IncidentKind.STRAGGLER: "is slow",
         }[self.kind]
@@ -190,7 +191,7 @@ def _signal_name(exit_code: int | None) -> str:
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the ladder decided about a cycle's end, and why."""
+    """The recovery policy's decision on a cycle's end, with the reason."""
 
     rung: Rung
     reason: str
@@ -208,42 +209,45 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EventKind(StrEnum):
-    """Names of the journal's events; the comment names who writes it and what ``data`` holds."""
+    """Names of the journal's events; the text under each gives its writer and the content of ``data``."""
 
     JOB_STARTED = "job_started"
-    """Agent: ``command``, ``num_nodes``, ``max_nodes``, ``min_nodes``, ``nproc_per_node``, ``endpoints`` (where the
-    coordinator may be), ``limits`` (``max_restarts``, ``max_restarts_total``, ``max_no_progress_cycles``),
-    ``join_timeout_s``, ``version``, ``start_up_s`` (seconds since the agent began: its imports, its health checks, and
-    until it found the coordinator); the agent's own process: ``pid``, ``pid_started`` (its start in clock ticks since
-    the machine's boot), ``host``, ``machine`` (names the boot and the process namespace in which the pid is valid)."""
+    """Agent: ``command``, ``num_nodes``, ``max_nodes``, ``min_nodes``, ``nproc_per_node``, ``endpoints`` (possible
+    addresses of the coordinator), ``limits`` (``max_restarts``, ``max_restarts_total``, ``max_no_progress_cycles``),
+    ``join_timeout_s``, ``version``, ``start_up_s`` (seconds from the agent's start until it found the coordinator,
+    including imports and health checks); the agent's process: ``pid``, ``pid_started`` (its start in clock ticks since
+    the machine's boot), ``host``, ``machine`` (identifies the boot and the process namespace in which the pid is
+    valid)."""
     NODE_JOINED = "node_joined"
     """Coordinator: ``name``, ``spare``."""
     QUEUED = "queued"
     """Agent of a scheduler's job, right after ``job_started``: ``started_wall_ns`` (nanoseconds since the epoch when
     the scheduler started the job), ``scheduler``; before that moment the job waited."""
     FORMING = "forming"
-    """Coordinator: ``missing``, the slots without a node: as soon as some are missing, and with 0 once each has one."""
+    """Coordinator: ``missing``, the number of slots without a node: when some are missing, and 0 when each has one."""
     CYCLE_STARTED = "cycle_started"
-    """Agent, once its workers run: ``node_rank``, ``ranks``, ``pids``, ``world_size``, ``master``; where there are GPUs
-    ``gpu_memory_wait_s`` (how long the wait for the memory of the workers before took)."""
+    """Agent, once its workers run: ``node_rank``, ``ranks``, ``pids``, ``world_size``, ``master``; on nodes with GPUs
+    ``gpu_memory_wait_s`` (duration of the wait until the previous workers' memory was released)."""
     WORKER_EXITED = "worker_exited"
-    """Agent: ``pid``, ``exit_code``, ``killed_by_us``; ``spared`` (the others continue without it, in process)."""
+    """Agent: ``pid``, ``exit_code``, ``killed_by_us``; ``spared`` (the other ranks continue without it, in process)."""
     INCIDENT = "incident"
-    """Whoever saw it: ``incident`` (an Incident); a worker that decided about it at once: ``verdict`` too."""
+    """The process that detected it: ``incident`` (an ``Incident``); a worker that decided on it itself: also
+    ``verdict``."""
     VERDICT = "verdict"
-    """Coordinator: ``verdict`` (a Verdict), ``incident``."""
+    """Coordinator: the decision, ``verdict`` (a ``Verdict``), and ``incident``."""
     WRITER_ENDED = "writer_ended"
     """Agent: its checkpoint writer died by itself, or did not respond and was replaced: ``summary``."""
     EVENTS_LOST = "events_lost"
-    """Whoever lost them: ``num`` events before this one could not be written: the disk was full, gone or hung."""
+    """The process that lost them: ``num`` events before this one could not be written: the disk was full, not
+    available, or did not respond."""
     CYCLE_ENDED = "cycle_ended"
-    """Agent: ``reason``, ``iterations`` (global rank -> last iteration seen on the board), ``stop_s``."""
+    """Agent: ``reason``, ``iterations`` (global rank -> last iteration in the heartbeat memory), ``stop_s``."""
     JOB_ENDED = "job_ended"
     """Agent: ``exit_code``, ``reason``."""
     SESSION_STARTED = "session_started"
-    """Worker: ``world_size``, ``launcher``, ``directory`` and ``local_directory`` (of the checkpoints, where set),
-    ``max_no_progress_cycles`` (where it is given), ``version``; its process as in ``job_started``:
-    ``pid``, ``pid_started``, ``host``, ``machine``."""
+    """Worker: ``world_size``, ``launcher``, ``directory`` and ``local_directory`` (of the checkpoints, if set),
+    ``max_no_progress_cycles`` (if given), ``version``; its process as in ``job_started``: ``pid``, ``pid_started``,
+    ``host``, ``machine``."""
     RESTORED = "restored"
     """Worker: ``generation``, ``tier``, ``rejected`` (list of texts), ``load_s``; the envelope has
     ``iteration``."""
@@ -251,11 +255,11 @@ class EventKind(StrEnum):
     """Worker: all ranks run the wrapped function again: ``restart_iteration``, ``faults`` (``rank``, ``kind``,
     ``summary``), ``active_world_size``, ``replaced`` (the active ranks that spares took over), ``duration_s``."""
     STEPS_STARTED = "steps_started"
-    """Worker: the first step begins of a cycle, or of a call in the same processes; the envelope has the number of
-    steps done before; ``total`` (at how many the run is complete, where that is known)."""
+    """Worker: the first step of a cycle begins, or of a call in the same processes; the envelope has the number of
+    completed steps; ``total`` (number of steps of the complete run, if known)."""
     PROGRESS = "progress"
     """Worker: written for the first finished iteration of a cycle, then at most every few seconds: ``step_s`` (mean
-    seconds of a step since the one before), ``loss`` (the newest validated one, where there is one)."""
+    seconds of a step since the previous event), ``loss`` (the newest validated one, if there is one)."""
     SAVE_SCHEDULED = "save_scheduled"
     """Worker: ``stall_s``."""
     SAVE_COMMITTED = "save_committed"
@@ -263,13 +267,13 @@ class EventKind(StrEnum):
     DETERMINISM_REPORT = "determinism_report"
     """Worker: ``report``: for each validated value how often, and by how much, two runs of a step differed."""
     ACTORS_RECOVERED = "actors_recovered"
-    """Driver of an actor group: ``report``: who was lost, on what evidence, who was kept, the times."""
+    """Driver of an actor group: ``report``: the lost actors, the evidence, the actors that were kept, the times."""
     STRAGGLER_REPORT = "straggler_report"
     """Rank 0: ``named`` (ranks), ``metrics`` (least, median and largest scores), ``scores`` (relative scores of all
     ranks, in their order, rounded; ``null`` = none), ``why_nobody``, ``notes``, ``machines``, ``processing_s``."""
     FAULT_SIMULATED = "fault_simulated"
-    """Whoever causes it: ``fault``, ``target``. Of a fault plan also ``fault_id``, ``device``, and for a changed number
-    ``tensor``, ``element``, ``bit``, ``before``, ``after``."""
+    """The process that injects it: ``fault``, ``target``. For a fault plan also ``fault_id``, ``device``, and for a
+    changed number ``tensor``, ``element``, ``bit``, ``before``, ``after``."""
     NOTICE = "notice"
     """Worker or agent: shutdown requested; ``signal``, if it was one; worker: ``source``, ``reason``, ``deadline_s``
     (seconds until the process is ended). Driver of a group of actors: Ray drains a node; the same, and ``ray_node``."""

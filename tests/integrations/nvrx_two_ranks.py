@@ -86,7 +86,7 @@ def check_a_lost_peer(rank: int) -> None:
     calls = AsyncCallsQueue()
     calls.schedule_async_request(AsyncRequest(None, (), []))
     if rank == 0:
-        with pytest.raises(PeerLost, match=r"did not come to the end of asynchronous call 0 within 1.5 s"):
+        with pytest.raises(PeerLost, match=r"did not reach the end of asynchronous call 0 within 1.5 s"):
             calls.maybe_finalize_async_calls(blocking=True, no_dist=True)
     calls.close(abort=True)
     async_calls.CALL_TIMEOUT_S, async_calls._MARGIN_S = limits

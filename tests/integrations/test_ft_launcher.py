@@ -130,9 +130,9 @@ def test_a_number_names_the_run_of_a_slurm_job() -> None:
         ("--nonsense", "unknown option --nonsense"),
         ("--ft-rank-heartbeat-timeot=3", "did you mean --ft-rank-heartbeat-timeout"),
         ("--ft-rank_heartbeat_timeout=soon", "--ft-rank_heartbeat_timeout: 'soon' does not fit"),
-        ("--ft-log-level=loud", "--ft-log-level=loud is no log level"),
+        ("--ft-log-level=loud", "--ft-log-level=loud is not a log level"),
         ("--term-timeout=long", "--term-timeout: 'long' does not fit"),
-        ("--ft-log-level", "--ft-log-level=train.py is no log level"),
+        ("--ft-log-level", "--ft-log-level=train.py is not a log level"),
         ("--ft-cfg-path=", "--ft-cfg-path is empty"),
         ("--ft-cfg-path=nothing.yaml", "nothing.yaml: no such file"),
         ("--fault-tol-cfg-path nothing.yaml", "nothing.yaml: no such file"),
@@ -267,7 +267,7 @@ def test_a_value_in_a_file_is_refused_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ft\.yaml.*rank_heartbeat_timeout"):
         settings(f"--ft-cfg-path={path}")
     path.write_text("a: {fault_tolerance: {log_level: loud}}")
-    with pytest.raises(ConfigError, match=r"ft\.yaml: log_level=loud is no log level"):
+    with pytest.raises(ConfigError, match=r"ft\.yaml: log_level=loud is not a log level"):
         settings(f"--ft-cfg-path={path}")
 
 

@@ -436,13 +436,13 @@ def test_a_pytorch_job_that_is_told_at_once_hands_sigterm_on(tmp_path: Path) -> 
         ({"mount_path": "/dev/./shm/"}, "mount_path='/dev/shm' is taken in the container"),
         ({"mount_path": "//"}, "mount_path='/' is taken in the container"),
         ({"mount_path": "/etc/outlast-run-key"}, "mount_path='/etc/outlast-run-key' is taken"),
-        ({"cpus": "8", "resources": ("cpu=4",)}, "resources: 'cpu=4' stands beside cpus=8; leave one of them out"),
-        ({"memory": "1Gi", "resources": ("memory=4",)}, "resources: 'memory=4' stands beside memory=1Gi"),
+        ({"cpus": "8", "resources": ("cpu=4",)}, "resources: 'cpu=4' conflicts with cpus=8; remove one of them"),
+        ({"memory": "1Gi", "resources": ("memory=4",)}, "resources: 'memory=4' conflicts with memory=1Gi"),
         (
             {"gpus_per_node": 8, "gpu_resource": "amd.com/gpu", "resources": ("amd.com/gpu=4",)},
-            "resources: 'amd.com/gpu=4' stands beside gpus_per_node=8",
+            "resources: 'amd.com/gpu=4' conflicts with gpus_per_node=8",
         ),
-        ({"resources": ("a/b=1", "a/b=2")}, "resources: 'a/b=2' stands beside a/b=1"),
+        ({"resources": ("a/b=1", "a/b=2")}, "resources: 'a/b=2' conflicts with a/b=1"),
         ({"node_selector": ("a=1", "a=2")}, "node_selector: a is there twice"),
         ({"shutdown_grace": 1e300}, "shutdown_grace=1e+300 must be from 0 to"),
         ({"env": ("A",)}, "env='A' is not in the form NAME=VALUE"),
@@ -522,7 +522,7 @@ LEAST = ("--image=registry/train:1", "--run-claim=runs")
         ),
         (
             (*LEAST, "--cpus=8", "--resource=cpu=4", "--", "train.py"),
-            "--resource: 'cpu=4' stands beside --cpus=8; leave one of them out",
+            "--resource: 'cpu=4' conflicts with --cpus=8; remove one of them",
         ),
         ((*LEAST, "--mount-path=/dev/shm", "--", "train.py"), "--mount-path='/dev/shm' is taken"),
         (

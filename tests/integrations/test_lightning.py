@@ -356,8 +356,11 @@ def test_what_contradicts_or_lacks_something_is_refused_by_name(tmp_path: Path) 
         ),
         (lambda: adapter._refuse(trainer_of(strategy="ddp_spawn", devices=2)), "DDPStrategy starts its ranks by"),
         (lambda: adapter._refuse(trainer_of(strategy="ddp", devices=2)), "itself started the 2 ranks.* outlast run"),
-        (lambda: adapter._refuse(trainer_of(finder("LearningRateFinder"))), "LearningRateFinder searches anew.*Tuner"),
-        (lambda: adapter._refuse(trainer_of(finder("BatchSizeFinder"))), "BatchSizeFinder searches anew.*Tuner"),
+        (
+            lambda: adapter._refuse(trainer_of(finder("LearningRateFinder"))),
+            "LearningRateFinder repeats its search.*Tuner",
+        ),
+        (lambda: adapter._refuse(trainer_of(finder("BatchSizeFinder"))), "BatchSizeFinder repeats its search.*Tuner"),
     ]
     for act, message in refused:
         with pytest.raises(ConfigError, match=message) as caught:

@@ -93,10 +93,10 @@ def test_a_full_pipe_holds_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert listed.calls == ["open gpt 0", *range(1, 101), "close"]
         told = [record.getMessage() for record in caplog.records if record.name == metrics.log.name]
         assert [text for text in told if "does not keep up" in text] == [
-            "CallableSink does not keep up; figures are dropped, and training continues"
+            "CallableSink cannot keep up: metrics are dropped, training continues"
         ]
         assert any(text.startswith("CallableSink did not end within") for text in told)
-        assert f"CallableSink: {hanging.num_dropped} records of figures dropped" in "\n".join(told)
+        assert f"CallableSink: {hanging.num_dropped} records of metrics dropped" in "\n".join(told)
     finally:
         os.close(reading)  # the write ends with an error, and the thread with it
         os.close(writing)
@@ -136,8 +136,8 @@ def test_a_sink_that_hangs_ends_no_session_late(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "49\n"), done.stderr
-    assert "CallableSink did not end within 5 s, 4 records of figures are not written" in done.stderr
-    assert "CallableSink: 46 records of figures dropped" in done.stderr
+    assert "CallableSink did not end within 5 s; 4 records of metrics not written" in done.stderr
+    assert "CallableSink: 46 records of metrics dropped" in done.stderr
 
 
 def test_a_sink_that_raises_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -154,7 +154,7 @@ def test_a_sink_that_raises_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     told = [line for line in told if line.startswith("Listed")]  # a sink of another test may still have been closing
     assert told == [
         "Listed failed (OSError: no network, really); training continues",
-        "Listed: 0 records of figures dropped, as it did not keep up, 2 records not written",
+        "Listed: 0 records of metrics dropped because the sink could not keep up, 2 records not written",
     ]
 
 
@@ -563,9 +563,9 @@ def test_opentelemetry_records_gauges() -> None:
     ("make", "remedy"),
     [
         (metrics.PrometheusSink, "shows its gauges nowhere; give it port, textfile or registry"),
-        (lambda: metrics.PrometheusSink(port=70000), "port=70000 is no port"),
+        (lambda: metrics.PrometheusSink(port=70000), "port=70000 is not a valid port"),
         (lambda: metrics.PrometheusSink(textfile="a.txt"), r"textfile='a.txt' must end with .prom"),
-        (lambda: metrics.PrometheusSink(port=0, address="here"), "address='here' is no IP address"),
+        (lambda: metrics.PrometheusSink(port=0, address="here"), "address='here' is not an IP address"),
         (lambda: metrics.TensorBoardSink("a", max_queued=0), "max_queued=0 must be at least 1"),
     ],
 )

@@ -149,7 +149,7 @@ def test_a_session_takes_the_client_along_and_a_request_ends_the_job(tmp_path: P
     assert "section 'late' exceeded 0.7 s" in output
     assert "differ from another rank's" not in output
     assert code == 93, output
-    assert "the script asks: ShutdownWorkload (a test)" in output
+    assert "the script requests: ShutdownWorkload (a test)" in output
     assert "2 cycles" in output
 
 
@@ -159,7 +159,7 @@ def test_a_node_is_excluded_on_request(tmp_path: Path) -> None:
     """After a request to exclude the node, the failure counts as the node's: the restart says so, and goes on."""
     code, output = launch(OUTLAST, *OPTIONS, *SHIM, str(LOOP), "ckpt", "20", "exclude", folder=tmp_path)
     assert code == 0, output
-    assert "the script asks: ExcludeThisNode (a test)" in output
+    assert "the script requests: ExcludeThisNode (a test)" in output
     assert "no spare waits for its slot" in output
     assert re.search(r"trained 15 to 20", output)
 

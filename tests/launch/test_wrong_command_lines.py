@@ -125,7 +125,7 @@ WRONG = [
     ("slurm script gone.py", "the script 'gone.py' does not exist in this folder", "check its path"),
     ("slurm script --directive=--chdir=folder train.py", "'train.py' does not exist in folder", "check its path"),
     ("slurm script --nodes 0 train.py", "--nodes=0", "at least 1"),
-    ("slurm script --preempt-time -4 train.py", "--preempt-time=-4", "0 = not told"),
+    ("slurm script --preempt-time -4 train.py", "--preempt-time=-4", "0 = no signal before the time limit"),
     ("slurm script --nproc-per-node 0 train.py", "--nproc-per-node='0'", "auto"),
     ("slurm script --ft-min-nodes=2 train.py", "--ft-min-nodes is an option of outlast run", "put it after --"),
     ("slurm script -- --nproc=8 train.py", "--nproc is made from --nproc-per-node", "leave it out"),

@@ -154,7 +154,7 @@ def test_a_sweep_gives_an_option_several_values(run: Any, sweep: str, values: li
         (["--shares", "proces=1"], "did you mean 'process'?"),
         (["--shares", "process"], "must be a kind and a number"),
         (["--shares", "process=1.5,node=-0.5"], "must be between 0 and 1"),
-        (["--interval", "10", "--interval-iterations", "2"], "say the same"),
+        (["--interval", "10", "--interval-iterations", "2"], "set the same value"),
         (["--interval", "-10"], "--interval=-10 must be 0 or more"),
         (["--restart", "-1"], "--restart=-1 must be 0 or more seconds"),
         (["--replication", "0"], "--replication=0 must be at least 1"),

@@ -104,7 +104,7 @@ def test_a_large_world_takes_seconds() -> None:
         ({"num_ranks": 12}, "must be a multiple of ranks_per_node=8"),
         ({"replication": 4000}, "needs as many nodes"),
         ({"replication_jump": 3}, "must be a multiple"),
-        ({"interval_s": 10.0, "interval_iterations": 3}, "say the same"),
+        ({"interval_s": 10.0, "interval_iterations": 3}, "set the same value"),
         ({"step_s": math.nan}, "step_s=nan must be above 0"),
         ({"weibull_shape": 0.01}, "must be at least 0.2"),
         ({"trace": ()}, "holds no fault"),
@@ -230,7 +230,7 @@ def test_a_wrong_trace_is_refused(tmp_path: Path, text: str, says: str) -> None:
 def test_a_run_directory_is_a_trace(tmp_path: Path) -> None:
     """The incidents that ended the cycles of a run are its faults, each when it happened; what followed from them, and
     what ended no cycle, is none."""
-    with pytest.raises(ConfigError, match="is no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         read_trace(tmp_path)
 
     def event(kind: EventKind, at_s: float, **data: Any) -> bytes:

@@ -169,7 +169,7 @@ def test_reader_without_rights_reads_what_is_open(open_folder: Path) -> None:
     (open_folder / "journal").chmod(0o700)
     os.seteuid(NOBODY)
     try:
-        with pytest.raises(ConfigError, match=r"cannot be read \(Permission denied\); ask as the user who runs"):
+        with pytest.raises(ConfigError, match=r"cannot be read \(Permission denied\); run this as the user who runs"):
             look(open_folder)
     finally:
         os.seteuid(0)
@@ -188,7 +188,7 @@ def test_what_is_no_run_directory_is_told_in_one_line(tmp_path: Path) -> None:
         "file": "is a file, not a run directory; give the --run-dir",
         "other": "is not a run directory, since it has no journal; give the --run-dir",
         "runs": f"holds 1 run directory; name one, such as {tmp_path / 'runs' / 'one'}",
-        "empty": "is empty: no job has begun",
+        "empty": "is empty: no job has started",
         "noise": "holds no event; the job has not begun yet, or its files are damaged",
     }.items():
         with pytest.raises(ConfigError) as raised:

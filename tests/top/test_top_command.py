@@ -103,7 +103,9 @@ def test_a_live_run_a_stopped_coordinator_and_the_end(tmp_path: Path) -> None:
         try:
             code, out, err = look_at(run_dir, "--once")
             assert (code, err) == (0, "")
-            assert re.search(r"^no answer  the coordinator: no answer for \d+ s: .* did not respond", out, re.MULTILINE)
+            assert re.search(
+                r"^no reply   the coordinator: no response for \d+ s: .* did not respond", out, re.MULTILINE
+            )
             assert re.search(r"^ +1  node-\d +\d+  stopped ", out, re.MULTILINE)
             code, out, err = look_at(cluster.endpoint, "--once")
             assert (code, out, err.count("\n")) == (2, "", 1)
@@ -295,7 +297,7 @@ def test_keys_end_the_screen_and_restore_the_terminal(tmp_path: Path) -> None:
                     stop_and_continue(terminal)
                 if keys == b"\x03":
                     os.link(tmp_path / "hangs", troubles)
-                    terminal.read_until(r"no answer  .*the run directory: no answer for")
+                    terminal.read_until(r"no reply   .*the run directory: no response for")
                 if keys is None:
                     terminal.process.terminate()
                 else:

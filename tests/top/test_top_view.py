@@ -163,7 +163,7 @@ def test_what_does_not_answer_is_named_with_its_time(tmp_path: Path) -> None:
     """Who, for how long, and why."""
     silent = [Unanswered(what="the coordinator", for_s=12.0, reason="no coordinator responds at a:1")]
     text = plain(show(make_report(make_status(tmp_path), [make_line(0)], unanswered=silent)))
-    assert "no answer  the coordinator: no answer for 12 s: no coordinator responds at a:1" in text.splitlines()
+    assert "no reply   the coordinator: no response for 12 s: no coordinator responds at a:1" in text.splitlines()
 
 
 def test_a_run_that_waits_says_for_what(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_hung_run_directory_is_named_and_ends_no_view(
         second.start()
         stack.callback(second.close, 60.0)
         stack.callback(answers.set)  # first of all
-        with pytest.raises(ConfigError, match=r"did not answer within 0\.2 s; its disk may hang: look from another"):
+        with pytest.raises(ConfigError, match=r"did not respond within 0\.2 s; its disk may hang: use another machine"):
             second.wait_for_first(for_all=True)
         assert not second.close(0.1)
 

@@ -173,15 +173,15 @@ class Fault:
     """
 
     kind: str
-    """What goes wrong; one of the kinds."""
+    """The kind of the fault."""
 
     target: str | None = None
-    """What a numeric fault changes: loss, weight, gradient or activation."""
+    """The value that a numeric fault changes: loss, weight, gradient or activation."""
 
     tensor: str | None = None
-    """Pattern (as of a shell) of the weight's or gradient's name, such as ``model.layers.*.weight``, or of the name
-    of the module whose output it is; the first part is the key in the state. One match is drawn from the seed;
-    none = among all."""
+    """Shell-style pattern of the name of the weight or gradient, such as ``model.layers.*.weight``, or of the module
+    whose output is changed; the first part is the key in the state. One match is drawn from the seed; none = among
+    all."""
 
     element: int | None = None
     """Which element of the tensor (on this rank, counted row by row); none = drawn from the seed."""
@@ -190,51 +190,53 @@ class Fault:
     """Which bit is flipped, from 0, the least significant; none = drawn from the seed."""
 
     rank: int | None = None
-    """Global rank that it applies to, wherever it runs. Without rank, node and device one rank is drawn from the
+    """Global rank in which the fault is injected, on any node. Without rank, node and device one rank is drawn from the
     seed."""
 
     node: str | None = None
-    """Name of the node to whose ranks it applies, each of them."""
+    """Name of the node in all of whose ranks the fault is injected."""
 
     device: str | None = None
-    """Name of the device to whose ranks it applies: a GPU's ``gpu-<uuid>``, else ``<node>/cpu-<local rank>``."""
+    """Name of the device in all of whose ranks the fault is injected: ``gpu-<uuid>`` of a GPU, else ``<node>/cpu-<local
+    rank>``."""
 
     iteration: int | None = None
-    """It is injected in the step before which this many optimizer steps were done, or right before that step."""
+    """Number of completed optimizer steps at which the fault is injected: in the next step, or right before it."""
 
     rate: float | None = None
-    """Instead of an iteration: expected number of times a step, at most 1; drawn from the seed for each step."""
+    """Instead of an iteration: expected number of injections per step, at most 1; drawn from the seed for each step."""
 
     after_s: float | None = None
-    """Instead of an iteration, for faults of a process: seconds after the session's start before which it is not
-    injected."""
+    """Instead of an iteration, for process faults: earliest time of the injection, in seconds after the session's
+    start."""
 
     at_s: float | None = None
-    """Instead of an iteration, under ``outlast chaos run``: seconds after the run's first step before which it is not
-    injected. It waits while the ranks restart."""
+    """Instead of an iteration, under ``outlast chaos run``: earliest time of the injection, in seconds after the run's
+    first step. The injection waits while the ranks restart."""
 
     on_request: bool = False
-    """Instead of an iteration: it is injected when a test requests it by ``outlast.testing.Cluster.inject``."""
+    """Instead of an iteration: inject the fault when a test requests it with ``outlast.testing.Cluster.inject``."""
 
     once_durable: bool = False
     """With ``after_s``: also wait until there is a checkpoint to resume from."""
 
     section: str | None = None
-    """Section in which a fault of a process is injected, as soon as it is entered; none = between two steps, outside
-    all sections. In ``setup`` no step counts as done yet."""
+    """Section in which a process fault is injected, as soon as it is entered; none = between two steps, outside all
+    sections. In ``setup`` no step is complete yet."""
 
     duration_s: float | None = None
-    """How long a sleep, hold_gil, slow, stop_agent, stop_coordinator, disk_full, slow_disk, partition, delay or loss
-    lasts, in seconds; none = forever, or until the process ends. The last five need it."""
+    """Duration of a sleep, hold_gil, slow, stop_agent, stop_coordinator, disk_full, slow_disk, partition, delay or loss
+    in seconds; none = permanently, or until the process ends. The last five require it."""
 
     factor: float | None = None
-    """How many times as long things take under slow; above 1."""
+    """Factor of the slowdown under slow; above 1."""
 
     tier: str | None = None
-    """Where a copy is damaged: memory, local, replica or global; where a disk is full or slow: local or global."""
+    """Tier in which a copy is damaged: memory, local, replica or global; tier whose disk is full or slow: local or
+    global."""
 
     generation: int | None = None
-    """Iteration of the generation whose copy is damaged; none = the newest that is committed."""
+    """Iteration of the checkpoint whose copy is damaged; none = the newest committed one."""
 
     delay_s: float | None = None
     """Seconds that each file takes longer under slow_disk, and each packet under delay."""

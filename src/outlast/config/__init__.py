@@ -49,34 +49,36 @@ class Config(Settings):
     ``--ft-*`` options come before its ``--config`` file, and that before this."""
 
     rerun_state_machine: RerunStateMachineConfig | None = None
-    """What counts as an invalid result of a step that the script validates, and what follows; none = the defaults."""
+    """Which results of a step that the script validates are invalid, and the action on an invalid one; none = the
+    defaults."""
 
     replica_digest: ReplicaDigestConfig | None = None
     """How often the replicas of a data-parallel group are compared; none = never."""
 
     straggler_detection: StragglerDetectionConfig | None = None
-    """Whether slow ranks are looked for, and what follows when one is found; none = they are not."""
+    """Whether slow ranks are detected, and the action on a detected one; none = no detection."""
 
     in_process: bool = False
-    """The session is made within a function that ``outlast.inprocess.Wrapper`` calls, and is left with it at each
-    restart in process; on, too, where ``in_process_restart.enabled`` is."""
+    """The session runs inside a function that ``outlast.inprocess.Wrapper`` calls, and ends with each call at an
+    in-process restart; also on if ``in_process_restart.enabled`` is on."""
 
     in_process_restart: InProcessRestartConfig | None = None
-    """Settings for that ``Wrapper``, which takes this config: ``Wrapper("outlast.toml")``; none = the defaults."""
+    """Settings of the ``Wrapper`` that is created with this config: ``Wrapper("outlast.toml")``; none = the
+    defaults."""
 
     preemption: PreemptionConfig | None = None
-    """Which notices end the run, and how long that may take; none = the defaults, which listen to SIGTERM."""
+    """Which events request a shutdown, and how long the shutdown may take; none = the defaults, which handle
+    SIGTERM."""
 
     health: HealthConfig | None = None
-    """What a node must have to train, for `outlast doctor` and `outlast run --config`, and how often ranks ask each
-    other whether they are there; none = the defaults."""
+    """Health requirements of a node, for `outlast doctor` and `outlast run --config`, and the interval of the check
+    that all ranks of the process group respond; none = the defaults."""
 
     fault_plan: str | None = None
-    """File (TOML, YAML or JSON) with a plan of faults to cause on purpose, in a test; none = no plan."""
+    """File (TOML, YAML or JSON) with a plan of faults to inject in a test; none = no faults."""
 
     seed: int | None = None
-    """Seed of python's, numpy's and torch's random numbers, moved by the rank; none = the script seeds
-    them."""
+    """Seed of the random numbers of Python, NumPy and torch, offset by the rank; none = the script seeds them."""
 
     @classmethod
     def _settle(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:

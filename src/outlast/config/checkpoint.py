@@ -20,131 +20,136 @@ Interval = int | Literal["auto"]
 
 
 class CheckpointConfig(Settings):
-    """Where and how often generations are saved, and how many are kept.
+    """Where and how often checkpoints are saved, and how many are kept.
 
     Two places, either or both: ``directory`` is the global tier, ``local_directory`` the node's own. With an agent
-    (``outlast run``) a third needs no setting: the newest generation stays in the node's memory.
+    (``outlast run``) a third needs no setting: the newest checkpoint stays in the node's memory.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
     """
 
     directory: str | None = None
-    """Global tier: a path that every rank sees, or an fsspec URL (``s3://bucket/run``, ``gs://bucket/run``).
+    """Global tier: a path that every rank can access, or an fsspec URL (``s3://bucket/run``, ``gs://bucket/run``).
     Written in the format of ``torch.distributed.checkpoint``; any number of ranks can load it."""
 
     local_directory: str | None = None
-    """Local tier: a folder on a disk of each node, or in memory (``/dev/shm/...``); each node makes one of its name in
-    it. Loaded by as many ranks as saved it."""
+    """Local tier: a folder on a disk of each node, or in memory (``/dev/shm/...``); each node creates a subfolder with
+    its name. Can be loaded only by as many ranks as saved it."""
 
     save_interval: Interval = 0
-    """Iterations between two saves to all tiers; 0 = only when the script, or an orderly end, asks for one; ``auto`` =
-    from what a save costs and ``rank_mttf_hours``."""
+    """Iterations between two saves to all tiers; 0 = only when the script requests a save, or at an orderly end;
+    ``auto`` = computed from the cost of a save and ``rank_mttf_hours``."""
 
     non_persistent_save_interval: Interval = 0
-    """Iterations between two saves to memory, local tier and replicas alone; 0 = only with ``save_interval``; ``auto``
-    as there."""
+    """Iterations between two saves to the node-local tiers only (memory, local disk and replicas); 0 = only with
+    ``save_interval``; ``auto`` as for ``save_interval``."""
 
     rank_mttf_hours: float = 8000.0
-    """Mean time to a failure of one rank, in hours, for ``auto``; Meta saw 7.9 h on 1,024 GPUs."""
+    """Mean time to failure of one rank, in hours, for ``auto``; Meta reported 7.9 h for a job of 1,024 GPUs."""
 
     async_save: bool = True
-    """Return from a save once the state is copied; off: once it is committed."""
+    """Return from a save as soon as the state is copied; off = return when it is committed."""
 
     overlap_staging: bool = False
     """Return from a save before parameters and optimizer states are copied; the copy continues during the next forward
-    and backward, and the optimizer's ``step()`` waits for it. Only for training that changes them nowhere else: a
-    change that is detected fails the save. An optimizer whose ``step()`` was not observed since the last save, or may
-    be in a CUDA graph, is copied before the return."""
+    and backward, and the optimizer's ``step()`` waits for it. Use only if nothing else changes them: a change that is
+    detected fails the save. If an optimizer's ``step()`` was not observed since the last save, or may be in a CUDA
+    graph, its state is copied before the return."""
 
     replication: bool | None = None
-    """Copy every rank's shard to other nodes; ``None`` = where there are several nodes and a local tier or an agent."""
+    """Copy each rank's shard to other nodes; ``None`` = if there are several nodes and a local tier or an agent."""
 
     replication_factor: int = 2
-    """Nodes that hold each shard, its own included."""
+    """Nodes that store each shard, including the node of its rank."""
 
     replication_jump: int | None = None
-    """Ranks between a rank and the one whose node gets its copy; ``None`` = the ranks of a node."""
+    """Distance in ranks between a rank and the rank whose node stores its copy; ``None`` = the number of ranks per
+    node."""
 
     replication_parity: int = 0
-    """Instead of copies: nodes whose shards share one XOR parity, which survives the loss of any one of them; 0 =
-    copies."""
+    """Instead of copies: number of nodes whose shards share one XOR parity, which survives the loss of any one of them;
+    0 = copies."""
 
     replication_timeout: float = 10.0
-    """Seconds without progress after which a partner is given up; the save then counts without its copy."""
+    """Seconds without progress after which replication to a partner node is abandoned; the save then counts without
+    that copy."""
 
     replication_key_file: str | None = None
-    """File with the secret that nodes prove to each other; ``None`` = derived from the run key, or drawn
-    where there is none."""
+    """File with the secret by which nodes authenticate each other; ``None`` = derived from the run key, or randomly
+    generated if there is none."""
 
     most_recent_k: int = 3
-    """Newest committed generations to keep in the global tier, at least 2 (the newest may prove bad); -1 = all."""
+    """Number of newest committed checkpoints to keep in the global tier, at least 2 (the newest may be invalid); -1 =
+    all."""
 
     local_most_recent_k: int = 2
     """The same for the local tier."""
 
     save_retain_interval: int = 0
-    """Generations whose iteration is a multiple of it are kept forever in the global tier; 0 = none."""
+    """Checkpoints whose iteration is a multiple of this number are kept permanently in the global tier; 0 = none."""
 
     suspect_window: int = 20
-    """Iterations after a load in which an invalid result casts doubt on what was loaded; one generation older than
-    that is always kept."""
+    """Iterations after a load in which an invalid result makes the loaded checkpoint suspect; one checkpoint older than
+    this window is always kept."""
 
     prefer_finite: bool = True
-    """Load an older generation rather than one that holds numbers that are infinite or NaN; a newer one that is
-    skipped is named in the log. Off: always load the newest, for states that hold such numbers now and then."""
+    """Load an older checkpoint instead of one with infinite or NaN values; the log lists a newer one that is skipped.
+    Off = always load the newest, for states that can contain such values in normal operation."""
 
     missing: str = "error"
-    """``keep``: what the state holds and the checkpoint lacks (an average of the weights, a new layer, its parameters
-    in the optimizer) keeps its present value at a load, and one line of the log lists it. ``error``: the load fails."""
+    """``keep``: values that the state has and the checkpoint lacks (an average of the weights, a new layer, its
+    parameters in the optimizer) keep their present value at a load, and one log line lists them. ``error``: the load
+    fails."""
 
     max_consecutive_save_failures: int = 0
-    """Saves in a row that reached no tier at all after which training stops with the last error; 0 = never:
+    """Consecutive saves that reached no tier after which training stops with the last error; 0 = never:
     ``max_durable_lag`` is the limit."""
 
     save_timeout: float = 600.0
-    """Seconds that an attempt to commit a save to a tier may take before it counts as failed; to the local and the
-    global tier it is then retried, until a newer save takes its place."""
+    """Seconds that an attempt to commit a save to a tier may take before it counts as failed; a save to the local or
+    global tier is then retried until a newer save replaces it."""
 
     max_durable_lag: float = 7200.0
-    """Seconds for which a commit that survives the end of the job may be due before all ranks exit with 93; 0 = no
-    limit. It goes to ``directory``, or without one to the local directory; commits to other tiers do not count. It is
-    due from the begin of the oldest save that it would cover, over restarts within the job. A final save is waited for
-    as long as is left of it."""
+    """Seconds for which a commit that survives the end of the job may be overdue before all ranks exit with 93; 0 = no
+    limit. The commit goes to ``directory``, or without one to the local directory; commits to other tiers do not count.
+    The time starts with the oldest save that the commit would cover, and continues over restarts within the job. A
+    final save may take the remaining time."""
 
     restore_timeout: float = 900.0
-    """Seconds that a start waits for a checkpoint directory or an object store that does not respond, where the
-    node-local tiers hold no checkpoint that this job has saved; 0 = do not wait."""
+    """Seconds that a start waits for a checkpoint directory or an object store that does not respond, if the node-local
+    tiers have no checkpoint that this job has saved; 0 = do not wait."""
 
     response_timeout: float = 60.0
     """Seconds without progress after which a call on a checkpoint directory or object store counts as failed while a
     job starts or loads. It must be above 0: a call on a mount that hangs would never return."""
 
     save: str | None = None
-    """Megatron's name of ``directory``."""
+    """Megatron's name for ``directory``."""
 
     load: str | None = None
-    """Global tier to load from when ``directory`` holds no generation yet, for example of another run; read only."""
+    """Global tier to load from if ``directory`` has no checkpoint yet, for example of another run; read only."""
 
     resume_from_other_run: bool = False
-    """Continue from generations that another run saved in these directories; off: the run is refused there. A run is
-    another one if both were given names (``--rdzv-id``, ``--run-dir``) and have none in common, or, where one of them
-    has no name, if they run different scripts."""
+    """Continue from checkpoints that another run saved in these directories; off = the run is refused there. Two runs
+    differ if both were given names (``--rdzv-id``, ``--run-dir``) and have none in common, or, if one of them has no
+    name, if they run different scripts."""
 
     non_persistent_local_ckpt_dir: str | None = None
-    """Megatron's name of ``local_directory``."""
+    """Megatron's name for ``local_directory``."""
 
     non_persistent_local_ckpt_algo: str = "atomic"
-    """``atomic`` or Megatron's ``fully_parallel``, with one meaning: each rank's local file holds all of its own state.
-    There ranks hold parts of each other's state, and one lost node takes others' state along."""
+    """``atomic`` or Megatron's ``fully_parallel``; both mean that the local file of a rank stores the complete state of
+    that rank. In Megatron, ``fully_parallel`` distributes a rank's state over other ranks, so that the loss of one node
+    also loses state of others."""
 
     non_persistent_ckpt_type: str | None = None
-    """Megatron's choice of where non-persistent saves go: ``local`` = memory, replicas and ``local_directory``, which
-    must be set; ``in_memory`` = memory and replicas, without a ``local_directory``; none = as the other settings say.
-    ``global`` is refused: ``save_interval`` and ``save_retain_interval`` say that."""
+    """Megatron's choice of the tiers of non-persistent saves: ``local`` = memory, replicas and ``local_directory``,
+    which must be set; ``in_memory`` = memory and replicas, without a ``local_directory``; none = as set by the other
+    settings. ``global`` is refused: use ``save_interval`` and ``save_retain_interval``."""
 
     ckpt_format: str = "torch_dist"
-    """Megatron's name of the format of ``torch.distributed.checkpoint``, in which the global tier is written; others
+    """Megatron's name for the format of ``torch.distributed.checkpoint``, in which the global tier is written; others
     are refused."""
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Settings of what surrounds a training script: what is watched, what a node needs, and when a run leaves."""
+"""Settings of the environment of a training script: monitoring, health requirements of nodes, and shutdown."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ LAUNCHERS_OWN = (
 
 
 class FaultToleranceConfig(Settings):
-    """What is watched, for how long, and how often a job may be restarted.
+    """Timeouts of the monitoring, and limits of the restarts of a job.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
     """
 
     enable_ft_package: bool = False
-    """Watch heartbeats and sections of the workers; off: only their deaths are detected. Where it is not given,
-    ``outlast run`` watches, and a session under another launcher does if a timeout is given. On under another launcher,
-    and no timeout given: a session's first heartbeat is due after 1800 s, each further one after 300 s."""
+    """Monitor heartbeats and sections of the workers; off = only their deaths are detected. By default ``outlast run``
+    monitors, and a session under another launcher does if a timeout is given. On under another launcher, and no timeout
+    given: a session's first heartbeat is due after 1800 s, each further one after 300 s."""
 
     calc_ft_timeouts: bool = False
     """Learn timeouts of sections and heartbeats from observed durations, and keep them in ft_state.json for the next
-    cycle and job. A learned timeout ends no run that a given one would not end."""
+    cycle and job. A learned timeout never ends a run that a configured one would not end."""
 
     state_directory: str | None = None
     """Folder of ft_state.json; none = next to the checkpoints, where a session's ``checkpoint.directory`` is a path,
     else the run directory."""
 
     initial_rank_heartbeat_timeout: float | None = None
-    """Longest time in seconds from a worker's start to its first heartbeat; none = not enforced. Where it is not given,
-    ``outlast run`` enforces 1800 s, or ``rank_heartbeat_timeout`` if that is longer, on ranks with a session. Where
-    their section is given a longer timeout or none, or the time outside sections a longer one, that holds instead."""
+    """Longest time in seconds from a worker's start to its first heartbeat; none = not enforced. By default ``outlast
+    run`` enforces 1800 s, or ``rank_heartbeat_timeout`` if that is longer, on ranks with a session. If the timeout of
+    their section, or the one outside sections, is longer or none, that applies instead."""
 
     rank_heartbeat_timeout: float | None = None
-    """Longest time in seconds between two heartbeats of a worker; none = not enforced. Where it is not given, ``outlast
-    run`` enforces 1800 s on ranks with a session, while they are in its loop. Where their section is given a longer
-    timeout or none, or the time outside sections a longer one, that holds instead. An evaluation within the loop sends
-    none: sections find a hang much sooner."""
+    """Longest time in seconds between two heartbeats of a worker; none = not enforced. By default ``outlast run``
+    enforces 1800 s on ranks with a session, while they are in its loop. If the timeout of their section, or the one
+    outside sections, is longer or none, that applies instead. An evaluation within the loop sends no heartbeats:
+    sections detect a hang much sooner."""
 
     rank_section_timeouts: Mapping[str, float | None] = field(default_factory=dict)
-    """Longest time in seconds in each section, as setup:600,step:180,checkpointing:420; a section that is not
-    named is measured, not enforced."""
+    """Longest time in seconds in each section, as setup:600,step:180,checkpointing:420; other sections are measured,
+    but not enforced."""
 
     rank_out_of_section_timeout: float | None = None
     """Longest time in seconds that a worker that uses sections may spend outside all of them; none = not
@@ -72,66 +72,65 @@ class FaultToleranceConfig(Settings):
 
     exit_timeout: float | None = None
     """Longest time in seconds that a worker may run after the first worker of its cycle exited with 0, counted from its
-    last heartbeat if that is later; none = not enforced. Where it is not given, ``outlast run`` enforces 1800 s on
-    workers whose processes use no processor. A worker that is ended for it counts as hung. After 30 s it is reported
-    with its stack."""
+    last heartbeat if that is later; none = not enforced. By default ``outlast run`` enforces 1800 s on workers whose
+    processes use no CPU time. A worker that is ended for this reason counts as hung. After 30 s its stack is logged."""
 
     safety_factor: float = 5.0
     """A learned timeout is the longest observed duration times this."""
 
     num_warmup_iterations: int = 1
-    """In a cycle's first iterations, this many, the section step is not enforced; 0 = enforced from the
-    first."""
+    """Number of first iterations of a cycle in which the timeout of the section step is not enforced; 0 = always
+    enforced."""
 
     rank_termination_signal: str = "SIGKILL"
-    """Signal that ends a hung worker when no launcher of ours does (SIGKILL, SIGTERM, ...)."""
+    """Signal that ends a hung worker that was not started by ``outlast run`` (SIGKILL, SIGTERM, ...)."""
 
     rank_termination_grace: float = 30.0
     """Seconds from ``rank_termination_signal`` to SIGKILL, in which a handler of the script runs; 0 = none."""
 
     max_no_progress_cycles: int = 3
-    """Cycles in a row that may end without a new durable checkpoint, where progress can be known; then the
-    job stops with exit code 93. Where it is not given, ``outlast run`` allows one more for each 4,096 nodes beyond the
-    first 4,096, as it does for ``--max-restarts``."""
+    """Consecutive cycles that may end without a new durable checkpoint, if progress can be determined; then the job
+    stops with exit code 93. By default ``outlast run`` allows one more for each 4,096 nodes beyond the first 4,096, as
+    for ``--max-restarts``."""
 
     max_restart_delay: float = 60.0
-    """Longest time in seconds that a restart waits. Without progress, restarts in a row wait 0, 1, 5, 15, 30, then 60
-    seconds, so that a disk or file server that fails for a while does not use all of them; 0 = no restart waits."""
+    """Longest delay in seconds before a restart. Without progress, consecutive restarts wait 0, 1, 5, 15, 30, then 60
+    seconds, so that a temporary failure of a disk or file server does not use up all restarts; 0 = no delay."""
 
     max_node_faults: int = 3
-    """Faults after which a node gives its slot to a spare, where there is one; 0 = never. A node on which two or more
-    failures in a row began, all without progress, gives its slot to a spare before the last restart of a budget."""
+    """Faults after which a spare replaces the node, if there is one; 0 = never. A node on which two or more consecutive
+    failures began, all without progress, is replaced before the last restart of a budget."""
 
     min_nodes: int | None = None
-    """Smallest number of nodes that the script can train with once spares are spent; none = never shrink."""
+    """Smallest number of nodes that the script can train with when no spares are left; none = never shrink."""
 
     node_heartbeat_timeout: float = 5.0
-    """Seconds without a heartbeat after which a node counts as lost."""
+    """Seconds without a heartbeat of a node's agent after which the node is declared lost."""
 
     shutdown_grace: float = 60.0
-    """Seconds that workers get to save after SIGTERM or Ctrl-C reached their agent; 0 = none."""
+    """Seconds that workers get to save after their agent received SIGTERM or Ctrl-C; 0 = none."""
 
     gpu_memory_reclaim_timeout: float = 50.0
-    """Longest time in seconds that a node's next workers wait for the GPU memory of those that were killed; 0 = they do
-    not wait."""
+    """Longest time in seconds that the next workers of a node wait for the GPU memory of killed workers to be released;
+    0 = no wait."""
 
     gpu_memory_tolerance_mb: float = 512.0
-    """MiB of each GPU that may be in use then, beyond what was in use before the first workers."""
+    """MiB of each GPU that may be in use after that wait, beyond what was in use before the first workers."""
 
     gpu_memory_poll_interval: float = 0.1
-    """Seconds from one look at the GPUs' memory to the next."""
+    """Seconds between two queries of the GPUs' memory."""
 
     simulate_fault: bool = False
-    """Cause one fault on purpose, once a run."""
+    """Inject one fault, once per run."""
 
     simulated_fault_type: str = "random"
     """rank_hung (SIGSTOP), rank_killed (SIGKILL), or random (one of the two)."""
 
     simulated_fault_rank: int | None = None
-    """Global rank that the fault applies to; none = drawn at random, the same everywhere."""
+    """Global rank in which the fault is injected; none = drawn at random, the same on all nodes."""
 
     simulated_fault_base_delay: float = 0.0
-    """Seconds after the session's start before which the fault does not come."""
+    """Minimum delay in seconds from the session's start to the fault."""
 
     def _check(self) -> None:
         require_finite(self)
@@ -184,73 +183,74 @@ class FaultToleranceConfig(Settings):
 
 
 class HealthConfig(Settings):
-    """What a node must have to train, and how it is looked at.
+    """Health requirements of a node, and the checks that verify them.
 
     Raises:
         ConfigError: A value is out of range; the message names it.
     """
 
     check_timeout: float = 30.0
-    """Seconds that one check may take; one that takes longer has failed."""
+    """Seconds that one check may take; a check that takes longer fails."""
 
     device_timeout: float = 120.0
     """The same for a check of a GPU; the first one starts its driver."""
 
     min_free_disk_gib: float = 1.0
-    """Space that each tier's disk, and the run directory's, must have left, in GiB."""
+    """Free space required on the disk of each tier and of the run directory, in GiB."""
 
     min_free_shm_gib: float = 0.0
-    """Space that /dev/shm must have left, in GiB, for what your script puts there: batches of DataLoader workers,
-    buffers of NCCL; 0 = any will do, as nothing of outlast's lies there."""
+    """Free space required in /dev/shm, in GiB, for the script's use: batches of DataLoader workers, buffers of NCCL; 0
+    = no requirement; outlast stores nothing there."""
 
     min_free_memory_gib: float = 0.5
-    """Memory that must be available on the node, or in this container, in GiB; heartbeats, staged generations and the
-    memory tier take theirs from it."""
+    """Memory that must be available on the node, or in this container, in GiB; heartbeats, staged checkpoints and the
+    memory tier are allocated from it."""
 
     min_open_files: int = 1024
-    """Files that a process may have open. ``outlast run`` raises the soft limit to the hard one (``ulimit -Hn``) for
-    itself and its workers, so the hard limit decides."""
+    """Number of files that a process must be able to open. ``outlast run`` raises the soft limit to the hard one
+    (``ulimit -Hn``) for itself and its workers, so the hard limit decides."""
 
     max_clock_skew: float = 30.0
-    """Seconds that this node's clock may differ from that of a tier's file server."""
+    """Largest difference in seconds between this node's clock and that of a tier's file server."""
 
     network_interfaces: tuple[str, ...] = ()
-    """Interfaces that must be up (``eth0``, ``ib0``, or an InfiniBand device such as ``mlx5_0``); none = any but the
+    """Interfaces that must be up (``eth0``, ``ib0``, or an InfiniBand device such as ``mlx5_0``); none = any except the
     loopback."""
 
     commands: tuple[str, ...] = ()
-    """Checks of your own, run by the shell: another exit code than 0 fails, the last line of output says why."""
+    """Custom checks, run by the shell: an exit code other than 0 fails the check, and the last line of output is the
+    reason."""
 
     gpu_memory_test_gib: float = 1.0
     """Memory of each GPU that is written and read back, in GiB; 0 = none."""
 
     before_joining: bool = True
-    """Look at a node before it joins a job of ``outlast run``; one that fails does not join. It is done while torch is
-    being imported, and takes a fraction of a second."""
+    """Check a node before it joins a job of ``outlast run``; a node that fails does not join. The checks run while
+    torch is imported, and take a fraction of a second."""
 
     after_fault: bool = True
-    """Look at a node again after a fault that began on it, while its workers are being ended, before others start
-    there."""
+    """Check a node again after a fault that began on it, while its workers are ended, before others start there."""
 
     gpus: bool = True
-    """Then look at its GPUs too, where there are any: before joining, and from the node's second fault on. It takes
-    seconds."""
+    """Include the node's GPUs in these checks, if there are any: before joining, and from the node's second fault on.
+    Takes seconds."""
 
     retry_interval: float = 0.0
-    """Seconds after which a node that was kept out is looked at again, to join once it is fit; 0 = its agent ends with
-    exit code 19."""
+    """Seconds after which an unhealthy node is checked again, to join once it is healthy; 0 = its agent exits with exit
+    code 19."""
 
     node_interval: float = 0.0
-    """Seconds between two looks at a node while it trains, at all but its GPUs; 0 = none."""
+    """Seconds between two checks of a node during training, without its GPUs; 0 = none."""
 
     process_group_interval: int = 0
-    """Steps after which all ranks ask each other whether they are there; 0 = never."""
+    """Steps between two checks that all ranks of the process group respond; 0 = never."""
 
     process_group_timeout: float = 60.0
-    """Seconds that all ranks may take to answer then, the latest included: more than ranks are apart in a step."""
+    """Seconds within which all ranks must respond to that check; must be larger than the time by which ranks are apart
+    in a step."""
 
     simulate_wrong_gemm: str | None = None
-    """Name of a node whose matrix product gets one bit flipped, to see what follows; none = no node."""
+    """Name of a node in whose matrix product one bit is flipped, to test the health check; none = no node."""
 
     def _check(self) -> None:
         require_finite(self)
@@ -266,57 +266,57 @@ _EXIT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT")
 
 
 class PreemptionConfig(Settings):
-    """Which notices end a run, and how long that may take.
+    """Which events request a shutdown of a run, and how long the shutdown may take.
 
-    The names are those of Megatron-LM, and so are their defaults, but for ``exit_signal_handler``: a session listens
-    unless that is switched off.
+    The names are those of Megatron-LM, and so are their defaults, except for ``exit_signal_handler``: a session handles
+    signals unless it is switched off.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
     """
 
     exit_signal_handler: bool = True
-    """Stop and save on a signal; off = a signal does what it does without a session."""
+    """Stop and save on a signal; off = a signal has the same effect as without a session."""
 
     exit_signal: str | None = None
-    """The signal, or several with commas between: SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT. None = SIGTERM, and
-    SIGUSR1 unless the script does something with it."""
+    """The signal, or several separated by commas: SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT. None = SIGTERM, and
+    SIGUSR1 unless the script handles it."""
 
     exit_signal_handler_for_dataloader: bool = False
-    """Processes that this one forks, such as a DataLoader's workers, ignore the signals of others while this process
-    lives: one sent to the whole process group leaves them at work until the save is done."""
+    """Processes that this one forks, such as a DataLoader's workers, ignore these signals from other processes while
+    this process lives, so that a signal to the whole process group does not stop them before the save is complete."""
 
     preempt_time: float = 60.0
-    """Seconds before the end of the job's time limit, where the scheduler tells it (Slurm), at which the run stops and
-    saves; 0 = the limit is not looked at."""
+    """Seconds before the end of the job's time limit, if the scheduler provides it (Slurm), at which the run stops and
+    saves; 0 = ignore the time limit."""
 
     shutdown_timeout: float | None = 600.0
-    """Seconds from the first notice within which the process has ended, whatever it is doing; what is not saved by
-    then is lost. 0 or none = as long as it takes. Under ``outlast run`` its ``--ft-shutdown-grace`` holds, too."""
+    """Seconds from the first shutdown request to the forced end of the process; state that is not saved by then is
+    lost. 0 or none = no limit. Under ``outlast run`` its ``--ft-shutdown-grace`` also applies."""
 
     notice_file: str | None = None
     """File whose appearance requests a shutdown; one rank of each node polls it. A file that was there before the job
     started is reported and ignored until it is written again."""
 
     notice_url: str | None = None
-    """Address (http, https) whose answer may mean: leave. It does with status 200 and a text other than nothing,
-    ``none``, ``false`` and ``0``. Asked by one rank of each node."""
+    """Address (http, https) that is polled for a preemption notice by one rank of each node. A response with status 200
+    and a text other than empty, ``none``, ``false`` and ``0`` requests a shutdown."""
 
     notice_url_header: str | None = None
-    """Header to ask with, ``Name: value``, such as ``Metadata-Flavor: Google``; no place for secrets."""
+    """Header of that HTTP request, ``Name: value``, such as ``Metadata-Flavor: Google``; do not put secrets in it."""
 
     notice_plugin: str | None = None
-    """A source of your own, ``package.module:name``: called without arguments, it returns an object with ``poll()``.
-    Asked by one rank of each node."""
+    """Custom source of preemption notices, ``package.module:name``: called without arguments, it returns an object with
+    ``poll()``, which one rank of each node calls."""
 
     poll_interval: float = 5.0
-    """Seconds from one look at those sources to the next."""
+    """Seconds between two polls of these sources."""
 
     exit_duration_in_mins: float | None = None
-    """Minutes after its start at which the run stops and saves; none = never for that reason."""
+    """Minutes after its start at which the run stops and saves; none = no limit."""
 
     exit_interval: int | None = None
-    """Stop and save after every iteration that this divides; none = never for that reason."""
+    """Stop and save when the iteration is a multiple of this number; none = never."""
 
     @classmethod
     def _settle(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:

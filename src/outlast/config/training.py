@@ -1,4 +1,4 @@
-"""Settings of what training does about faults and wrong or slow ranks: restarts, re-runs, comparisons."""
+"""Settings of recovery from faults and of the detection of wrong or slow ranks: restarts, re-runs, comparisons."""
 
 from __future__ import annotations
 
@@ -28,79 +28,79 @@ _SMALLER = (
 
 
 class InProcessRestartConfig(Settings):
-    """What is noticed by ``outlast.inprocess.Wrapper``, after how long, and how often it calls the function again.
+    """Faults that ``outlast.inprocess.Wrapper`` detects, its timeouts, and how often it calls the function again.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message is the inequality that broke.
     """
 
     enabled: bool = False
-    """On: a session with these settings has to be in a function that a ``Wrapper`` protects. Off, where it is given: a
-    ``Wrapper`` with these settings calls its function as it is. Where it is not given, a ``Wrapper`` protects."""
+    """On = a session with these settings must run in a function that a ``Wrapper`` protects. Off, if set explicitly = a
+    ``Wrapper`` with these settings calls its function without protection. Not set = a ``Wrapper`` protects."""
 
     active_world_size: int | None = None
     """Ranks that run the function; the others are warm spares. none = all."""
 
     granularity: str = "node"
-    """What a spare replaces: ``node`` = a node whose own spares do not suffice is given up, and all its ranks go
-    to another one; ``rank`` = any spare takes the place of any rank."""
+    """What a spare replaces: ``node`` = if a node's own spares do not suffice, all its ranks move to another node;
+    ``rank`` = any spare replaces any rank."""
 
     max_iterations: int | None = None
-    """Restarts in process after which the job is given up to the launcher; none = no limit, 0 = none at all."""
+    """In-process restarts after which the job is handed to the launcher; none = no limit, 0 = no in-process restart."""
 
     max_no_progress_restarts: int = 10
-    """Restarts in process in a row without progress after which the job is given up to the launcher. Progress is an
-    iteration higher than any before, as a session, ``Restore`` or ``Handle.note_iteration()`` reports it; where none
-    is reported, all restarts count."""
+    """Consecutive in-process restarts without progress after which the job is handed to the launcher. Progress is an
+    iteration higher than any before, as a session, ``Restore`` or ``Handle.note_iteration()`` reports it; if none is
+    reported, all restarts count."""
 
     soft_timeout: float = 60.0
-    """Longest time in seconds that the function's main thread may go without progress while the rest of its process
-    runs; then it is interrupted, and all ranks restart."""
+    """Longest time in seconds that the function's main thread may make no progress while the rest of its process runs;
+    then the thread is interrupted, and all ranks restart."""
 
     hard_timeout: float = 90.0
-    """Longest time in seconds without progress where the main thread cannot be interrupted, as when it holds the GIL
-    or is stopped; then the rank is ended by its node's agent process."""
+    """Longest time in seconds without progress if the main thread cannot be interrupted, for example because it holds
+    the GIL or is stopped; then its node's agent process ends the rank."""
 
     heartbeat_interval: float = 30.0
-    """Seconds between two heartbeats of an agent process; under ``outlast run`` its agents give them."""
+    """Seconds between two heartbeats of an agent process; under ``outlast run`` its agents send them."""
 
     heartbeat_timeout: float = 60.0
-    """Seconds without one after which an agent process and the ranks of its node count as lost; not under ``outlast
-    run``."""
+    """Seconds without a heartbeat after which an agent process and the ranks of its node are declared lost; not used
+    under ``outlast run``."""
 
     barrier_timeout: float = 120.0
-    """Longest time in seconds that the ranks wait for one of them to come back from the function; then it is ended,
-    and they continue without."""
+    """Longest time in seconds that the ranks wait for one of them to return from the function; then it is ended, and
+    they continue without it."""
 
     completion_timeout: float = 120.0
     """Longest time in seconds between the first active rank's return from the function and the last one's."""
 
     empty_cuda_cache: bool = True
-    """Give the memory that the CUDA allocator caches back before the function is called again."""
+    """Release the memory that the CUDA allocator caches before the function is called again."""
 
     max_rank_faults: int | None = None
-    """Faults of its own that a rank may have; with one more it is permanently removed, and the others continue. none =
-    no limit."""
+    """Faults that may begin on one rank; at the next one it is permanently removed, and the others continue. none = no
+    limit."""
 
     monitor_process_logdir: str | None = None
     """Folder for the logs of the agent processes, a file for each node; none = they write to the standard error of the
     rank that started them."""
 
     monitor_process_pidfile: str | None = None
-    """Absolute path of a file to which the agent process that watches a rank writes its process id, and which stays;
-    ``{rank}`` in it is the rank that the process was started as. none = no file."""
+    """Absolute path of a file to which the agent process that monitors a rank writes its process id; the file is not
+    removed; ``{rank}`` in it is the rank that the process was started as. none = no file."""
 
     monitor_thread_interval: float = 1.0
-    """Longest time in seconds between two looks of a rank's monitor thread."""
+    """Longest time in seconds between two polls of a rank's monitor thread."""
 
     monitor_process_interval: float = 1.0
-    """Longest time in seconds between two looks of the agent process at a rank."""
+    """Longest time in seconds between two checks of a rank by the agent process."""
 
     progress_watchdog_interval: float = 1.0
-    """Longest time in seconds between two looks at the main thread's progress."""
+    """Longest time in seconds between two checks of the main thread's progress."""
 
     last_call_wait: float = 1.0
-    """Longest time in seconds that the ranks wait for the cause when all that is known are its consequences."""
+    """Longest time in seconds that the ranks wait for the root cause if only its consequences are known."""
 
     termination_grace_time: float = 1.0
     """Seconds between SIGTERM and SIGKILL for a rank that is ended while its main thread still runs; 0 = SIGKILL at
@@ -126,59 +126,60 @@ class InProcessRestartConfig(Settings):
 
 
 class RecoveryConfig(Settings):
-    """After how long an actor counts as lost, what each step of a recovery may take, and how often there may be one.
+    """When an actor is declared lost, how long each step of a recovery may take, and how many recoveries are allowed.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
     """
 
     ping_interval: float = 0.5
-    """Seconds between two questions to an actor whether it lives. It answers beside whatever it does, so that one that
-    waits in a collective is not taken for dead."""
+    """Seconds between two pings of an actor. An actor responds while it executes a call, so that an actor that waits in
+    a collective is not declared lost."""
 
     ping_timeout: float = 5.0
-    """Seconds without an answer after which an actor counts as lost: it is stopped, holds the interpreter's lock, or
+    """Seconds without a response after which an actor is declared lost: it is stopped, holds the interpreter's lock, or
     its node cannot be reached."""
 
     examine_timeout: float = 0.7
-    """Seconds in which actors have to report where they are once one exceeded the timeout of a section; one that does
+    """Seconds in which actors must report their position once one exceeded the timeout of a section; an actor that does
     not is unresponsive."""
 
     start_timeout: float = 300.0
-    """Seconds in which an actor has to start: its process, its imports, its constructor."""
+    """Seconds in which an actor must start: its process, its imports, its constructor."""
 
     store_timeout: float = 10.0
-    """Seconds in which an actor has to open the store where the next incarnation meets, and a node that is new to the
-    group to start its checkpoint writer."""
+    """Seconds in which an actor must open the TCPStore of the next incarnation, and in which a node that is new to the
+    group must start its checkpoint writer."""
 
     abort_timeout: float = 5.0
-    """Seconds in which an actor has to leave an interrupted call; who does not is lost, too."""
+    """Seconds in which an actor must end an interrupted call; an actor that does not is declared lost, too."""
 
     join_timeout: float = 300.0
-    """Seconds in which all actors have to be connected, set up, and have loaded their state."""
+    """Seconds in which all actors must be connected, set up, and have loaded their state."""
 
     collective_timeout: float = 1800.0
-    """Timeout in seconds of the process groups. Sections find a hang much sooner."""
+    """Timeout in seconds of the process groups. Sections detect a hang much sooner."""
 
     spare_wait: float = 60.0
     """Seconds to wait for another actor to start when no spare is left; 0 = none."""
 
     close_timeout: float = 10.0
-    """Seconds in which actors have to be gone when the group is closed."""
+    """Seconds in which actors must exit when the group is closed."""
 
     drain_margin: float = 10.0
-    """Seconds before a node goes that Ray drains: a call that has not ended until then is interrupted, and the node's
-    actors are replaced. Between two calls they are replaced as soon as the notice has come and there are spares."""
+    """Seconds before Ray removes a node that it drains: a call that has not ended by then is interrupted, and the
+    node's actors are replaced. Between two calls they are replaced as soon as the drain is announced and there are
+    spares."""
 
     allow_shrink: bool = False
-    """When no spare is left, continue at once with fewer data shards, from a generation of the global tier."""
+    """If no spare is left, continue at once with fewer data shards, from a checkpoint of the global tier."""
 
     max_rounds: int = 4
-    """Attempts of one recovery: each failure in it needs another one."""
+    """Attempts per recovery: each failure during the recovery needs another attempt."""
 
     max_recoveries: int = 5
-    """Recoveries in a row without progress; progress is a call that ends at a higher iteration than any before, or any
-    call where actors keep no state."""
+    """Consecutive recoveries without progress; progress is a call that ends at a higher iteration than any before, or
+    any call if actors keep no state."""
 
     def _check(self) -> None:
         require_finite(self)
@@ -201,8 +202,8 @@ class ReplicaDigestConfig(Settings):
     """
 
     interval: int = 0
-    """Optimizer steps between two comparisons of all replicas' parameters and optimizer state; they are compared before
-    each save, too, which is not made if they differ. 0 = never, not even before saves."""
+    """Optimizer steps between two comparisons of all replicas' parameters and optimizer state; they are also compared
+    before each save, which is skipped if they differ. 0 = never, not even before saves."""
 
     def _check(self) -> None:
         require_finite(self)
@@ -210,7 +211,7 @@ class ReplicaDigestConfig(Settings):
 
 
 class RerunStateMachineConfig(Settings):
-    """What counts as an invalid result, and what follows one.
+    """Which results are invalid, and the action on an invalid result.
 
     The names are Megatron's, and so are the defaults, but for ``rerun_mode``: Megatron's loop is built into every
     training and has to be switched on there; here a script chooses itself what is validated, by ``run.attempts()``
@@ -221,36 +222,36 @@ class RerunStateMachineConfig(Settings):
     """
 
     rerun_mode: str = "validate_results"
-    """``validate_results``: judge what the script validates before the optimizer moves a weight, and run a step with
-    an invalid result again; ``report_determinism_stats``: run every step twice, judge nothing, and count what differs;
-    ``disabled``: run every step once, and raise for an invalid result, as Megatron does."""
+    """``validate_results``: check the values that the script validates before the optimizer changes a weight, and run a
+    step with an invalid result again; ``report_determinism_stats``: run every step twice, reject no result, and count
+    the differences; ``disabled``: run every step once, and raise for an invalid result, as Megatron does."""
 
     check_for_nan_in_loss: bool = True
     """A validated value that is NaN or infinite is invalid."""
 
     check_for_spiky_loss: bool = False
-    """A validated value of at least ``spiky_loss_factor`` times the largest of late is run again; when it comes again
-    it is trained on, with a warning."""
+    """A step with a validated value of at least ``spiky_loss_factor`` times the largest recent one is run again; if the
+    value is reproduced, training continues with it, with a warning."""
 
     spiky_loss_factor: float = 10.0
-    """See ``check_for_spiky_loss``; raise it for large models."""
+    """Used by ``check_for_spiky_loss``; raise it for large models."""
 
     spike_warmup: int = 100
-    """Finite values before the first that can be a spike; they set the largest value."""
+    """Number of finite values before the first that can be a spike; they determine the largest value."""
 
     spike_window: int = 1000
-    """Newest finite values of which the largest counts."""
+    """Number of newest finite values among which the largest is taken."""
 
     max_same_device_reruns: int = 2
-    """Restarts on the device that gave the invalid result, where no other is available, before it is judged without;
-    0 = none."""
+    """Restarts on the device that computed the invalid result, if no other device is available, before the result is
+    attributed without a run on another device; 0 = none."""
 
     error_injection_rate: int = 0
-    """Turn one of this many validated values into NaN on purpose; 0 = none."""
+    """For tests: turn one of this many validated values into NaN; 0 = none."""
 
     error_injection_type: str = "transient_error"
-    """What it looks like: ``transient_error`` is gone when the step is run again, ``persistent_error`` comes again on
-    the same device, ``correct_result`` on every device."""
+    """Type of the injected error: ``transient_error`` does not occur when the step is run again, ``persistent_error``
+    occurs again on the same device, ``correct_result`` on every device."""
 
     def _check(self) -> None:
         require_finite(self)
@@ -283,7 +284,7 @@ class RerunStateMachineConfig(Settings):
 
 
 class StragglerDetectionConfig(Settings):
-    """How slow ranks are looked for, and what follows when one is found.
+    """How slow ranks are detected, and the action on a detected one.
 
     The names are those of Megatron-Bridge and NeMo, and so are the defaults. ``gpu`` in a name stands for whatever the
     ranks compute on; on a machine without GPUs it is the CPU.
@@ -293,10 +294,10 @@ class StragglerDetectionConfig(Settings):
     """
 
     enabled: bool = False
-    """Time the steps of a session, and report. A ``StragglerDetector`` that a script makes itself is always on."""
+    """Measure the steps of a session, and report. A ``StragglerDetector`` that a script creates is always on."""
 
     report_time_interval: float = 300.0
-    """Seconds from one report to the next; what a report is about is its *window*."""
+    """Seconds from one report to the next; the time that a report covers is its *window*."""
 
     calc_relative_gpu_perf: bool = True
     """Compare each rank with the others of its role."""
@@ -305,39 +306,39 @@ class StragglerDetectionConfig(Settings):
     """Compare each rank with its own best windows so far."""
 
     num_gpu_perf_scores_to_print: int = 5
-    """Worst and best ranks in a printed report; 0 = print only when a rank is named."""
+    """Number of worst and best ranks in a printed report; 0 = print only when a straggler is identified."""
 
     gpu_relative_perf_threshold: float = 0.7
-    """Relative score, 0 to 1, below which a named rank is one to stop for (``stop_if_detected``)."""
+    """Relative score, 0 to 1, below which an identified straggler ends the cycle (``stop_if_detected``)."""
 
     gpu_individual_perf_threshold: float = 0.7
     """The same for the individual score."""
 
     stop_if_detected: bool = False
-    """End the cycle when a named rank is below a threshold, so that its node gives its slot to a spare."""
+    """End the cycle when an identified straggler is below a threshold, so that a spare takes its node's slot."""
 
     enable_logging: bool = True
-    """Give smallest, median and largest score of each report to the loggers."""
+    """Send the smallest, median and largest score of each report to the loggers."""
 
     profiling_interval: int = 1
-    """Time one of this many steps; 1 = every step."""
+    """Measure one of this many steps; 1 = every step."""
 
     logger_name: str = "outlast.straggler"
     """Python logger that the reports go to."""
 
     confirmations: int = 3
-    """Windows in a row in which a rank must be slow, and outside noise, before it is named."""
+    """Consecutive windows in which a rank must be slow, and outside noise, before it is identified as a straggler."""
 
     noticeable_score: float = 0.9
-    """Score, 0 to 1, below which a rank counts as slow in a window; a higher threshold takes its place."""
+    """Score, 0 to 1, below which a rank counts as slow in a window; a higher threshold replaces it."""
 
     profile_kernels: bool = False
-    """Once a window, time the device's kernels (on a CPU: torch's operators) of a few steps with torch's profiler. It
-    makes those steps slower, and waits for the device after them."""
+    """Once per window, measure the device's kernels (on a CPU: torch's operators) of a few steps with torch's profiler.
+    These steps are slower and end with a device synchronization."""
 
     check_machine: bool = True
-    """When a rank is named, time a matrix product, a memory copy and messages on it and on two others, which costs all
-    ranks about a second: is the machine slow, or what it is given to do?"""
+    """When a straggler is identified, measure a matrix product, a memory copy and messages on it and on two other
+    ranks, to distinguish a slow machine from a larger workload; this costs all ranks about a second."""
 
     def _check(self) -> None:
         require_finite(self)

@@ -477,7 +477,7 @@ def _leaving(history: JobHistory) -> list[Episode]:
     if first is not None:
         event = first[1]
         who = f"rank {event.rank} on node {event.node}" if event.rank is not None else f"node {event.node}"
-        text = f"shutdown requested, noticed by {who}"
+        text = f"shutdown requested, first detected by {who}"
         number = event.cycle if event.cycle is not None else number
         faults = (
             [one for one in job.cycles[number].of(EventKind.FAULT_SIMULATED) if one[0] <= at_s]

@@ -79,7 +79,7 @@ class MegatronCheckpointConfig:
         require(self.async_strategy in ("nvrx", "mcore"), text)
         text = (
             f"non_persistent_global_ckpt_dir={self.non_persistent_global_ckpt_dir!r} is not supported: non-persistent "
-            "generations stay near their ranks; set non_persistent_local_ckpt_dir, or a shorter save_interval"
+            "checkpoints are stored in node-local tiers; set non_persistent_local_ckpt_dir, or reduce save_interval"
         )
         require(self.non_persistent_global_ckpt_dir is None, text)
         own = "outlast.integrations.megatron.BridgeCheckpointManager"

@@ -304,7 +304,7 @@ def _as_option(name: str, value: Any, where: str) -> str:
 def _level(text: str, name: str) -> str:
     level = _LEVELS.get(text.strip().lower())
     if level is None:
-        raise ConfigError(f"{name}={text} is no log level; write debug, info, warning or error")
+        raise ConfigError(f"{name}={text} is not a log level; write debug, info, warning or error")
     return level
 
 

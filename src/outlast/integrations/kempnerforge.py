@@ -371,7 +371,7 @@ def log_health_status(device: int | torch.device | None = None) -> bool:
     if is_healthy:
         log.info("health of %s: HEALTHY", what)
     else:
-        log.warning("health of %s: UNHEALTHY; the lines above say what failed", what)
+        log.warning("health of %s: UNHEALTHY; see the log lines above for the failed checks", what)
     return is_healthy
 
 

@@ -52,11 +52,11 @@ _PLAIN = re.compile(r"(--|/)?[A-Za-z]([A-Za-z0-9._/=,:-]*[A-Za-z0-9])?")
 _WORDS = frozenset(["y", "yes", "n", "no", "on", "off", "true", "false", "null"])
 """What some version of YAML takes for something else than a string, in any case."""
 _POD_NAME_END = len("-abcde")
-_TRANSLATE = """p= told= c=127
-trap 'told=1; kill -TERM "$p" 2>/dev/null' TERM INT
+_TRANSLATE = """p= signaled= c=127
+trap 'signaled=1; kill -TERM "$p" 2>/dev/null' TERM INT
 "$@" & p=$!
-[ -z "$told" ] || kill -TERM "$p" 2>/dev/null
-while told=; wait "$p"; s=$?; [ "$s" = 127 ] || c=$s; [ -n "$told" ]; do :; done
+[ -z "$signaled" ] || kill -TERM "$p" 2>/dev/null
+while signaled=; wait "$p"; s=$?; [ "$s" = 127 ] || c=$s; [ -n "$signaled" ]; do :; done
 case $c in 1|16|18|19|75) c=$((c + 128));; esac
 exit "$c"
 """
@@ -278,7 +278,7 @@ class KubernetesJob:
         given = {key: f"{name}={value}" for key, name in own.items() if (value := getattr(self, name)) is not None}
         for one in self.resources:
             key = one.partition("=")[0]
-            require(key not in given, f"resources: {one!r} stands beside {given.get(key)}; leave one of them out")
+            require(key not in given, f"resources: {one!r} conflicts with {given.get(key)}; remove one of them")
             given[key] = one
         for field in ("node_selector", "env"):
             names = [one.partition("=")[0] for one in getattr(self, field)]

@@ -284,7 +284,7 @@ class FaultToleranceSectionsCallback(FaultToleranceCallback):
             raise SystemExit(int(ExitReason.NO_PROGRESS)) from exception
         if action != "Continue":
             self._logger.error(
-                "exc_handling_policy asks for %s, which is not supported (the launcher decides about nodes); return "
+                "exc_handling_policy requests %s, which is not supported (the launcher decides about nodes); return "
                 "Continue or ShutdownWorkload",
                 action,
             )
@@ -727,8 +727,8 @@ def _refuse(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, BatchSizeFinder | LearningRateFinder):
             raise ConfigError(
-                f"{type(callback).__name__} searches anew at each start, and moves the trainer meanwhile; search once "
-                "before fit(), with lightning.pytorch.tuner.Tuner, and set what it found"
+                f"{type(callback).__name__} repeats its search at each start and trains during the search; search once "
+                "before fit(), with lightning.pytorch.tuner.Tuner, and configure the result"
             )
     wrapper = _hierarchical(trainer)
     manager = None if wrapper is None else wrapper.local_ckpt_manager

@@ -760,7 +760,7 @@ class TrainerHost:
         self._has_begun = True
         if not step and current_place().cycle and _whole_checkpoint(trainer) is not None:
             self._log(
-                "training begins at step 0 although this is restart %d: the trainer loaded no checkpoint of its own; "
+                "training begins at step 0 although this is restart %d: the trainer has not loaded a checkpoint; "
                 "pass ckpt_path='last' to fit()",
                 current_place().cycle,
             )
@@ -915,8 +915,8 @@ class TrainerHost:
         if unknown:
             kinds = {type(getattr(one, "sampler", one)).__name__ for one in unknown}
             self._log(
-                "a run that resumes in the middle of an epoch begins its data anew (%s): give the DataLoader "
-                "sampler=ResumableDistributedSampler(dataset), or use torchdata's StatefulDataLoader",
+                "a run that resumes in the middle of an epoch starts again at the epoch's first batch (%s): give the "
+                "DataLoader sampler=ResumableDistributedSampler(dataset), or use torchdata's StatefulDataLoader",
                 ", ".join(sorted(kinds)),
             )
 

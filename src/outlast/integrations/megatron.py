@@ -144,8 +144,8 @@ def _read_checkpoint(section: Any) -> ours.CheckpointConfig | None:
     for name, usual in _RESUMES_OTHERWISE.items():
         if (value := values.get(name, usual)) is not None and value != usual:
             raise ConfigError(
-                f"checkpoint.{name}={value!r} has no counterpart in outlast, which resumes all of the newest good "
-                f"generation; leave {name} out"
+                f"checkpoint.{name}={value!r} is not supported: outlast always loads the complete state of the "
+                f"newest valid checkpoint; leave {name} out"
             )
     known = [field.name for field in dataclasses.fields(MegatronCheckpointConfig)]
     return MegatronCheckpointConfig(**{name: values[name] for name in known if name in values}).to_outlast()

@@ -120,7 +120,7 @@ class BackgroundSink(ABC):
             self.num_dropped += 1
             if not self._has_told_full:
                 self._has_told_full = True
-                log.warning("%s does not keep up; figures are dropped, and training continues", self.name)
+                log.warning("%s cannot keep up: metrics are dropped, training continues", self.name)
             return
         # As numbers now: a tensor or array of the script changes before the sink's thread reads it.
         numbers = {name: float(value) if hasattr(value, "__float__") else value for name, value in figures.items()}
@@ -158,11 +158,16 @@ class BackgroundSink(ABC):
         thread.join(timeout_s)
         if thread.is_alive():
             _LEFT.append((type(self), thread))
-            lost = f", {count(len(self._queue), 'record')} of figures are not written" if self._queue else ""
+            lost = f"; {count(len(self._queue), 'record')} of metrics not written" if self._queue else ""
             log.warning("%s did not end within %g s%s", self.name, timeout_s, lost)
         if self.num_dropped or self.num_failed:
             dropped, failed = count(self.num_dropped, "record"), count(self.num_failed, "record")
-            log.warning("%s: %s of figures dropped, as it did not keep up, %s not written", self.name, dropped, failed)
+            log.warning(
+                "%s: %s of metrics dropped because the sink could not keep up, %s not written",
+                self.name,
+                dropped,
+                failed,
+            )
 
     @property
     def name(self) -> str:
@@ -596,14 +601,14 @@ class PrometheusSink(BackgroundSink):
         if port is None and textfile is None and registry is None:
             raise ConfigError("PrometheusSink() shows its gauges nowhere; give it port, textfile or registry")
         if port is not None and not 0 <= port < 65536:
-            raise ConfigError(f"port={port} is no port; write a number from 1 to 65535, or 0 for a free one")
+            raise ConfigError(f"port={port} is not a valid port; write a number from 1 to 65535, or 0 for a free one")
         if textfile is not None and Path(textfile).suffix != ".prom":
             raise ConfigError(f"textfile={str(textfile)!r} must end with .prom: the node exporter reads no others")
         try:
             ipaddress.ip_address(address)
         except ValueError:
             raise ConfigError(
-                f"address={address!r} is no IP address; write 127.0.0.1, or that of an interface"
+                f"address={address!r} is not an IP address; write 127.0.0.1, or the address of an interface"
             ) from None
         self._client = _require("prometheus_client", "prometheus", "PrometheusSink")
         self.url: str | None = None
@@ -638,7 +643,7 @@ class PrometheusSink(BackgroundSink):
             self._server, _ = self._client.start_http_server(self._port_of(run), self._address, self.registry)
             host = f"[{self._address}]" if ":" in self._address else self._address
             self.url = f"http://{host}:{self._server.server_port}/metrics"
-            log.info("figures for Prometheus are at %s", self.url)
+            log.info("serving metrics for Prometheus at %s", self.url)
 
     def _write(self, figures: Mapping[str, float], iteration: int) -> None:
         failure: Exception | None = None
@@ -659,7 +664,7 @@ class PrometheusSink(BackgroundSink):
         labels = self._labels | ({label: text} if label else {})
         if gauge not in self._gauges:
             self._gauges[gauge] = self._client.Gauge(
-                gauge, f"outlast's figure {base}", list(labels), registry=self.registry
+                gauge, f"outlast metric {base}", list(labels), registry=self.registry
             )
         self._gauges[gauge].labels(**labels).set(value)
 

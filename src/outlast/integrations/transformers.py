@@ -120,8 +120,8 @@ def _refuse_what_cannot_be(trainer: Any) -> None:
         "protect() cannot save a model that transformers shards as it loads it; load it whole": getattr(
             trainer, "is_distributed_loading_by_transformers", False
         ),
-        "enable_jit_checkpoint takes SIGTERM for itself, on one rank alone; leave it off: protect() saves at a "
-        "notice, with all ranks": args.enable_jit_checkpoint,
+        "enable_jit_checkpoint handles SIGTERM on one rank only; leave it off: protect() saves with all ranks when a "
+        "shutdown is requested": args.enable_jit_checkpoint,
         "auto_find_batch_size begins training again within train(), with another batch size; find the size first, "
         "then set per_device_train_batch_size": args.auto_find_batch_size,
     }
@@ -296,7 +296,7 @@ class TrainerProtection(TrainerCallback):
         """Take over what a generation holds of the trainer itself."""
         trainer, loaded = self._trainer, self._loaded
         if self._given is not None and self._run.global_rank == 0:
-            log.warning("resume_from_checkpoint=%r is not used: there is a newer generation of this run", self._given)
+            log.warning("resume_from_checkpoint=%r is not used: this run has saved a newer checkpoint", self._given)
         self._random.keep()
         trainer.state = TrainerState(**parse_json(loaded["state"]))
         self._restore_callbacks(trainer.state.stateful_callbacks)

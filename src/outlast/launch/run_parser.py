@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 _RUN, _NODES, _RESTARTS, _FAULTS = "run", "spares and nodes", "restarts", "fault tolerance"
 _HEALTH, _OUTPUT, _SIMULATION, _OTHERS = "health", "output", "fault simulation", "torchrun's other options"
 _GROUPS = {
-    _RUN: "what runs on this node, and where the run is kept",
-    _NODES: "which nodes train, and which wait for a lost one's slot",
-    _RESTARTS: "how often, and how workers are ended",
-    _FAULTS: "what is watched, and for how long; written in full, never abbreviated",
+    _RUN: "the workers of this node, and where the run is stored",
+    _NODES: "the nodes that train, and the spares that replace lost ones",
+    _RESTARTS: "number of restarts, and termination of workers",
+    _FAULTS: "monitoring and timeouts; these options cannot be abbreviated",
     _HEALTH: "",
     _OUTPUT: "",
-    _SIMULATION: "a fault on purpose, to test with; never in production",
+    _SIMULATION: "inject a fault, for tests; not in production",
     _OTHERS: "as the installed torch describes them",
 }
 """The sections of the help, in this order."""
@@ -135,9 +135,13 @@ class Option(click.Option):
 
 _ADAPTED: Mapping[str, tuple[str, str | None, str]] = {
     "nproc_per_node": (_RUN, "N", "Workers on this node: a number, auto, gpu, xpu or cpu."),
-    "rdzv_id": (_RUN, "ID", "Name of the run, by which a later job continues it; default a new name."),
+    "rdzv_id": (_RUN, "ID", "Name of the run, by which a later job resumes it; default a new name."),
     "nnodes": (_NODES, "N|MIN:MAX", "Nodes; of MIN:MAX, MIN train and the others wait as spares; default 1."),
-    "rdzv_endpoint": (_NODES, "HOST:PORT,...", "Where the agents of several nodes meet: on the first one that lives."),
+    "rdzv_endpoint": (
+        _NODES,
+        "HOST:PORT,...",
+        "Where the agents of several nodes meet: at the first endpoint that responds.",
+    ),
     "max_restarts": (
         *(_RESTARTS, "N"),
         "Restarts in a row without progress in between (torchrun: in all); default 3, more for over 4096 nodes.",
@@ -151,7 +155,7 @@ _ADAPTED: Mapping[str, tuple[str, str | None, str]] = {
     "standalone": (_OTHERS, None, "One node, alone: no endpoint is needed, and the run has a new name."),
     "monitor_interval": (_OTHERS, None, "Without effect: a worker's exit is detected at once."),
     "start_method": (_OTHERS, None, "Without effect: see --no-warm-start."),
-    "node_rank": (_OTHERS, None, "Slot that this node should get, from 0; default the order in which the nodes come."),
+    "node_rank": (_OTHERS, None, "Slot that this node should get, from 0; default the order in which the nodes join."),
     "master_addr": (
         *(_OTHERS, None),
         "Host at which agents meet where --rdzv-endpoint is not given; default 127.0.0.1.",
@@ -195,14 +199,14 @@ class LauncherSettings:
     """Run directory (journal, stacks, ladder.json); default outlast-runs/ID."""
 
     config: str | None = _option(_RUN, "FILE")
-    """The run's settings: [fault_tolerance] comes after the --ft-* options and before the script's own config; tiers
-    and [health] limits are checked before this node joins; run_dir is that of --run-dir."""
+    """The run's settings: [fault_tolerance] has a lower priority than the --ft-* options and a higher one than the
+    script's own config; tiers and [health] limits are checked before this node joins; run_dir is that of --run-dir."""
 
     resume_from_other_run: bool = _option(_RUN)
     """Resume from checkpoints that another run saved, in this launch; as checkpoint.resume_from_other_run."""
 
     preload: str = _option(_RUN, "MODULE,...", default="")
-    """Modules that are imported before the workers are forked, in addition to torch."""
+    """Modules to import before the workers are forked, in addition to torch."""
 
     no_warm_start: bool = _option(_RUN)
     """Start workers as fresh interpreters instead of forking them from a process that has imported torch."""
@@ -211,12 +215,12 @@ class LauncherSettings:
     """Name of this node, unique in the job; default Slurm's, without it the host's."""
 
     run_key_file: str | None = _option(_NODES, "FILE")
-    """File with the run's secret, at least 16 bytes, by which its processes know each other; default OUTLAST_RUN_KEY,
-    else run.key of a shared run directory, else derived from the run's id."""
+    """File with the run's secret, at least 16 bytes, by which its processes authenticate each other; default
+    OUTLAST_RUN_KEY, else run.key of a shared run directory, else derived from the run's id."""
 
     interface: str | None = _option(_NODES, "NAME,...")
-    """Interface at which the other nodes reach this one, the first of the names that it has; default OUTLAST_INTERFACE,
-    else the one towards --rdzv-endpoint."""
+    """Network interface at which other nodes reach this one, the first existing one of the list; default
+    OUTLAST_INTERFACE, else the one towards --rdzv-endpoint."""
 
     port_range: str | None = _option(_NODES, "LOW-HIGH")
     """Ports at which the processes of this node listen, in addition to the port of --rdzv-endpoint; default
@@ -232,19 +236,19 @@ class LauncherSettings:
     """Seconds between SIGTERM and SIGKILL at an orderly end other than a preemption; default 15."""
 
     no_health_check: bool = _option(_HEALTH)
-    """Check this node neither before it joins nor later."""
+    """Run no health checks of this node, before it joins or later."""
 
     log_level: str | None = _option(_OUTPUT, "LEVEL")
-    """Least level of outlast's log lines, in all processes of this node: debug, info, warning or error; default
+    """Minimum level of outlast's log lines, in all processes of this node: debug, info, warning or error; default
     OUTLAST_LOG_LEVEL, else info."""
 
     metrics_port: int | None = _option(_OUTPUT, "PORT")
-    """Export this node's metrics for Prometheus at this port, over HTTP; 0: a free port, which the log reports; default
-    OUTLAST_METRICS_PORT, else no export."""
+    """Serve this node's metrics for Prometheus at this port, over HTTP; 0 = a free port, which is logged; default
+    OUTLAST_METRICS_PORT, else no metrics."""
 
     metrics_address: str | None = _option(_OUTPUT, "ADDRESS")
     """IP address at which --metrics-port listens; default OUTLAST_METRICS_ADDRESS, else 127.0.0.1, which other machines
-    do not reach."""
+    cannot reach."""
 
     metrics_linger: float = _option(_OUTPUT, "SECONDS", default=0.0)
     """Seconds for which --metrics-port may stay open after the job's end, until it has been scraped once with the exit

@@ -199,8 +199,8 @@ class StepReplay:
         self._has_batches = self._give_saved_batches(iterators)
         if not self._has_batches:
             problems = self.saved["problems"] if self.saved is not None else []
-            why = ", ".join(problems) or "they are not known"
-            log.warning("the step is replayed with new batches instead of its own (%s)", why)
+            why = ", ".join(problems) or "the original batches are not known"
+            log.warning("the step is replayed with new batches instead of the original ones (%s)", why)
         if self.saved is not None:
             restore_random(dict(self.saved["random"]))
             rejections = {}

@@ -242,8 +242,8 @@ class ReplicaDigest:
             return _gather_differences(group, holdings, self._place.node, device)
         except RuntimeError as error:
             raise PeerLost(
-                f"a peer left or did not come to the comparison of replicas within {self._timeout_s:g} s ({error}); "
-                "its own log or the launcher's report says why",
+                f"a peer exited or did not reach the comparison of replicas within {self._timeout_s:g} s ({error}); "
+                "see that rank's log or the launcher's report for the cause",
                 iteration=iteration,
             ) from error
 

@@ -217,7 +217,9 @@ def _number_node(node: Any, numbered: dict[str, int]) -> int | None:
 def _read_journal(run_dir: Path) -> tuple[DrawnFault, ...]:
     view = RunView.of(journal.read(run_dir))
     if view.newest is None:
-        raise ConfigError(f"{run_dir} is no run directory: it has no journal with events; give a run's, or a file")
+        raise ConfigError(
+            f"{run_dir} is not a run directory: it has no journal with events; specify a run directory or a file"
+        )
     ending = [
         (one.time_s, one.verdict, incident)
         for job in view.jobs

@@ -233,7 +233,9 @@ class Scenario:
             ("global_interval_s", "global_interval_iterations"),
         ):
             both = getattr(self, seconds), getattr(self, iterations)
-            require(None in both, f"{seconds}={both[0]} and {iterations}={both[1]} say the same; leave one out")
+            require(
+                None in both, f"{seconds}={both[0]} and {iterations}={both[1]} set the same value; remove one of them"
+            )
             for name, value in zip((seconds, iterations), both, strict=True):
                 if value is not None:
                     _require_not_negative(name, value, unit="")

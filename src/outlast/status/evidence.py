@@ -180,11 +180,11 @@ def _list_journal(run_dir: Path) -> list[JournalFile]:
         raise ConfigError(_no_run_directory(run_dir)) from None
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be read ({error.strerror}); ask as the user who runs the job, or have the folder opened "
-            "for reading"
+            f"{folder} cannot be read ({error.strerror}); run this as the user who runs the job, or make the folder "
+            "readable"
         ) from None
     if not files:
-        raise ConfigError(f"{folder} is empty: no job has begun in this run directory yet; ask again in a moment")
+        raise ConfigError(f"{folder} is empty: no job has started in this run directory yet; try again in a moment")
     return sorted(files, key=lambda file: -file.modified_ns)[:MAX_FILES]
 
 
@@ -205,7 +205,7 @@ def _no_run_directory(run_dir: Path) -> str:
     if (owner := _find_owner(run_dir)) is not None:
         return (
             f"{run_dir} has no journal, and {owner.describe()} uses it: that job is starting, or the directory was "
-            "removed or emptied while it ran; ask again in a moment, or ask HOST:PORT of its --rdzv-endpoint"
+            "removed or emptied while it ran; try again in a moment, or specify HOST:PORT of its --rdzv-endpoint"
         )
     return f"{run_dir} is not a run directory, since it has no journal; {remedy}"
 

@@ -436,7 +436,7 @@ def _summary(report: StatusReport, unreachable: str | None) -> str:
             asked = f" ({unreachable})" if unreachable else ""
             return (
                 f"not known: last seen {_ago(report.last_seen_s)}; its processes are {where} and cannot be seen from "
-                f"here{asked}; ask there"
+                f"here{asked}; run this command there"
             )
         case RunState.WAITING if report.waiting is not None:
             return f"waiting for {describe_waiting(report.waiting)}"

@@ -22,9 +22,9 @@ class RunState(StrEnum):
     """How a job is."""
 
     FORMING = "forming"
-    """Its nodes come together, and its workers have not started yet, or are being started again."""
+    """Its nodes are joining, and its workers have not started yet, or are being restarted."""
     WAITING = "waiting"
-    """Nodes are missing; `waiting` has how many, and until when."""
+    """Nodes are missing; `waiting` has their number and the deadline."""
     RUNNING = "running"
     """Its workers run."""
     OVER = "over"
@@ -45,43 +45,43 @@ class NodeState(StrEnum):
     READY = "ready"
     """It waits for the cycle to start."""
     JOINING = "joining"
-    """Its agent has begun, and the coordinator has not taken it in yet."""
+    """Its agent has started, and the coordinator has not admitted it yet."""
     EXCLUDED = "excluded"
     """It gets no slot: quarantined, held back, or unhealthy."""
     LOST = "lost"
-    """Its agent is gone."""
+    """Its agent exited unexpectedly or cannot be reached."""
     ENDED = "ended"
-    """Its agent has ended in order."""
+    """Its agent has exited in order."""
     UNKNOWN = "unknown"
-    """Nothing is known of it any more, as its processes cannot be seen from here."""
+    """Not known, because its processes cannot be seen from here."""
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """One node of the job."""
 
     name: str
-    """`--node-name`, or the machine's."""
+    """`--node-name`, or the name of the machine."""
     state: NodeState
     """See below."""
     host: str | None = None
-    """The machine's name."""
+    """Name of the machine."""
     agent_pid: int | None = None
     """Process id of its agent, on its machine."""
     node_rank: int | None = None
-    """Of the newest cycle that it took part in, if that is the job's newest."""
+    """Node rank in the newest cycle that it took part in, if that is the job's newest."""
     ranks: list[int] = []
     """Global ranks in the job's newest cycle."""
     pids: list[int] = []
     """Process ids of these ranks, while they run."""
     lost_ranks: list[int] = []
-    """Ranks of these that ended, and without which the others continue."""
+    """Ranks among these that ended, and without which the others continue."""
 
 
 class BudgetReport(msgspec.Struct, frozen=True, kw_only=True):
     """One budget of the ladder."""
 
     used: int
-    """What was taken of it."""
+    """Number used up."""
     limit: int | None
     """`null`: no limit."""
     left: int | None
@@ -96,7 +96,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True):
     restarts_total: BudgetReport
     """Restarts of the whole run, `--max-restarts-total`."""
     cycles_without_progress: BudgetReport
-    """Cycles in a row that made none, `max_no_progress_cycles`; counts only where `progress_known`."""
+    """Consecutive cycles without progress, `max_no_progress_cycles`; counts only if `progress_known`."""
     progress_known: bool
     """A worker of this run reports its saves."""
 
@@ -107,7 +107,7 @@ class GenerationReport(msgspec.Struct, frozen=True, kw_only=True):
     tier: str
     """`memory`, `local`, `replica` or `global`."""
     iteration: int
-    """Optimizer steps that it has done."""
+    """Optimizer steps done."""
     time: str
     """When it was committed."""
     age_s: float
@@ -139,23 +139,23 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     """Seconds since then."""
     cycle: int | None
-    """The cycle in which it was."""
+    """The cycle in which it occurred."""
     kind: str
     """One of the journal's kinds of incidents."""
     node: str | None
-    """`null`: no node is concerned, or none can be named."""
+    """`null`: no node is concerned, or none can be identified."""
     rank: int | None
-    """Global rank; `null`: a whole node is concerned, or no rank can be named."""
+    """Global rank; `null`: a whole node is concerned, or no rank can be identified."""
     iteration: int | None
-    """Where the rank was."""
+    """Iteration of the rank at the incident."""
     text: str
     """The incident in one line."""
     remedy: str | None
-    """Name of the ladder's rung that followed; `null`: none was needed, or it is not decided yet."""
+    """Name of the recovery level that followed; `null`: none was needed, or it is not decided yet."""
     decision: str | None
-    """What was decided, in words."""
+    """The decision in words."""
     num_reports: int
-    """How many ranks and nodes reported it, or what it did to them."""
+    """Number of ranks and nodes that reported the incident or a consequence of it."""
 
 
 class WaitingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,7 +166,7 @@ class WaitingReport(msgspec.Struct, frozen=True, kw_only=True):
     num_needed: int
     """Nodes that the next cycle needs."""
     have: list[str]
-    """Names of the nodes that are there."""
+    """Names of the nodes that have joined."""
     gives_up_in_s: float | None
     """Seconds until the job gives up; `null`: not known."""
 
@@ -175,11 +175,11 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """A run at one moment."""
 
     schema: int
-    """1; raised when a field changes its meaning or goes."""
+    """1; increased when the meaning of a field changes or a field is removed."""
     time: str
-    """When this was asked."""
+    """Time of the report."""
     sources: list[str]
-    """Where it comes from: `journal`, `coordinator`."""
+    """Sources of the report: `journal`, `coordinator`."""
     run: str
     """The run's id."""
     run_dir: str | None
@@ -187,7 +187,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     """Its newest job."""
     launcher: str | None
-    """`outlast run`, or who started the workers else: `torchrun`, `srun`, `python`; `null`: not known."""
+    """`outlast run`, or another launcher that started the workers: `torchrun`, `srun`, `python`; `null`: not known."""
     command: list[str]
     """The script with its arguments."""
     state: RunState
@@ -195,13 +195,13 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     """The state in one line."""
     exit_code: int | None
-    """Of the job, once it is over."""
+    """Exit code of the job, once it is over."""
     reason: str | None
     """Why it is over."""
     started: str | None
     """When the job began."""
     last_seen: str | None
-    """The newest line of the journal, word of the coordinator, or renewal by the run directory's owner."""
+    """The newest line of the journal, report of the coordinator, or renewal by the run directory's owner."""
     last_seen_s: float | None
     """Its age."""
     waiting: WaitingReport | None
@@ -215,23 +215,23 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int | None
     """Optimizer steps done, as far as the ranks reported; a session reports every 5 s."""
     iteration_time: str | None
-    """When that was told."""
+    """When that iteration was reported."""
     iteration_age_s: float | None
     """Seconds since then."""
     rate: float | None
-    """Iterations a second, over at most the last minute in which some were told."""
+    """Iterations per second, over at most the last minute in which iterations were reported."""
     nodes: list[NodeReport]
-    """Who runs where, in the order of the ranks."""
+    """The nodes of the job, in the order of the ranks."""
     spares: list[str]
     """Names of the nodes that wait for a slot."""
     excluded: list[str]
-    """Names of the nodes that get none."""
+    """Names of the nodes that get no slot."""
     budgets: Budgets | None
-    """`null`: nothing of ours restarts the workers, or it is not known."""
+    """`null`: the workers are not restarted by outlast, or it is not known."""
     generations: list[GenerationReport]
-    """The newest of each tier, nearest tier first."""
+    """The newest checkpoint of each tier, nearest tier first."""
     durability: DurabilityReport | None
-    """`null`: nothing is known of saves."""
+    """`null`: no information about saves."""
     directory: str | None
     """Global tier."""
     local_directory: str | None
@@ -239,9 +239,9 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     incidents: list[Trouble]
     """The newest ones of this job, newest first, at most 50."""
     num_incidents: int
-    """How many were found."""
+    """Number of incidents found."""
     problems: list[str]
-    """What could not be read."""
+    """Sources that could not be read."""
 
 
 MAX_NODES = 16

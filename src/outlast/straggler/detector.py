@@ -263,8 +263,8 @@ class StragglerDetector:
             self._causes.update({verdict.rank: verdict.cause for verdict in machines})
         except RuntimeError as error:
             raise PeerLost(
-                f"a peer left or did not come to the report on slow ranks within {self._timeout_s:g} s ({error}); "
-                "its own log or the launcher's report says why",
+                f"a peer exited or did not reach the report on slow ranks within {self._timeout_s:g} s ({error}); "
+                "see that rank's log or the launcher's report for the cause",
                 iteration=self._iteration,
             ) from error
         self._pace(ranks)

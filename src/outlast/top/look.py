@@ -55,22 +55,22 @@ class RankLine(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     """Global rank."""
     node: str
-    """Its node."""
+    """Name of its node."""
     pid: int | None
-    """Its process, on its machine; `null`: not known."""
+    """Process id, on its machine; `null`: not known."""
     state: str
     """`starting` (no session yet, or none at all), `running`, `restarting` and `spare` (in process), `stopped` (by a
-    signal), `finished`, `ended`; of a node that is not training the node's state."""
+    signal), `finished`, `ended`; for a rank of a node that is not training, the state of the node."""
     iteration: int | None
     """Optimizer steps done."""
     section: str | None
-    """The open sections, outermost first, joined by `/`; `null`: none, or the node is another machine."""
+    """The open sections, outermost first, joined by `/`; `null`: none, or the rank is on another machine."""
     section_s: float | None
     """Seconds since the innermost one was entered."""
     heartbeat_age_s: float | None
-    """Seconds since the last heartbeat; of a rank elsewhere: since it reported its iteration."""
+    """Seconds since the last heartbeat; for a rank on another machine: since it reported its iteration."""
     source: str
-    """`board`: read from the node's memory, now; `journal`: as the rank reported last."""
+    """`board`: read from the heartbeat memory of the node, current; `journal`: the rank's last report."""
 
 
 class Unanswered(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,30 +79,30 @@ class Unanswered(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     """`the coordinator` or `the run directory`."""
     for_s: float
-    """For so long."""
+    """Seconds without a response."""
     reason: str | None
-    """Why, where that is known."""
+    """The reason, if known."""
 
 
 class TopReport(msgspec.Struct, frozen=True, kw_only=True):
     """A run at one moment, with its ranks."""
 
     schema: int
-    """1; raised when a field changes its meaning or goes."""
+    """1; increased when the meaning of a field changes or a field is removed."""
     iteration: int | None
-    """Optimizer steps done: the most that a rank has."""
+    """Optimizer steps done: the maximum over the ranks."""
     total: int | None
-    """At how many the run is complete; `null`: not known (a loop without `run.steps(total=...)`)."""
+    """Number of steps of the complete run; `null`: not known (a loop without `run.steps(total=...)`)."""
     rate: float | None
-    """Iterations a second, over at most the last minute."""
+    """Iterations per second, over at most the last minute."""
     left_s: float | None
     """Seconds until the run is complete at this rate."""
     goodput: float | None
-    """Productive share of the run's time so far, 0 to 1, as `outlast report` counts it; `null`: not counted."""
+    """Productive share of the run's time so far, 0 to 1, as computed by `outlast report`; `null`: not computed."""
     ranks: list[RankLine]
     """All ranks of the newest cycle."""
     unanswered: list[Unanswered]
-    """What did not answer lately."""
+    """Sources that do not respond."""
     status: StatusReport
     """What `outlast status --json` prints."""
 
@@ -184,8 +184,8 @@ class Looker:
         """
         if not self._has_first.wait(FIRST_S if for_all else SCREEN_S) and for_all:
             raise ConfigError(
-                f"{self._target} did not answer within {FIRST_S:g} s; its disk may hang: look from another machine, or "
-                "give HOST:PORT of its --rdzv-endpoint"
+                f"{self._target} did not respond within {FIRST_S:g} s; its disk may hang: use another machine, or "
+                "specify HOST:PORT of its --rdzv-endpoint"
             )
         self.check()
         if for_all:
@@ -269,7 +269,7 @@ class Looker:
                 if live is not None:
                     self._live, source.answered_ns = live, clock.now_ns()
                 elif self._endpoint is not None and self.newest is None:
-                    self._refuse(ConfigError(reason or "no coordinator answers"))
+                    self._refuse(ConfigError(reason or "no coordinator responds"))
                     return
                 source.reason, source.begun_ns = reason, 0
             else:

@@ -96,7 +96,7 @@ def _describe_run(report: TopReport) -> Iterator[Text]:
         yield _entry("iteration", line)
     for one in report.unanswered:
         why = "" if one.reason is None else f": {one.reason}"
-        yield _entry("no answer", f"{one.what}: no answer for {duration(one.for_s)}{why}", "yellow")
+        yield _entry("no reply", f"{one.what}: no response for {duration(one.for_s)}{why}", "yellow")
     yield from _describe_nodes(status)
     if status.waiting is not None:
         yield _entry("waits for", describe_waiting(status.waiting), "yellow")

@@ -515,8 +515,8 @@ class AsyncCallsQueue:
             return [from_json(store.get(key), _AsyncCallStatus) if store.check([key]) else missing for key in keys]
         except RuntimeError as error:
             raise PeerLost(
-                f"a peer left, or did not come to the end of asynchronous call {call.idx} within {limit_s:g} s "
-                f"({error}); its own log or the launcher's report says why"
+                f"a peer exited, or did not reach the end of asynchronous call {call.idx} within {limit_s:g} s "
+                f"({error}); see that rank's log or the launcher's report for the cause"
             ) from error
 
     def warn(self) -> None:

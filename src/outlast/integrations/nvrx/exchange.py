@@ -52,8 +52,8 @@ class WorldExchange:
             gathered = gather_bytes(self._open(), msgspec.msgpack.encode(value))
         except RuntimeError as error:
             raise PeerLost(
-                f"a peer left, or did not come to {self._what} within {self._timeout_s:g} s ({error}); "
-                "its own log or the launcher's report says why"
+                f"a peer exited, or did not reach {self._what} within {self._timeout_s:g} s ({error}); "
+                "see that rank's log or the launcher's report for the cause"
             ) from error
         return [from_msgpack(data, kind) for data in gathered]
 

@@ -496,7 +496,9 @@ class RankMonitorClient:
             WorkloadAction.ShutdownWorkload: EndRequest.STOP,
         }
         request_at_failure(monitor, wanted[req.action])
-        log.log(logging.INFO if req.action == WorkloadAction.Continue else logging.WARNING, "the script asks: %s", req)
+        log.log(
+            logging.INFO if req.action == WorkloadAction.Continue else logging.WARNING, "the script requests: %s", req
+        )
 
     # -- timeouts --------------------------------------------------------------------------------------------------
 
@@ -587,7 +589,7 @@ class RankMonitorClient:
             calculated = read_learned(msgspec.json.encode(state))
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"this is no state of fault tolerance ({error}); remove ft_state.json, and timeouts are learned again"
+                f"invalid fault tolerance state ({error}); remove ft_state.json to learn the timeouts again"
             ) from None
         if self.is_initialized:
             self._set(calculated)

@@ -97,7 +97,10 @@ class BatchScript:
         require(bool(self.command), "there is no training script; name one, for example: -- train.py --lr 3e-4")
         require(self.nodes >= 1, f"nodes={self.nodes} must be at least 1")
         require(self.spares >= 0, f"spares={self.spares} must not be negative")
-        require(self.preempt_time >= 0, f"preempt_time={self.preempt_time} must not be negative; 0 = not told")
+        require(
+            self.preempt_time >= 0,
+            f"preempt_time={self.preempt_time} must not be negative; 0 = no signal before the time limit",
+        )
         require(self.preempt_time <= 65535, f"preempt_time={self.preempt_time} is more than Slurm takes; 65535 at most")
         retries = self.num_job_retries_on_failure
         require(retries >= 0, f"num_job_retries_on_failure={retries} must not be negative")
@@ -112,7 +115,7 @@ class BatchScript:
         )
         require(
             self.time is None or _TIME.fullmatch(self.time) is not None,
-            f"time={self.time!r} is no time limit; write minutes, hours:minutes:seconds or days-hours",
+            f"time={self.time!r} is not a valid time limit; write minutes, hours:minutes:seconds or days-hours",
         )
         for name in ("job_name", "partition", "account", "qos", "gpus_per_node", "mem"):
             value = getattr(self, name)
@@ -121,7 +124,10 @@ class BatchScript:
                 f"{name}={value!r} must consist of letters, digits and '_.,[]@:+%-'",
             )
         for node in self.exclude:
-            require(_NAME.fullmatch(node) is not None, f"exclude: {node!r} is no node")
+            require(
+                _NAME.fullmatch(node) is not None,
+                f"exclude: {node!r} is not a valid node name; use letters, digits and '_.,[]@:+%-'",
+            )
         require(
             _PATH.fullmatch(self.run_dir) is not None,
             f"run_dir={self.run_dir!r} must consist of letters, digits, spaces and '/._+=:@-', as Slurm expands others",

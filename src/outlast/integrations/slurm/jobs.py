@@ -57,7 +57,9 @@ def call_slurm(command: Sequence[str], *, timeout_s: float = 60.0, stdin: str | 
     except FileNotFoundError:
         raise OutlastError(f"{name} is not installed here; run this on a node of the cluster") from None
     except subprocess.TimeoutExpired:
-        raise DeadlineExceeded(f"{name} did not answer in {timeout_s:g} s; is slurmctld running?") from None
+        raise DeadlineExceeded(
+            f"{name} did not respond within {timeout_s:g} s; check that slurmctld is running"
+        ) from None
     if done.returncode != 0:
         words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         raise OutlastError(f"{' '.join(command)}: {words}")
@@ -222,7 +224,7 @@ def resolve_resume_path(
             if entry.valid:
                 return _path_of(found, looked.entry, is_url=is_url)
             why = "; ".join(str(problem) for problem in entry.problems[:3])
-        log.warning("generation %d in %s is skipped: %s", found.entry.iteration, name, why)
+        log.warning("skipped the checkpoint of iteration %d in %s: %s", found.entry.iteration, name, why)
     if warns_of_others and not looked.found and not is_url:
         there = sorted(path.name for path in Path(name.removeprefix("file://")).iterdir())
         if there:
