@@ -27,7 +27,7 @@ from outlast.straggler.report import publish
 
 
 def task(config: InProcessRestartConfig) -> MonitorTask:
-    """Return what the monitor process gets."""
+    """Return what the agent process gets."""
     return MonitorTask.of(config, WorkerEnv(), host="h", call=0, labels={})
 
 

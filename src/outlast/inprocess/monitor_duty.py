@@ -284,7 +284,8 @@ def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> No
         if given.log_path:
             logs.configure("agent", node=given.node, path=given.log_path, least=logging.INFO)
         elif not log.isEnabledFor(logging.DEBUG):
-            logging.getLogger("outlast.inprocess").setLevel(logging.WARNING)
+            for part in ("outlast.inprocess", "outlast.launch"):
+                logging.getLogger(part).setLevel(logging.WARNING)
     if given.pid_path:
         _write_pid(Path(given.pid_path))
     link = None if given.relay else open_link(given)
@@ -306,4 +307,4 @@ def _write_pid(path: Path) -> None:
     try:
         files.in_time(path, lambda: files.write_atomically(path, f"{os.getpid()}\n".encode()))
     except OSError as error:
-        log.warning("the monitor process's id is not in %s (monitor_process_pidfile): %s", path, error)
+        log.warning("the agent process's id is not in %s (monitor_process_pidfile): %s", path, error)
