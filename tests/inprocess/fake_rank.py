@@ -1,4 +1,4 @@
-"""A rank without torch: it does what its monitor process orders, and what its standard input says.
+"""A rank without torch: it does what its agent process orders, and what its standard input says.
 
 It prints one JSON object a line: what it was ordered, and when.
 """

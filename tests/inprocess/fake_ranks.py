@@ -1,4 +1,4 @@
-"""Fake ranks with real monitor processes, for tests."""
+"""Fake ranks with real agent processes, for tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PIDFD_GETFD = 438
 
 
 def monitor_task(**changes: Any) -> MonitorTask:
-    """Return the task of a rank's monitor process.
+    """Return the task of a rank's agent process.
 
     Args:
         changes: Its fields, and those of its limits, that the test is about.
@@ -108,7 +108,7 @@ class Child:
 
 
 def is_monitor(pid: int) -> bool:
-    """Return whether this is a monitor process that runs."""
+    """Return whether this is an agent process that runs."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and "outlast.runtime.agent_process" in process.cmdline()
@@ -122,7 +122,7 @@ class FakeRanks:
     Args:
         num: Ranks.
         active: Of these; ``None``: all.
-        log_dir: Of the monitor processes.
+        log_dir: Of the agent processes.
         num_nodes: Nodes, each with an agent process.
         has_launcher: The nodes' relays and the coordinator are a launcher's, in a process of its own.
         changes: Settings.
@@ -208,10 +208,10 @@ class FakeRanks:
         return {pid for child in self.children for pid in child.monitors}
 
     def wait_monitors(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Every monitor process is gone within this time."""
+        """Every agent process is gone within this time."""
         end_s = clock.now_s() + timeout_s
         while left := {pid for pid in self.monitors() if is_monitor(pid)}:
-            assert clock.now_s() < end_s, f"monitor processes {left} live {timeout_s:g} s later"
+            assert clock.now_s() < end_s, f"agent processes {left} live {timeout_s:g} s later"
             threading.Event().wait(0.005)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The coordinator as the hub: real monitor processes and relays, and a coordinator that is lost when it matters."""
+"""The coordinator of a launcher: real agent processes and relays, and a coordinator that is lost when it matters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def finish(ranks: FakeRanks, *numbers: int) -> None:
     ranks.wait_monitors()
 
 
-def test_a_rank_that_dies_with_its_guard_is_done_without() -> None:
+def test_a_rank_that_dies_with_its_agent_process_is_done_without() -> None:
     """Nobody is left to say so, and the relay sees it."""
     with FakeRanks(4, active=3, has_launcher=True) as ranks:
         ranks.connect()
@@ -42,19 +42,6 @@ def test_a_rank_that_dies_with_its_guard_is_done_without() -> None:
         assert order["ranks"] == {"0": 0, "2": 2, "3": 1}
         assert kinds(order) == {1: "died"}
         finish(ranks, 0, 2, 3)
-
-
-def test_a_rank_whose_guard_comes_back_disturbs_nobody() -> None:
-    """Its rank starts another one, which goes on where the first one was."""
-    with FakeRanks(4, active=3, has_launcher=True) as ranks:
-        ranks.connect()
-        ranks.go(0)
-        os.kill(ranks[2].monitors[0], signal.SIGKILL)
-        ranks[2].wait_for("monitor")
-        ranks[1].tell("fault")
-        order = ranks.go(1)
-        assert kinds(order) == {1: "exception"}
-        finish(ranks, 0, 1, 2)
 
 
 def test_what_happens_while_the_coordinator_is_away_is_not_lost() -> None:
@@ -149,7 +136,7 @@ def test_a_call_ends_when_the_agent_is_gone() -> None:
 
 
 def test_nobody_listens_but_the_agent() -> None:
-    """Guards whose agent has a relay open no port."""
+    """Agent processes whose node's agent has a relay open no port."""
     with FakeRanks(2, num_nodes=1, has_launcher=True) as ranks:
         ranks.connect()
         ranks.go(0)

@@ -81,7 +81,7 @@ def test_pings_count(page: Page) -> None:
 
 
 def test_parts_are_seen_from_outside(page: Page) -> None:
-    """The monitor process sees that hang protection is off, and the monitor thread that an atomic part runs."""
+    """The agent process sees that hang protection is off, and the monitor thread that an atomic part runs."""
     handle = make(page, {}, [])
     with handle.disable_hang_protection(), handle.disable_hang_protection():
         assert page.is_paused

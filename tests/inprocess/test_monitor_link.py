@@ -1,4 +1,4 @@
-"""The rank's end of its monitor process."""
+"""The rank's end of its agent process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_MS = 100_000
 
 
 def start(page: Page) -> MonitorLink:
-    """Start a monitor process for this process."""
+    """Start an agent process for this process."""
     task = monitor_task(pid=os.getpid(), thread_interval_s=1.0, termination_grace_s=1.0)
     return MonitorLink(task, WorkerEnv(), page)
 
@@ -46,7 +46,7 @@ def hear(link: MonitorLink) -> list[m.Listening | p.Order]:
 
 
 def test_address_comes_first_and_an_order_follows(link: MonitorLink) -> None:
-    """A rank alone connects its monitor process to itself, is asked for the ranks, and may go."""
+    """A rank alone connects its agent process to itself, is asked for the ranks, and may go."""
     (listening,) = hear(link)
     assert isinstance(listening, m.Listening)
     link.send(m.Connect(addresses=(listening.address,), offer=listening.offer))

@@ -120,7 +120,7 @@ def test_death_of_the_one_who_assigns() -> None:
 
 @pytest.mark.slow
 def test_member_that_does_not_leave_is_expelled() -> None:
-    """A rank that is not ready in time is ended by its monitor process, and the others go on."""
+    """A rank that is not ready in time is ended by its agent process, and the others go on."""
     with FakeRanks(4, active=3, barrier_timeout_s=6.0) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -243,7 +243,7 @@ def test_broken_connection_is_made_again() -> None:
 
 @pytest.mark.slow
 def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
-    """Its monitor process kills it, and the spare takes its place."""
+    """Its agent process kills it, and the spare takes its place."""
     with FakeRanks(4, active=3, soft_timeout_s=2.5, hard_timeout_s=6.0) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -256,7 +256,7 @@ def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
 
 @pytest.mark.slow
 def test_stopped_spare_is_ended_after_the_hard_timeout() -> None:
-    """Its monitor process kills it, nobody is disturbed, and nobody waits for it when a spare is needed."""
+    """Its agent process kills it, nobody is disturbed, and nobody waits for it when a spare is needed."""
     with FakeRanks(4, active=2, soft_timeout_s=2.5, hard_timeout_s=6.0) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -344,7 +344,7 @@ def test_a_coordinator_that_loses_most_members_stops_the_rest() -> None:
 
 
 def test_everything_killed_leaves_nothing() -> None:
-    """Where all ranks are killed at once, their monitor processes end soon."""
+    """Where all ranks are killed at once, their agent processes end soon."""
     with FakeRanks(4, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -452,7 +452,7 @@ def test_world_of_one() -> None:
 
 
 def test_log_goes_where_it_is_told(tmp_path: Path) -> None:
-    """With a folder for logs, a monitor process says in its file what became of its rank."""
+    """With a folder for logs, an agent process says in its file what became of its rank."""
     with FakeRanks(2, active=1, log_dir=tmp_path) as ranks:
         ranks.connect()
         ranks.go(0)

@@ -1,4 +1,4 @@
-"""What a monitor process concludes from a page, at which moment."""
+"""What an agent process concludes from a page, at which moment."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def alive(pid):
 
 (here / f"pid-{rank}").write_text(str(os.getpid()))
 def died(other):
-    return InProcessFault(rank=other, kind=IncidentKind.WORKER_DIED, summary="its monitor process saw it end")
+    return InProcessFault(rank=other, kind=IncidentKind.WORKER_DIED, summary="its agent process saw it end")
 
 def await_text(path, text):
     while not (path.exists() and text in path.read_text()):

@@ -297,7 +297,7 @@ def test_a_restart_in_process_outlives_the_coordinator(how: signal.Signals, mome
 
 
 def test_nothing_outlives_an_agent(tmp_path: Path) -> None:
-    """Ranks, spares and their monitor processes are gone soon after their agent was killed."""
+    """Ranks, spares and their agent processes are gone soon after their agent was killed."""
     (tmp_path / "until").touch()
     with cluster(tmp_path, 2, nproc_per_node=3) as job:
         job.wait_for(lambda _: len(ends(tmp_path, 0)) == 2, timeout_s=300)
@@ -309,7 +309,7 @@ def test_nothing_outlives_an_agent(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_new_cycle_finds_nothing_of_the_old_one(tmp_path: Path) -> None:
-    """When the workers are restarted, the monitor processes of the cycle before end by themselves."""
+    """When the workers are restarted, the agent processes of the cycle before end by themselves."""
     (tmp_path / "until").touch()
     with cluster(tmp_path, 2, "aborts:1:0:0", nproc_per_node=3) as job:
         job.wait_for(lambda _: len(ends(tmp_path, 1)) == 2, timeout_s=300)

@@ -71,7 +71,7 @@ def test_one_writer_serves_every_cycle_and_is_replaced_when_it_dies(tmp_path: Pa
 
 
 def test_no_signal_to_all_processes_of_a_job_ends_a_helper(tmp_path: Path) -> None:
-    """The checkpoint writer, the fork server and a monitor process stay what they are when a terminal or a scheduler
+    """The checkpoint writer, the fork server and an agent process stay what they are when a terminal or a scheduler
     signals every process of a job; workers that they start are not immune."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

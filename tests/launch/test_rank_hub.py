@@ -181,7 +181,7 @@ def test_an_order_goes_to_each_node_once() -> None:
     assert {order.term for _, _, order in nodes.hub.out} == {1}
 
 
-def test_a_rank_that_died_before_it_had_a_guard_is_not_waited_for() -> None:
+def test_a_rank_that_died_before_it_had_a_duty_is_not_waited_for() -> None:
     """Neither in the call that it was about to begin, nor, where nobody has begun it yet, in the next one."""
     nodes = Nodes(2, 2, num_spares=1)
     nodes.dead.add(1)
@@ -326,10 +326,10 @@ def test_a_coordinator_that_does_not_know_the_nodes_misses_members_of_the_last_c
 def test_a_coordinator_whose_term_rose_is_obeyed() -> None:
     """An agent that was welcomed in the risen term takes its orders; it takes none of an earlier coordinator's."""
     relay, hub = RankRelay(), RankHub()
-    with closing(relay), socket.socket(socket.AF_UNIX) as guard:
+    with closing(relay), socket.socket(socket.AF_UNIX) as duty:
         hub.begin(0, 1)
         relay.begin_cycle(0)
-        guard.connect(f"\0{relay.address}")
+        duty.connect(f"\0{relay.address}")
         join = JoinRelay(
             cycle=0,
             call=0,
@@ -340,7 +340,7 @@ def test_a_coordinator_whose_term_rose_is_obeyed() -> None:
             limits=LIMITS,
             standing=p.MemberStanding(),
         )
-        guard.sendall(encode_frame(join))
+        duty.sendall(encode_frame(join))
         came: list[m.RankStandings | m.RankReports] = []
         while not came:
             select.select([relay], [], [], 100.0)
@@ -356,8 +356,8 @@ def test_a_coordinator_whose_term_rose_is_obeyed() -> None:
         )
         ((_, _, order),) = hub.out
         relay.obey(msgspec.structs.replace(order, term=2))
-        guard.setblocking(False)
+        duty.setblocking(False)
         with pytest.raises(BlockingIOError):
-            guard.recv(1)
+            duty.recv(1)
         relay.obey(order)
-        assert guard.recv(1000)
+        assert duty.recv(1000)

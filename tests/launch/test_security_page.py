@@ -104,8 +104,8 @@ def rows_for(one: Listener, endpoint_port: int, store_port: int) -> Iterator[str
             yield "ranks' store: the agent"
         case "writer":
             yield "replicas: the checkpoint writer"
-        case "guard":
-            yield "monitors: one process for each rank"
+        case "agent process":
+            yield "agent processes of ranks"
         case "rank":
             yield "gloo and NCCL: each rank"
             yield "a call's store: each rank"
@@ -157,7 +157,9 @@ def test_what_listens_and_what_is_written_is_on_the_page(tmp_path: Path) -> None
             found = listeners(cluster.processes())
             store_port = int((tmp_path / "ready-0-0").read_text())
             asks = {
-                one: greets(one) for one in found if one.port and (one.role in ("writer", "guard") or one.port == port)
+                one: greets(one)
+                for one in found
+                if one.port and (one.role in ("writer", "agent process") or one.port == port)
             }
             (tmp_path / "go-0").touch()
             assert cluster.wait(timeout_s=PATIENCE_S) == [0, 0], cluster.tails()
@@ -169,6 +171,7 @@ def test_what_listens_and_what_is_written_is_on_the_page(tmp_path: Path) -> None
         if one.address.startswith("@"):
             names = {
                 "agent": r"@outlast-[0-9a-f]{16}-agent|@[0-9a-f]{5}|@outlast-relay-[0-9a-f]{32}",
+                "agent process": r"@outlast-agent-[0-9a-f]{32}-0",
                 "writer": r"@[0-9a-f]{5}",
                 "rank": r"@outlast-[0-9a-f]{16}-\d+",
             }

@@ -109,7 +109,7 @@ monitor.close()
 @pytest.mark.process
 @pytest.mark.timeout(400)
 def test_a_learned_timeout_under_torchrun_is_doubled_and_then_dropped(tmp_path: Path) -> None:
-    """The monitor process doubles a learned timeout after a hang that nothing explains; after the second one the third
+    """The agent process doubles a learned timeout after a hang that nothing explains; after the second one the third
     cycle trains without it, and no option suggests it."""
     script, out = tmp_path / "train.py", tmp_path / "out"
     script.write_text(LEARNING)

@@ -277,7 +277,7 @@ class World:
             if self.state.end is not None or all(r.ended or not r.lives for r in self.ranks.values()):
                 return
             if self.state.phase == RestartPhase.RUNNING and next_deadline_s(self.state, LIMITS) is None:
-                # Its monitor process ends a rank that does not move.
+                # Its agent process ends a rank that does not move.
                 for number, rank in self.ranks.items():
                     if rank.stubborn:
                         self.die(number)

@@ -24,7 +24,7 @@ from outlast.straggler import Report, StragglerDetector
 
 
 def task(config: InProcessRestartConfig) -> MonitorTask:
-    """Return what the monitor process gets."""
+    """Return what the agent process gets."""
     return MonitorTask.of(config, WorkerEnv(), host="h", call=0, labels={})
 
 

@@ -10,6 +10,7 @@ nodes, and the next save fills the memory again.
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import select
@@ -196,6 +197,8 @@ class WriterTask(msgspec.Struct, frozen=True, kw_only=True):
     """The duty that keeps a node's writer for its workers."""
 
     node: str
+    number: int
+    """Of the client among those of its process: each has a writer, as the ranks share memory with theirs."""
 
 
 class _SharedWriter:
@@ -229,7 +232,10 @@ class _SharedWriter:
 
 
 _sharing = threading.Lock()
-_shared: _SharedWriter | None = None
+_shared: dict[int, _SharedWriter] = {}
+"""By :attr:`WriterTask.number`."""
+_numbers: set[int] = set()
+"""Of the clients in this process that need a duty."""
 
 
 def run_duty(task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> None:
@@ -242,9 +248,10 @@ def run_duty(task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> No
         fds: None.
         pidfd: Of the worker's process.
     """
-    global _shared
+    given = from_json(task, WriterTask)
     with _sharing:
-        writer = _shared = _shared or _SharedWriter(from_json(task, WriterTask).node)
+        if (writer := _shared.get(given.number)) is None:
+            writer = _shared[given.number] = _SharedWriter(given.node)
         writer.num_workers += 1
     try:
         line.send(writer.outcome)
@@ -257,7 +264,7 @@ def run_duty(task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> No
         with _sharing:
             writer.num_workers -= 1
             if writer.num_workers == 0:
-                _shared = None
+                del _shared[given.number]
                 writer.close()
 
 
@@ -282,6 +289,7 @@ class WriterClient:
         """Whether what the writer holds outlives all workers of the node."""
         self._place = place
         self._duty: AgentDuty | None = None
+        self._number = -1
         self._idle: list[MessageChannel[f.Reply]] = []
         self._busy: set[MessageChannel[f.Reply]] = set()
         self._lock = threading.Lock()
@@ -302,7 +310,12 @@ class WriterClient:
             try:
                 if self._duty is None:
                     place = env.read_worker() if self._place is None else self._place
-                    self._duty = AgentDuty("outlast.checkpoint.writer_client", WriterTask(node=place.node), place)
+                    if self._number < 0:
+                        with _sharing:
+                            self._number = next(number for number in itertools.count() if number not in _numbers)
+                            _numbers.add(self._number)
+                    task = WriterTask(node=place.node, number=self._number)
+                    self._duty = AgentDuty("outlast.checkpoint.writer_client", task, place)
                 else:
                     log.warning("agent process %d ended, and the checkpoint writer with it", self._duty.pid)
                     self._duty.restart()
@@ -382,6 +395,8 @@ class WriterClient:
             self._idle.clear()
             if self._duty is not None:
                 self._duty.release()
+            with _sharing:
+                _numbers.discard(self._number)
 
     def _serve_again(self, channel: MessageChannel[f.Reply], serve: f.Serve, timeout_s: float) -> None:
         """Have the writer at a new connection serve peers at the port that they know, if it does not yet."""

@@ -18,9 +18,9 @@ _SMALLER = (
     ("hard_timeout", "barrier_timeout", "the others wait until a stuck rank has been ended"),
     ("heartbeat_interval", "heartbeat_timeout", "a rank must send a heartbeat before its timeout passes"),
     ("heartbeat_timeout", "barrier_timeout", "a lost node is detected before the others stop waiting for it"),
-    ("monitor_process_interval", "heartbeat_timeout", "a monitor process looks before its silence counts"),
-    ("monitor_process_interval", "soft_timeout", "a monitor process looks before a timeout has passed"),
-    ("monitor_process_interval", "barrier_timeout", "a monitor process looks before the others stop waiting"),
+    ("monitor_process_interval", "heartbeat_timeout", "an agent process looks before its silence counts"),
+    ("monitor_process_interval", "soft_timeout", "an agent process looks before a timeout has passed"),
+    ("monitor_process_interval", "barrier_timeout", "an agent process looks before the others stop waiting"),
     ("monitor_thread_interval", "soft_timeout", "a monitor thread looks before a timeout has passed"),
     ("progress_watchdog_interval", "soft_timeout", "progress is seen before its absence counts"),
 )

@@ -30,5 +30,5 @@ _HOMES = {
 
 __all__ = list(chain.from_iterable(_HOMES.values()))
 
-# On first use: a monitor process imports single modules of this package, and no torch.
+# On first use: an agent process imports single modules of this package, and no torch.
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

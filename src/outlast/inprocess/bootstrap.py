@@ -58,7 +58,7 @@ class Bootstrap:
         self._store = None
 
     def _open(self) -> Any:
-        from outlast.runtime import store as stores  # imports torch, which no monitor process has
+        from outlast.runtime import store as stores  # imports torch, which no agent process has
         from outlast.runtime.process_groups import meeting_point
 
         point, variables = meeting_point(self._place), env.environ()

@@ -1,10 +1,10 @@
-"""The rank's end of its monitor process: the link to it, and the thread that reads orders from it.
+"""The rank's end of its agent process: the link to it, and the thread that reads orders from it.
 
 The monitor thread runs in every rank during the wrapper's call. It receives orders while the main thread is busy, and
-gets the main thread out of the function. On the rank's page it shows the monitor process that the interpreter is free
-and that the main thread moves; the monitor process judges both.
+gets the main thread out of the function. On the rank's page it shows the agent process that the interpreter is free
+and that the main thread moves; the agent process judges both.
 
-A monitor process that is killed is replaced by another one, which joins the hub (wherever that is then) in its place.
+An agent process that is killed is replaced by another one, which joins the coordinator in its place.
 
 Nothing here imports torch.
 """
@@ -46,8 +46,8 @@ class MonitorThread:
     """Hear orders; leave.
 
     Args:
-        link: The way to the monitor process.
-        page: What the monitor process sees.
+        link: The way to the agent process.
+        page: What the agent process sees.
         interruption: Gets the main thread out.
         interval_s: Longest time between two looks.
         abort: Called once for each order to leave, after the connections were cut; aborts what else waits on peers.
@@ -192,6 +192,7 @@ class MonitorLink:
         self._connect: m.Connect | None = None
         self._final_report: p.Left | None = None
         self._is_over = False
+        self._was_listening = False
         self._num_starts = 1
         self._duty = AgentDuty("outlast.inprocess.monitor_duty", task, place, fds=[page.fd])
 
@@ -205,7 +206,7 @@ class MonitorLink:
         return self._duty.line.fileno()
 
     def send(self, message: m.Connect | p.Report) -> None:
-        """Send the monitor process something; if it is gone, the next one gets it.
+        """Send the agent process something; if it is gone, the next one gets it.
 
         Blocks: hardly; a packet fits into the socket's buffer.
         """
@@ -220,12 +221,12 @@ class MonitorLink:
             self._send(message)
 
     def receive(self) -> list[m.Listening | p.Order]:
-        """Return what the monitor process has sent since the last call; call it when :meth:`fileno` is readable.
+        """Return what the agent process has sent since the last call; call it when :meth:`fileno` is readable.
 
         Raises:
-            OutlastError: The monitor process is gone, and no other one can replace it.
+            OutlastError: The agent process is gone, and no other one can replace it.
 
-        Blocks: hardly; while another monitor process is started, some milliseconds.
+        Blocks: hardly; while another agent process is started, some milliseconds.
         """
         found: list[m.Listening | p.Order] = []
         while True:
@@ -234,7 +235,7 @@ class MonitorLink:
             except BlockingIOError:
                 return found
             except OSError as error:
-                log.debug("the monitor process's socket broke: %s", error)
+                log.debug("the agent process's socket broke: %s", error)
                 data = b""
             if not data:
                 self._replace()
@@ -249,8 +250,10 @@ class MonitorLink:
                     self._is_over = True
                 elif not isinstance(message, m.Listening):
                     self._record.note_order(message)
-            if isinstance(message, m.Listening) and self._num_starts > 1:
-                continue  # the rank has used the address of the first one
+            if isinstance(message, m.Listening):
+                if self._was_listening:
+                    continue  # the rank uses the address of the first one, at which the next one listens, too
+                self._was_listening = True
             found.append(message)
 
     def _replace(self) -> None:
@@ -273,7 +276,7 @@ class MonitorLink:
         try:
             self._duty.line.send(m.encode(message))
         except OSError as error:
-            log.debug("the monitor process is gone: %s", error)  # receive() sees it, too
+            log.debug("the agent process is gone: %s", error)  # receive() sees it, too
 
     def close(self) -> None:
         """End the duty. Idempotent."""

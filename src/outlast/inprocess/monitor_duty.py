@@ -8,8 +8,8 @@ progress), and ends a rank that is stuck.
 Before a hang is reported, the rank's stack is read: a rank that waits for others is a victim of the hang, not the
 cause.
 
-The duty ends with its rank, however that one ends. It is an event loop in one thread, waits for deadlines, and imports
-no torch.
+The duty ends with its rank, however that one ends. It is a part of the loop of the node's link to the coordinator, so
+that no report waits for another thread, or under ``outlast run`` has a loop of its own. It imports no torch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import signal
 import socket
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -64,11 +65,20 @@ class _MonitorDuty:
         page: The rank's page; this object owns it.
         pidfd: Of the rank's process; this object owns it.
         link: To the coordinator; ``None``: the agent of ``outlast run`` has it.
+        selector: Of the loop that serves the duty; what it reports with a callable as data is called with the events.
     """
 
-    def __init__(self, task: MonitorTask, rank: socket.socket, page: Page, pidfd: int, link: AgentLink | None) -> None:
+    def __init__(
+        self,
+        task: MonitorTask,
+        rank: socket.socket,
+        page: Page,
+        pidfd: int,
+        link: AgentLink | None,
+        selector: selectors.BaseSelector,
+    ) -> None:
         self._task, self._rank, self._page, self._pidfd = task, rank, page, pidfd
-        self._selector = selectors.DefaultSelector()
+        self._selector = selector
         self._watch = RankWatch(page, task)
         self._rank_is_gone = False
         self._has_left = False
@@ -82,26 +92,37 @@ class _MonitorDuty:
         rank.setblocking(False)
         self._selector.register(rank, selectors.EVENT_READ, self._on_rank)
         self._selector.register(pidfd, selectors.EVENT_READ, self._on_death)
+        if link is not None:
+            self._send_to_rank(m.Listening(address=link.address, offer=link.offer))
 
     def run(self) -> None:
-        """Serve until the rank does not need it any more."""
-        if self._link is not None:
-            self._send_to_rank(m.Listening(address=self._link.address, offer=self._link.offer))
+        """Serve in a loop of its own until the rank does not need it any more."""
         try:
-            while not (self._rank_is_gone and self._hub.is_over):
-                due_s = self._look()
+            while not self.is_done:
+                due_s = self.look()
                 for key, events in self._selector.select(max(0.0, due_s - clock.now_s())):
                     # Not what an event before this one has closed; its number may be another's by now.
                     if self._selector.get_map().get(key.fd) is key:
                         key.data(events)
         finally:
-            self._hub.close()
-            self._rank.close()
-            os.close(self._pidfd)
-            self._selector.close()
-            self._page.close()
+            self.close()
 
-    def _look(self) -> float:
+    @property
+    def is_done(self) -> bool:
+        """Whether the rank does not need it any more."""
+        return self._rank_is_gone and self._hub.is_over
+
+    def close(self) -> None:
+        """Close everything."""
+        for watched in (self._pidfd, self._rank):
+            with suppress(KeyError):
+                self._selector.unregister(watched)
+        self._hub.close()
+        self._rank.close()
+        os.close(self._pidfd)
+        self._page.close()
+
+    def look(self) -> float:
         """Do what is due, and return when to look again."""
         now_s = clock.now_s()
         if self._link is not None and self._link.known is not self._known:
@@ -284,15 +305,20 @@ def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> No
         if given.log_path:
             logs.configure("agent", node=given.node, path=given.log_path, least=logging.INFO)
         elif not log.isEnabledFor(logging.DEBUG):
-            logging.getLogger("outlast.inprocess").setLevel(logging.WARNING)
+            for part in ("outlast.inprocess", "outlast.launch"):
+                logging.getLogger(part).setLevel(logging.WARNING)
     if given.pid_path:
         _write_pid(Path(given.pid_path))
-    link = None if given.relay else open_link(given)
+    make = partial(_MonitorDuty, given, rank, Page(fds[0]), pidfd)
+    if given.relay:
+        with selectors.DefaultSelector() as selector:
+            make(None, selector).run()
+        return
+    link = open_link(given)
     try:
-        _MonitorDuty(given, rank, Page(fds[0]), pidfd, link).run()
+        link.serve(partial(make, link))
     finally:
-        if link is not None:
-            close_link(given)
+        close_link(given)
 
 
 _logging = threading.Lock()
@@ -306,4 +332,4 @@ def _write_pid(path: Path) -> None:
     try:
         files.in_time(path, lambda: files.write_atomically(path, f"{os.getpid()}\n".encode()))
     except OSError as error:
-        log.warning("the monitor process's id is not in %s (monitor_process_pidfile): %s", path, error)
+        log.warning("the agent process's id is not in %s (monitor_process_pidfile): %s", path, error)

@@ -4,7 +4,7 @@ The main thread is asked from another thread without running Python in it: ``Py_
 function between two instructions, here ``sem_post``, which runs no Python and cannot fail. A main thread that sleeps
 or waits in a C function does not answer.
 
-The page is shared memory of a few 64-bit words, each written by one thread of the rank and read by its monitor process,
+The page is shared memory of a few 64-bit words, each written by one thread of the rank and read by its agent process,
 also while the rank cannot run; aligned stores of 8 bytes are not torn. Times are monotonic nanoseconds, one clock for
 both processes. What is concluded from it depends on times that are passed in, never on a clock.
 
@@ -51,7 +51,7 @@ class Page:
         fd: Descriptor of the shared memory; this object owns it.
 
     Thread: in the rank, :meth:`beat` is the monitor thread's, :meth:`stamp_progress` any thread's, all others are the
-        main thread's; the monitor process only reads.
+        main thread's; the agent process only reads.
     """
 
     def __init__(self, fd: int) -> None:
@@ -108,7 +108,7 @@ class Page:
         """Forget parts that were left by an exception."""
         self._words[_PAUSES] = 0
 
-    # -- read by the monitor process ---------------------------------------------------------------------------
+    # -- read by the agent process ---------------------------------------------------------------------------
 
     @property
     def beat_ns(self) -> int:

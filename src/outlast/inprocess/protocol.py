@@ -65,7 +65,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     thread_interval_s: float
     """Seconds between two beats of the rank's monitor thread."""
     process_interval_s: float
-    """Longest time between two looks of the monitor process."""
+    """Longest time between two looks of the agent process."""
     heartbeat_interval_s: float
     heartbeat_timeout_s: float
     """Of the connection to the coordinator; under ``outlast run`` its agents have their own."""
@@ -80,7 +80,7 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     labels: dict[str, str] = {}
     """What this rank reports of its place beyond its node, for those who assign ranks."""
     log_path: str = ""
-    """File to which the monitor process writes its log; empty: the rank's standard error."""
+    """File to which the agent process writes its log; empty: the rank's standard error."""
     pid_path: str = ""
     """File to which it writes its process id; empty: none."""
 
@@ -195,12 +195,12 @@ ToRelay = JoinRelay | Gone | Report
 
 
 def encode(message: FromRank | FromMonitor) -> bytes:
-    """Return a packet between a rank and its monitor process."""
+    """Return a packet between a rank and its agent process."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(packet: bytes, kind: Any) -> Any:
-    """Return what a rank (:data:`FromRank`) or a monitor process (:data:`FromMonitor`) sent the other one.
+    """Return what a rank (:data:`FromRank`) or its agent process (:data:`FromMonitor`) sent the other one.
 
     Raises:
         OutlastError: It is no such message.
@@ -208,7 +208,7 @@ def decode(packet: bytes, kind: Any) -> Any:
     try:
         return from_msgpack(packet, kind)
     except msgspec.DecodeError as error:
-        raise OutlastError(f"unreadable message between a rank and its monitor process: {error}") from error
+        raise OutlastError(f"unreadable message between a rank and its agent process: {error}") from error
 
 
 class MemberRecord:

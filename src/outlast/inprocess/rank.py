@@ -1,7 +1,7 @@
 """The wrapper, and one rank's part in a call of it: from the first order to the last.
 
 In addition to the function's own end there are three others: the rank is permanently removed and the others resume, all
-ranks have to stop, or the monitor process is gone. Each of them raises an exception, so that the process never ends
+ranks have to stop, or the agent process is gone. Each of them raises an exception, so that the process never ends
 with exit code 0 without the function's result. What happens is reported to the agent of the node, the journal,
 and the log (:class:`StatusReporter`).
 """
@@ -311,7 +311,7 @@ class WrappedRank:
         else:
             listening = self._next(self._config.barrier_timeout)
             if not isinstance(listening, m.Listening):
-                raise OutlastError(f"the monitor process did not start: {listening!r}")
+                raise OutlastError(f"the agent process did not start: {listening!r}")
             self._link.send(self._bootstrap.run(listening))
         self._get_ready(0)
 
@@ -352,7 +352,7 @@ class WrappedRank:
         try:
             return self._thread.inbox.get(timeout=timeout_s)
         except queue.Empty:
-            raise OutlastError(f"the monitor process does not answer for {timeout_s:g} s; look at its log") from None
+            raise OutlastError(f"the agent process does not answer for {timeout_s:g} s; look at its log") from None
 
     def _get_ready(self, restart_count: int) -> None:
         """Record that this rank can enter a call, if it may."""

@@ -230,7 +230,7 @@ class RankRelay:
     def _on_newcomer(self, link: DutyLink, came: list[ToRelay]) -> None:
         join = came[0]
         if not isinstance(join, JoinRelay) or join.cycle != self._cycle:
-            self._listener.drop(link, f"it is not the monitor process of a rank of cycle {self._cycle}")
+            self._listener.drop(link, f"it is not the duty of a rank of cycle {self._cycle}")
             return
         self._listener.admit(link)
         self._links.add(link)

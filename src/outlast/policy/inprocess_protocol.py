@@ -150,9 +150,9 @@ class RankFaultKind(StrEnum):
     SOFT_TIMEOUT = "soft_timeout"
     """Its main thread made no progress, though the interpreter was free."""
     HARD_TIMEOUT = "hard_timeout"
-    """It was stopped, or held the interpreter's lock, or could not be interrupted; its monitor process ended it."""
+    """It was stopped, or held the interpreter's lock, or could not be interrupted; its agent process ended it."""
     LINK_LOST = "link_lost"
-    """Its monitor process cannot be reached."""
+    """Its agent process cannot be reached."""
     COMPLETION_TIMEOUT = "completion_timeout"
     """Others had completed long since."""
     BARRIER_TIMEOUT = "barrier_timeout"
@@ -161,7 +161,7 @@ class RankFaultKind(StrEnum):
 
 _TEXTS = {
     RankFaultKind.DIED: "its process is gone",
-    RankFaultKind.LINK_LOST: "its monitor process is out of reach",
+    RankFaultKind.LINK_LOST: "its agent process is out of reach",
 }
 
 
@@ -347,7 +347,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True
 
 
 class Expel(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """This member counts as dead and is ended by its monitor process."""
+    """This member counts as dead and is ended by its agent process."""
 
     reason: str
 

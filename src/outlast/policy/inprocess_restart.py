@@ -6,7 +6,7 @@ orders to members. The hub (:mod:`outlast.inprocess.hub`) carries both. Times co
 ``FORMING(i)`` ends when every living member is ready for call i of the function: one of them is asked to assign the
 active ranks, and then all go. ``RUNNING(i)`` ends with a fault of an active member (then ``FORMING(i+1)``) or when all
 active members have completed. Every wait has a deadline: a member that is not ready in time is expelled, and one that
-does not answer the question for the ranks too; one that runs is bounded by its own monitor process.
+does not answer the question for the ranks too; one that runs is bounded by its agent process.
 
 Reports on an older call are dropped. A spare may die at any time without a restart; so may a member that has
 completed, before all have.

@@ -154,7 +154,9 @@ class AgentDuty:
                 return line
             line.close()  # it ended meanwhile
             if clock.now_s() >= end_s:
-                raise TimeoutError(f"the agent process of node {self._place.node} ended {_JOIN_S:g} s long")
+                raise TimeoutError(
+                    f"no agent process of node {self._place.node} has begun the duty within {_JOIN_S:g} s"
+                )
 
 
 def _name_of(place: WorkerEnv) -> str:

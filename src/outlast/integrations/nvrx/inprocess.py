@@ -61,7 +61,7 @@ class HealthCheckError(RestartError):
 
 
 class InternalError(RestartError):
-    """The wrapper itself cannot continue, such as without its monitor process."""
+    """The wrapper itself cannot continue, such as without its agent process."""
 
 
 class RestartTimeout(RestartError, DeadlineExceeded):
@@ -661,8 +661,8 @@ class WrapperOfNVRx:
         completion_timeout: See above.
         last_call_wait: See above.
         termination_grace_time: See above.
-        monitor_process_logfile: The monitor processes write to files of their own names in its folder.
-        monitor_process_pidfile: Absolute path of a file to which the monitor process writes its process id; ``{rank}``
+        monitor_process_logfile: The agent processes write to files of their own names in its folder.
+        monitor_process_pidfile: Absolute path of a file to which the agent process writes its process id; ``{rank}``
             in it is the rank that this process was started as. The file stays, as in NVRx.
         enabled: Off: the function is called as it is.
         completion: Called once, when all active ranks have returned.
