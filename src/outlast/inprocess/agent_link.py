@@ -94,7 +94,7 @@ class _Search:
     """To the one that is asked; ``None``: the next round is waited for."""
     deadline_s: float = 0.0
     """When the attempt has taken too long, or the next round is due."""
-    error: str = "no agent process was asked"
+    error: str = "no agent process was contacted"
 
 
 class AgentLink:
@@ -230,7 +230,7 @@ class AgentLink:
             if self._search.link is None:
                 self._ask_next(self._search)
             else:
-                self._skip(self._search, "it does not answer")
+                self._skip(self._search, "it does not respond")
         if self._search is not None:
             due.append(self._search.deadline_s)
         if self._coordinator is not None:
@@ -369,7 +369,7 @@ class AgentLink:
                 self._search.is_preceded |= is_before if is_new == self._is_new else self._is_new
                 self._skip(self._search, "it does not coordinate")
             case other:
-                self._skip(self._search, f"it answered {type(other).__name__}")
+                self._skip(self._search, f"it sent {type(other).__name__}")
 
     def _on_no_answer(self, _: NodeLink, error: OSError) -> None:
         assert self._search is not None

@@ -386,14 +386,14 @@ def end_groups() -> None:
     """
     connections.cut_all()
     if not connections.wait_until_at_rest(_AT_REST_S):
-        raise OutlastError("a collective of the call that was left does not end; this rank cannot go on")
+        raise OutlastError("a collective of the call that was left does not end; this rank cannot continue")
     _destroy_groups()
     gc.collect()
     # Destroying a group closes what gloo did not close by itself, unless somebody still holds the group.
     if connections.num_open() and not connections.wait_until_at_rest(_AT_REST_S, patience_s=_AT_REST_S):
         raise OutlastError(
             "a process group of the call that was left is still in use and its connections do not close; this "
-            "rank cannot go on: let the function hold its groups and DistributedDataParallel itself"
+            "rank cannot continue: let the function hold its groups and DistributedDataParallel itself"
         )
     connections.forget()
 

@@ -352,7 +352,7 @@ class WrappedRank:
         try:
             return self._thread.inbox.get(timeout=timeout_s)
         except queue.Empty:
-            raise OutlastError(f"the agent process does not answer for {timeout_s:g} s; look at its log") from None
+            raise OutlastError(f"the agent process has not responded for {timeout_s:g} s; read its log") from None
 
     def _get_ready(self, restart_count: int) -> None:
         """Record that this rank can enter a call, if it may."""

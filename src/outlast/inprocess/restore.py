@@ -172,7 +172,9 @@ class KeptTrainingState:
             self._reason = f"the state cannot be kept: {error}"
             return
         if len(data) > CAPACITY_BYTES:
-            self._reason = f"beside modules and optimizers the state takes {len(data)} bytes; {CAPACITY_BYTES} are kept"
+            self._reason = (
+                f"the state without modules and optimizers has {len(data)} bytes; at most {CAPACITY_BYTES} are kept"
+            )
             return
         self._num_updates = self._num_updating = 0
         self._note_loose()

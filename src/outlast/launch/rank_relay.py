@@ -35,8 +35,8 @@ from outlast.runtime.wire import SelectedChannel, encode_frame
 
 log = logging.getLogger(__name__)
 RECONNECT_S = 5.0
-"""Seconds that a rank or a node whose link broke has to come back: time for another process to start on a machine that
-is busy. A rank whose process is seen to be gone is not waited for."""
+"""Time limit for a rank or a node to reconnect after its link broke: another process starts meanwhile, on a machine that
+may be busy. A rank whose process has ended is not waited for."""
 _BACKLOG = 512
 _JOIN_S = 30.0
 """How long a connection may take to name its rank: a duty does it at once, unless its process is stopped."""

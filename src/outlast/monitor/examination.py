@@ -267,7 +267,7 @@ class Responder:
                 self._socket.send(answer, sender)
                 self._socket.send(answer + msgspec.json.encode(read_books(stacks.followed())), sender)
             except OSError as error:  # the examiner is gone, or its buffer is full
-                log.debug("an examiner got no answer: %s", error)
+                log.debug("an examiner received no response: %s", error)
 
 
 ANSWER_S = 1.0
@@ -372,7 +372,7 @@ class _Answers:
             try:
                 self._socket.send(QUESTION.pack(self._number), address(board.token, local_rank))
             except OSError as error:  # gone, or too busy to have read the last questions
-                log.debug("rank %d could not be asked: %s", local_rank, error)
+                log.debug("rank %d could not be queried: %s", local_rank, error)
 
     def __enter__(self) -> _Answers:
         return self
@@ -398,7 +398,7 @@ class _Answers:
                 try:
                     rank.books = _books_decoder.decode(answer[ANSWER.size :])
                 except msgspec.DecodeError as error:
-                    log.debug("what rank %d says of its collectives cannot be read: %s", local_rank, error)
+                    log.debug("the report of rank %d about its collectives cannot be read: %s", local_rank, error)
                     rank.books = Books()
 
 
@@ -437,7 +437,7 @@ def _write(path: Path, position: Position, text: str) -> None:
     head = (
         f"rank {position.global_rank} (node {position.node}, pid {position.pid}), "
         f"iteration {position.iteration}, in {where}, process state {position.process_state}"
-        f"{'' if position.responsive else ', its interpreter did not answer'}\n\n"
+        f"{'' if position.responsive else ', its interpreter did not respond'}\n\n"
     )
 
     def keep() -> None:

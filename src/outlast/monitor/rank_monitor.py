@@ -184,8 +184,8 @@ class RankMonitor:
             )
         except OSError as error:
             raise OutlastError(
-                f"another process answers for local rank {local_rank} of this node already ({error}); "
-                "each worker needs a LOCAL_RANK of its own"
+                f"another process already has local rank {local_rank} of this node ({error}); "
+                "give each worker a different LOCAL_RANK"
             ) from error
         responder.start()
         return responder
