@@ -85,7 +85,7 @@ def test_enable_ft_package_alone_is_enforced_under_torchrun(tmp_path: Path) -> N
     assert done.stdout.count("trained in cycle 1") == 1
     assert "time since the last heartbeat exceeded 1.0 s" in done.stderr
     assert "out of section: not enforced; heartbeats: first 1800.0 s, later 300.0 s" in done.stderr
-    assert "a hung rank is not noticed" not in done.stderr
+    assert "a hung rank is not detected" not in done.stderr
 
 
 LEARNING = """

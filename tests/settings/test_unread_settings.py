@@ -114,7 +114,7 @@ def test_a_session_under_an_agent_is_watched_by_default(caplog: pytest.LogCaptur
     for place, is_off in ((WorkerEnv(launcher="torchrun"), True), (WorkerEnv(board="b", config_file=""), False)):
         caplog.clear()
         warn_of_missing_protection(Config(), place, FaultToleranceConfig(), watches_signals=True)
-        assert ("a hung rank is not noticed" in caplog.text) is is_off
+        assert ("a hung rank is not detected" in caplog.text) is is_off
 
 
 def test_a_wrapper_that_is_off_cannot_hold_a_session_that_has_to_be_wrapped() -> None:
