@@ -24,10 +24,7 @@ import secrets
 import selectors
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 from outlast import clock
 from outlast.errors import OutlastError
@@ -65,21 +62,6 @@ _ATTEMPT_S = 1.0
 """Time limit for the response of an agent process."""
 _PAUSE_S = 0.01
 _FLUSH_S = 1.0
-_LONGEST_WAIT_S = 60.0
-
-
-class ServedDuty(Protocol):
-    """A part of the loop: the duty for a rank of this node."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether its rank does not need it any more."""
-
-    def look(self) -> float:
-        """Do what is due, and return when to look again."""
-
-    def close(self) -> None:
-        """Close everything."""
 
 
 @dataclass(slots=True)
@@ -119,8 +101,7 @@ class AgentLink:
         self._selector.register(self._relay, selectors.EVENT_READ, lambda _: None)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wake))
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._duties: list[tuple[ServedDuty, threading.Event]] = []
+        self._orders: queue.SimpleQueue[m.Connect] = queue.SimpleQueue()
         self._is_new = False
         self.offer = make_offer()
         """From which all derive their key where this agent process coordinates first."""
@@ -152,24 +133,14 @@ class AgentLink:
             is_new: This agent process was started in place of one that was killed.
         """
         self._is_new |= is_new
-        self._order(partial(self._begin, order))
-
-    def serve(self, make: Callable[[selectors.BaseSelector], ServedDuty]) -> None:
-        """Serve a duty, which is made in the loop, until it is done. Blocks: until then."""
-        over = threading.Event()
-        self._order(lambda: self._duties.append((make(self._selector), over)))
-        while not over.wait(_LONGEST_WAIT_S) and self._thread.is_alive():
-            pass
+        self._orders.put(order)
+        os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """End once no other node needs the coordinator here. Blocks: until then."""
         self._is_needed = False
         os.eventfd_write(self._wake, 1)
         self._thread.join()
-
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.put(order)
-        os.eventfd_write(self._wake, 1)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -190,9 +161,6 @@ class AgentLink:
             log.exception("the link to the coordinator of in-process restarts failed")
             self._relay.abandon("the agent process of this node failed; look at its log")
         finally:
-            for duty, over in self._duties:
-                duty.close()
-                over.set()
             if self._search is not None and self._search.link is not None:
                 self._search.link.close()
             if self._link is not None:
@@ -215,15 +183,9 @@ class AgentLink:
                 self._coordinator.discount_pause()
         self._looked_s = now_s
         while not self._orders.empty():
-            self._orders.get()()
-        due = [now_s + self._task.process_interval_s]
-        for duty, over in list(self._duties):
-            due.append(duty.look())
-            if duty.is_done:
-                duty.close()
-                self._duties.remove((duty, over))
-                over.set()
+            self._begin(self._orders.get())
         self._report()
+        due = [now_s + self._task.process_interval_s]
         if self._link is not None and self._coordinator is None:
             due.append(self._look_at_link(now_s, self._link))
         if self._search is not None and now_s >= self._search.deadline_s:

@@ -8,8 +8,8 @@ progress), and ends a rank that is stuck.
 Before a hang is reported, the rank's stack is read: a rank that waits for others is a victim of the hang, not the
 cause.
 
-The duty ends with its rank, however that one ends. It is a part of the loop of the node's link to the coordinator, so
-that no report waits for another thread, or under ``outlast run`` has a loop of its own. It imports no torch.
+The duty ends with its rank, however that one ends. It is an event loop in one thread, waits for deadlines, and imports
+no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import signal
 import socket
 import threading
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -65,20 +64,11 @@ class _MonitorDuty:
         page: The rank's page; this object owns it.
         pidfd: Of the rank's process; this object owns it.
         link: To the coordinator; ``None``: the agent of ``outlast run`` has it.
-        selector: Of the loop that serves the duty; what it reports with a callable as data is called with the events.
     """
 
-    def __init__(
-        self,
-        task: MonitorTask,
-        rank: socket.socket,
-        page: Page,
-        pidfd: int,
-        link: AgentLink | None,
-        selector: selectors.BaseSelector,
-    ) -> None:
+    def __init__(self, task: MonitorTask, rank: socket.socket, page: Page, pidfd: int, link: AgentLink | None) -> None:
         self._task, self._rank, self._page, self._pidfd = task, rank, page, pidfd
-        self._selector = selector
+        self._selector = selectors.DefaultSelector()
         self._watch = RankWatch(page, task)
         self._rank_is_gone = False
         self._has_left = False
@@ -92,37 +82,26 @@ class _MonitorDuty:
         rank.setblocking(False)
         self._selector.register(rank, selectors.EVENT_READ, self._on_rank)
         self._selector.register(pidfd, selectors.EVENT_READ, self._on_death)
-        if link is not None:
-            self._send_to_rank(m.Listening(address=link.address, offer=link.offer))
 
     def run(self) -> None:
-        """Serve in a loop of its own until the rank does not need it any more."""
+        """Serve until the rank does not need it any more."""
+        if self._link is not None:
+            self._send_to_rank(m.Listening(address=self._link.address, offer=self._link.offer))
         try:
-            while not self.is_done:
-                due_s = self.look()
+            while not (self._rank_is_gone and self._hub.is_over):
+                due_s = self._look()
                 for key, events in self._selector.select(max(0.0, due_s - clock.now_s())):
                     # Not what an event before this one has closed; its number may be another's by now.
                     if self._selector.get_map().get(key.fd) is key:
                         key.data(events)
         finally:
-            self.close()
+            self._hub.close()
+            self._rank.close()
+            os.close(self._pidfd)
+            self._selector.close()
+            self._page.close()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the rank does not need it any more."""
-        return self._rank_is_gone and self._hub.is_over
-
-    def close(self) -> None:
-        """Close everything."""
-        for watched in (self._pidfd, self._rank):
-            with suppress(KeyError):
-                self._selector.unregister(watched)
-        self._hub.close()
-        self._rank.close()
-        os.close(self._pidfd)
-        self._page.close()
-
-    def look(self) -> float:
+    def _look(self) -> float:
         """Do what is due, and return when to look again."""
         now_s = clock.now_s()
         if self._link is not None and self._link.known is not self._known:
@@ -309,16 +288,12 @@ def run_duty(task: bytes, rank: socket.socket, fds: list[int], pidfd: int) -> No
                 logging.getLogger(part).setLevel(logging.WARNING)
     if given.pid_path:
         _write_pid(Path(given.pid_path))
-    make = partial(_MonitorDuty, given, rank, Page(fds[0]), pidfd)
-    if given.relay:
-        with selectors.DefaultSelector() as selector:
-            make(None, selector).run()
-        return
-    link = open_link(given)
+    link = None if given.relay else open_link(given)
     try:
-        link.serve(partial(make, link))
+        _MonitorDuty(given, rank, Page(fds[0]), pidfd, link).run()
     finally:
-        close_link(given)
+        if link is not None:
+            close_link(given)
 
 
 _logging = threading.Lock()
