@@ -35,7 +35,7 @@ from outlast.runtime.wire import SelectedChannel, encode_frame
 
 log = logging.getLogger(__name__)
 RECONNECT_S = 5.0
-"""Time limit for a rank or a node to reconnect after its link broke: another process starts meanwhile, on a machine that
+"""Time limit for a rank or a node to reconnect after its link broke: another process starts meanwhile, and the machine
 may be busy. A rank whose process has ended is not waited for."""
 _BACKLOG = 512
 _JOIN_S = 30.0
