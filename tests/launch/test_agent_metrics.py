@@ -307,7 +307,7 @@ def test_wrong_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("--metrics-port=65536",): "--metrics-port=65536 is not a valid port; write a number from 1 to 65535, or 0",
         ("--metrics-port=-1",): "--metrics-port=-1 is not a valid port",
         ("--metrics-port=x",): "--metrics-port: 'x' does not fit; write a whole number",
-        ("--metrics-port=0", "--metrics-address=here"): "--metrics-address=here is no IP address",
+        ("--metrics-port=0", "--metrics-address=here"): "--metrics-address=here is not an IP address",
         ("--metrics-address=127.0.0.1",): "--metrics-address has no effect without --metrics-port",
         ("--metrics-port=0", "--metrics-address="): "--metrics-address is empty",
         ("--metrics-linger=3",): "--metrics-linger has no effect without --metrics-port",

@@ -89,7 +89,7 @@ WRONG = [
     ("run --nnodes=2 --node-rank=5 train.py", "--node-rank=5 is not a rank of 2 nodes", "from 0 to 1"),
     ("run --rdzv-backend=etcd train.py", "--rdzv-backend=etcd", "leave the option out"),
     ("run --rdzv-conf=join_timeout train.py", "--rdzv-conf: 'join_timeout'", "join_timeout=600"),
-    ("run --rdzv-conf=join_timeout=x train.py", "join_timeout='x' is no number", "join_timeout=600"),
+    ("run --rdzv-conf=join_timeout=x train.py", "join_timeout='x' is not a number", "join_timeout=600"),
     # files
     ("run --config=gone.toml train.py", "gone.toml: no such file", "check the path"),
     ("run --ft-cfg-path=gone.toml train.py", "gone.toml: no such file", "check the path"),
