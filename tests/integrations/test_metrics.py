@@ -92,7 +92,7 @@ def test_a_full_pipe_holds_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixt
         sinks.end_run(0.2)
         assert listed.calls == ["open gpt 0", *range(1, 101), "close"]
         told = [record.getMessage() for record in caplog.records if record.name == metrics.log.name]
-        assert [text for text in told if "does not keep up" in text] == [
+        assert [text for text in told if "cannot keep up" in text] == [
             "CallableSink cannot keep up: metrics are dropped, training continues"
         ]
         assert any(text.startswith("CallableSink did not end within") for text in told)
