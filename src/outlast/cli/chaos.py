@@ -175,7 +175,7 @@ def _divide_words(words: Sequence[str], nodes: int | None) -> tuple[list[str], l
     from outlast.launch.run_parser import parse_command
 
     if not words:
-        raise ConfigError("the script is missing; write it after PLAN: outlast chaos run PLAN -- train.py")
+        raise ConfigError("there is no script to run; name one after PLAN: outlast chaos run PLAN -- train.py")
     command = parse_command(words)
     for name in ["node_name", "nnodes", "rdzv_endpoint"] if nodes is not None else []:
         if name in command.typed:
