@@ -173,8 +173,8 @@ def test_two_slow_ranks_of_four_are_not_named_where_the_others_differ_as_well() 
     unsure = say(10, 12, 20, 21)
     assert unsure.named_ranks == ()
     assert unsure.why_nobody == (
-        "rank 3 takes 1.75 times as long in 'forward', but the others differ too much among themselves for this to count "
-        "as slow (3.0 of 4 standard deviations)"
+        "rank 3 takes 1.75 times as long in 'forward', but the others differ too much among themselves for this to "
+        "count as slow (3.0 of 4 standard deviations)"
     )
     assert set(say(10, 10.5, 20, 21).named_ranks) == {2, 3}
 
