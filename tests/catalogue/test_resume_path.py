@@ -40,7 +40,7 @@ def test_damage_that_only_reading_shows(place: Path, caplog: pytest.LogCaptureFi
     """One flipped bit in the newest is found, said, and the one before returned."""
     flip(place / "step-300" / "__1_0.distcp", 5000)
     assert resolve_resume_path(place) == place / "step-200"
-    assert "generation 300" in caplog.text
+    assert "iteration 300" in caplog.text
     assert "differs from its digest" in caplog.text
 
 

@@ -240,7 +240,7 @@ def test_leftovers_on_a_path(tmp_path: Path) -> None:
 
 def test_nothing_at_a_url_is_bad_input() -> None:
     """A URL below which nothing lies is likely a mistake and is refused."""
-    with pytest.raises(ConfigError, match="there is nothing"):
+    with pytest.raises(ConfigError, match="is empty or does not exist"):
         look_into(f"memory://{uuid.uuid4().hex}/run")
 
 

@@ -165,7 +165,7 @@ manager.close()
 """
     ((code, told),) = start(tmp_path / "ckpt", script)
     assert code == 0, told
-    assert "generations (newest: 200) that this training did not load" in told["refused"]
+    assert "checkpoints (newest: 200) that this training did not load" in told["refused"]
     assert told["restored"] == 200
     assert told["names"] == ["latest", "owner", "run.json", "step-200", "step-201"]
 

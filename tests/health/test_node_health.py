@@ -85,7 +85,7 @@ def test_disk_that_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """A disk that gives back other bytes than it was given fails."""
     real = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, count, offset: real(fd, count, offset)[:-1])
-    assert "other bytes" in check(DiskCheck(path=str(tmp_path), min_free_bytes=1)).reason
+    assert "different bytes" in check(DiskCheck(path=str(tmp_path), min_free_bytes=1)).reason
 
 
 def test_object_store(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_what_contradicts_itself_over_sections_is_refused() -> None:
 def test_what_would_resume_otherwise_is_refused(values: dict[str, Any]) -> None:
     """A checkpoint setting that changes what is resumed is not dropped, from Bridge or Megatron-LM; its default is."""
     (name, value), unchanged = next(iter(values.items())), {"no_load_optim": None, "finetune": False, "ckpt_step": None}
-    text = f"checkpoint.{name}={value!r} has no counterpart"
+    text = f"checkpoint.{name}={value!r} is not supported"
     for one in (
         argparse.Namespace(save="/c", **values),
         SimpleNamespace(checkpoint=SimpleNamespace(save="/c", **values)),

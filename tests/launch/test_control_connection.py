@@ -294,7 +294,11 @@ def connect(port: int, identity: JobIdentity = IDENTITY) -> MessageChannel[m.OnA
     """Return a connection on which both have proved the run key."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
     channel: MessageChannel[m.OnAgent] = MessageChannel(connection, m.OnAgent | m.Answer)
-    assert channel.authenticate(join_handshake(identity.run_id, identity.key), within_s=LIMIT_S)
+    try:
+        assert channel.authenticate(join_handshake(identity.run_id, identity.key), within_s=LIMIT_S)
+    except BaseException:
+        channel.close()
+        raise
     return channel
 
 

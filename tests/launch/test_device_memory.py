@@ -235,7 +235,7 @@ def test_memory_that_stays_is_waited_for_once(
         one.wait()
         assert not one.memory.is_awaited
         assert caplog.text.count("GPU memory was not released") == num_warnings
-    assert "GPU-1 has 2.50 GiB more in use than before the workers; the next ones start nevertheless" in caplog.text
+    assert "GPU-1 has 2.50 GiB more in use than before the workers; the next workers start nevertheless" in caplog.text
     assert "GPU-1 has 0.50 GiB more" in caplog.text
     assert "GPU-0" not in caplog.text
 

@@ -238,7 +238,7 @@ def test_another_program_at_the_endpoint_is_named(shell: Shell, answer: bytes) -
     assert seen.code == 2, seen
     (line,) = seen.lines
     assert f"127.0.0.1:{port}" in line
-    assert "name a free port" in line
+    assert "give a free port" in line
 
 
 @pytest.mark.slow

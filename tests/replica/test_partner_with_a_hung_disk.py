@@ -140,6 +140,6 @@ def test_the_writer_of_a_node_whose_local_directory_hangs_refuses_copies(
         assert "has not responded" in str(replicate(2, 11.0).error)  # longer than the writer waits until it refuses
         with pytest.raises(ReplicaError, match=r"/local has not responded for .*; it takes no replica"):
             ping(target, KEY, timeout_s=LONG_S)
-        assert "left out" in str(replicate(3, LONG_S).error)
+        assert "skipped" in str(replicate(3, LONG_S).error)
         daemon.send_signal(signal.SIGCONT)
         assert _replicate_until_taken(lambda: replicate(4, LONG_S)).chunks

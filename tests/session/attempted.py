@@ -98,8 +98,8 @@ def tell_begin(iteration):  # what this process went on from, and what the track
 
 poisoned = options.get("poisoned_save")
 if poisoned is not None and place.cycle == 0:
-    from outlast.checkpoint import CheckpointManager
-    save = CheckpointManager.save
+    from outlast.checkpoint.manager import CheckpointEngine
+    save = CheckpointEngine.save
 
     def save_poisoned(manager, saved, iteration, **how):
         weight = model[0].weight.detach()
@@ -111,7 +111,7 @@ if poisoned is not None and place.cycle == 0:
         finally:
             weight[0, 0] = sound
 
-    CheckpointManager.save = save_poisoned
+    CheckpointEngine.save = save_poisoned
 
 detector = NonFiniteDetector("rollback", on_rollback=lambda found: run.roll_back()) if options.get("detector") else None
 torch.manual_seed(100 + run.global_rank)

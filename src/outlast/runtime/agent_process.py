@@ -281,7 +281,7 @@ def _watch(process: Process) -> int:
     except ProcessLookupError:
         pass
     else:
-        if is_alive(process):
+        if is_alive(process) is not False:
             return pidfd
         os.close(pidfd)  # the rank ended before the descriptor was there, and the number is another's
     read, write = os.pipe()
