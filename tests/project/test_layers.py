@@ -99,10 +99,10 @@ def _own(dotted: str) -> str:
     return dotted
 
 
-def own_imports(name: str) -> Iterator[tuple[str, int]]:
-    for target, line in imports_of(name, sources()[name]):
-        if target.startswith("outlast:"):
-            yield target.removeprefix("outlast:"), line
+@cache
+def own_imports(name: str) -> list[tuple[str, int]]:
+    found = imports_of(name, sources()[name])
+    return [(target.removeprefix("outlast:"), line) for target, line in found if target.startswith("outlast:")]
 
 
 def top(name: str) -> str:
@@ -112,28 +112,28 @@ def top(name: str) -> str:
 MODULES = [name for name in paths() if name]  # the root re-exports lazily and belongs to no layer
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_has_a_layer(name: str) -> None:
+def test_every_module_has_a_layer() -> None:
     """A new top-level module or package is given its layer here before anything imports it."""
-    assert top(name) in LAYERS, f"put {top(name)!r} into LAYERS, in the layer where ARCHITECTURE.md has it"
+    for name in MODULES:
+        assert top(name) in LAYERS, f"put {top(name)!r} into LAYERS, in the layer where ARCHITECTURE.md has it"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_go_downward(name: str) -> None:
+def test_imports_go_downward() -> None:
     """No module imports from a layer above its own, not even inside a function."""
-    for target, line in own_imports(name):
-        if target:
-            assert LAYERS[top(target)] <= LAYERS[top(name)], (
-                f"{name}:{line} (layer {LAYERS[top(name)]}) imports {target} (layer {LAYERS[top(target)]})"
-            )
+    for name in MODULES:
+        for target, line in own_imports(name):
+            if target:
+                assert LAYERS[top(target)] <= LAYERS[top(name)], (
+                    f"{name}:{line} (layer {LAYERS[top(name)]}) imports {target} (layer {LAYERS[top(target)]})"
+                )
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if LAYERS.get(top(name)) == 3])
-def test_capabilities_do_not_know_each_other(name: str) -> None:
+def test_capabilities_do_not_know_each_other() -> None:
     """A capability (layer 3) imports no other capability: where two meet is orchestration."""
-    for target, line in own_imports(name):
-        if target and LAYERS[top(target)] == 3:
-            assert top(target) == top(name), f"{name}:{line} imports its sibling {target}"
+    for name in (name for name in MODULES if LAYERS.get(top(name)) == 3):
+        for target, line in own_imports(name):
+            if target and LAYERS[top(target)] == 3:
+                assert top(target) == top(name), f"{name}:{line} imports its sibling {target}"
 
 
 def test_imports_make_no_circle() -> None:
@@ -174,100 +174,100 @@ def _circles() -> list[frozenset[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if LAYERS.get(top(name)) == 1])
-def test_policy_is_pure(name: str) -> None:
+def test_policy_is_pure() -> None:
     """Decisions use no I/O, no torch, no clock and no randomness."""
-    libraries = "asyncio datetime io multiprocessing numpy os pathlib psutil random secrets select signal socket"
-    forbidden = {
-        *libraries.split(),
-        "subprocess",
-        "threading",
-        "time",
-        "torch",
-        "outlast:env",
-        "outlast:clock",
-    }
-    for target, line in imports_of(name, sources()[name]):
-        whole = target if target.startswith("outlast:") else target.split(".")[0]
-        assert whole not in forbidden, f"{name}:{line} imports {target}"
-    for node in ast.walk(sources()[name]):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in ("open", "print", "input"), f"{name}:{node.lineno} does I/O"
+    for name in (name for name in MODULES if LAYERS.get(top(name)) == 1):
+        libraries = "asyncio datetime io multiprocessing numpy os pathlib psutil random secrets select signal socket"
+        forbidden = {
+            *libraries.split(),
+            "subprocess",
+            "threading",
+            "time",
+            "torch",
+            "outlast:env",
+            "outlast:clock",
+        }
+        for target, line in imports_of(name, sources()[name]):
+            whole = target if target.startswith("outlast:") else target.split(".")[0]
+            assert whole not in forbidden, f"{name}:{line} imports {target}"
+        for node in ast.walk(sources()[name]):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("open", "print", "input"), f"{name}:{node.lineno} does I/O"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_only_env_reads_the_environment(name: str) -> None:
+def test_only_env_reads_the_environment() -> None:
     """os.environ and os.getenv appear in env.py alone."""
-    if name == "env":
-        return
-    for node in ast.walk(sources()[name]):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
-            assert node.attr not in ("environ", "getenv", "putenv", "environb"), f"{name}:{node.lineno}"
-        if isinstance(node, ast.ImportFrom) and node.module == "os":
-            assert not {alias.name for alias in node.names} & {"environ", "getenv"}, f"{name}:{node.lineno}"
+    for name in MODULES:
+        if name == "env":
+            continue
+        for node in ast.walk(sources()[name]):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+                assert node.attr not in ("environ", "getenv", "putenv", "environb"), f"{name}:{node.lineno}"
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                assert not {alias.name for alias in node.names} & {"environ", "getenv"}, f"{name}:{node.lineno}"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_only_decoding_prepares_types(name: str) -> None:
+def test_only_decoding_prepares_types() -> None:
     """msgspec looks into types in decoding.py alone: two threads that do so at the same moment end the process."""
-    if name == "decoding":
-        return
-    for node in ast.walk(sources()[name]):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("msgspec."):
-            what = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            looks = what in ("convert", "Decoder") or (
-                what == "decode" and any(one.arg == "type" for one in node.keywords)
-            )
-            assert not looks, f"{name}:{node.lineno} has msgspec look into a type"
+    for name in MODULES:
+        if name == "decoding":
+            continue
+        for node in ast.walk(sources()[name]):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("msgspec."):
+                what = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                looks = what in ("convert", "Decoder") or (
+                    what == "decode" and any(one.arg == "type" for one in node.keywords)
+                )
+                assert not looks, f"{name}:{node.lineno} has msgspec look into a type"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_only_device_names_cuda(name: str) -> None:
+def test_only_device_names_cuda() -> None:
     """CUDA is named in runtime/device*.py alone, so that other devices need changes there only."""
-    if name in {"runtime.device", "runtime.device_collectives", "runtime.device_copies", "runtime.device_timing"}:
-        return
-    for node in ast.walk(sources()[name]):
-        if isinstance(node, ast.Attribute | ast.Name):
-            word = node.attr if isinstance(node, ast.Attribute) else node.id
-            assert word != "cuda", f"{name}:{node.lineno} names CUDA"
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            assert node.value.split(":")[0] not in ("cuda", "nccl"), f"{name}:{node.lineno} names {node.value!r}"
+    for name in MODULES:
+        if name in {"runtime.device", "runtime.device_collectives", "runtime.device_copies", "runtime.device_timing"}:
+            continue
+        for node in ast.walk(sources()[name]):
+            if isinstance(node, ast.Attribute | ast.Name):
+                word = node.attr if isinstance(node, ast.Attribute) else node.id
+                assert word != "cuda", f"{name}:{node.lineno} names CUDA"
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert node.value.split(":")[0] not in ("cuda", "nccl"), f"{name}:{node.lineno} names {node.value!r}"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_wall_clock_is_for_the_journal_alone(name: str) -> None:
+def test_wall_clock_is_for_the_journal_alone() -> None:
     """time.time() is nowhere; the clock's wall time goes into the journal and into a new run's name only."""
-    for node in ast.walk(sources()[name]):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            whole = f"{node.value.id}.{node.attr}"
-            assert whole not in ("time.time", "datetime.now", "datetime.utcnow"), f"{name}:{node.lineno}"
-            if name != "clock":
-                assert whole != "time.time_ns", f"{name}:{node.lineno}"
-    if name not in ("clock", "runtime.journal", "launch.options") and LAYERS[top(name)] < 6:
-        text = ast.unparse(sources()[name])
-        assert "wall_ns()" not in text, f"{name} reads the wall clock"
+    for name in MODULES:
+        for node in ast.walk(sources()[name]):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                whole = f"{node.value.id}.{node.attr}"
+                assert whole not in ("time.time", "datetime.now", "datetime.utcnow"), f"{name}:{node.lineno}"
+                if name != "clock":
+                    assert whole != "time.time_ns", f"{name}:{node.lineno}"
+        if name not in ("clock", "runtime.journal", "launch.options") and LAYERS[top(name)] < 6:
+            text = ast.unparse(sources()[name])
+            assert "wall_ns()" not in text, f"{name} reads the wall clock"
 
 
-@pytest.mark.parametrize("name", [*MODULES, ""])
-def test_every_module_says_what_it_is(name: str) -> None:
+def test_every_module_says_what_it_is() -> None:
     """Each module opens with a text that says what it is for."""
-    assert ast.get_docstring(sources()[name]), f"{name or 'outlast'} has no docstring"
+    for name in [*MODULES, ""]:
+        assert ast.get_docstring(sources()[name]), f"{name or 'outlast'} has no docstring"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_no_grab_bags(name: str) -> None:
+def test_no_grab_bags() -> None:
     """One module, one noun: no utils, helpers, common, misc."""
-    assert not set(name.split(".")) & {"utils", "util", "helpers", "common", "misc"}
+    for name in MODULES:
+        assert not set(name.split(".")) & {"utils", "util", "helpers", "common", "misc"}
 
 
-@pytest.mark.parametrize("name", [*MODULES, ""])
-def test_no_error_is_swallowed_whole(name: str) -> None:
+def test_no_error_is_swallowed_whole() -> None:
     """No handler catches everything and passes."""
-    for node in ast.walk(sources()[name]):
-        if isinstance(node, ast.ExceptHandler):
-            broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
-            silent = all(isinstance(statement, ast.Pass) for statement in node.body)
-            assert not (broad and silent), f"{name}:{node.lineno} swallows every error"
+    for name in [*MODULES, ""]:
+        for node in ast.walk(sources()[name]):
+            if isinstance(node, ast.ExceptHandler):
+                broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+                silent = all(isinstance(statement, ast.Pass) for statement in node.body)
+                assert not (broad and silent), f"{name}:{node.lineno} swallows every error"
 
 
 @pytest.mark.cold

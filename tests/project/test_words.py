@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import pytest
 
 import outlast
 from outlast.cli.main import cli
@@ -64,10 +63,14 @@ def commands(command: click.Command, path: str = "outlast") -> Iterator[tuple[st
             yield from commands(found, f"{path} {name}")
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_messages_use_standard_terms(path: Path) -> None:
+def test_messages_use_standard_terms() -> None:
     """No log message, error or help text in the code has a word of the list."""
-    found = [f"line {line}: {word} in {text!r}" for line, text in messages(path) for word in find_words(text)]
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {word} in {text!r}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, text in messages(path)
+        for word in find_words(text)
+    ]
     assert not found, "\n".join(found)
 
 
