@@ -21,6 +21,7 @@ ENTRIES = [
     if line and not line.startswith("#")
 ]
 WORDS = [(re.compile(rf"\b(?:{words})\b", re.IGNORECASE), instead) for words, instead in ENTRIES]
+ANY_WORD = re.compile("|".join(words.pattern for words, _ in WORDS), re.IGNORECASE)
 QUOTED = re.compile(r"`[^`]*`|<[^>]*>|'[^' ]*'")
 """Names in code, of options and of files are not prose."""
 
@@ -28,6 +29,8 @@ QUOTED = re.compile(r"`[^`]*`|<[^>]*>|'[^' ]*'")
 def find_words(text: str) -> list[str]:
     """Return the listed words in a text, each with the standard term."""
     prose = QUOTED.sub("``", text)
+    if not ANY_WORD.search(prose):
+        return []
     return [f"{found[0]!r} -> {instead}" for words, instead in WORDS for found in words.finditer(prose)]
 
 
