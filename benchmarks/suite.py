@@ -198,15 +198,16 @@ def _run(bench: SuiteBench, report: Callable[[str], None]) -> tuple[int, bytes, 
                     report(said[-1])
 
         forwarding = threading.Thread(target=forward, name="benchmarks-progress", daemon=True)
-        forwarding.start()
-        try:
+        try:  # from here on, so that Ctrl-C upon the first line ends the process, too
+            forwarding.start()
             code = process.wait(bench.limit_s)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"it did not end within {bench.limit_s:g} s, and was ended") from None
         finally:
             if process.returncode is None:
                 _end(process)
-            forwarding.join(_REST_S)
+            if forwarding.ident is not None:
+                forwarding.join(_REST_S)
         output.seek(0)
         return code, output.read(), list(said)
 
