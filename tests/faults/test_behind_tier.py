@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -29,8 +30,16 @@ def disk(tmp_path: Path) -> Iterator[ReadOnlyDisk]:
         yield made
 
 
-@pytest.mark.parametrize("restarts", [False, True], ids=["first-cycle", "after-a-restart"])
-@pytest.mark.parametrize(("kills", "num_ahead"), [(False, 3), (False, 17), (True, 9), (True, 24)])
+MOMENTS = itertools.product([(False, 3), (False, 17), (True, 9), (True, 24)], [False, True])
+
+
+@pytest.mark.parametrize(
+    ("kills", "num_ahead", "restarts"),
+    [
+        pytest.param(*moment, restarts, marks=[] if index == 0 else [pytest.mark.extended])
+        for index, (moment, restarts) in enumerate(MOMENTS)
+    ],
+)
 def test_the_next_start_loads_what_was_announced(
     kills: bool, num_ahead: int, restarts: bool, tmp_path: Path, disk: ReadOnlyDisk
 ) -> None:

@@ -47,7 +47,6 @@ from outlast.runtime.lease import decode_owner
 from outlast.runtime.run_key import RunKey
 from outlast.runtime.wire import MessageReader, ProtocolError
 
-NUM_INPUTS = 10_000
 DEPTH = 100_000
 JUNK: tuple[Any, ...] = (
     None,
@@ -323,13 +322,13 @@ INSIDE = {
 """Modules that decode what this run's own processes sent, tools of developers, and files that a user names."""
 
 
-def inputs(decoder: Decoder) -> Iterator[bytes]:
+def inputs(decoder: Decoder, num_inputs: int) -> Iterator[bytes]:
     """Yield nested bytes, nonsense, and seeds of which values and bytes were replaced or removed."""
     draw = random.Random(7)
     yield from NESTED
     yield from map(with_length, NESTED)
     yield from BYTES + decoder.more
-    for number in range(NUM_INPUTS):
+    for number in range(num_inputs):
         seed = draw.choice(decoder.seeds)
         data = bytearray(decoder.encode(change(seed, draw) if not isinstance(seed, str) else seed))
         for _ in range(number % 3):
@@ -363,12 +362,15 @@ SLOW = {"a YAML file"}  # PyYAML takes 1 ms for a line
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in DECODERS])
-def test_no_input_gets_past_a_decoder(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """10,000 inputs end in a value or in the error that the decoder promises, nesting of 100,000 included."""
+@pytest.mark.parametrize("num_inputs", [2_000, pytest.param(10_000, marks=pytest.mark.extended)])
+def test_no_input_gets_past_a_decoder(
+    name: str, num_inputs: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Thousands of inputs end in a value or in the error that the decoder promises, nesting of 100,000 included."""
     caplog.set_level("CRITICAL")
     FOLDER[:] = [tmp_path]
     decoder = DECODERS[name]
-    for data in inputs(decoder):
+    for data in inputs(decoder, num_inputs):
         try:
             decoder.decode(data)
         except decoder.raises:

@@ -267,8 +267,15 @@ def test_calls_follow_one_another(fault: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["hold", "check"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "moment"),
+    [
+        (signal.SIGKILL, "check"),
+        pytest.param(signal.SIGKILL, "hold", marks=pytest.mark.extended),
+        pytest.param(signal.SIGSTOP, "hold", marks=pytest.mark.extended),
+        pytest.param(signal.SIGSTOP, "check", marks=pytest.mark.extended),
+    ],
+)
 def test_a_restart_in_process_outlives_the_coordinator(how: signal.Signals, moment: str, tmp_path: Path) -> None:
     """Its agent is killed, or falls silent, and carries no ranks: before a rank dies, or while the restart forms. The
     next coordinator completes the restart in the same cycle; the weights are those of an undisturbed run."""

@@ -30,6 +30,7 @@ HOSTILE = (
 pytestmark = [
     pytest.mark.process,
     pytest.mark.slow,
+    pytest.mark.extended,
     pytest.mark.skipif(not CHROMIUM or not DRIVER, reason="needs chromium and chromedriver (apt: chromium-driver)"),
 ]
 
