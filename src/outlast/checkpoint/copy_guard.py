@@ -1,8 +1,8 @@
-"""Which tensors a save may copy after it returns, and the wait of optimizers' steps for these copies.
+"""Choose the tensors that a save may copy after it returns, and make optimizers' steps wait for these copies.
 
 Parameters and optimizer states change in the optimizer's ``step()`` and nowhere else, so their copy may overlap the
-next forward and backward; a :class:`CopyGuard` makes the next step wait for the copy. Everything else (buffers,
-scalars, values that are neither in a module nor in an optimizer of torch) is copied before ``save()`` returns.
+next forward and backward; :class:`CopyGuard` makes the next step wait for the copy. Everything else (buffers, scalars,
+values outside of torch's modules and optimizers) is copied before ``save()`` returns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outlast.runtime.nested import find_kind
 
 log = logging.getLogger(__name__)
 DEFERRABLE_BYTES = 1 << 20
-"""Tensors below this are copied at once: a step counter may change anywhere, and nothing is won."""
+"""Smaller tensors are copied at once: a step counter may change anywhere, and deferring saves no time."""
 
 
 def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: FlatState) -> frozenset[str]:
@@ -91,7 +91,6 @@ class CopyGuard:
         return [one for one in optimizers if one in self._trusted and one not in self._captured]
 
     def watch(self, staged: Staged) -> None:
-        """Make the next step of any optimizer wait for the rest of a copy."""
         with self._lock:
             self._under_way.append(staged)
             self._newest = staged
@@ -110,7 +109,7 @@ class CopyGuard:
             staged.wait(limit_s)
 
     def close(self) -> None:
-        """Let the optimizers alone, and wait a last time. Idempotent. Blocks: up to the rest of one copy, or 10 s."""
+        """Remove the hooks and wait for the copies. Idempotent. Blocks: up to the rest of one copy, or 10 s."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -140,7 +139,7 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-"""What is asked for first: there may be very many, and the other questions take longer."""
+"""Tested first, since there may be very many and ``isinstance`` is slower."""
 
 
 def _address(tensor: torch.Tensor) -> int:
