@@ -70,7 +70,6 @@ class Arena:
         """A hanging device may still write to it, so it is never reused."""
         self._pinning = threading.Lock()
         self._num_tried = 0
-        """Parts that are pinned or that the driver refused."""
         self._pinned: list[tuple[DeviceCopies, int]] = []
         try:
             with contextlib.suppress(PermissionError):  # see memory_file: some kernels cannot seal it
@@ -154,7 +153,6 @@ class Arena:
 
 
 _lost: list[Bytes] = []
-"""Memory that hanging devices may still write to."""
 
 
 def _unpin(_pages: Bytes, parts: list[tuple[DeviceCopies, int]], stop: threading.Event) -> None:
@@ -386,7 +384,6 @@ class Stager:
         self._helpers.shutdown(wait=True, cancel_futures=True)
 
     def _place(self, flat: FlatState, identity: Identity) -> tuple[bytes, TensorSpan, int]:
-        """Lay a state out; the layout is reused while only plain values change."""
         key: list[tuple[object, ...]] = [
             (one.name, one.dtype, one.device, one.shape, one.global_shape, one.global_offset) for one in flat.tensors
         ]
@@ -404,7 +401,6 @@ class Stager:
     def _pieces(
         self, tensors: list[torch.Tensor], start: int, deferred: Collection[str], queue: _DeviceQueue
     ) -> tuple[list[_Piece], list[_Piece]]:
-        """Return the host's copies, immediate and deferred; device copies go to ``queue``."""
         now, later = list[_Piece](), list[_Piece]()
         for device, runs in self._runs.items():
             if (copies := copies_of(device)) is not None:
@@ -449,8 +445,6 @@ def _copy(target: Bytes, pieces: list[_Piece]) -> None:
 
 
 class _DeviceQueue:
-    """The device copies into one arena."""
-
     def __init__(
         self, arena: Arena, tensors: list[torch.Tensor], start: int, helpers: ThreadPoolExecutor, limit_s: float
     ) -> None:
@@ -486,7 +480,6 @@ class _DeviceQueue:
                 self.late += (self._helpers.submit(copies.queue, self._pairs_of(late), copies.note_work()),)
 
     def settle(self) -> None:
-        """Wait for all copies; if that fails, the arena is lost."""
         are_queued = len(self._now) + len(self.late) == self._num_begun and not wait(self.late, SETTLE_S).not_done
         are_known = are_queued and all(queued.exception() is None for queued in self.late)
         copies = [*self._now, *(queued.result() for queued in self.late)] if are_known else []

@@ -117,7 +117,6 @@ class ArenaPool:
             self._changed.release()
 
     def close(self) -> None:
-        """Unmap all arenas in this process."""
         self.stop()
         if self._toucher is not None:
             self._toucher.join(2.0)
@@ -159,7 +158,7 @@ class ArenaPool:
             self._known.pop(inode).close()
 
     def _prepare(self, num_bytes: int, device: torch.device | None) -> None:
-        """Take all free arenas, give them back, and pre-fault them. Thread: the toucher's."""
+        """Thread: the toucher's."""
         arenas = []
         with self._changed:
             try:

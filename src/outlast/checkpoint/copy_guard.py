@@ -28,7 +28,7 @@ DEFERRABLE_BYTES = 1 << 20
 
 
 def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: FlatState) -> frozenset[str]:
-    """Return the names of the tensors that only a ``step()`` of one of these optimizers changes."""
+    """Return the names of large tensors that only a ``step()`` of these optimizers changes."""
     late = {
         tensor.data_ptr() if type(tensor) in _PLAIN else _address(tensor)
         for optimizer in optimizers

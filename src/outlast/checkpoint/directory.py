@@ -47,9 +47,8 @@ from outlast.runtime.storage_calls import is_outage
 
 log = logging.getLogger(__name__)
 RUN = "run.json"
-"""File that names the run a directory belongs to; a hint, since it has no digest."""
+"""Names the run of a directory; a hint, since it has no digest."""
 SUSPECT = "suspect"
-"""Folder of saves for diagnosis."""
 TRACKER = "latest"
 _GENERATION = re.compile(r"step-(\d+)")
 MAX_TRIES = 3
@@ -79,7 +78,7 @@ class ClaimedPlace(ABC):
     url: str
     """URL, or a path for a file system."""
     is_remote = False
-    """Whether it is accessed through fsspec."""
+    """Whether fsspec accesses it."""
 
     @abstractmethod
     def __init__(self, url: str) -> None: ...
@@ -177,11 +176,9 @@ class ClaimedPlace(ABC):
                     yield run
 
     def create_hint(self, run: str) -> bool:
-        """Write ``run.json`` unless it exists; return whether this call did."""
         return self.create(RUN, msgspec.json.encode(_RunHint(run)))
 
     def write_hint(self, run: str) -> None:
-        """Write or replace ``run.json``."""
         self.write(RUN, msgspec.json.encode(_RunHint(run)))
 
     def latest(self) -> int | None:
@@ -199,8 +196,6 @@ class ClaimedPlace(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DirectoryContent:
-    """Content of a directory when a run began; by default empty."""
-
     hint: str | None = None
     generations: tuple[int, ...] = ()
 
@@ -217,7 +212,6 @@ def decode_hint(data: bytes) -> str | None:
 
 
 def look_at(place: ClaimedPlace) -> DirectoryContent:
-    """Raises: CheckpointError, OSError."""
     return DirectoryContent(place.hint(), tuple(place.generations()))
 
 
@@ -261,7 +255,6 @@ class Claim:
         self.progress = self._lease.progress
         """Changes while :meth:`acquire` waits for an owner that may be alive."""
         self.is_held = False
-        """Whether the directory was this run's at the last check."""
 
     def acquire(self) -> None:
         """Take the lease before anything is loaded from there, or check that this run still has it.
@@ -332,7 +325,6 @@ class Claim:
         return runs <= self._left
 
     def _take(self) -> bool:
-        """Take one step towards the claim; return whether the directory is this run's now."""
         seen = look_at(self._place)
         owner = find_owner(seen.hint, self._place.named_runs(), own=self._run)
         step = judge_claim(self._run, owner, seen.hint, is_unchanged=not self.is_held and seen == self._seen)
@@ -408,7 +400,6 @@ _DOOMED = re.compile(r"step-\d+\.doomed")
 _UNDER_WAY = re.compile(r"step-(?P<iteration>\d+)\.(?P<kind>tmp|aside)-(?P<attempt>.+)")
 _TRASH = re.compile(r"(\d+)\.trash")
 _IN_THE_WAY = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
-"""Errors of a rename to an existing name."""
 _PASSED = re.compile(
     r"step-(?P<iteration>\d+)\.(?P<kind>tmp|aside)-(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)"
     r"(?:r(?P<retry>\d+))?"
@@ -450,7 +441,6 @@ class SaveAttempt:
 
 
 def holds_own_files(folder: Path) -> bool:
-    """Return whether a folder contains only names of a checkpoint's files."""
     try:
         return not folder.is_symlink() and all(map(_OWN_FILE.fullmatch, os.listdir(folder)))
     except OSError:
@@ -528,7 +518,6 @@ class GenerationFolder(ClaimedPlace):
             time.sleep(_LOOK_S)  # a shared file system does not notify
 
     def promote(self, iteration: int, attempt: SaveAttempt) -> None:
-        """Give an attempt its final name; an existing checkpoint of that name is set aside."""
         temporary, final = self.temporary(iteration, attempt), self.generation(iteration)
         aside = self.path / f"step-{iteration}.aside-{attempt}"
         try:
@@ -666,7 +655,6 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _age_ns(path: Path) -> int:
-    """Return a sort key: newest first."""
     try:
         return -path.stat().st_mtime_ns
     except OSError:

@@ -41,7 +41,6 @@ def check_layouts(tree: bytes, live: Mapping[str, Any]) -> None:
 KEEP_HINT = (
     'to keep the present values of what the checkpoint lacks, set missing="keep" (in a config: checkpoint.missing)'
 )
-"""Appended to errors about state that the checkpoint lacks."""
 
 
 def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state", *, keeps_missing: bool = False) -> None:
@@ -121,7 +120,6 @@ def _describe_missing(live: Any, saved: Any) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names for one line of text; long lists are cut, with the number of the rest."""
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
 
@@ -170,7 +168,6 @@ def _filled(live: Any, saved: Any, done: dict[int, Any]) -> Any:
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
-    """Return what two tensors must have in common to copy one into the other."""
     layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
     return f"{tensor.dtype} {tuple(tensor.shape)}{layout}"
 

@@ -62,7 +62,6 @@ def examined(save: Save) -> list[TensorSpan]:
 
 
 def find_infinite(save: Save) -> tuple[str, ...]:
-    """Return the names of the first examined tensors that hold infinities or NaN."""
     found: list[str] = []
     if save.arena is None:
         return ()

@@ -58,8 +58,6 @@ class _PinnedSlot:
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A slot, and the range of the shard's bytes in it."""
-
     slot: _PinnedSlot
     begin: int
     end: int
@@ -67,8 +65,6 @@ class _Filled:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """The bytes of a device tensor that receive a range of the shard."""
-
     begin: int
     end: int
     bytes: torch.Tensor
@@ -81,13 +77,9 @@ class _Way:
 
     copies: DeviceCopies
     rows: list[torch.Tensor] = field(default_factory=list)
-    """Free device memory for one chunk each."""
     found: torch.Tensor | None = None
-    """Device tensor of digests, in the order in which the chunks were sent."""
     sent: list[int] = field(default_factory=list)
-    """Numbers of the sent chunks."""
     digests: ChunkDigests | None = None
-    """Set by a thread once the kernel is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +182,7 @@ class Landing:
         return {chunk: way for chunk, way in found.items() if chunk < num_whole and chunk not in shared}
 
     def _open(self, way: _Way) -> None:
-        """Prepare digests on a device in the background, if it has memory for them."""
+        """Have a thread prepare digests on a device, if it has memory for them."""
         number = sum(one is way for one in self._chunks.values())
         if number < MIN_DIGESTED_CHUNKS:
             return
@@ -205,7 +197,6 @@ class Landing:
         start_driver_thread(find, "outlast-digests")
 
     def _take_slot(self) -> _PinnedSlot:
-        """Raises: CheckpointError, when a device hangs."""
         try:
             return self._free.get_nowait()
         except queue.Empty:
@@ -280,7 +271,6 @@ class Landing:
                 some = some[number:]
 
     def _send_whole(self, way: _Way, some: Sequence[_Filled]) -> None:
-        """Send whole chunks to a device, which digests them and copies their parts to the tensors."""
         assert way.digests is not None
         assert way.found is not None
         rows = [way.rows.pop() for _ in some]
@@ -298,7 +288,6 @@ class Landing:
         self._digesting.append(_UnderWay(now_s, [done], partial(way.rows.extend, rows)))
 
     def _parts(self, filled: _Filled, memory: torch.Tensor) -> Iterator[tuple[_Room, torch.Tensor, torch.Tensor]]:
-        """Yield the parts of tensors in the filled memory: room, source and target."""
         for number in range(bisect.bisect_right(self._ends, filled.begin), len(self._rooms)):
             room = self._rooms[number]
             if room.begin >= filled.end:
@@ -340,7 +329,6 @@ def _hanging() -> CheckpointError:
 
 
 _lost: list[tuple[object, ...]] = []
-"""Memory that a hanging device may still access."""
 
 
 def _places_on_devices(

@@ -72,12 +72,10 @@ class Unstaged(CheckpointError):
 
 
 _KINDS = {kind.__name__: kind for kind in (PeerSilent, DirectoryRefused, Unstaged, Replaced)}
-"""Error classes of saves that the other ranks have to distinguish."""
+"""Error classes that the other ranks have to distinguish."""
 
 
 class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Outcome of a save, or of a rank's or a node's part of it."""
-
     error: str | None = None
     kind: str = ""
     """Name of the error's class, if in :data:`_KINDS`."""
@@ -94,8 +92,6 @@ class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class RankAnswer(SaveOutcome, frozen=True, kw_only=True, omit_defaults=True):
-    """A rank's part of a save, or its error."""
-
     iteration: int
 
 
@@ -111,14 +107,10 @@ def check_answer(answer: A, rank: int, iteration: int) -> A:
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """Message of rank 0 that the next save is to be written."""
-
     ordinal: int
     iteration: int
     retry: int
-    """Earlier attempts to write it."""
     is_committed: bool = False
-    """The save is already in all of its tiers."""
 
 
 class Subtree(msgspec.Struct, frozen=True, array_like=True):
@@ -127,7 +119,6 @@ class Subtree(msgspec.Struct, frozen=True, array_like=True):
     answers: list[tuple[int, msgspec.Raw]]
     """With their ranks; incomplete after an error or a timeout."""
     silence: str | None = None
-    """Which descendant did not respond in time."""
 
 
 def shared_name(data: bytes) -> str:
@@ -172,7 +163,6 @@ class Lane(ABC):
     """
 
     name: ClassVar[str] = ""
-    """Name of the thread, and prefix of its keys in the store."""
     _tier: ClassVar[Tier]
     """Tier whose checkpoints the retention counts."""
     tiers: frozenset[Tier]
@@ -198,7 +188,6 @@ class Lane(ABC):
         self._foreign: set[int] = set()
         self._must_sweep = True
         self._end_ns = 0
-        """Deadline of the current save."""
         self._is_decided = True
         """Whether the outcome of the current save is known, or other ranks cannot have committed it."""
         self._turn = 0
@@ -206,7 +195,6 @@ class Lane(ABC):
         self._stop = threading.Event()
         self._store, self._is_store_lost, self._was_unreachable = store, False, False
         self._posted: list[tuple[int, str]] = []
-        """Posted keys of the store, with their turn."""
         self._open()
         self._thread = threading.Thread(target=self._run, name=f"outlast-{self.name}", daemon=True)
         self._thread.start()  # it waits for the first save, which comes after the constructor
@@ -216,7 +204,6 @@ class Lane(ABC):
         """Create what the thread needs."""
 
     def start_from(self, committed: Committed) -> None:
-        """Set the committed checkpoints. Only before the first save."""
         self._committed = committed.copy()
 
     def has(self, save: Save) -> bool:
@@ -240,7 +227,6 @@ class Lane(ABC):
         """Queue a save. Thread: any, but on all ranks in the same order."""
 
     def stop(self, timeout_s: float) -> bool:
-        """Abandon uncommitted saves and end the thread; return whether it ended in time."""
         self._stop.set()
         self._wake()
         self._thread.join(timeout_s)
@@ -289,7 +275,6 @@ class Lane(ABC):
         self._hand_on(save)
 
     def _fail(self, save: Save, error: CheckpointError) -> None:
-        """Report that a save failed here, and pass it on if its data is staged."""
         self._outcomes.failed(save, self.name, error)
         if isinstance(error, Unstaged):
             for lane in self._next_lanes:
@@ -425,7 +410,6 @@ class Lane(ABC):
 
     @staticmethod
     def _poll_s(num_ranks: int) -> float:
-        """Return the poll interval when ``num_ranks`` wait for one message."""
         return POLL_S * max(1.0, num_ranks / MAX_POLLING_RANKS)
 
     def _gather_up(
@@ -488,7 +472,6 @@ class Lane(ABC):
         return f"rank {rank} on node {self._places.nodes[rank]}"
 
     def _describe_folder(self, rank: int) -> str:
-        """Return a rank's node and, in the local tier's lane, the folder that the rank writes to."""
         folder = self._places.folders.get(self._places.nodes[rank]) if Tier.LOCAL in self.tiers else None
         return f"{self._describe_rank(rank)}{f' ({folder})' if folder else ''}"
 
@@ -610,14 +593,12 @@ class RetryingLane(Lane):
     """
 
     retry_s = RETRY_S
-    """Seconds before the first retry of a save."""
 
     def _open(self) -> None:
         self._changed = threading.Condition()
         self._waiting: list[Save] = []
         """Saves that wait for a turn: at most one, and one for diagnosis."""
         self._newest = -1
-        """Ordinal of the newest submitted save."""
         self._template: Save | None = None
         self._retry = (-1, 0)
         """Ordinal of the save of the last turn, and how often it was tried."""
@@ -732,7 +713,6 @@ class RetryingLane(Lane):
         return _replaced(template, iteration=turn.iteration, attempt=attempt, tiers=self.tiers)
 
     def _start(self, save: Save, retry: int) -> Save:
-        """Remove a save from the waiting ones; a newer one may have replaced it meanwhile."""
         with self._changed:
             is_there = any(one is save for one in self._waiting)
             passed = [one for one in self._waiting if one.arena is None and one.attempt.ordinal < save.attempt.ordinal]
@@ -772,6 +752,5 @@ class RetryingLane(Lane):
 
 
 def _replaced(save: Save, **changes: Any) -> Save:
-    """Return a save without staged data, replaced by a newer one."""
     error = "a newer save has taken its place"
     return dataclasses.replace(save, arena=None, guard=None, error=error, is_replaced=True, **changes)

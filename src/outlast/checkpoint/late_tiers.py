@@ -26,26 +26,17 @@ LOOK_S = 1.0
 @dataclass(slots=True)
 class _TierProgress:
     where: str
-    """Tier and path, for people."""
     began_ns: int | None = None
-    """Start of the save under way; ``None`` = none."""
     iteration: int = 0
-    """Iteration of the current or last save."""
     waits_for: str = ""
     num_failed: int = 0
-    """Failed attempts since the last log line."""
     num_replaced: int = 0
-    """Saves replaced by newer ones since the last log line."""
     error: str = ""
-    """Error of the last attempt; empty = it succeeded, or there was none."""
     newest: tuple[int, int] | None = None
-    """Iteration and time of the newest commit."""
     behind_ns: int | None = None
-    """Time of the first failed or replaced save since the last commit; ``None`` = none."""
+    """Since when a save has failed or was replaced; ``None`` = none since the last commit."""
     reported_ns: int | None = None
-    """Time of the last log line; ``None`` = none since the last commit."""
     warned_ns: int | None = None
-    """When a failure was last logged individually."""
 
 
 class LateTiers:
@@ -68,7 +59,6 @@ class LateTiers:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the reports. Idempotent. Blocks: never."""
         self._stop.set()
 
     def begin(self, lane: str, iteration: int, waits_for: str) -> None:
@@ -124,7 +114,6 @@ class LateTiers:
 
 
 def _report(tier: _TierProgress, now_ns: int) -> str:
-    """Return the log line that is due about a tier; empty = none."""
     under_way_s = 0.0 if tier.began_ns is None else (now_ns - tier.began_ns) / 1e9
     is_late = under_way_s >= LATE_S
     if not (is_late or tier.error or tier.num_replaced):

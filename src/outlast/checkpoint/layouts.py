@@ -86,7 +86,6 @@ def rows_of(
 
 
 def _is_even(shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int]) -> bool:
-    """Return whether strided shards divide their dimensions evenly."""
     cuts: dict[int, int] = {}
     for placement, num_parts in zip(placements, mesh_shape, strict=True):
         if (dim := getattr(placement, "dim", None)) is not None:
@@ -137,7 +136,6 @@ def as_distributed(
 
 
 def meshes_of(value: Any) -> list[Any]:
-    """Return the device meshes of all distributed tensors in a captured state."""
     return [tensor.device_mesh for _, tensor in find_nested(value, is_distributed)]
 
 

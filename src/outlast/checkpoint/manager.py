@@ -536,7 +536,6 @@ class CheckpointEngine:
 
     @property
     def _limit_s(self) -> float:
-        """Seconds in which a save and its predecessor are decided."""
         return 2 * (self.config.save_timeout + GRACE_S)
 
     def _check_may_save(self, iteration: int, *, suspect: bool) -> None:
@@ -662,7 +661,6 @@ class CheckpointEngine:
 
 
 def _lasting_place(places: Places) -> str:
-    """Return the tier that outlives the job, with its path, for people; empty = none."""
     if places.directory is not None:
         return f"the global directory {places.directory.url}"
     return "" if places.local is None else f"the local directory {places.local.path}"
@@ -674,17 +672,14 @@ class ReadingEngine(CheckpointEngine):
     _reports_loads = False
 
     def report_used(self, suspect_window: int) -> None:
-        """Report that training continues from the checkpoint that :meth:`load_latest` returned."""
         if self._restored is not None:
             self._outcomes.loaded(self._restored, suspect_window=suspect_window)
 
     def report_leaving(self, iteration: int, exit_code: int) -> None:
-        """Report that this process is about to end with an exit code, after ``iteration`` optimizer steps."""
         self._outcomes.leaving(iteration, exit_code)
 
 
 def _describe_tiers(places: Places) -> dict[str, str]:
-    """Map the lane of each tier that may be behind to the tier and its path, for people."""
     found = {}
     if places.directory is not None:
         found[GlobalLane.name] = f"the global tier ({places.directory.url})"
@@ -694,12 +689,10 @@ def _describe_tiers(places: Places) -> dict[str, str]:
 
 
 def device_of(flat: FlatState) -> torch.device | None:
-    """Return a device that holds a part of a state; ``None`` = all of it is in host memory."""
     return next((named.device for named in flat.tensors if named.device.type != "cpu"), None)
 
 
 def _checked_iteration(iteration: int) -> int:
-    """Return a number of optimizer steps. Raises: ConfigError, if it is not one."""
     try:
         number = operator.index(iteration)
     except TypeError:
@@ -716,7 +709,6 @@ def open_manager(
     journal: Journal | None = None,
     is_left: Callable[[], bool] | None = None,
 ) -> CheckpointEngine:
-    """Return an engine; without ``env`` the place comes from the environment and ``torch.distributed``."""
     return CheckpointEngine(config, env if env is not None else current_place(), journal, is_left=is_left)
 
 

@@ -101,7 +101,6 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     table: str
     """xxh3_64 of its header, hexadecimal, so that the header can be trusted before the rest is read."""
     finite: bool
-    """Whether no number in it is infinite or NaN."""
 
     @classmethod
     def of(cls, rank: int, image: memoryview, chunks: Iterable[str], *, finite: bool) -> ShardEntry:
@@ -138,15 +137,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int
     attempt: str
     restored_from: int | None
-    """Iteration of the checkpoint that the saving processes had loaded."""
     restored_attempt: str | None = None
     """Attempt that had written that checkpoint: distinguishes lineages that wrote the same iteration."""
     era: Era = UNKNOWN_ERA
     """Era of the branch that saved it; see ``policy.lineage``."""
     forks: tuple[Fork, ...] = ()
-    """The branches that this branch descends from."""
     nodes: tuple[str, ...] = ()
-    """Node name of each rank."""
     num_copies: tuple[int, ...] = ()
     """For each rank, verified copies on other nodes at the commit; empty = not replicated."""
     parity: int = 0
@@ -163,7 +159,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def topology_digest(world_size: int) -> str:
-    """Return a digest that differs between numbers of ranks."""
     return hashlib.sha256(f"ranks={world_size}".encode()).hexdigest()[:16]
 
 
@@ -187,7 +182,6 @@ def decode_manifest(data: bytes) -> tuple[Manifest, str]:
 
 
 SHARD_PART = ""
-"""A rank's whole shard."""
 MANIFEST_PART = "manifest"
 """The checkpoint's manifest; its rank is 0 by convention."""
 
@@ -197,8 +191,6 @@ class HoldingsError(Exception):
 
 
 class CopyKey(msgspec.Struct, frozen=True, order=True):
-    """Names one part of one checkpoint."""
-
     iteration: int
     attempt: str
     rank: int
@@ -214,8 +206,6 @@ class CopyKey(msgspec.Struct, frozen=True, order=True):
 
 
 class Incoming(Protocol):
-    """A part that is being received."""
-
     fd: int
     """A file of ``num_bytes`` zeros for the bytes, which can be written at any offset and mapped."""
 

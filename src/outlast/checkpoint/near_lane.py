@@ -49,7 +49,6 @@ from outlast.runtime.injection import reach
 log = logging.getLogger(__name__)
 KEEP_TIMEOUT_S = 30.0
 _Infinite: TypeAlias = dict[int, tuple[str, ...]]
-"""Maps ranks to their first tensors that hold infinities or NaN."""
 
 
 class ShardReady(RankAnswer, frozen=True, kw_only=True):
@@ -58,14 +57,10 @@ class ShardReady(RankAnswer, frozen=True, kw_only=True):
     shard: ShardEntry | None = None
     num_copies: int = 0
     not_finite: tuple[str, ...] = ()
-    """Names of the first tensors that hold infinities or NaN."""
 
 
 class Described(msgspec.Struct, frozen=True):
-    """Rank 0's message after gathering all ranks' shards."""
-
     manifest: msgspec.Raw = msgspec.Raw(b"null")
-    """The sealed manifest."""
     failure: SaveOutcome = SaveOutcome()
     """Reason why there is no manifest, if it has an error."""
 
@@ -76,7 +71,6 @@ class NearLane(Lane):
     _is_limited = True
     """Whether ranks other than 0 decide by themselves that a save has failed after its deadline."""
     _infinite_tensors: tuple[str, ...] = ()
-    """Those of this rank's last shard; empty = it was finite."""
     _warned_of: _Infinite | None = None
 
     def _commit(self, save: Save) -> Reached:
@@ -220,7 +214,6 @@ class NearLane(Lane):
         return is_finite
 
     def _check_described(self, save: Save, data: bytes) -> Manifest:
-        """Return the manifest of a save. Raises: CheckpointError, when it belongs to another save."""
         manifest, _ = decode_manifest(data)
         if (manifest.iteration, manifest.attempt) != (save.iteration, str(save.attempt)):
             raise Untrusted(f"the manifest is of attempt {manifest.attempt} at iteration {manifest.iteration}")
@@ -332,8 +325,6 @@ class MemoryLane(NearLane):
 
 
 class LocalLane(NearLane, RetryingLane):
-    """Commit saves to the local tier, and to the files that other nodes keep as copies."""
-
     name = "local"
     _tier = Tier.LOCAL
     _is_limited = False

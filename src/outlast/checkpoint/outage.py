@@ -21,8 +21,6 @@ MIN_AGREEMENT_S = 3600.0
 
 
 class Gatherer(Protocol):
-    """The ranks, as far as a wait needs them."""
-
     rank: int
 
     def gather(self, kind: Any, value: Any) -> list[Any]: ...
@@ -96,7 +94,6 @@ def pause(seconds: float) -> None:
 
 
 def describe_outage(problem: str, waited_s: float) -> str:
-    """Return the error text of a start whose directory did not respond in time."""
     return (
         f"no checkpoint could be looked up for {waited_s:.0f} s: {problem}; start again once it responds: nothing was "
         "changed (checkpoint.restore_timeout sets how long a start waits)"

@@ -40,15 +40,11 @@ FIRST_LANE = "commit"
 
 @dataclass(slots=True)
 class _SaveUnderWay:
-    """Progress of a save in its lanes."""
-
     undecided: set[str]
     """Lanes in which it is neither committed nor failed yet."""
     open: set[str]
-    """Lanes that may still write it."""
     reached: set[Tier] = field(default_factory=set)
     errors: dict[str, CheckpointError] = field(default_factory=dict)
-    """Errors by lane, until the save is committed there."""
 
 
 class Outcomes:
@@ -91,13 +87,11 @@ class Outcomes:
         self._board = None if place.board is None else Board.open(place.board)
         self._page = None if self._board is None else self._board.rank(place.local_rank)
         self._under_way: dict[int, _SaveUnderWay] = {}
-        """Saves under way, by their ordinal."""
         self._tiers, self._where = tiers, where
         self._durability = Durability()
         owed = None if self._page is None else self._page.owed
         self._owed = OwedSaves() if owed is None else OwedSaves().add(owed[0], owed[1] / 1e9)
         self.num_failures = 0
-        """Number of failed saves in a row."""
         self.last_error: CheckpointError | None = None
         self.late = LateTiers()
 
@@ -112,7 +106,6 @@ class Outcomes:
         return self._owed.lag_s(clock.now_ns() / 1e9)
 
     def describe_overdue(self, limit_s: float, done: int) -> str:
-        """Return the reason why a run stops whose checkpoints have not survived the end of the job for too long."""
         return describe_overdue(
             where=self._where or "any tier that outlives the job",
             lag_s=self.durable_lag_s,
@@ -136,7 +129,6 @@ class Outcomes:
             )
 
     def close(self) -> None:
-        """Stop reporting to the agent. Idempotent."""
         with self._lock:
             self.late.stop()
             board, self._board, self._page = self._board, None, None
@@ -146,7 +138,6 @@ class Outcomes:
     # -- saves -------------------------------------------------------------------------------------------------
 
     def saving(self, iteration: int, tiers: frozenset[Tier]) -> None:
-        """Record that a state of so many optimizer steps is being saved to these tiers."""
         with self._lock:
             if job_tier(self._tiers) in tiers:
                 self._owed = self._owed.add(iteration, clock.now_ns() / 1e9)
@@ -156,13 +147,11 @@ class Outcomes:
                 self._page.report_progress()
 
     def scheduled(self, save: Save, *, is_async: bool) -> None:
-        """Record that a state was copied and its commit is under way, in the background or not."""
         what, level = ("Scheduling async checkpoint save", self._level) if is_async else ("saving", logging.DEBUG)
         log.log(level, "%s of iteration %d to %s", what, save.iteration, _names(save.tiers))
         self._write(EventKind.SAVE_SCHEDULED, save.iteration, stall_s=save.stall_s, tiers=_list(save.tiers))
 
     def begin(self, save: Save, lanes: Collection[str]) -> None:
-        """Record the lanes that a save is submitted to, each of which reports its outcome."""
         with self._lock:
             self._under_way[save.attempt.ordinal] = _SaveUnderWay(set(lanes), set(lanes))
 
@@ -275,7 +264,6 @@ class Outcomes:
             save.handle.fail(errors[0], is_retried=not is_over)
 
     def _is_unblamed(self, errors: Iterable[CheckpointError]) -> bool:
-        """Return whether a save failed only because its call has ended, or a newer save replaced it."""
         return self.is_call_left or all(isinstance(error, Replaced) for error in errors)
 
     @property
@@ -284,7 +272,6 @@ class Outcomes:
         return self._is_process_ending or (self._is_left is not None and self._is_left())
 
     def abandon(self) -> None:
-        """Treat saves that fail from now on as abandoned: the process ends."""
         self._is_process_ending = True
 
     def _is_given_up(self) -> bool:
@@ -301,7 +288,6 @@ class Outcomes:
     # -- loads -------------------------------------------------------------------------------------------------
 
     def skipped(self, restored: Restored) -> None:
-        """Report the newer copies that a load skipped."""
         for rejection in restored.rejected:
             if rejection.rank == self._place.global_rank:
                 log.warning("skipped: %s", rejection)
@@ -337,7 +323,6 @@ class Outcomes:
         self.report_origin(restored, suspect_window=suspect_window)
 
     def report_origin(self, restored: Restored, *, suspect_window: int | None = None) -> None:
-        """Report to the agent the committed checkpoint that the state descends from."""
         with self._lock:
             if self._page is None:
                 return
@@ -362,7 +347,6 @@ class Outcomes:
         return Durability(restored.generation, *(2 * (restored.generation,) if far else ()))
 
     def leaving(self, iteration: int, exit_code: int) -> None:
-        """Report to the agent that the process is about to end, after ``iteration`` optimizer steps."""
         with self._lock:
             if self._page is not None:
                 self._page.set_iteration(iteration)

@@ -73,9 +73,7 @@ _OF_JOB = re.compile(r"\d+-[0-9a-f]+\.\d+")
 """The part of a save attempt's name after the job."""
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _UNWRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
-"""Errors of a directory that can be read, but not written."""
 MAX_NAMED = 3
-"""Number of nodes that an error lists."""
 
 
 class Peers:
@@ -136,7 +134,6 @@ class Peers:
         return found
 
     def store(self) -> Any:
-        """Return a separate connection to the ranks' store, for one thread."""
         from torch.distributed import HashStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -161,8 +158,6 @@ class Peers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replication:
-    """Recipients of one rank's shard on other nodes."""
-
     targets: tuple[Target, ...] = ()
     """Writers that receive a whole copy."""
     holders: tuple[Holder, ...] = ()
@@ -178,7 +173,6 @@ class Places:
     """Directories, nodes and names that this rank uses; most are the same on all ranks."""
 
     directory: GlobalDirectory | None
-    """The global tier."""
     local: Directory | None
     """This node's folder of the local tier."""
     memory: bool
@@ -189,11 +183,8 @@ class Places:
     home: str
     """Identifies the configured directories; checkpoints in memory belong to those of their save."""
     node: str
-    """This rank's node; unique."""
     nodes: tuple[str, ...]
-    """Every rank's node."""
     leaders: tuple[int, ...]
-    """The lowest rank of each node."""
     targets: dict[str, Target]
     """Address of each node's writer for copies; empty without replication."""
     generations: frozenset[int]
@@ -205,13 +196,11 @@ class Places:
     folders: Mapping[str, str] = field(default_factory=dict)
     """Local folder of each node, for people; empty without a local tier."""
     job: str = ""
-    """The job, as in the names of save attempts."""
     durable_iteration: int | None = None
     """See :class:`~outlast.env.WorkerEnv`."""
     waited_s: float = 0.0
     """Seconds that the start has waited for a directory that did not respond."""
     replication: Replication
-    """Recipients of this rank's shard on other nodes."""
     seen_local: DirectoryContent | None
     """Content of this node's folder at the start; ``None`` = unknown, or there is none."""
     seen_global: DirectoryContent | None
@@ -244,7 +233,6 @@ class _PlaceView(msgspec.Struct):
     error: str | None = None
     """Why its content is unknown; ``None`` = it is known."""
     is_away: bool = False
-    """It does not respond."""
     unwritable: str | None = None
     """Why it cannot be written, although it can be listed."""
 
@@ -263,11 +251,9 @@ class _RankView(msgspec.Struct, kw_only=True):
     ranks: list[int]
     """The ranks that see the same local folder; empty = it cannot be written or listed."""
     folder: str = ""
-    """This node's local folder, on its first rank."""
     near: list[RunEvidence] = []
     """From this node's memory, and, on the lowest of these ranks, its folder."""
     of_job: bool = False
-    """This node's memory or folder holds a checkpoint that this job saved."""
     far: RunEvidence | None = None
     """From the global tier, on rank 0."""
     generations: set[int] = set()
@@ -275,7 +261,6 @@ class _RankView(msgspec.Struct, kw_only=True):
     port: int = 0
     error: str | None = None
     looks: bool = False
-    """This rank checks the global tier: rank 0, and the first rank of each node."""
     global_: _PlaceView = msgspec.field(default_factory=_PlaceView)
     local: _PlaceView = msgspec.field(default_factory=_PlaceView)
     lacks_probe: bool = False
@@ -287,7 +272,6 @@ class _RankView(msgspec.Struct, kw_only=True):
 
 
 def storage_calls(config: CheckpointConfig, *, rank: int, node: str) -> StorageCalls:
-    """Return the runner of a rank's calls to checkpoint directories and object stores."""
     return StorageCalls(f"rank {rank} on node {node}", timeout_s=config.response_timeout)
 
 
@@ -458,8 +442,6 @@ def _check_usable(config: CheckpointConfig, everyone: Sequence[_RankView], *, is
 
 @dataclass(slots=True, kw_only=True)
 class _PlacesLook:
-    """Checks, on all ranks, the directories for saving and loading."""
-
     directory: GlobalDirectory | None
     local: Directory | None
     token: str
@@ -468,7 +450,6 @@ class _PlacesLook:
     peers: Peers
     writer: WriterClient
     secret: bytes | None
-    """Key of the port that receives copies; ``None`` = no replication."""
     calls: StorageCalls
     seen_local: DirectoryContent | None = None
     """Content of this node's folder at the last check; ``None`` = it could not be listed, or there is none."""
@@ -525,7 +506,6 @@ class _PlacesLook:
         return self.peers.gather(_RankView, view)
 
     def _write(self, url: str, probe: Path) -> CheckpointError | OSError | None:
-        """Write a probe file into a folder; return the error if that fails."""
         try:
             self.calls.run(
                 url,
@@ -637,7 +617,6 @@ class _PlacesLook:
             _agree_newest(setting, self.directory, self.peers, mine, views, node=node, calls=self.calls)
 
     def remove_probes(self) -> None:
-        """Remove the probe files; those of a folder that does not respond, once it does."""
         for probe in (self._probe, self._shared if self.peers.rank == 0 else None):
             if probe is None:
                 continue
@@ -650,7 +629,6 @@ class _PlacesLook:
                     self.calls.run(url, remove, operation="remove a file")
 
     def warn(self) -> None:
-        """Log the unusable folders, once per node."""
         view, node = self._view, self.place.node
         if view is None:
             return
@@ -839,7 +817,6 @@ def _agree_newest(
 
 
 def _describe_content(url: str) -> str:
-    """Describe the checkpoints that a node sees in a directory, for people."""
     try:
         iterations = GlobalDirectory.open(url).generations()
     except (CheckpointError, OSError) as error:
@@ -1019,7 +996,6 @@ class Claims:
 
 
 def _describe_run(place: WorkerEnv, series: str) -> LeaseOwner:
-    """Return the description of a worker's run in a lease's record."""
     has_job = place.launcher in ("outlast", "ray")
     return LeaseOwner(
         token="",
@@ -1040,7 +1016,6 @@ def _describe_run(place: WorkerEnv, series: str) -> LeaseOwner:
 def plan_replication(
     config: CheckpointConfig, nodes: Sequence[str], targets: Mapping[str, Target], rank: int
 ) -> Replication:
-    """Return the recipients of a rank's shard; none if no other node can take it."""
     timeout_s = config.replication_timeout
     if not targets:
         return Replication(timeout_s=timeout_s)
@@ -1078,14 +1053,10 @@ def warn_of_copies(config: CheckpointConfig, places: Places) -> None:
 
 @dataclass(slots=True)
 class Committed:
-    """The committed checkpoints, and those that contain infinities or NaN."""
-
     tiers: dict[int, set[Tier]] = field(default_factory=dict)
-    """Tiers of each committed checkpoint."""
     held: dict[int, set[Tier]] = field(default_factory=dict)
     """For checkpoints from before these processes: tiers in which every rank has a copy of its part."""
     not_finite: set[int] = field(default_factory=set)
-    """Checkpoints that contain infinities or NaN, committed here or newer."""
 
     def missing(self, iteration: int, wanted: frozenset[Tier]) -> frozenset[Tier]:
         return wanted - self.tiers.get(iteration, set())

@@ -47,7 +47,6 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     numbers: tuple[tuple[str, int, int], ...] = ()
     """Element type, offset and bytes of the tensors whose elements may be infinite or NaN."""
     targets: tuple[Target, ...] = ()
-    """Writers of other nodes that receive a copy."""
     holders: tuple[Holder, ...] = ()
     """Alternatively: members of the rank's parity group, each of which receives a block."""
     timeout_s: float = 10.0
@@ -60,14 +59,11 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A shard is digested, and durable if a file was requested."""
-
     chunks: tuple[str, ...]
     finite: bool
     num_copies: int = 0
     """Targets whose own digests are the same; with parities 1 if all blocks arrived intact."""
     failures: tuple[CopyOutcome, ...] = ()
-    """The failed copies."""
 
 
 class PreparePart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -102,8 +98,6 @@ class List(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class InMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint, and its parts in memory."""
-
     manifest: bytes
     parts: tuple[CopyKey, ...]
 
@@ -113,7 +107,7 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Open a part. Reply: :class:`Done`, with its descriptor; without one the part is not here."""
+    """Reply: :class:`Done`, with the part's descriptor; without one the part is not here."""
 
     key: CopyKey
 
@@ -122,9 +116,7 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Exchange copies with other nodes. Reply: :class:`Serving`."""
 
     host: str
-    """Address of the interface to listen on."""
     secret: bytes
-    """Key that peers must have."""
     folder: str | None
     """The node's folder; ``None`` = there is no local tier, copies are kept in memory."""
     port: int = 0
@@ -143,7 +135,6 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     chunks: tuple[str, ...]
     """Expected digests; other bytes are not kept as the part."""
     target: Target | None = None
-    """The node that holds it."""
     members: tuple[ParityMember, ...] = ()
     """Alternatively: its parity group, from which it is rebuilt."""
     timeout_s: float = 10.0
@@ -156,8 +147,6 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class GetPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Get a small part from another node. Reply: :class:`GotPart`."""
-
     key: CopyKey
     target: Target
     timeout_s: float = 10.0
@@ -172,8 +161,6 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WriterRefusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Failure; the reason is one line."""
-
     error: str
 
 

@@ -72,13 +72,10 @@ _LIVE_STATE = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvenGeneration:
-    """A checkpoint that all ranks have verified."""
-
     point: RecoveryPoint
     copy: ProvenCopy
     rejected: list[Rejection]
     finite: bool
-    """Whether no number in it is infinite or NaN."""
     committed: Committed
     """This checkpoint and older ones that all ranks could load according to the listings, with their tiers (the
         node-local ones counted together); and all checkpoints, including newer ones, that are not finite.
@@ -144,7 +141,6 @@ class CheckpointRecovery:
         self._calls = storage_calls(config, rank=peers.rank, node=places.node)
         self._is_global_known = places.global_error is None
         self.branches = Lineage()
-        """The branches of the checkpoints in this run's directories."""
 
     def newest(
         self,
@@ -301,7 +297,6 @@ class CheckpointRecovery:
         self._inform_writer(f.KeepPart, point)  # if this fails, the next save does it
 
     def _drop_from_memory(self, copy: Copy) -> None:
-        """Have the node's writer drop this rank's corrupt copy."""
         if copy.tier != Tier.MEMORY or is_kept(copy):
             return
         self._inform_writer(f.DropPart, copy)  # if this fails, the next load finds it corrupt again
@@ -361,7 +356,6 @@ class CheckpointRecovery:
         return table
 
     def _other_place(self, url: str) -> Places:
-        """Return the places to load from another run: its global tier, and nothing else."""
         directory, limit_s = GlobalDirectory.open(url), self._config.restore_timeout
         run = agree_source(url, directory, self._places, self._peers, calls=self._calls, limit_s=limit_s)
         return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)
@@ -539,8 +533,6 @@ def _distrusted_copies(table: Table, distrusted: Sequence[Distrusted]) -> dict[i
 
 
 def _committed(table: Table, refused: dict[int, set[Copy]], newest: int) -> Committed:
-    """Return the checkpoints up to ``newest`` that all ranks could load, and all that are not finite."""
-
     def shared(tiers: frozenset[Tier]) -> set[int]:
         held = [
             {(c.generation, c.attempt) for c in copies - refused[rank] if c.tier in tiers}

@@ -73,7 +73,6 @@ class ProvenCopy:
         """Release it."""
 
     def _fit(self, state: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Check that the saved state fits; return it, completed with live values if these are to be kept."""
         if self.keeps_missing:
             self.missing, saved = find_missing(state, saved), complete(state, saved)
         check_fit(state, saved, keeps_missing=self.keeps_missing)
@@ -163,14 +162,11 @@ class _ShardCopy(ProvenCopy):
                 self._bound.run(partial(os.close, fd))
 
     def _placeholder(self, name: str) -> torch.Tensor:
-        """Return a tensor of the right type and shape that takes no memory."""
         span = _present(self._proof.spans, name)
         return torch.empty((), dtype=TORCH_TYPES[span.dtype]).expand(span.shape)
 
 
 class _GlobalCopy(ProvenCopy):
-    """A rank's exact state, assembled from the global tier in separate memory."""
-
     def __init__(self, files: VerifiedFiles, rank: int, state: Mapping[str, Any], *, keeps_missing: bool) -> None:
         self.keeps_missing = keeps_missing
         self._unfit: Exception | None = None
@@ -211,8 +207,6 @@ class _ReshardedCopy(ProvenCopy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyProver:
-    """Verifies copies of this rank."""
-
     config: CheckpointConfig
     places: Places
     peers: Peers
@@ -309,7 +303,6 @@ class CopyProver:
         return self._fetch(copy, manifest, data, problem, members=parities)
 
     def _fetch_manifest(self, copy: Copy, target: Target) -> tuple[Manifest, bytes]:
-        """Have the writer get a checkpoint's manifest from another node; return it, checked, and its file content."""
         part = CopyKey(copy.generation, copy.attempt, 0, MANIFEST_PART)
         request = f.GetPart(key=part, target=target, timeout_s=self.config.replication_timeout)
         data = self.writer.ask(request, f.GotPart, timeout_s=self.config.save_timeout)[0].data
@@ -345,7 +338,6 @@ class CopyProver:
             raise
 
     def _hold(self, arena: Arena, copy: Copy, manifest: bytes) -> None:
-        """Have the writer keep a fetched shard as this node's memory copy."""
         try:
             if self.writer.outlives_worker:
                 self.writer.ask(f.PreparePart(key=self._key(copy), manifest=manifest), f.Done, timeout_s=OPEN_TIMEOUT_S)

@@ -108,7 +108,6 @@ class SaveHandle:
         return self._result
 
     def succeed(self, result: SaveResult) -> None:
-        """End the save as committed; later calls have no effect."""
         if self._first_end.acquire(blocking=False):
             self._result = result
             self._finished.set()
@@ -153,8 +152,6 @@ def wait_for_all(handles: Iterable[SaveHandle], timeout_s: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """One save, staged, or failed before that."""
-
     iteration: int
     attempt: SaveAttempt
     handle: SaveHandle
@@ -166,7 +163,6 @@ class Save:
     restored_from: int | None = None
     restored_attempt: str | None = None
     branch: Branch = UNKNOWN_BRANCH
-    """The branch that these processes save."""
     arena: Arena | None = None
     num_bytes: int = 0
     tensors: tuple[TensorSpan, ...] = ()
@@ -180,7 +176,6 @@ class Save:
     """Nothing is staged any more, since a newer save replaced this one."""
 
     def manifest_fields(self, places: Places) -> dict[str, Any]:
-        """Return the common fields of the manifests of all tiers."""
         return {
             "run": places.run,
             "topology": places.topology,

@@ -35,7 +35,6 @@ CHUNK_BYTES = 8 << 20
 ALIGNMENT = 4096
 DIGEST_BYTES = 8
 TREE = "outlast.tree"
-"""Name of the tensor that holds the plain values."""
 MAX_HEADER_BYTES = 1 << 30
 
 DTYPE_NAMES = {
@@ -59,7 +58,6 @@ DTYPE_NAMES = {
     "torch.uint8": "U8",
     "torch.bool": "BOOL",
 }
-"""Maps torch's names of element types to safetensors'."""
 ELEMENT_BYTES = {name: 1 if name == "BOOL" else int(re.findall(r"\d+", name)[0]) // 8 for name in DTYPE_NAMES.values()}
 """Bytes per element, by safetensors' name of the type, which contains its bits."""
 
@@ -76,15 +74,12 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorSpan(msgspec.Struct, frozen=True):
-    """A tensor of a shard, and its location."""
-
     name: str
     dtype: str
     """safetensors' name of the element type."""
     shape: tuple[int, ...]
     """Shape of this rank's part."""
     offset: int
-    """Offset in the file."""
     num_bytes: int
     global_shape: tuple[int, ...] = ()
     """Shape of the whole tensor; empty, like the next field, if unknown, as in a shard's header."""
@@ -139,7 +134,6 @@ class ShardLayout:
         given.
         """
         self.offsets: list[int] = []
-        """Offsets of the tensors, in that order, from the start of the data."""
         offset, entries = 0, {}
         for index in self.order:
             name, dtype, shape, num_bytes, _ = tensors[index]
@@ -281,15 +275,11 @@ Look = Callable[[memoryview, int], None]
 
 
 class Digested(NamedTuple):
-    """Digests of an image."""
-
     num_bytes: int
     chunks: tuple[str, ...]
     finite: bool = True
-    """Whether all examined numbers were finite."""
 
     def find_changed(self, image: memoryview, indices: Iterable[int]) -> list[int]:
-        """Return those of the given chunks of the image that have changed since."""
         with image[: self.num_bytes] as data:
             return [index for index in indices if self.chunks[index : index + 1] != (_digest(data, None, index),)]
 

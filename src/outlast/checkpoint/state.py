@@ -52,7 +52,6 @@ class NamedTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
-    """Shape of this rank's part."""
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
 
@@ -65,17 +64,14 @@ class FlatState:
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A flattened tensor subclass."""
-
     kind: str
-    """Module and name of the class."""
+    """Its class as ``module:name``."""
     dtype: torch.dtype
     """Element type that the subclass reports."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     context: Any
     parts: dict[str, Any]
-    """The inner tensors, by attribute."""
 
     def made(self) -> torch.Tensor:
         """Recreate the tensor.
@@ -363,7 +359,6 @@ class _Flattener:
 
 
 def _why_without_bytes(value: torch.Tensor) -> str | None:
-    """Return why a tensor has no bytes to save; ``None`` = it has."""
     if torch.nn.parameter.is_lazy(value):
         return "the parameter of a lazy module is not initialised yet; call the module once before the first save"
     if value.is_nested:

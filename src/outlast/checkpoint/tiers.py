@@ -80,8 +80,6 @@ class Restored:
 
 
 class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint in one place, with the ranks whose parts are there."""
-
     generation: int
     attempt: str
     restored_attempt: str | None
@@ -105,7 +103,6 @@ class _Listing(msgspec.Struct):
         other numbers of ranks. The one of the newest branch is first.
     """
     branch: Branch | None = None
-    """The branch of the first one."""
 
     def note_saved(self, manifest: Manifest | GlobalManifest, *, is_global: bool = False) -> None:
         point = SavedPoint(manifest.iteration, manifest.attempt, manifest.era, is_global)
@@ -131,7 +128,6 @@ class Table:
     """All copies, the same on all ranks."""
 
     copies: list[set[Copy]]
-    """Copies by rank."""
     lineage: dict[str, str | None]
     """Maps each attempt to the one that its processes had loaded."""
     world_sizes: dict[str, int]
@@ -140,7 +136,6 @@ class Table:
     members: dict[str, dict[int, str]] = field(default_factory=dict)
     """For each attempt, the ranks whose shard and parity are on the same node, and that node."""
     not_finite: set[tuple[int, str]] = field(default_factory=set)
-    """Iteration and attempt of the checkpoints that contain infinities or NaN."""
     seen: set[int] = field(default_factory=set)
     """Checkpoints that exist anywhere, intact or damaged."""
     is_durable: bool = True
@@ -149,7 +144,6 @@ class Table:
         the global tier, because it cannot be read, or by a copy that descends from a loaded checkpoint.
     """
     branches: Lineage = field(default_factory=Lineage)
-    """The branches of all checkpoints that exist anywhere."""
 
     def exclude_superseded(self) -> None:
         """Remove the copies of abandoned branches; add one rejection per checkpoint."""
@@ -229,7 +223,6 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, calls: Sto
 
 
 def _enter(table: Table, held: HeldGeneration, rank: int, places: Places, *, gives_copies: bool) -> None:
-    """Add a rank's own copies, and, if it leads its node, the node's copies of other ranks' shards."""
     if held.tier == Tier.GLOBAL:
         for copies in table.copies:
             copies.add(Copy(held.generation, held.attempt, Tier.GLOBAL))
@@ -252,7 +245,6 @@ def _note_members(table: Table, helds: list[HeldGeneration], node: str) -> None:
 
 
 def _enter_rebuildable(table: Table, held: HeldGeneration) -> None:
-    """Add copies that can be rebuilt since all other members of the group are present."""
     there = table.members.get(held.attempt, {})
     for group in set(held.groups.values()):
         for rank in group:
@@ -290,7 +282,6 @@ def _list(
     own: int,
     work: Callable[[_Listing, CallProgress], None],
 ) -> _Listing:
-    """List a directory; an error of the whole directory leaves one rejection."""
     found, progress = _Listing(), CallProgress()
     try:
         calls.run(url, partial(work, found, progress), operation="list", progress=progress)

@@ -45,22 +45,17 @@ MEMORY_RESERVE = 0.05
 
 @dataclass(slots=True, eq=False)
 class Image:
-    """One piece of shared memory."""
-
     fd: int
     num_bytes: int
     """Capacity; the content may be shorter."""
     rank: int | None
     """The rank that stages in it; ``None`` = it came from another node."""
     key: CopyKey | None = None
-    """Its content; ``None`` = nothing."""
     length: int = 0
-    """Bytes of its content."""
     kept: bool = False
     digested: Digested | None = None
     """Its digests when it was written to the node-local tiers; ``None`` = not written since it was last taken."""
     num_uses: int = 0
-    """Writes and transfers under way."""
     view: mmap.mmap | None = None
 
     @property
@@ -68,13 +63,11 @@ class Image:
         return os.fstat(self.fd).st_ino
 
     def map(self) -> mmap.mmap:
-        """Return its bytes, read-only; mapped once."""
         if self.view is None:
             self.view = mmap.mmap(self.fd, self.num_bytes, prot=mmap.PROT_READ)
         return self.view
 
     def close(self) -> None:
-        """Release the memory; other processes that have mapped it keep it."""
         os.close(self.fd)
         self.view = None
 
@@ -173,7 +166,6 @@ class Vault:
 
     @contextmanager
     def reading(self, image: Image) -> Iterator[memoryview]:
-        """Yield an image's bytes; it is not reused meanwhile."""
         with self._lock:
             image.num_uses += 1
         try:
@@ -186,7 +178,6 @@ class Vault:
     # -- the memory tier ---------------------------------------------------------------------------------------
 
     def prepare(self, key: CopyKey, manifest: bytes) -> None:
-        """Keep all parts of a checkpoint that the node has, in addition to those of older ones."""
         facts, _ = decode_manifest(manifest)
         with self._lock:
             self._generations.setdefault(key.generation, _MemoryGeneration(manifest, facts))
@@ -212,7 +203,6 @@ class Vault:
             self._drop_old()
 
     def drop(self, key: CopyKey) -> None:
-        """Free the image of a part that its rank found to be corrupt."""
         with self._lock:
             for image in list(self._images):
                 if image.key == key and image.rank is not None:
@@ -228,7 +218,6 @@ class Vault:
                     self._forget(image)
 
     def list(self) -> tuple[InMemory, ...]:
-        """Return the parts of prepared and committed checkpoints in memory."""
         with self._lock:
             return tuple(
                 InMemory(manifest=generation.manifest, parts=parts)
@@ -239,7 +228,6 @@ class Vault:
     # -- holdings: what comes from other nodes, and goes to them -----------------------------------------------
 
     def use_folder(self, path: str | None) -> None:
-        """Set the node's folder; ``None`` = there is no local tier."""
         with self._lock:
             self._folder = Directory(path) if path is not None else None
 
@@ -249,7 +237,6 @@ class Vault:
             return "the memory" if self._folder is None else self._folder.url
 
     def receive(self, key: CopyKey, num_bytes: int) -> _IncomingFile | _IncomingMemory:
-        """Make room for a part from another node; see :class:`~outlast.checkpoint.manifest.Holdings`."""
         if clean_name(key.attempt) != key.attempt:
             raise HoldingsError(f"{key.attempt!r} names no attempt")
         with self._lock:
@@ -263,7 +250,6 @@ class Vault:
             raise HoldingsError(f"no room for {num_bytes} bytes of rank {key.rank}: {error}") from error
 
     def open(self, key: CopyKey) -> tuple[int, int] | None:
-        """Return a readable descriptor and the bytes of a part; see :class:`~outlast.checkpoint.manifest.Holdings`."""
         with self._lock:
             folder = self._folder
             generation = self._generations.get(key.generation)
@@ -275,7 +261,6 @@ class Vault:
         return None if folder is None else _open_file(folder, key)
 
     def is_unchanged(self, key: CopyKey, fd: int) -> bool:
-        """Return whether a descriptor still shows its part; see :class:`~outlast.checkpoint.manifest.Holdings`."""
         inode = os.fstat(fd).st_ino
         with self._lock:
             # Anything else is an immutable file, or memory that is no longer staged in.
@@ -322,7 +307,6 @@ class Vault:
         return Image(fd, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, rank, length=num_bytes)
 
     def admit(self, image: Image, key: CopyKey) -> None:
-        """Add a received part, replacing an older copy of it."""
         with self._lock:
             for other in list(self._images):
                 if other.rank is None and other.key == key:
@@ -340,8 +324,6 @@ class Vault:
 
 
 class _IncomingFile:
-    """A part that is received into a file of an attempt's folder."""
-
     def __init__(self, path: Path, num_bytes: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._partial = path, path.with_name(f".{path.name}.partial")
@@ -375,8 +357,6 @@ class _IncomingFile:
 
 
 class _IncomingMemory:
-    """A part that is received into memory."""
-
     def __init__(self, vault: Vault, image: Image, key: CopyKey) -> None:
         self._vault, self._image, self._key, self._done = vault, image, key, False
         self.fd = image.fd
@@ -405,7 +385,6 @@ def _in_memory(data: bytes) -> tuple[int, int]:
 
 
 def _open_file(folder: Directory, key: CopyKey) -> tuple[int, int] | None:
-    """Open a part of a committed checkpoint on disk, if its attempt matches."""
     try:
         manifest, _ = folder.manifest(key.iteration)
     except CheckpointError:

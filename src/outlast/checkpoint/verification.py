@@ -77,12 +77,9 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """A defect of a file."""
-
     file: StoredFile
     error: CheckpointError | OSError
     chunk: int | None = None
-    """Number of the chunk; ``None`` = the file cannot be read."""
     contents: tuple[str, ...] = ()
     """Names of the tensors in that chunk."""
 
@@ -226,11 +223,8 @@ def check_origin(manifest: Manifest | GlobalManifest, *, iteration: int, run: st
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Content of a shard whose bytes were all compared with their digests."""
-
     spans: dict[str, TensorSpan]
     tree: bytes
-    """The plain values."""
     head_bytes: int
 
 
@@ -271,7 +265,6 @@ def shard_file(
 def _read_table(
     entry: ShardEntry, read: Callable[[int, int, memoryview], Iterable[memoryview]], room_bytes: int
 ) -> Mapping[str, TensorSpan]:
-    """Return a shard's tensors by its header; empty if that differs from the saved one."""
     room = memoryview(bytearray(room_bytes))
 
     def read_bytes(end: int) -> bytes:
@@ -454,8 +447,6 @@ def read_shard(
 
 @dataclass(frozen=True, slots=True)
 class BoundedReading:
-    """Limits the time that the reading of a file may make no progress."""
-
     calls: StorageCalls
     place: str
     path: str
@@ -535,7 +526,6 @@ def _prove_head(
 
 
 def _check_table(head: bytes, manifest: Manifest, rank: int) -> None:
-    """Check that a shard's header is the one that was saved. Raises: Corrupt."""
     if digest(head) != manifest.shards[rank].table:
         raise Corrupt("the header, which is the table of its tensors, differs from its digest")
 
@@ -581,7 +571,6 @@ class VerifiedFiles:
         self.folder = directory.folder(manifest.iteration) if folder is None else folder
         self._lock = threading.Lock()
         self.num_bytes_read = 0
-        """Bytes read from the place so far."""
 
     def stored(self, entry: FileEntry, index: int | None) -> StoredFile:
         """Return a file to verify.

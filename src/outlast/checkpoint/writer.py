@@ -74,8 +74,6 @@ class Calls:
 
 
 class Writer:
-    """Serve the workers of a node."""
-
     def __init__(self, vault: Vault) -> None:
         self._vault, self._calls = vault, Calls()
         self._lock = threading.Lock()
@@ -84,7 +82,6 @@ class Writer:
         self._replicator: Replicator | None = None
 
     def serve(self, connection: socket.socket) -> None:
-        """Serve one connection until its end. Thread: one per connection."""
         with MessageChannel[f.Request](connection, f.Request, max_bytes=f.MAX_MESSAGE_BYTES) as channel:
             try:
                 while (received := channel.receive_with_fds()) is not None:
@@ -103,7 +100,6 @@ class Writer:
                 return  # the worker is gone
 
     def _answer(self, request: f.Request, fd: int | None) -> tuple[f.Reply, int | None]:
-        """Execute a request; return the reply and a descriptor that goes with it."""
         try:
             match request:
                 case f.PingWriter():
@@ -273,7 +269,6 @@ def _needed(fd: int | None) -> int:
 
 
 def _sent(request: f.Write, chunks: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the digests of the bytes sent to each target, or to each holder of a block."""
     if not request.holders:
         return [chunks for _ in request.targets]
     return [chunks[block.start : block.stop] for block in blocks_of(request.num_bytes, len(request.holders))]

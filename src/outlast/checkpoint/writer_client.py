@@ -96,7 +96,6 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the current or last writer."""
         return self._process.pid
 
     def replace(self) -> None:
@@ -139,7 +138,7 @@ class WriterProcess:
         return ChildProcess("outlast.checkpoint.writer", *arguments, fds=[fd], own_session=False)
 
     def _watch(self) -> None:
-        """Reap the writer and start the next. Thread: the watcher's."""
+        """Thread: the watcher's."""
         while True:
             silence = self._wait_for_end()
             with self._lock:
@@ -170,7 +169,6 @@ class WriterProcess:
                 self._on_death(what)
 
     def _wait_for_end(self) -> WriterSilence | None:
-        """Wait until the writer has ended, or return how it stopped responding. Thread: the watcher's."""
         try:
             pings = WriterPings(self._process.pid, self.address, silent_s=self._silent_s)
         except OSError as error:
@@ -182,7 +180,6 @@ class WriterProcess:
             return pings.wait()
 
     def _end(self, process: ChildProcess, silence: WriterSilence | None) -> str:
-        """Reap a writer that ended, or kill one that does not respond; return a line for people."""
         name = f"the checkpoint writer of node {self._node}"
         if silence is None:
             return f"{name} (pid {process.pid}) ended: {describe_exit(process.wait())}"
@@ -232,7 +229,6 @@ class _SharedWriter:
 
 _sharing = threading.Lock()
 _shared: dict[int, _SharedWriter] = {}
-"""By :attr:`WriterTask.number`."""
 _numbers: set[int] = set()
 """Numbers of the clients in this process that need a duty."""
 

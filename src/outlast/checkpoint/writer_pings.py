@@ -40,7 +40,6 @@ _SLICE_S = 1.0
 class WriterSilence:
     silent_s: float
     process: str
-    """The process and its state."""
 
 
 class WriterPings:
@@ -108,7 +107,6 @@ class WriterPings:
                 return WriterSilence(silent_s, describe_stuck(self._pid))
 
     def _is_idle(self, before: Activity | None, activity: Activity | None) -> bool:
-        """Return whether the process is idle; a starting one may wait for a disk with its modules."""
         if activity is None:
             return False
         return activity.is_stopped or (self._has_responded and activity.is_idle_since(before))
