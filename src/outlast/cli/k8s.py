@@ -74,7 +74,6 @@ _OPTIONS: tuple[Option, ...] = (
     ("--working-dir", "DIR", "Where the script starts; default the image's."),
     ("--outlast", "COMMAND", "What is outlast in the image, such as 'uv run outlast'."),
 )
-"""Options of a manifest."""
 
 
 @k8s.command(
@@ -125,10 +124,10 @@ def _as_json(value: object) -> str:
 
 
 def _job_from(settings: dict[str, Any]) -> KubernetesJob:
-    """Make the job that options ask for; tell on standard error what may be meant otherwise.
+    """Make the job from options; print hints and warnings on standard error.
 
     Raises:
-        ConfigError: What `outlast run` or Kubernetes would refuse.
+        ConfigError: `outlast run` or Kubernetes would refuse a value.
     """
     from outlast.launch.options import check_values
 
@@ -162,11 +161,11 @@ def _job_from(settings: dict[str, Any]) -> KubernetesJob:
 
 _EXAMPLE = "--image registry/train:1 --run-claim runs"
 _CLEARLY_OURS = frozenset(["--image", "--run-claim", "--nnodes", "--gpus-per-node", "--run-key-secret"])
-"""Options that a training script hardly has itself."""
+"""Options that a training script is unlikely to have."""
 
 
 def _without_config(command: tuple[str, ...], config: str) -> list[str]:
-    """Return the words without ``--config``, whose file lies in the image alone."""
+    """Return the words without ``--config``, whose file is only in the image."""
     words = list(command)
     if f"--config={config}" in words:
         words.remove(f"--config={config}")

@@ -1,4 +1,4 @@
-"""``outlast report``: what happened in a run and what it cost; a page and a trace of it."""
+"""``outlast report``: the history and costs of a run, as text, a page and a trace."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _check(
 
 
 def _write(ledger: Ledger, run_dir: Path, wanted: dict[str, Path], named: set[str]) -> dict[str, Path]:
-    """Write the files; return those that could be. One whose place is the default may be left out, with a line."""
+    """Write the files; return those written. An unwritable file at a default path is left out, with a message."""
     from outlast.report.page import make_page
     from outlast.report.trace import make_trace
     from outlast.runtime.files import PRIVATE, write_atomically
@@ -93,7 +93,7 @@ def _write(ledger: Ledger, run_dir: Path, wanted: dict[str, Path], named: set[st
     for what, path in wanted.items():
         data = make_page(ledger, run_dir=run_dir) if what == "page" else make_trace(ledger)
         try:
-            write_atomically(path, data, mode=PRIVATE)  # it holds command lines and output
+            write_atomically(path, data, mode=PRIVATE)  # it contains command lines and output
         except OSError as error:
             if what in named:
                 option = "--html" if what == "page" else "--trace"
