@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 10.0
 AT_FAULT_FIRST_S = 5.0
-"""Seconds that ranks without a problem of their own wait before they fail."""
+"""Seconds that ranks which are not at fault wait before they fail."""
 _SLEEP_S = 0.1
 MIN_AGREEMENT_S = 3600.0
 """Shortest time limit of an agreement at a start: longer than any single rank's bounded wait."""
