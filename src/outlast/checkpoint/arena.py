@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import fcntl
 import logging
-import math
 import mmap
 import os
 import threading
@@ -293,7 +292,7 @@ def _runs(flat: FlatState, layout: ShardLayout) -> dict[torch.device, list[_Copy
     for index, offset in zip(layout.order, layout.offsets, strict=True):
         named = flat.tensors[index]
         before, kind = kind, (named.dtype, named.device)
-        end = offset + _num_bytes(named)
+        end = offset + named.tensor.nbytes
         name = named.name if end - offset > SMALL_BYTES else None
         if last and last.name is name is None and before == kind and last.end - last.begin < RUN_BYTES:
             last.indices.append(index)
@@ -302,10 +301,6 @@ def _runs(flat: FlatState, layout: ShardLayout) -> dict[torch.device, list[_Copy
             last = _CopyRun(offset, end, [index], name)
             found.setdefault(named.device, []).append(last)
     return found
-
-
-def _num_bytes(named: NamedTensor) -> int:
-    return math.prod(named.shape) * named.dtype.itemsize
 
 
 class Stager:
@@ -391,7 +386,7 @@ class Stager:
             self._key, self._entries = key, (-1, [])
             self._layout = ShardLayout(
                 [
-                    (named.name, _SHORT[named.dtype], named.shape, _num_bytes(named), named.dtype.itemsize)
+                    (named.name, _SHORT[named.dtype], named.shape, named.tensor.nbytes, named.dtype.itemsize)
                     for named in flat.tensors
                 ]
             )
@@ -405,7 +400,7 @@ class Stager:
         for device, runs in self._runs.items():
             if (copies := copies_of(device)) is not None:
                 late = [run for run in runs if run.name in deferred]
-                queue.add(copies, [run for run in runs if run.name not in deferred], late)
+                queue.runs.append((copies, [run for run in runs if run.name not in deferred], late))
                 continue
             for run in runs:
                 begin = run.begin + start
@@ -424,7 +419,7 @@ class Stager:
             entries = []
             for index, offset in zip(self._layout.order, self._layout.offsets, strict=True):
                 named = flat.tensors[index]
-                place = offset + start, _num_bytes(named)
+                place = offset + start, named.tensor.nbytes
                 entries.append(
                     TensorSpan(
                         named.name,
@@ -450,17 +445,15 @@ class _DeviceQueue:
     ) -> None:
         self._arena, self._tensors, self._start = arena, tensors, start
         self._helpers, self._limit_s = helpers, limit_s
-        self._runs: list[tuple[DeviceCopies, list[_CopyRun], list[_CopyRun]]] = []
+        self.runs: list[tuple[DeviceCopies, list[_CopyRun], list[_CopyRun]]] = []
+        """Immediate and deferred runs of each device."""
         self._num_begun = 0
         self._now: list[Copied] = []
         self.late: tuple[Future[Copied], ...] = ()
         """Deferred copies, queued by a helper thread, as queueing many takes a while."""
 
-    def add(self, copies: DeviceCopies, now: list[_CopyRun], late: list[_CopyRun]) -> None:
-        self._runs.append((copies, now, late))
-
     def begin(self) -> None:
-        for copies, now, _ in self._runs:
+        for copies, now, _ in self.runs:
             self._arena.pin(copies)
             if now:
                 self._num_begun += 1
@@ -474,7 +467,7 @@ class _DeviceQueue:
         """
         if not all(copied.wait(self._limit_s) for copied in self._now):
             raise _hanging(self._limit_s)
-        for copies, _, late in self._runs:
+        for copies, _, late in self.runs:
             if late:
                 self._num_begun += 1
                 self.late += (self._helpers.submit(copies.queue, self._pairs_of(late), copies.note_work()),)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.arena import SETTLE_S, Staged
-from outlast.checkpoint.state import FlatState
+from outlast.checkpoint.state import PLAIN_TYPES, FlatState
 from outlast.errors import CheckpointError
 from outlast.runtime.device import has_graphs, is_capturing
 from outlast.runtime.device_copies import copies_of
@@ -30,7 +30,7 @@ DEFERRABLE_BYTES = 1 << 20
 def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: FlatState) -> frozenset[str]:
     """Return the names of large tensors that only a ``step()`` of these optimizers changes."""
     late = {
-        tensor.data_ptr() if type(tensor) in _PLAIN else _address(tensor)
+        tensor.data_ptr() if type(tensor) in PLAIN_TYPES else _address(tensor)
         for optimizer in optimizers
         for tensor in _tensors_of(optimizer)
     }
@@ -134,12 +134,8 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for values in optimizer.state.values():
         if type(values) is dict or isinstance(values, Mapping):
             for value in values.values():
-                if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+                if type(value) in PLAIN_TYPES or isinstance(value, torch.Tensor):  # isinstance() is slower
                     yield value
-
-
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-"""Tested first, since there may be very many and ``isinstance`` is slower."""
 
 
 def _address(tensor: torch.Tensor) -> int:

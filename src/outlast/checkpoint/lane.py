@@ -95,17 +95,6 @@ class RankAnswer(SaveOutcome, frozen=True, kw_only=True, omit_defaults=True):
     iteration: int
 
 
-def check_answer(answer: A, rank: int, iteration: int) -> A:
-    """Return a rank's answer. Raises: CheckpointError, if it is an error or of another iteration."""
-    if answer.iteration != iteration:
-        raise CheckpointError(
-            f"rank {rank} saves iteration {answer.iteration} meanwhile; all ranks must save the same ones"
-        )
-    if answer.error is not None:
-        raise answer.failure(answer.error)
-    return answer
-
-
 class Turn(msgspec.Struct, frozen=True):
     ordinal: int
     iteration: int
@@ -458,7 +447,14 @@ class Lane(ABC):
     def _gather_answers(self, save: Save, name: str, mine: A, *, waits_for_all: bool = False) -> list[A]:
         """Gather all ranks' answers, see :meth:`_gather_up`. Raises: CheckpointError, if a rank reports an error."""
         gathered = self._gather_up(save, name, mine, range(self._world_size), waits_for_all=waits_for_all)
-        return [check_answer(answer, rank, save.iteration) for rank, answer in gathered]
+        for rank, answer in gathered:
+            if answer.iteration != save.iteration:
+                raise CheckpointError(
+                    f"rank {rank} saves iteration {answer.iteration} meanwhile; all ranks must save the same ones"
+                )
+            if answer.error is not None:
+                raise answer.failure(answer.error)
+        return [answer for _, answer in gathered]
 
     def _hold_claim(self) -> None:
         """Check that the directory is this run's, before data is written and again before the commit.
@@ -646,7 +642,10 @@ class RetryingLane(Lane):
                 while not self._stop.is_set() and (left_s := self._idle_s()) != 0.0:
                     self._changed.wait(left_s)
             if self._stop.is_set():
-                self._abandon()
+                with self._changed:
+                    abandoned, self._waiting = self._waiting, []
+                for save in abandoned:
+                    self._outcomes.failed(save, self.name, self._closing(save))
                 return None
             try:
                 self._renew_store()
@@ -667,12 +666,6 @@ class RetryingLane(Lane):
                 self._waiting = []
         for save in failed:
             self._outcomes.failed(save, self.name, error, is_retried=not is_left)
-
-    def _abandon(self) -> None:
-        with self._changed:
-            abandoned, self._waiting = self._waiting, []
-        for save in abandoned:
-            self._outcomes.failed(save, self.name, self._closing(save))
 
     def _idle_s(self) -> float | None:
         """Return the seconds without work; ``None`` = until a save comes. With ``_changed`` held."""

@@ -194,7 +194,9 @@ class NearLane(Lane):
             mine = described.failure
             if mine.error is None:
                 manifest = bytes(described.manifest)
-                facts = self._check_described(save, manifest)
+                facts, _ = decode_manifest(manifest)
+                if (facts.iteration, facts.attempt) != (save.iteration, str(save.attempt)):
+                    raise Untrusted(f"the manifest is of attempt {facts.attempt} at iteration {facts.iteration}")
                 is_finite, lacks_copies = facts.finite, not all(facts.num_copies)
                 self._place(save, manifest)
         except (OSError, CheckpointError) as failure:
@@ -212,12 +214,6 @@ class NearLane(Lane):
                 self._outcomes.report_committed(save.iteration, save.tiers & self.tiers - {Tier.REPLICA})
             self._post("outcome", outcome)
         return is_finite
-
-    def _check_described(self, save: Save, data: bytes) -> Manifest:
-        manifest, _ = decode_manifest(data)
-        if (manifest.iteration, manifest.attempt) != (save.iteration, str(save.attempt)):
-            raise Untrusted(f"the manifest is of attempt {manifest.attempt} at iteration {manifest.iteration}")
-        return manifest
 
     def _manifest(self, save: Save, answers: Sequence[ShardReady]) -> Manifest:
         replicates = self._replicates(save)

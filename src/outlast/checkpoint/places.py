@@ -340,7 +340,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         look.remove_probes()
     look.warn()
     nodes = _name_nodes(everyone, by_folder=local is not None)
-    leaders = tuple(_firsts(nodes))
+    leaders = tuple(sorted({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values()))
     targets = {}
     if replicates and len(leaders) > 1:
         targets = {
@@ -879,26 +879,9 @@ def _replication_key(config: CheckpointConfig, offers: Sequence[str]) -> bytes:
     Raises:
         ConfigError: The key file cannot be used, or the ranks have different run keys.
     """
-    if config.replication_key_file is not None:
-        return _read_key(config.replication_key_file)
-    keys = [accept_offer(offer, "replica port") for offer in offers]  # of all ranks: if one differs, all refuse
-    return keys[0]
-
-
-def home_digest(config: CheckpointConfig) -> str:
-    """Return a digest of the directories, different for sessions of one process with others; rank 0's counts."""
-    return hashlib.sha256(f"{config.directory}\0{config.local_directory}".encode()).hexdigest()[:16]
-
-
-def _firsts(nodes: Sequence[str]) -> Iterator[int]:
-    seen = set[str]()
-    for rank, node in enumerate(nodes):
-        if node not in seen:
-            seen.add(node)
-            yield rank
-
-
-def _read_key(path: str) -> bytes:
+    if (path := config.replication_key_file) is None:
+        keys = [accept_offer(offer, "replica port") for offer in offers]  # of all ranks: if one differs, all refuse
+        return keys[0]
     try:
         key = read_file(path, max_bytes=_MAX_KEY_BYTES, follows_links=True).strip()
     except OSError as error:
@@ -906,6 +889,11 @@ def _read_key(path: str) -> bytes:
     if len(key) < 16:
         raise ConfigError(f"replication_key_file={path!r} holds {len(key)} bytes; give at least 16 random ones")
     return key
+
+
+def home_digest(config: CheckpointConfig) -> str:
+    """Return a digest of the directories, different for sessions of one process with others; rank 0's counts."""
+    return hashlib.sha256(f"{config.directory}\0{config.local_directory}".encode()).hexdigest()[:16]
 
 
 def _write_probe(path: Path) -> None:
@@ -972,9 +960,8 @@ class Claims:
         Blocks: where only time can tell whether an owner on another machine is alive: 10 s, 50 s in an object store; up
             to ``response_timeout`` longer for each directory that does not respond.
         """
-        is_near_due, is_far_due = again or self._is_near_reachable, again or self._is_far_reachable
-        for claim, is_due in ((self.near, is_near_due), (self.far, is_far_due)):
-            if claim is None or not is_due:
+        for claim, is_reachable in ((self.near, self._is_near_reachable), (self.far, self._is_far_reachable)):
+            if claim is None or not (again or is_reachable):
                 continue
             try:
                 self._calls.run(claim.url, claim.acquire, operation="take the lease", progress=claim.progress)

@@ -194,7 +194,8 @@ class CheckpointRecovery:
             rejected = list(table.rejected)
             proven = self._agree(table, places, state, distrusted, rejected, kept, keeps_missing=keeps_missing)
             if proven is not None:
-                self._settle_memory(proven.point)
+                if places.memory:
+                    self._inform_writer(f.KeepPart, proven.point)
                 return proven, True
             if blocked := _blocked(rejected):
                 if self._is_new(table):
@@ -290,18 +291,8 @@ class CheckpointRecovery:
         waited_s = self._places.waited_s + wait.waited_s
         raise_outage(problem, waited_s, blamed, rank=self._peers.rank, node=self._places.node)
 
-    def _settle_memory(self, point: RecoveryPoint) -> None:
-        """Have the node's writer count the checkpoint as committed, and drop others that were only prepared."""
-        if not self._places.memory:
-            return
-        self._inform_writer(f.KeepPart, point)  # if this fails, the next save does it
-
-    def _drop_from_memory(self, copy: Copy) -> None:
-        if copy.tier != Tier.MEMORY or is_kept(copy):
-            return
-        self._inform_writer(f.DropPart, copy)  # if this fails, the next load finds it corrupt again
-
     def _inform_writer(self, request: type[f.KeepPart | f.DropPart], about: RecoveryPoint | Copy) -> None:
+        """Have the writer keep or drop this rank's part in memory; after an error, the next save or load does so."""
         part = CopyKey(about.generation, about.attempt, self._peers.rank)
         try:
             self._writer.ask(request(key=part), f.Done, timeout_s=OPEN_TIMEOUT_S)
@@ -440,14 +431,14 @@ class CheckpointRecovery:
             has_other_layout = any(vote.other_layout for vote in votes)
             for rank, rejection in against:
                 rejected.append(rejection)
-                if rank == self._peers.rank and rejection.kind == Corrupt.__name__:
-                    self._drop_from_memory(point.copies[rank])
+                copy = point.copies[rank]
+                if rank == self._peers.rank and rejection.kind == Corrupt.__name__ and copy.tier == Tier.MEMORY:
+                    self._inform_writer(f.DropPart, copy)
                 if not has_other_layout:
-                    refused[rank].add(point.copies[rank])
-                    if rejection.kind == Unavailable.__name__ and point.copies[rank].tier in (Tier.LOCAL, Tier.GLOBAL):
+                    refused[rank].add(copy)
+                    if rejection.kind == Unavailable.__name__ and copy.tier in (Tier.LOCAL, Tier.GLOBAL):
                         # The rank would wait as long for each older copy in the same place.
-                        tier = point.copies[rank].tier
-                        refused[rank] |= {copy for copy in table.copies[rank] if copy.tier == tier}
+                        refused[rank] |= {one for one in table.copies[rank] if one.tier == copy.tier}
             if has_other_layout:
                 # All ranks load their parts of the global copy together, or none does.
                 is_tried = point.attempt in resharded

@@ -103,18 +103,14 @@ class WriterPings:
             silent_s += passed_s
             before, activity = activity, read_activity(self._pid)
             idle_s = idle_s + passed_s if self._is_idle(before, activity) else 0.0
-            if self._is_too_long(silent_s, idle_s):
+            is_hung = silent_s >= self._silent_s and idle_s >= self._silent_s / 2
+            if is_hung or silent_s >= (BUSY_S if self._has_responded else START_S):
                 return WriterSilence(silent_s, describe_stuck(self._pid))
 
     def _is_idle(self, before: Activity | None, activity: Activity | None) -> bool:
         if activity is None:
             return False
         return activity.is_stopped or (self._has_responded and activity.is_idle_since(before))
-
-    def _is_too_long(self, silent_s: float, idle_s: float) -> bool:
-        if silent_s >= self._silent_s and idle_s >= self._silent_s / 2:
-            return True
-        return silent_s >= (BUSY_S if self._has_responded else START_S)
 
     def _send(self) -> bool:
         try:

@@ -103,11 +103,6 @@ def ending_on_signals() -> Iterator[None]:
 _NOT_ASCII = re.compile(r"[^\n -~]")
 
 
-def ascii_json(text: str) -> str:
-    """Return characters as JSON escapes them."""
-    return json.dumps(text)[1:-1]
-
-
 @contextmanager
 def failing_in_one_line(what: str = "", *errors: type[Exception]) -> Iterator[None]:
     """End the command with one line and exit code 1 for an ``OutlastError``, or one of ``errors``.
@@ -129,7 +124,7 @@ def print_json(value: object, *, on_one_line: bool = False) -> None:
 
     data = msgspec.json.encode(value)
     text = (data if on_one_line else msgspec.json.format(data, indent=2)).decode()
-    click.echo(_NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else ascii_json(found[0]), text))
+    click.echo(_NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text))
 
 
 def echo(*lines: str, err: bool = False) -> None:

@@ -56,7 +56,12 @@ def report(
     named = {name for name, path in (("page", html), ("trace", trace)) if path is not None}
     written = _write(ledger, Path(run_dir), wanted, named)
     if as_json:
-        _print_json(ledger, with_segments=segments)
+        import msgspec
+
+        fields = msgspec.structs.asdict(ledger)
+        if not segments:
+            del fields["segments"]
+        print_json(fields)
         return int(ExitReason.FINISHED)
     from outlast.report.summary import list_files, render_to_console
 
@@ -110,12 +115,3 @@ def _write(ledger: Ledger, run_dir: Path, wanted: dict[str, Path], named: set[st
             err=True,
         )
     return written
-
-
-def _print_json(ledger: Ledger, *, with_segments: bool) -> None:
-    import msgspec
-
-    fields = msgspec.structs.asdict(ledger)
-    if not with_segments:
-        del fields["segments"]
-    print_json(fields)
