@@ -232,12 +232,9 @@ class Staged:
         self._versions.compare()
 
     def finish(self) -> None:
-        """Wait until everything is copied, and check that nothing changed meanwhile.
+        """Wait until everything is copied, and check that nothing changed. Thread: any. Blocks: as :meth:`wait`.
 
-        Raises:
-            CheckpointError: A device hangs, and the arena is lost; or a tensor changed during its copy.
-
-        Thread: any. Blocks: up to the rest of one memory copy.
+        Raises: CheckpointError, when a device hangs (the arena is lost), or a tensor changed during its copy.
         """
         self.wait()
         if (name := self._versions.compare()) is not None:
@@ -460,10 +457,8 @@ class _DeviceQueue:
                 self._now.append(copies.queue(self._pairs_of(now), copies.note_work()))
 
     def finish(self) -> None:
-        """Wait for the immediate copies, then have a helper queue the deferred ones (both need the GIL).
-
-        Raises:
-            CheckpointError: A device hangs.
+        """Wait for the immediate copies, then have a helper queue the others (both need the GIL). Raises:
+        CheckpointError.
         """
         if not all(copied.wait(self._limit_s) for copied in self._now):
             raise _hanging(self._limit_s)

@@ -96,12 +96,8 @@ class CopyGuard:
             self._newest = staged
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Wait for all copies that are under way.
-
-        Raises:
-            CheckpointError: A device hangs.
-
-        Blocks: up to the rest of one memory copy.
+        """Wait for all copies under way. Raises: CheckpointError, when a device hangs. Blocks: up to the rest of one
+        copy.
         """
         with self._lock:
             under_way, self._under_way = self._under_way, []

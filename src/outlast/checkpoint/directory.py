@@ -150,10 +150,8 @@ class ClaimedPlace(ABC):
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def hint(self) -> str | None:
-        """Return the run that ``run.json`` names; ``None`` = missing or unreadable.
-
-        Raises:
-            OSError: The place does not respond, so that its run is unknown.
+        """Return the run that ``run.json`` names; ``None`` = missing or unreadable. Raises: OSError, if the place is
+        down.
         """
         try:
             return decode_hint(self.read(RUN))
@@ -216,11 +214,7 @@ def look_at(place: ClaimedPlace) -> DirectoryContent:
 
 
 def owner_of(place: ClaimedPlace) -> DirectoryRun | None:
-    """Return the run that a directory belongs to, by its manifests and hint; ``None`` = no owner.
-
-    Raises:
-        CheckpointError: An object store does not respond.
-    """
+    """Return the run that owns a directory, by its manifests and hint; ``None`` = no owner. Raises: CheckpointError."""
     return find_owner(place.hint(), place.named_runs())
 
 
@@ -663,11 +657,7 @@ def _age_ns(path: Path) -> int:
 
 class Directory(GenerationFolder):
     def manifest(self, iteration: int) -> tuple[Manifest, str]:
-        """Read a checkpoint's manifest; return it and its SHA-256.
-
-        Raises:
-            CheckpointError: It is missing or not trustworthy.
-        """
+        """Return a checkpoint's manifest and its SHA-256. Raises: CheckpointError, when it is missing or invalid."""
         path = self.generation(iteration) / MANIFEST
         try:
             data = read_file(path)

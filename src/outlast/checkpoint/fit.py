@@ -20,11 +20,7 @@ _MAX_LISTED = 20
 
 
 def check_layouts(tree: bytes, live: Mapping[str, Any]) -> None:
-    """Check that a tree's tensors have the same distributed layouts as those of the captured live state, where present.
-
-    Raises:
-        OtherLayout: A layout differs.
-    """
+    """Check that a tree's tensors are distributed as those of the captured live state. Raises: OtherLayout."""
     saved = layouts_of(tree)
     if not any(saved.values()) and not meshes_of(live):
         return
@@ -44,11 +40,7 @@ KEEP_HINT = (
 
 
 def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state", *, keeps_missing: bool = False) -> None:
-    """Check that a saved state can be loaded into the live one.
-
-    Raises:
-        Mismatch: Something is missing or has another shape; nothing was changed.
-    """
+    """Check that a saved state fits the live one. Raises: Mismatch, before anything is changed."""
     if not isinstance(saved, dict):
         raise Mismatch(f"{path} was saved as a {type(saved).__name__}, not as a mapping")
     missing = [str(name) for name, value in live.items() if name not in saved and not may_be_absent(value)]
@@ -70,11 +62,7 @@ def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state", *, keeps
 
 
 def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Load a saved state that fits: in place, or, for plain values where that is impossible, by replacing them.
-
-    Raises:
-        Mismatch: A ``load_state_dict`` refused the saved state.
-    """
+    """Load a saved state that fits, in place where possible. Raises: Mismatch, when a ``load_state_dict`` refuses it."""
     for name, value in live.items():
         if name not in saved:
             continue  # check_fit() accepted it

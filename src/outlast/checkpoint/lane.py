@@ -293,12 +293,7 @@ class Lane(ABC):
 
     @staticmethod
     def _check_staged(save: Save) -> Arena:
-        """Return the memory of a save, once everything is copied there.
-
-        Raises:
-            Unstaged: Nothing was staged.
-            Replaced: A newer save has replaced it.
-        """
+        """Return the memory of a save, once it is fully copied. Raises: Unstaged, or Replaced by a newer save."""
         if save.arena is None:
             raise (Replaced if save.is_replaced else Unstaged)(save.error or "nothing was staged")
         if save.guard is not None:
@@ -457,9 +452,8 @@ class Lane(ABC):
         return [answer for _, answer in gathered]
 
     def _hold_claim(self) -> None:
-        """Check that the directory is this run's, before data is written and again before the commit.
-
-        Raises: DirectoryRefused, when it is another run's.
+        """Check that the directory is this run's, before data is written and before the commit. Raises:
+        DirectoryRefused.
         """
         if self._claim is not None:
             self._claim.hold()
@@ -472,11 +466,7 @@ class Lane(ABC):
         return f"{self._describe_rank(rank)}{f' ({folder})' if folder else ''}"
 
     def _conclude(self, save: Save, what: str, *, is_limited: bool = True) -> SaveOutcome:
-        """Wait for the outcome that rank 0 posts, and return it.
-
-        Raises:
-            CheckpointError: The save failed; the same on all ranks, unless the ranks' store is gone.
-        """
+        """Wait for rank 0's outcome. Raises: CheckpointError, the same on all ranks unless the ranks' store is gone."""
         poll_s = self._poll_s(self._world_size)
         outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S, poll_s=poll_s, is_limited=is_limited)
         self._is_decided = True

@@ -27,11 +27,7 @@ def is_distributed(value: Any) -> bool:
 
 
 def describe_layout(value: Any, path: str) -> Layout:
-    """Describe a distributed tensor's layout.
-
-    Raises:
-        CheckpointError: A placement that cannot be saved.
-    """
+    """Describe a distributed tensor's layout. Raises: CheckpointError, when its placement cannot be saved."""
     placements: list[Any] = []
     for placement in value.placements:
         match type(placement).__name__:
@@ -101,11 +97,7 @@ def _chunks(rows: Any, count: int) -> list[Any]:
 
 
 def distribute(local: torch.Tensor, layout: Layout, meshes: Sequence[Any]) -> torch.Tensor:
-    """Create the distributed tensor whose part on this rank is ``local``.
-
-    Raises:
-        OtherLayout: No given mesh matches the saved one.
-    """
+    """Create the distributed tensor whose local part is given. Raises: OtherLayout, when no mesh matches the saved one."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -570,11 +570,7 @@ class CheckpointEngine:
         lanes[0].submit(save)
 
     def _wanted_tiers(self, tiers: Collection[str] | None) -> frozenset[Tier]:
-        """Return the configured ones of the requested tiers; ``None`` = all.
-
-        Raises:
-            ConfigError: There is no such tier, or none of them is configured.
-        """
+        """Return the configured ones of the requested tiers; ``None`` = all. Raises: ConfigError, when there are none."""
         there = self._places.tiers
         if tiers is None:
             return there

@@ -104,14 +104,7 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @classmethod
     def of(cls, rank: int, image: memoryview, chunks: Iterable[str], *, finite: bool) -> ShardEntry:
-        """Return the entry of a shard.
-
-        Args:
-            chunks: xxh3_64 of every 8 MiB, hexadecimal.
-
-        Raises:
-            Corrupt: The image is not a shard.
-        """
+        """Return the entry of a shard with these digests of every 8 MiB. Raises: Corrupt, when it is not a shard."""
         with head_of(image) as head:
             table = digest(head)
         return cls(rank=rank, num_bytes=len(image), digests=pack_digests(chunks), table=table, finite=finite)
@@ -163,15 +156,7 @@ def topology_digest(world_size: int) -> str:
 
 
 def decode_manifest(data: bytes) -> tuple[Manifest, str]:
-    """Read a manifest's file.
-
-    Returns:
-        The manifest and its SHA-256.
-
-    Raises:
-        Corrupt: It is not a manifest, or was changed after it was written.
-        Untrusted: A later version of this package wrote it, or one that is too old.
-    """
+    """Return the manifest in a file's content, and its SHA-256. Raises: Corrupt, Untrusted; see :func:`unseal`."""
     manifest, sha256 = unseal(data, Manifest, schema=SCHEMA, oldest=SCHEMA)
     for rank, shard in enumerate(manifest.shards):
         if shard.rank != rank or len(shard.digests) != DIGEST_BYTES * num_chunks(shard.num_bytes):
@@ -224,11 +209,7 @@ class Holdings(Protocol):
         """Place of parts from other nodes, for people: a folder, or the memory."""
 
     def receive(self, key: CopyKey, num_bytes: int) -> Incoming:
-        """Make room for a part; an existing one is replaced once the new one is kept.
-
-        Raises:
-            HoldingsError: There is no room, or no parts are kept here.
-        """
+        """Make room for a part; keeping it replaces an existing one. Raises: HoldingsError, when there is no room."""
 
     def open(self, key: CopyKey) -> tuple[int, int] | None:
         """Return a readable descriptor, which the caller closes, and the bytes of a part; ``None`` = not here."""

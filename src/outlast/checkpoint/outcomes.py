@@ -156,11 +156,7 @@ class Outcomes:
             self._under_way[save.attempt.ordinal] = _SaveUnderWay(set(lanes), set(lanes))
 
     def committed(self, save: Save, lane: str, tiers: frozenset[Tier], failures: tuple[CopyOutcome, ...] = ()) -> None:
-        """Record that a lane has committed a save.
-
-        Args:
-            tiers: Tiers that the save is committed to now; empty = it was in all of the lane's before.
-        """
+        """Record that a lane has committed a save to ``tiers``; empty = it was in all of the lane's before."""
         for failure in failures:  # warned of once until the partner accepts a copy again
             if failure.is_new:
                 log.warning("no copy on node %s: %s; saves continue without it", failure.node, failure.error)

@@ -105,14 +105,7 @@ class Peers:
         return [from_json(one, kind) for one in everyone]
 
     def find_first(self, text: str) -> str:
-        """Return, on all ranks, the non-empty text of the lowest rank that has one; empty if none has.
-
-        Raises:
-            PeerLost: A peer left, or did not respond in time.
-
-        Collective: all ranks.
-        Blocks: until all ranks have called it.
-        """
+        """Return, on all ranks, the first non-empty text by rank, else an empty one. Raises, blocks: as :meth:`gather`."""
         return text if self._group is None else self._exchange(find_first, text.encode()).decode()
 
     def _exchange(self, exchange: Callable[[ProcessGroup, bytes], R], data: bytes) -> R:
@@ -423,11 +416,7 @@ def raise_outage(problem: str, waited_s: float, blamed: Sequence[int], *, rank: 
 
 
 def _check_usable(config: CheckpointConfig, everyone: Sequence[_RankView], *, is_remote: bool) -> None:
-    """Check, if there are no checkpoints yet, that each rank has a usable directory.
-
-    Raises:
-        Unavailable: A directory is invalid, or a rank has no directory that can be written.
-    """
+    """Check, if there are no checkpoints yet, that each rank has a usable directory. Raises: Unavailable."""
     of_local = [one.local.unwritable or one.local.error for one in everyone]
     why = _global_error(everyone)
     if why is None and config.directory is not None and (config.local_directory is None or any(of_local)):
@@ -480,14 +469,7 @@ class _PlacesLook:
         return self.directory is not None and (self.peers.rank == 0 or self.place.local_rank == 0)
 
     def gather_views(self) -> list[_RankView]:
-        """Return every rank's view.
-
-        Raises:
-            PeerLost: A peer is gone.
-
-        Collective: all ranks.
-        Blocks: up to ``response_timeout`` for each place.
-        """
+        """Return every rank's view. Raises: PeerLost. Collective. Blocks: up to ``response_timeout`` for each place."""
         self._view = view = _RankView(node=self.place.node, ranks=[self.peers.rank], looks=self._looks)
         if self.local is not None and self._probe is not None:
             view.folder = self.local.url if self.place.local_rank == 0 else ""
@@ -765,12 +747,7 @@ _NOTHING = (-1, "")
 
 
 def _find_newest(directory: GlobalDirectory) -> tuple[int, str]:
-    """Return the newest checkpoint in a directory: its iteration, and the run that saved it.
-
-    Raises:
-        CheckpointError: An object store cannot be read.
-        OSError: A folder cannot be read.
-    """
+    """Return iteration and run of the newest checkpoint in a directory. Raises: CheckpointError, OSError."""
     generations = directory.generations()
     for iteration in generations:
         with contextlib.suppress(FileNotFoundError):  # in an object store: a save under way
@@ -838,11 +815,7 @@ def _name_places(config: CheckpointConfig) -> str:
 
 
 def _check_same_places(kinds: Sequence[str]) -> None:
-    """Check that all ranks are configured with the same kinds of directories, else they would wait for each other.
-
-    Raises:
-        ConfigError: The settings of the ranks differ.
-    """
+    """Check that all ranks use the same kinds of directories: others would wait for each other. Raises: ConfigError."""
     others = {kind: rank for rank, kind in reversed(list(enumerate(kinds))) if kind != kinds[0]}
     if others:
         kind, rank = min(others.items(), key=lambda one: one[1])
@@ -874,11 +847,7 @@ def _name_nodes(everyone: list[_RankView], *, by_folder: bool) -> tuple[str, ...
 
 
 def _replication_key(config: CheckpointConfig, offers: Sequence[str]) -> bytes:
-    """Return the key of the port that receives copies, from all ranks' offers.
-
-    Raises:
-        ConfigError: The key file cannot be used, or the ranks have different run keys.
-    """
+    """Return the key of the port for copies. Raises: ConfigError, when its file is unusable, or run keys differ."""
     if (path := config.replication_key_file) is None:
         keys = [accept_offer(offer, "replica port") for offer in offers]  # of all ranks: if one differs, all refuse
         return keys[0]
@@ -897,11 +866,7 @@ def home_digest(config: CheckpointConfig) -> str:
 
 
 def _write_probe(path: Path) -> None:
-    """Write and sync enough bytes to detect a full disk.
-
-    Raises:
-        OSError: The folder cannot be written, or its disk is full.
-    """
+    """Write and sync enough bytes to detect a full disk. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(path, "wb") as file:

@@ -82,11 +82,7 @@ class ProvenGeneration:
     """
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load the checkpoint into a state that it fits, and release it.
-
-        Raises:
-            CheckpointError: A file changed since its verification, and ``state`` is unusable.
-        """
+        """Load and release the checkpoint. Raises: CheckpointError, when a file changed; ``state`` is then unusable."""
         try:
             random = self.copy.restore(state)
         finally:
@@ -304,11 +300,7 @@ class CheckpointRecovery:
     ) -> ProvenGeneration | None:
         """Verify the save for diagnosis of ``iteration``; ``None`` when not all ranks have it.
 
-        Raises:
-            CheckpointError: It does not fit the live state.
-            PeerLost: A peer left.
-
-        Collective: all ranks.
+        Raises: CheckpointError, when it does not fit the live state; PeerLost. Collective: all ranks.
         """
         committed = self.committed(iteration, distrusted)
         places = self._places
@@ -330,13 +322,7 @@ class CheckpointRecovery:
         return None if proven is None else dataclasses.replace(proven, committed=committed)
 
     def committed(self, newest: int, distrusted: Sequence[Distrusted]) -> Committed:
-        """Return the checkpoints up to ``newest`` in this run's directories that all ranks could load.
-
-        Raises:
-            PeerLost: A peer left.
-
-        Collective: all ranks.
-        """
+        """Return the committed checkpoints up to ``newest`` that all ranks could load. Raises: PeerLost. Collective."""
         table = self._gather(self._places)
         self.branches = table.branches
         return _committed(table, _distrusted_copies(table, distrusted), newest)

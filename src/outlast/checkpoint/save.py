@@ -114,11 +114,7 @@ class SaveHandle:
             self._settled.set()
 
     def fail(self, error: CheckpointError, *, is_retried: bool = False) -> None:
-        """End the save as failed; later calls have no effect.
-
-        Args:
-            is_retried: A tier still retries it: :meth:`settle` follows.
-        """
+        """End the save as failed, unless it has ended; with ``is_retried``, :meth:`settle` follows."""
         if self._first_end.acquire(blocking=False):
             self._error = error
             self._finished.set()
@@ -133,13 +129,7 @@ class SaveHandle:
 
 
 def wait_for_all(handles: Iterable[SaveHandle], timeout_s: float) -> None:
-    """Wait until each save is committed or has failed; errors remain in the handles.
-
-    Raises:
-        DeadlineExceeded: A save is still under way.
-
-    Blocks: up to ``timeout_s``.
-    """
+    """Wait until each save is committed or has failed. Raises: DeadlineExceeded. Blocks: up to ``timeout_s``."""
     end_ns = clock.now_ns() + int(timeout_s * 1e9)
     for handle in handles:
         try:

@@ -179,11 +179,7 @@ def _head_bytes(begin: bytes | memoryview, size: int) -> int:
 
 
 def read_header(head: memoryview, size: int) -> tuple[Identity, dict[str, TensorSpan]]:
-    """Parse the head of a shard; every field is checked against the file's size.
-
-    Raises:
-        Corrupt: It is not a shard that outlast wrote.
-    """
+    """Parse the head of a shard, checking every field. Raises: Corrupt, when outlast did not write it."""
     try:
         header = parse_json(bytes(head[8:]))
         identity = from_json(header.pop("__metadata__")["outlast"], Identity)
@@ -253,11 +249,7 @@ class Numbers:
         self._ends = [end for _, _, end in self._spans]
 
     def are_finite(self, piece: memoryview, start: int) -> bool:
-        """Return whether no number in a piece of the image is infinite or NaN.
-
-        Args:
-            start: Offset of the piece; it must not begin or end inside a number.
-        """
+        """Return whether a piece at offset ``start``, which splits no number, is free of infinities and NaN."""
         end = start + len(piece)
         for dtype, first, last in self._spans[bisect_right(self._ends, start) :]:
             if first >= end:
@@ -285,11 +277,7 @@ class Digested(NamedTuple):
 
 
 def digest_image(image: memoryview, *, look: Look | None = None) -> tuple[str, ...]:
-    """Return the digest of every chunk.
-
-    Args:
-        look: Called with each piece of the image and its offset, while it is in the cache; by several threads.
-    """
+    """Return every chunk's digest; several threads call ``look`` with each piece and its offset while it is cached."""
     digest_chunk, count = partial(_digest, image, look), num_chunks(len(image))
     if count < 2:
         return tuple(map(digest_chunk, range(count)))

@@ -74,11 +74,7 @@ class Wrapped:
     parts: dict[str, Any]
 
     def made(self) -> torch.Tensor:
-        """Recreate the tensor.
-
-        Raises:
-            CheckpointError: This process does not know the class, or the class refuses its parts.
-        """
+        """Recreate the tensor. Raises: CheckpointError, when its class is unknown or refuses the parts."""
         kind = self._find_kind()
         try:
             made = kind.__tensor_unflatten__(self.parts, self.context, torch.Size(self.shape), self.stride)
@@ -88,11 +84,7 @@ class Wrapped:
         return cast(torch.Tensor, made)
 
     def outline(self) -> torch.Tensor:
-        """Return a plain tensor of the reported shape and type, which takes no memory.
-
-        Raises:
-            CheckpointError: This process does not know the class.
-        """
+        """Return a plain tensor of that shape and type without memory. Raises: CheckpointError, for an unknown class."""
         self._find_kind()  # before anything live is overwritten
         return torch.empty((), dtype=self.dtype).expand(self.shape)
 
@@ -135,11 +127,7 @@ def without_collection() -> Iterator[None]:
 
 
 def capture(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with every stateful value replaced by its ``state_dict()``.
-
-    Raises:
-        CheckpointError: It contains itself, or is nested too deeply.
-    """
+    """Replace stateful values by their ``state_dict()``. Raises: CheckpointError, when they are nested too deeply."""
     try:
         return {name: _capture(value, 1) for name, value in state.items()}
     except _TooDeepError:
@@ -533,12 +521,7 @@ def _dtype(name: str) -> torch.dtype:
 
 @reading_tree()
 def layouts_of(tree: bytes) -> dict[str, Layout | None]:
-    """Return the layout of each tensor of a tree that :func:`flatten` made, ``None`` for tensors that are not
-    distributed.
-
-    Raises:
-        CheckpointError: The tree is malformed.
-    """
+    """Return the layout of each tensor of a tree; ``None`` = not distributed. Raises: CheckpointError, if malformed."""
     found: dict[str, Layout | None] = {}
 
     def visit(node: Any) -> None:

@@ -350,11 +350,7 @@ def _list_global(mine: _Listing, progress: CallProgress, *, directory: GlobalDir
 
 
 def check_manifest(manifest: Manifest, places: Places) -> None:
-    """Check that a checkpoint of memory, local tier or replica belongs to these ranks.
-
-    Raises:
-        Untrusted: It does not.
-    """
+    """Check that a memory, local or replica checkpoint belongs to these ranks. Raises: Untrusted."""
     world_size = len(places.nodes)
     if manifest.run != places.run:
         raise Untrusted(f"belongs to run {manifest.run}, this directory to run {places.run}")

@@ -152,11 +152,7 @@ class Vault:
             return image
 
     def image_of(self, fd: int) -> Image:
-        """Return the image that a descriptor refers to.
-
-        Raises:
-            HoldingsError: The memory is not this writer's.
-        """
+        """Return the image that a descriptor refers to. Raises: HoldingsError, when the memory is not this writer's."""
         inode = os.fstat(fd).st_ino
         with self._lock:
             for image in self._images:

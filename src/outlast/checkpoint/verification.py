@@ -204,14 +204,7 @@ class _StoppedError(Exception):
 
 
 def check_origin(manifest: Manifest | GlobalManifest, *, iteration: int, run: str | None) -> None:
-    """Check that a manifest belongs to the checkpoint whose folder contains it.
-
-    Args:
-        run: The run that owns the directory; ``None`` = unknown.
-
-    Raises:
-        Untrusted: It belongs to another.
-    """
+    """Check a manifest's iteration, and its run unless the directory's is unknown (``None``). Raises: Untrusted."""
     if run is not None and manifest.run != run:
         raise Untrusted(f"belongs to run {manifest.run}, its directory to run {run}")
     if manifest.iteration != iteration:
@@ -238,11 +231,7 @@ def shard_file(
     spans: Mapping[str, TensorSpan] | None = None,
     takes: Callable[[int], bool] = lambda _: False,
 ) -> StoredFile:
-    """Return a rank's shard as a file to verify; see :class:`StoredFile`.
-
-    Args:
-        spans: Its tensors; ``None`` = its header is read if there is a flaw.
-    """
+    """Return a rank's shard as a file to verify; without ``spans``, its header is read after a flaw."""
 
     def contents() -> list[tuple[str, int, int]]:
         found = _read_table(entry, read, room_bytes) if spans is None else spans
@@ -285,13 +274,9 @@ def read_path(path: Path, start: int, end: int, room: memoryview) -> Iterator[me
 
 
 def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = False) -> None:
-    """Check without its data that a file can be a rank's shard of a checkpoint.
+    """Check a file's size as that of a rank's shard; if it differs, or with ``read_head``, check its header.
 
-    Args:
-        read_head: Whether the header is read even if the length is right.
-
-    Raises:
-        CheckpointError: It is missing, torn, or another one.
+    Raises: CheckpointError, when it is missing, torn, or another one.
     """
     try:
         with open(open_file(path), "rb", buffering=0) as file:
@@ -531,11 +516,7 @@ def _check_table(head: bytes, manifest: Manifest, rank: int) -> None:
 
 
 def _check_spans(spans: dict[str, TensorSpan], *, start: int, size: int) -> None:
-    """Check that the tensors fill the file without gaps, and that their sizes match their shapes.
-
-    Raises:
-        Corrupt: They do not.
-    """
+    """Check that the tensors fill the file without gaps, and match their shapes. Raises: Corrupt."""
     unknown = {span.dtype for span in spans.values()} - set(ELEMENT_BYTES)
     if unknown or TREE not in spans:
         raise Corrupt(f"has no {TREE}, or elements of unknown types {sorted(unknown)}")
@@ -573,11 +554,7 @@ class VerifiedFiles:
         self.num_bytes_read = 0
 
     def stored(self, entry: FileEntry, index: int | None) -> StoredFile:
-        """Return a file to verify.
-
-        Args:
-            index: Its number among the manifest's files; ``None`` = not one of them.
-        """
+        """Return a file to verify; ``index`` is its number in the manifest, if it has one."""
         return StoredFile(
             name=f"{self.folder}/{entry.name}",
             num_bytes=entry.num_bytes,
@@ -591,11 +568,7 @@ class VerifiedFiles:
         return VerifiedFile(self.stored(self.manifest.files[index], index))
 
     def bounded(self, work: Callable[[], R]) -> R:
-        """Return the result of ``work()``, which reads these files.
-
-        Raises:
-            Unavailable: No byte arrived within the calls' timeout.
-        """
+        """Return the result of ``work()``, which reads these files. Raises: Unavailable, when no byte arrives in time."""
         if self._calls is None:
             return work()
         url = self.directory.url
@@ -604,10 +577,7 @@ class VerifiedFiles:
         )
 
     def warn_of_metadata(self) -> None:
-        """Log a damaged ``.metadata``, which only other readers of the format need.
-
-        Blocks: while it is read.
-        """
+        """Log a damaged ``.metadata``, which only other readers of the format need. Blocks: while it is read."""
         if (entry := self.manifest.metadata) is None:
             return
         name = f"{self.folder}/{entry.name}"

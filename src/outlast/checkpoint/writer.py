@@ -51,11 +51,7 @@ class Calls:
 
     @contextlib.contextmanager
     def into(self, directory: str, limit_s: float) -> Iterator[None]:
-        """Access a directory in the body, for which the caller waits at most ``limit_s``.
-
-        Raises:
-            CheckpointError: An earlier call is still under way there, and its caller has stopped waiting.
-        """
+        """Access a directory in the body. Raises: CheckpointError, while an earlier call there exceeds its ``limit_s``."""
         now_ns = clock.now_ns()
         call = now_ns, now_ns + int(limit_s * 1e9)
         with self._lock:
@@ -183,13 +179,10 @@ class Writer:
         return f.Written(chunks=chunks, finite=finite, num_copies=num_copies, failures=tuple(failures))
 
     def _digest_and_write(self, request: f.Write, data: memoryview, known: Digested | None) -> Digested:
-        """Return the digests, and whether all numbers are finite.
+        """Return the digests, and whether all numbers are finite; ``known`` is another lane's result for the same
+        shard.
 
-        Args:
-            known: Another lane's result for the same shard; ``None`` = none yet.
-
-        Raises:
-            Corrupt: The shard has changed since.
+        Raises: Corrupt, when the shard has changed since.
         """
         numbers, infinite = Numbers(request.numbers), threading.Event()
 

@@ -296,11 +296,7 @@ class WriterClient:
         """
 
     def start(self) -> None:
-        """Have the node's agent process start a writer, if needed and none runs.
-
-        Raises:
-            CheckpointError: The system cannot start a process.
-        """
+        """Have the node's agent process start a writer if none runs. Raises: CheckpointError, when it cannot."""
         with self._lock:
             if self.outlives_worker or self._closed or (self._duty is not None and not _is_readable(self._duty.line)):
                 return
