@@ -62,7 +62,7 @@ def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state", *, keeps
 
 
 def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Load a saved state that fits, in place where possible. Raises: Mismatch, when a ``load_state_dict`` refuses it."""
+    """Load a saved state that fits, in place where possible. Raises: Mismatch, if a ``load_state_dict`` refuses it."""
     for name, value in live.items():
         if name not in saved:
             continue  # check_fit() accepted it

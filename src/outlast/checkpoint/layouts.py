@@ -97,7 +97,7 @@ def _chunks(rows: Any, count: int) -> list[Any]:
 
 
 def distribute(local: torch.Tensor, layout: Layout, meshes: Sequence[Any]) -> torch.Tensor:
-    """Create the distributed tensor whose local part is given. Raises: OtherLayout, when no mesh matches the saved one."""
+    """Create the distributed tensor whose local part is given. Raises: OtherLayout, when no mesh matches."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -570,7 +570,7 @@ class CheckpointEngine:
         lanes[0].submit(save)
 
     def _wanted_tiers(self, tiers: Collection[str] | None) -> frozenset[Tier]:
-        """Return the configured ones of the requested tiers; ``None`` = all. Raises: ConfigError, when there are none."""
+        """Return the configured ones of the requested tiers; ``None`` = all. Raises: ConfigError, if there is none."""
         there = self._places.tiers
         if tiers is None:
             return there

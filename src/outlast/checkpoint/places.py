@@ -105,7 +105,7 @@ class Peers:
         return [from_json(one, kind) for one in everyone]
 
     def find_first(self, text: str) -> str:
-        """Return, on all ranks, the first non-empty text by rank, else an empty one. Raises, blocks: as :meth:`gather`."""
+        """Return, on all ranks, the first non-empty text by rank, else "". Raises, blocks: as :meth:`gather`."""
         return text if self._group is None else self._exchange(find_first, text.encode()).decode()
 
     def _exchange(self, exchange: Callable[[ProcessGroup, bytes], R], data: bytes) -> R:

@@ -62,7 +62,7 @@ class ProvenCopy:
         """Raise CheckpointError when it does not fit the live state. Changes nothing."""
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Load it into the live state; return its random numbers. Raises: CheckpointError; the state is then unusable."""
+        """Load it into the live state; return its random numbers. Raises: CheckpointError; the state is unusable."""
         return None
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ class Wrapped:
         return cast(torch.Tensor, made)
 
     def outline(self) -> torch.Tensor:
-        """Return a plain tensor of that shape and type without memory. Raises: CheckpointError, for an unknown class."""
+        """Return a plain tensor of that shape and type without memory. Raises: CheckpointError, as :meth:`made`."""
         self._find_kind()  # before anything live is overwritten
         return torch.empty((), dtype=self.dtype).expand(self.shape)
 

@@ -568,7 +568,7 @@ class VerifiedFiles:
         return VerifiedFile(self.stored(self.manifest.files[index], index))
 
     def bounded(self, work: Callable[[], R]) -> R:
-        """Return the result of ``work()``, which reads these files. Raises: Unavailable, when no byte arrives in time."""
+        """Return the result of ``work()``, which reads these files. Raises: Unavailable, without progress."""
         if self._calls is None:
             return work()
         url = self.directory.url

@@ -51,7 +51,7 @@ class Calls:
 
     @contextlib.contextmanager
     def into(self, directory: str, limit_s: float) -> Iterator[None]:
-        """Access a directory in the body. Raises: CheckpointError, while an earlier call there exceeds its ``limit_s``."""
+        """Access a directory in the body. Raises: CheckpointError, while an earlier call exceeds its ``limit_s``."""
         now_ns = clock.now_ns()
         call = now_ns, now_ns + int(limit_s * 1e9)
         with self._lock:
