@@ -24,8 +24,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorSpan
-from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
+from outlast.checkpoint.shard import Identity, ShardLayout, TensorSpan
+from outlast.checkpoint.state import SHORT_NAMES, FlatState, NamedTensor, without_collection
 from outlast.errors import CheckpointError
 from outlast.runtime.device import start_driver_thread
 from outlast.runtime.device_copies import Copied, DeviceCopies, as_bytes, copies_of
@@ -50,7 +50,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _Piece: TypeAlias = tuple[slice, Bytes | list[torch.Tensor]]
 """Target range in the image, and the source bytes."""
-_SHORT = {getattr(torch, name.removeprefix("torch.")): short for name, short in DTYPE_NAMES.items()}
 
 
 class Arena:
@@ -383,7 +382,7 @@ class Stager:
             self._key, self._entries = key, (-1, [])
             self._layout = ShardLayout(
                 [
-                    (named.name, _SHORT[named.dtype], named.shape, named.tensor.nbytes, named.dtype.itemsize)
+                    (named.name, SHORT_NAMES[named.dtype], named.shape, named.tensor.nbytes, named.dtype.itemsize)
                     for named in flat.tensors
                 ]
             )
@@ -420,7 +419,7 @@ class Stager:
                 entries.append(
                     TensorSpan(
                         named.name,
-                        _SHORT[named.dtype],
+                        SHORT_NAMES[named.dtype],
                         tuple(named.shape),
                         *place,
                         tuple(named.global_shape),

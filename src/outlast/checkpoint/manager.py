@@ -35,7 +35,7 @@ from outlast.checkpoint.places import (
     warn_of_copies,
 )
 from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration
-from outlast.checkpoint.save import Save, SaveHandle, SaveResult, wait_for_all
+from outlast.checkpoint.save import Save, SaveHandle, SaveResult
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
 from outlast.checkpoint.tiers import Restored
@@ -406,8 +406,8 @@ class CheckpointEngine:
         if save.error is None:
             self._cost_s = save.stall_s + COST_WEIGHT * (self._cost_s - save.stall_s) if self._cost_s else save.stall_s
         if not self.config.async_save:
-            with contextlib.suppress(DeadlineExceeded):  # a tier hangs; the save is reported once it is decided
-                wait_for_all([handle], self.config.save_timeout + GRACE_S)
+            with contextlib.suppress(CheckpointError, DeadlineExceeded):  # reported once the save is decided
+                handle.wait(self.config.save_timeout + GRACE_S)
         elif save.attempt.ordinal == 0 and save.arena is not None:
             self._arenas.prepare(save.arena.num_bytes, device)
         if self.refusal is not None:  # only now: other ranks may not know it yet, and wait for this one

@@ -255,7 +255,6 @@ class Outcomes:
         # Last, so that a waiting caller finds the outcome logged and in the journal.
         if is_over and not errors:
             save.handle.succeed(save.result())
-            save.handle.settle(save.result())
         elif is_decided and errors:
             save.handle.fail(errors[0], is_retried=not is_over)
 

@@ -33,7 +33,7 @@ from outlast.checkpoint.manifest import MANIFEST, MANIFEST_PART, CopyKey, Manife
 from outlast.checkpoint.missing import complete, find_missing
 from outlast.checkpoint.places import Peers, Places, group_of
 from outlast.checkpoint.replica.client import ParityMember, Target
-from outlast.checkpoint.shard import DTYPE_NAMES, TREE, TensorSpan, shard_name
+from outlast.checkpoint.shard import TREE, TensorSpan, shard_name
 from outlast.checkpoint.state import Wrapped, capture, decode, flatten
 from outlast.checkpoint.tiers import PARITY, Table, check_manifest
 from outlast.checkpoint.verification import BoundedReading, Proof, VerifiedFiles, prove_shard, read_shard
@@ -428,7 +428,7 @@ def _takes(tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> bool:
         tensor.device.type == "cpu"
         and tensor.is_contiguous()
         and tuple(tensor.shape) == shape
-        and DTYPE_NAMES.get(str(tensor.dtype)) == dtype
+        and tensor.dtype == TORCH_TYPES.get(dtype)
         and not tensor.is_conj()
         and not tensor.is_neg()
     )

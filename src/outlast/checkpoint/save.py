@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,36 +108,19 @@ class SaveHandle:
         return self._result
 
     def succeed(self, result: SaveResult) -> None:
-        if self._first_end.acquire(blocking=False):
-            self._result = result
-            self._finished.set()
-            self._settled.set()
+        """End the save as committed, also after a failure that was retried."""
+        if self._first_end.acquire(blocking=False) or not self._settled.is_set():
+            self._result, self._error = result, None
+        self._finished.set()
+        self._settled.set()
 
     def fail(self, error: CheckpointError, *, is_retried: bool = False) -> None:
-        """End the save as failed, unless it has ended; with ``is_retried``, :meth:`settle` follows."""
+        """End the save as failed, unless it has ended; with ``is_retried``, it may still succeed."""
         if self._first_end.acquire(blocking=False):
             self._error = error
             self._finished.set()
         if not is_retried:
             self._settled.set()
-
-    def settle(self, result: SaveResult | None = None) -> None:
-        """End the retries; with a result the save counts as committed."""
-        if result is not None and not self._settled.is_set():
-            self._result, self._error = result, None
-        self._settled.set()
-
-
-def wait_for_all(handles: Iterable[SaveHandle], timeout_s: float) -> None:
-    """Wait until each save is committed or has failed. Raises: DeadlineExceeded. Blocks: up to ``timeout_s``."""
-    end_ns = clock.now_ns() + int(timeout_s * 1e9)
-    for handle in handles:
-        try:
-            handle.wait(max(0.0, (end_ns - clock.now_ns()) / 1e9))
-        except DeadlineExceeded:
-            raise
-        except CheckpointError:
-            continue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

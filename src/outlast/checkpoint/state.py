@@ -39,7 +39,8 @@ _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 _MAX_DEPTH = 100
 """Levels of nested containers; deeper ones most likely contain themselves."""
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-_DTYPES = frozenset(getattr(torch, name.removeprefix("torch.")) for name in DTYPE_NAMES)
+SHORT_NAMES = {getattr(torch, name.removeprefix("torch.")): short for name, short in DTYPE_NAMES.items()}
+"""safetensors' names of torch's element types."""
 _ZEROS = tuple((0,) * dim for dim in range(65))
 
 
@@ -318,7 +319,7 @@ class _Flattener:
     ) -> str | None:
         """Name a plain tensor, or this rank's part of ``whole``; ``None`` = its bytes cannot be stored directly."""
         dtype = tensor.dtype
-        if dtype not in _DTYPES or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        if dtype not in SHORT_NAMES or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
             return None
         while path in self._names:
             path += "'"  # keys 1 and "1" of one dict

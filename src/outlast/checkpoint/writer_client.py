@@ -98,12 +98,6 @@ class WriterProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def replace(self) -> None:
-        """Kill the current writer; another one replaces it. Thread: any."""
-        with self._lock:
-            if not self._closed:
-                self._process.kill()
-
     def kill(self) -> None:
         """Kill the writer from a signal handler: takes no lock, waits for nothing."""
         self._closed = True

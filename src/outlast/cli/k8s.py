@@ -105,8 +105,10 @@ def manifest(as_json: bool, output: str | None, **settings: Any) -> int:
     job = _job_from(settings)
     made = job.manifests()
     if as_json:
+        import msgspec
+
         shown: Any = made[0] if len(made) == 1 else {"apiVersion": "v1", "kind": "List", "items": made}
-        text = _as_json(shown)
+        text = msgspec.json.format(msgspec.json.encode(shown), indent=2).decode() + "\n"
     else:
         text = as_yaml(made)
     if output is None:
@@ -115,12 +117,6 @@ def manifest(as_json: bool, output: str | None, **settings: Any) -> int:
         with failing_in_one_line(f"{output} is not written: ", OSError):
             Path(output).write_text(text, encoding="utf-8")
     return int(ExitReason.FINISHED)
-
-
-def _as_json(value: object) -> str:
-    import msgspec
-
-    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
 
 
 def _job_from(settings: dict[str, Any]) -> KubernetesJob:

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+run_key_option = click.option(
+    "--run-key-file",
+    "key_file",
+    metavar="FILE",
+    help="The run's secret, where it comes from a file; default OUTLAST_RUN_KEY, or run.key of the run directory.",
+)
 
 
 class Command(click.Command):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outlast import clock
-from outlast.cli.main import Command, echo, print_json
+from outlast.cli.main import Command, echo, print_json, run_key_option
 from outlast.errors import ConfigError, ExitReason, RendezvousError
 
 if TYPE_CHECKING:
@@ -41,12 +41,7 @@ _WATCH_S = 2.0
     type=click.FloatRange(min=0.1),
     help=f"Look again every so many seconds, {_WATCH_S:g} without a number, until Ctrl-C.",
 )
-@click.option(
-    "--run-key-file",
-    "key_file",
-    metavar="FILE",
-    help="The run's secret, where it comes from a file; default OUTLAST_RUN_KEY, or run.key of the run directory.",
-)
+@run_key_option
 def status(target: str, as_json: bool, watch_s: float | None, key_file: str | None) -> int:
     """Show the state of a run: its ranks and nodes, its progress, its incidents, and the restarts that are left.
 

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outlast.cli.main import Command, complete_folder, echo, ending_on_signals, json_option, open_console, print_json
+from outlast.cli.main import (
+    Command,
+    complete_folder,
+    echo,
+    ending_on_signals,
+    json_option,
+    open_console,
+    print_json,
+    run_key_option,
+)
 from outlast.errors import ExitReason
 
 if TYPE_CHECKING:
@@ -30,12 +39,7 @@ _INTERRUPTED = 130
 )
 @click.option("--once", is_flag=True, help="Print one view, and end.")
 @json_option
-@click.option(
-    "--run-key-file",
-    "key_file",
-    metavar="FILE",
-    help="The run's secret, where it comes from a file; default OUTLAST_RUN_KEY, or run.key of the run directory.",
-)
+@run_key_option
 def top(target: str, interval_s: float, once: bool, as_json: bool, key_file: str | None) -> int:
     """Watch a run live: its ranks and what each does, how fast it is, what went wrong, what is saved and where.
 
