@@ -1,7 +1,7 @@
 """Staging: copy a rank's state into shared memory, from which the writer process writes the shard.
 
 The writer owns the memory (a nameless ``memfd``), so no death of a process leaks it. Arenas are reused and pre-faulted,
-since fresh pages cost several times the copy. Devices copy in a stream of their own, straight into the arena's pinned
+since fresh pages cost several times the copy. Devices copy in a separate stream, straight into the arena's pinned
 pages (:class:`outlast.runtime.device_copies.DeviceCopies`). The copy of some tensors may overlap training, see
 :mod:`outlast.checkpoint.copy_guard`; a state that changes during its copy is not saved, see :class:`_Versions`.
 """
@@ -260,9 +260,7 @@ class Staged:
         copies = [queued.result() for queued in self._queued if queued.done() and queued.exception() is None]
         if not are_queued or not all(copied.hold_back(self._limit_s) for copied in copies):
             raise _hanging(self._limit_s)
-        return all(
-            copied.wait(0.0) for copied in copies
-        )  # one that failed has failed its save: it is no reason to wait
+        return all(copied.wait(0.0) for copied in copies)  # a failed copy has failed its save: do not wait
 
 
 def _hanging(limit_s: float) -> CheckpointError:

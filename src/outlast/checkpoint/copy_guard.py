@@ -48,7 +48,7 @@ def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: Flat
 class CopyGuard:
     """Make an optimizer's step wait for the copy of the tensors that the step changes.
 
-    The guard is a hook of ``step()``, so a step that does not run the hook would change tensors during their copy. The
+    It is a hook of ``step()``, so a step that does not run the hook would change tensors during their copy. The
     tensors of an optimizer are therefore copied late only if
 
     * the hook ran since the last save,

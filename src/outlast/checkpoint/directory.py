@@ -303,7 +303,7 @@ class Claim:
             self.acquire()  # with a later owner, a commit counts only if that owner saw it
 
     def retire(self, iterations: Sequence[int]) -> None:
-        """Delete generations of the place. Raises: as :meth:`acquire`."""
+        """Delete checkpoints. Raises: as :meth:`acquire`."""
         if iterations:
             self.acquire()
             self._place.retire(iterations, self._lease.number, self.acquire)
@@ -410,7 +410,7 @@ class SaveAttempt:
     """Random, agreed by the ranks of one set of processes."""
     ordinal: int
     retry: int = 0
-    """Number of earlier attempts to write to the same tier. Each has files of its own, since an earlier attempt may
+    """Number of earlier attempts to write to the same tier. Each has separate files, since an earlier attempt may
         still write or delete when a place responds again.
     """
 

@@ -1,4 +1,4 @@
-"""A lane writes saves to some of their tiers, in a thread of its own, in step with the same lane of all ranks.
+"""A lane writes saves to some of their tiers, in a separate thread, in step with the same lane of all ranks.
 
 :class:`~outlast.checkpoint.near_lane.MemoryLane` gets every save first and passes it on to
 :class:`~outlast.checkpoint.near_lane.LocalLane` and :class:`~outlast.checkpoint.dcp.global_lane.GlobalLane`, which do
@@ -103,7 +103,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Subtree(msgspec.Struct, frozen=True, array_like=True):
-    """Answers of a rank and its descendants in the tree."""
+    """Messages of a rank and its descendants in the tree."""
 
     answers: list[tuple[int, msgspec.Raw]]
     """With their ranks; incomplete after an error or a timeout."""
@@ -146,7 +146,7 @@ class Lane(ABC):
         timeout_s: Longest time from the beginning of a save to its outcome.
         claim: Claim to the directory, on a rank that commits there; ``None`` elsewhere.
         outcomes: Called in the lane's thread with the outcome of each save.
-        next_lanes: Each gets the saves that have tiers of its own, once this lane has committed or failed them.
+        next_lanes: Each gets the saves that go to its tiers, once this lane has committed or failed them.
 
     Collective: all ranks, with the same saves in the same order.
     """
@@ -327,7 +327,7 @@ class Lane(ABC):
         name = shared_name(data)
         claims, key = self._store_key(f"claims/{name}"), self._store_key(f"shared/{name}")
         with self._store_errors():
-            if self._store.add(claims, 1) == 1:  # before this rank's answer
+            if self._store.add(claims, 1) == 1:  # before this rank's message
                 self._store.set(key, data.decode())
                 self._posted += [(self._turn, claims), (self._turn, key)]
         return name
@@ -399,7 +399,7 @@ class Lane(ABC):
     def _gather_up(
         self, save: Save, name: str, mine: G, members: Sequence[int], *, waits_for_all: bool = False
     ) -> list[tuple[int, G]]:
-        """Gather answers by a tree: each rank posts its answer and its descendants' in one message.
+        """Gather messages by a tree: each rank posts its own and its descendants' together.
 
         A rank with an error posts at once, without waiting for the rest, since an error ends the save.
 
@@ -407,7 +407,7 @@ class Lane(ABC):
             members: Participating ranks, including this one; the first is the root.
 
         Returns:
-            On the root, the members' answers by rank: all, or some including an error. Elsewhere an empty list.
+            On the root, the members' messages by rank: all, or some including an error. Elsewhere an empty list.
 
         Raises:
             PeerSilent: On the root: a rank did not respond in time, or the ranks' store is gone.
@@ -440,7 +440,7 @@ class Lane(ABC):
         return []
 
     def _gather_answers(self, save: Save, name: str, mine: A, *, waits_for_all: bool = False) -> list[A]:
-        """Gather all ranks' answers, see :meth:`_gather_up`. Raises: CheckpointError, if a rank reports an error."""
+        """Gather all ranks' messages, see :meth:`_gather_up`. Raises: CheckpointError, if a rank reports an error."""
         gathered = self._gather_up(save, name, mine, range(self._world_size), waits_for_all=waits_for_all)
         for rank, answer in gathered:
             if answer.iteration != save.iteration:
@@ -575,7 +575,7 @@ class Lane(ABC):
 class RetryingLane(Lane):
     """A lane to a tier that may be slow, full or unavailable; see the head of this module.
 
-    Thread: the lane's thread owns ``_turn`` and the state below; ``_changed`` guards the waiting saves.
+    Thread: the lane's thread owns ``_turn`` and the state below; the waiting saves are shared under ``_changed``.
     """
 
     retry_s = RETRY_S

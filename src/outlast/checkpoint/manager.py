@@ -226,7 +226,7 @@ class CheckpointEngine:
             PeerLost: A peer left.
 
         Collective: all ranks, before they load.
-        Blocks: where only time can tell whether an owner on another machine is alive, 10 s; 50 s in an object store.
+        Blocks: to find out whether an owner on another machine is alive, 10 s; 50 s in an object store.
         """
         self._claim(again=False)
 

@@ -1,7 +1,7 @@
 """The lanes to the node-local tiers: gather every rank's digests, make the manifest, commit on every node.
 
-One lane writes to memory, through which every save passes first, and one to the local tier. Ranks send their answers up
-a tree, and rank 0 makes the manifest. The lowest rank of each node leads it: it receives the manifest and commits on
+One lane writes to memory, through which every save passes first, and one to the local tier. Ranks send messages up a
+tree, and rank 0 makes the manifest. The lowest rank of each node leads it: it receives the manifest and commits on
 its node, in memory or by a rename. Rank 0, always a leader, posts the outcome once every leader has committed.
 """
 

@@ -335,7 +335,7 @@ class Outcomes:
                 )
 
     def _durability_of(self, restored: Restored) -> Durability:
-        """Return the durability that a load proves; a checkpoint that all ranks read from the global tier outlives the
+        """Return the durability that a load implies; a checkpoint that all ranks read from the global tier outlives the
         job.
         """
         far = set(restored.tiers) == {str(Tier.GLOBAL)}

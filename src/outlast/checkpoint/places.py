@@ -922,7 +922,7 @@ class Claims:
 
         A directory that cannot be written to can still be loaded from; its saves will fail with that error.
 
-        Blocks: where only time can tell whether an owner on another machine is alive: 10 s, 50 s in an object store; up
+        Blocks: to find out whether an owner on another machine is alive: 10 s, 50 s in an object store; up
             to ``response_timeout`` longer for each directory that does not respond.
         """
         for claim, is_reachable in ((self.near, self._is_near_reachable), (self.far, self._is_far_reachable)):

@@ -326,7 +326,7 @@ def prove_shard(
         Unavailable: The reading made no progress.
         OSError: It cannot be read.
 
-    Blocks: while all of it is read, by two threads, or as many as the reader wants.
+    Blocks: while all of it is read, by two threads, or as many as the reader has.
     """
     entry = manifest.shards[rank]
     prove_head = partial(_prove_head, fd, manifest, rank, in_memory=in_memory)
@@ -385,10 +385,10 @@ def read_shard(
     *,
     bound: BoundedReading | None = None,
 ) -> None:
-    """Read a verified shard; chunks without a wanted tensor are skipped.
+    """Read a verified shard; chunks without a requested tensor are skipped.
 
     Args:
-        parts: Memory for the bytes of each wanted tensor, by name.
+        parts: Memory for the bytes of each requested tensor, by name.
         bound: Ends a reading without progress; ``None`` = no time limit.
 
     Raises:

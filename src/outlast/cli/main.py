@@ -65,7 +65,7 @@ class ScriptCommand(Command):
 
 
 class CommandGroup(Command, click.Group):
-    """A command with subcommands: alone it prints its help, and a mistyped command is answered with the nearest."""
+    """A command with subcommands: alone it prints its help, and for a mistyped command it suggests the nearest."""
 
     command_class = Command
 
