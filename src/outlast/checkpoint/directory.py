@@ -410,9 +410,8 @@ class SaveAttempt:
     """Random, agreed by the ranks of one set of processes."""
     ordinal: int
     retry: int = 0
-    """Number of earlier attempts to write to the same tier. Each has separate files, since an earlier attempt may
-        still write or delete when a place responds again.
-    """
+    """Number of earlier attempts to write to the same tier. Each has separate files, since an earlier attempt may still
+    write or delete when a place responds again."""
 
     @property
     def label(self) -> str:

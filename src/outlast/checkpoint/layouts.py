@@ -13,9 +13,8 @@ from outlast.runtime.nested import find_nested
 
 Layout: TypeAlias = list[Any]
 """Placements, shape and names of the mesh, shape and stride of the whole tensor. A placement is the sharded dimension,
-    ``None`` for a replica, or ``[dimension, split factor]`` where other shards of the dimension were cut first (FSDP2
-    over tensor parallelism).
-"""
+``None`` for a replica, or ``[dimension, split factor]`` where other shards of the dimension were cut first (FSDP2 over
+tensor parallelism)."""
 
 
 class OtherLayout(CheckpointError):

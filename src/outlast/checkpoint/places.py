@@ -260,8 +260,7 @@ class _RankView(msgspec.Struct, kw_only=True):
     """This node does not see the file that rank 0 has written to the global tier."""
     newest: tuple[int, str] | None = None
     """Newest checkpoint, on the first rank of each node, if no file of rank 0 shows that the nodes see one place; see
-        :func:`_find_newest`.
-    """
+    :func:`_find_newest`."""
 
 
 def storage_calls(config: CheckpointConfig, *, rank: int, node: str) -> StorageCalls:

@@ -53,9 +53,7 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Seconds without progress after which a target is abandoned."""
     limit_s: float = 600.0
     """Seconds after which the worker no longer waits for the reply; a write still under way then blocks the directory,
-    see
-        ``writer.Calls``.
-    """
+    see ``writer.Calls``."""
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -78,8 +78,7 @@ class ProvenGeneration:
     finite: bool
     committed: Committed
     """This checkpoint and older ones that all ranks could load according to the listings, with their tiers (the
-        node-local ones counted together); and all checkpoints, including newer ones, that are not finite.
-    """
+    node-local ones counted together); and all checkpoints, including newer ones, that are not finite."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load and release the checkpoint. Raises: CheckpointError, when a file changed; ``state`` is then unusable."""

@@ -131,8 +131,7 @@ class ShardLayout:
             kinds.setdefault((-width, dtype), []).append(index)
         self.order = [index for kind in sorted(kinds) for index in kinds[kind]]
         """Indices of the tensors in the order of the shard: wide elements first, for alignment; then by type; then as
-        given.
-        """
+        given."""
         self.offsets: list[int] = []
         offset, entries = 0, {}
         for index in self.order:

@@ -41,11 +41,8 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     kind: str
     """Name of the error: ``Incomplete``, ``Corrupt``, ``Untrusted`` or ``CheckpointError``; ``Unavailable``: its place
-    does
-        not respond; ``NotFinite``: intact, but with infinities or NaN, while an older checkpoint has none;
-        ``Superseded``:
-        training has abandoned its branch.
-    """
+    does not respond; ``NotFinite``: intact, but with infinities or NaN, while an older checkpoint has none;
+    ``Superseded``: training has abandoned its branch."""
     node: str = ""
     """The rank's node, if its place does not respond."""
 
@@ -66,8 +63,7 @@ class Restored:
     """The attempt that had saved it."""
     tier: str
     """Source of this rank's part: ``memory``, ``local``, ``replica`` or ``global``; ``kept`` = its state was this
-        checkpoint already and was not changed.
-    """
+    checkpoint already and was not changed."""
     tiers: tuple[str, ...]
     """The source of every rank's part."""
     rejected: list[Rejection]
@@ -100,8 +96,7 @@ class _Listing(msgspec.Struct):
     """Whether a directory shows that a checkpoint was, or may have been, committed to it."""
     saved: list[SavedPoint] = []
     """All checkpoints of this run on the node, on its leader, and, on rank 0, in the global tier, including those of
-        other numbers of ranks. The one of the newest branch is first.
-    """
+    other numbers of ranks. The one of the newest branch is first."""
     branch: Branch | None = None
 
     def note_saved(self, manifest: Manifest | GlobalManifest, *, is_global: bool = False) -> None:
@@ -140,9 +135,7 @@ class Table:
     """Checkpoints that exist anywhere, intact or damaged."""
     is_durable: bool = True
     """Whether a directory shows that a checkpoint was, or may have been, committed to it: by its tracker, by any
-    content of
-        the global tier, because it cannot be read, or by a copy that descends from a loaded checkpoint.
-    """
+    content of the global tier, because it cannot be read, or by a copy that descends from a loaded checkpoint."""
     branches: Lineage = field(default_factory=Lineage)
 
     def exclude_superseded(self) -> None:

@@ -66,8 +66,7 @@ class StoredFile:
     """Returns name, offset and bytes of its tensors."""
     read: Callable[[int, int, memoryview], Iterable[memoryview]]
     """Yields the bytes between two offsets, in order, each piece valid until the next; ends early where the file does.
-        The third argument is ``room_bytes`` of scratch memory. Raises: OSError, CheckpointError.
-    """
+    The third argument is ``room_bytes`` of scratch memory. Raises: OSError, CheckpointError."""
     room_bytes: int = 0
     takes: Callable[[int], bool] = lambda _: False
     """Returns whether the reader of a chunk, by its number, also digests it; called once, before it is read."""

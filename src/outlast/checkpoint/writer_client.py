@@ -286,8 +286,7 @@ class WriterClient:
         self._closed = False
         self._serving: f.Serve | None = None
         """The granted request to serve peers, with the port that peers know; sent first to a writer that replaces this
-        one.
-        """
+        one."""
 
     def start(self) -> None:
         """Have the node's agent process start a writer if none runs. Raises: CheckpointError, when it cannot."""
